@@ -21,9 +21,9 @@ import types
 from pathlib import Path
 
 LISTEN_FD = 3
-WHOLE = "--whole"
-_LIGHT_FROM = (2, 11)
-_LIGHT_TO = (2, 14)
+FULL_TORCH_FLAG = "--whole"
+_MIN_LIGHT_VERSION = (2, 11)
+_MAX_LIGHT_VERSION = (2, 14)
 
 
 def light_store_class(root: Path) -> type:
@@ -48,7 +48,7 @@ def light_store_class(root: Path) -> type:
     return found
 
 
-def whole_store_class() -> type:
+def full_store_class() -> type:
     """Return TCPStore the ordinary way."""
     from torch.distributed import TCPStore
 
@@ -56,7 +56,7 @@ def whole_store_class() -> type:
     return found
 
 
-def torch_root() -> Path:
+def find_torch_root() -> Path:
     """
     Return the folder of the package torch; ends the process with one line where there is none.
     """
@@ -66,16 +66,19 @@ def torch_root() -> Path:
     return Path(spec.origin).parent
 
 
-def known_to_load_light(root: Path) -> bool:
+def can_load_light(root: Path) -> bool:
     """Whether this version of torch was tested with its C library alone."""
     try:
         match = re.search(r"__version__ = '(\d+)\.(\d+)", (root / "version.py").read_text("utf-8"))
     except OSError:
         return False
-    return match is not None and _LIGHT_FROM <= (int(match[1]), int(match[2])) <= _LIGHT_TO
+    return (
+        match is not None
+        and _MIN_LIGHT_VERSION <= (int(match[1]), int(match[2])) <= _MAX_LIGHT_VERSION
+    )
 
 
-def serve(store_class: type) -> object:
+def serve_store(store_class: type) -> object:
     """Put a store on the socket; the returned object must be kept."""
     listener = socket.socket(fileno=LISTEN_FD)
     host, port = listener.getsockname()[:2]
@@ -95,12 +98,12 @@ def main(argv: list[str]) -> None:
         path for path in sys.path if Path(path).resolve() != here.parent
     ]  # our state.py is not torch's
     if "torch" in sys.modules:  # forked from a process that has it
-        store = serve(whole_store_class())
+        store = serve_store(full_store_class())
         while store:
             signal.pause()
-    root = torch_root()
-    if WHOLE in argv or not known_to_load_light(root):
-        store_class = whole_store_class()
+    root = find_torch_root()
+    if FULL_TORCH_FLAG in argv or not can_load_light(root):
+        store_class = full_store_class()
     else:
         try:
             store_class = light_store_class(root)
@@ -109,8 +112,8 @@ def main(argv: list[str]) -> None:
                 f"torch's C library does not load by itself ({error}); loading all of torch",
                 file=sys.stderr,
             )
-            os.execv(sys.executable, [sys.executable, str(here), WHOLE])
-    store = serve(store_class)
+            os.execv(sys.executable, [sys.executable, str(here), FULL_TORCH_FLAG])
+    store = serve_store(store_class)
     while store:
         signal.pause()
 

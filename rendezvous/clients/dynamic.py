@@ -24,27 +24,27 @@ from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.names import check_name
 from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
-from pdrun.rendezvous.policies.texts import count
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret, find_secret
+from pdrun.text import plural
 
-__all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join", "run_scheduler"]
+__all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join_cluster", "run_scheduler"]
 
 _T = TypeVar("_T")
 Role = Literal["scheduler", "worker"]
-_OURS = ("PDRUN_ROLE", "PDRUN_WORKERS")
+_PDRUN_VARIABLES = ("PDRUN_ROLE", "PDRUN_WORKERS")
 """
 PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB mean something to the launcher, too: alone they say
 nothing here.
 """
-_MINDSPORE = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
-_ROLES: Mapping[str, Role] = {
+_MINDSPORE_VARIABLES = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
+_ROLE_OF_VALUE: Mapping[str, Role] = {
     "scheduler": "scheduler",
     "worker": "worker",
     "MS_SCHED": "scheduler",
     "MS_WORKER": "worker",
 }
-_NO_SERVERS = "pdrun has no parameter servers, only a scheduler and workers"
+_NO_PARAMETER_SERVERS = "pdrun has no parameter servers, only a scheduler and workers"
 
 
 @dataclass(frozen=True)
@@ -79,47 +79,51 @@ def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
         ConfigError: a variable is missing, wrong, or PDRUN_* and MS_* contradict each other; names
             the variable.
     """
-    if not any(environ.get(name) for name in (*_OURS, *_MINDSPORE)):
+    if not any(environ.get(name) for name in (*_PDRUN_VARIABLES, *_MINDSPORE_VARIABLES)):
         return None
     try:
-        return _read(environ)
+        return _read_spec(environ)
     except UsageError as error:  # of a parser that the command line has, too
         raise ConfigError(error.what, where=error.where, hint=error.hint) from None
 
 
-def _read(environ: Mapping[str, str]) -> DynamicSpec:
-    ours = any(environ.get(name) for name in _OURS)
-    role: Role | None = _agreed(
-        "role", _role(environ, "PDRUN_ROLE"), _role(environ, "MS_ROLE"), "PDRUN_ROLE", "MS_ROLE"
+def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
+    ours = any(environ.get(name) for name in _PDRUN_VARIABLES)
+    role: Role | None = _merge_values(
+        "role",
+        _read_role(environ, "PDRUN_ROLE"),
+        _read_role(environ, "MS_ROLE"),
+        "PDRUN_ROLE",
+        "MS_ROLE",
     )
     if role is None:
-        raise _missing("PDRUN_ROLE" if ours else "MS_ROLE", environ)
-    scheduler = _agreed(
+        raise _missing_variable_error("PDRUN_ROLE" if ours else "MS_ROLE", environ)
+    scheduler = _merge_values(
         "scheduler",
-        _our_scheduler(environ),
-        _their_scheduler(environ),
+        _read_pdrun_scheduler(environ),
+        _read_mindspore_scheduler(environ),
         "PDRUN_SCHEDULER",
         "MS_SCHED_HOST with MS_SCHED_PORT",
     )
     if scheduler is None:
-        raise _missing("PDRUN_SCHEDULER" if ours else "MS_SCHED_HOST", environ)
-    workers = _agreed(
+        raise _missing_variable_error("PDRUN_SCHEDULER" if ours else "MS_SCHED_HOST", environ)
+    workers = _merge_values(
         "workers",
-        _count(environ, "PDRUN_WORKERS", 1),
-        _count(environ, "MS_WORKER_NUM", 1),
+        _read_count(environ, "PDRUN_WORKERS", 1),
+        _read_count(environ, "MS_WORKER_NUM", 1),
         "PDRUN_WORKERS",
         "MS_WORKER_NUM",
     )
     if workers is None:
-        raise _missing("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
-    rank, name = _identity(environ)
+        raise _missing_variable_error("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
+    rank, name = _read_rank_and_name(environ)
     if rank is not None and rank >= workers:
         raise ConfigError(
-            f"rank {rank} is not below the {count(workers, 'worker')}",
+            f"rank {rank} is not below the {plural(workers, 'worker')}",
             where="PDRUN_NODE_RANK or MS_NODE_ID",
         )
     job = environ.get("PDRUN_JOB") or "dynamic"
-    timeout = _count(environ, "MS_TOPO_TIMEOUT", 1)
+    timeout = _read_count(environ, "MS_TOPO_TIMEOUT", 1)
     return DynamicSpec(
         role,
         scheduler,
@@ -137,10 +141,10 @@ def run_scheduler(
     *,
     secret: Secret | None = None,
     grace: float = 30.0,
-    say: Callable[[str], None] | None = None,
+    show_line: Callable[[str], None] | None = None,
 ) -> int:
     """Serve the job of a ``scheduler`` process until it is over; return the job's code."""
-    from pdrun.rendezvous.journal.recovery import of_same_run
+    from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
 
     journal = Path(spec.journal) if spec.journal else None
@@ -156,17 +160,20 @@ def run_scheduler(
     )
     how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
     return serve_standalone(
-        of_same_run(config, journal),
+        adopt_run_name(config, journal),
         secret,
         spec.scheduler,
-        say=say,
+        show_line=show_line,
         how_to_join=how,
         journal=journal,
     )
 
 
-def join(
-    spec: DynamicSpec, *, secret: Secret | None = None, say: Callable[[str], None] | None = None
+def join_cluster(
+    spec: DynamicSpec,
+    *,
+    secret: Secret | None = None,
+    show_line: Callable[[str], None] | None = None,
 ) -> DynamicMember:
     """
     Take part as a worker: returns when all are here, with this process's rank.
@@ -188,13 +195,13 @@ def join(
         name=spec.name,
         rank=spec.rank,
         timeout=spec.timeout,
-        say=say,
+        show_line=show_line,
     )
     if member.world_size != spec.workers:
         found = member.world_size
         member.finish(78)
         raise ConfigError(
-            f"this process expects {count(spec.workers, 'worker')}, the scheduler has {found}",
+            f"this process expects {plural(spec.workers, 'worker')}, the scheduler has {found}",
             where="PDRUN_WORKERS",
         )
     return member
@@ -204,42 +211,44 @@ def join(
 # ----------------------------------------------------------------------------------------------------
 
 
-def _role(environ: Mapping[str, str], variable: str) -> Role | None:
+def _read_role(environ: Mapping[str, str], variable: str) -> Role | None:
     text = environ.get(variable)
     if not text:
         return None
     if text in ("MS_PSERVER", "MS_SERVER"):
-        raise ConfigError(f"{text} is not supported: {_NO_SERVERS}", where=variable)
-    known = [name for name in _ROLES if name.startswith("MS_") == variable.startswith("MS_")]
+        raise ConfigError(f"{text} is not supported: {_NO_PARAMETER_SERVERS}", where=variable)
+    known = [
+        name for name in _ROLE_OF_VALUE if name.startswith("MS_") == variable.startswith("MS_")
+    ]
     if text not in known:
         raise ConfigError(f"{text!r} is not one of {', '.join(known)}", where=variable)
-    return _ROLES[text]
+    return _ROLE_OF_VALUE[text]
 
 
-def _our_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
+def _read_pdrun_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
     text = environ.get("PDRUN_SCHEDULER")
     return parse_endpoint(text, where="PDRUN_SCHEDULER") if text else None
 
 
-def _their_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
+def _read_mindspore_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
     host = environ.get("MS_SCHED_HOST")
     port = environ.get("MS_SCHED_PORT")
     if not host and not port:
         return None
     for name, value in (("MS_SCHED_HOST", host), ("MS_SCHED_PORT", port)):
         if not value:
-            raise _missing(name, environ)
+            raise _missing_variable_error(name, environ)
     return Endpoint(
         check_host(host or "", where="MS_SCHED_HOST"), parse_port(port or "", where="MS_SCHED_PORT")
     )
 
 
-def _identity(environ: Mapping[str, str]) -> tuple[int | None, str]:
+def _read_rank_and_name(environ: Mapping[str, str]) -> tuple[int | None, str]:
     theirs = environ.get("MS_NODE_ID") or ""
     numeric = bool(re.fullmatch(r"[0-9]{1,9}", theirs))
-    rank = _agreed(
+    rank = _merge_values(
         "rank",
-        _count(environ, "PDRUN_NODE_RANK", 0),
+        _read_count(environ, "PDRUN_NODE_RANK", 0),
         int(theirs) if numeric else None,
         "PDRUN_NODE_RANK",
         "MS_NODE_ID",
@@ -248,16 +257,16 @@ def _identity(environ: Mapping[str, str]) -> tuple[int | None, str]:
     return rank, check_name(name, where="PDRUN_WORKER_ID or MS_NODE_ID") if name else ""
 
 
-def _count(environ: Mapping[str, str], variable: str, least: int) -> int | None:
+def _read_count(environ: Mapping[str, str], variable: str, minimum: int) -> int | None:
     text = environ.get(variable)
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError(f"{text!r} is not a whole number of at least {least}", where=variable)
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+        raise ConfigError(f"{text!r} is not a whole number of at least {minimum}", where=variable)
     return int(text)
 
 
-def _agreed(
+def _merge_values(
     what: str, ours: _T | None, theirs: _T | None, our_name: str, their_name: str
 ) -> _T | None:
     """Return the one value that is there; two that differ are an error with both."""
@@ -268,9 +277,11 @@ def _agreed(
     return theirs if ours is None else ours
 
 
-def _missing(variable: str, environ: Mapping[str, str]) -> PdrunError:
+def _missing_variable_error(variable: str, environ: Mapping[str, str]) -> PdrunError:
     there = ", ".join(
-        name for name in (*_OURS, "PDRUN_SCHEDULER", *_MINDSPORE) if environ.get(name)
+        name
+        for name in (*_PDRUN_VARIABLES, "PDRUN_SCHEDULER", *_MINDSPORE_VARIABLES)
+        if environ.get(name)
     )
     return ConfigError(
         f"is not set, though {there} is" if "," not in there else f"is not set, though {there} are",

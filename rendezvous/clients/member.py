@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from pdrun import async_writer as lane
+from pdrun import async_writer
 from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import AuthenticationError, ConfigError, PdrunError, PeerLost, RendezvousError
 from pdrun.rendezvous.protocol.messages import (
@@ -47,13 +47,13 @@ from pdrun.rendezvous.protocol.messages import (
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.local_link import ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
-FAREWELL = 10.0
+LEAVE_SECONDS = 10.0
 """
 Seconds that the end of the process waits, at most, until the scheduler has read its last words.
 """
-LINGER = 1.0
+LINGER_SECONDS = 1.0
 """Seconds that the connection has to hand over the very last word, which nobody depends on."""
 
 
@@ -65,7 +65,7 @@ def join_scheduler(
     name: str = "",
     rank: int | None = None,
     timeout: float = 600.0,
-    say: Callable[[str], None] | None = None,
+    show_line: Callable[[str], None] | None = None,
 ) -> DynamicMember:
     """
     Join the job at ``scheduler`` and wait until all are there.
@@ -78,21 +78,23 @@ def join_scheduler(
     Raises:
         RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave one.
     """
-    say = say or lane.say
+    show_line = show_line or async_writer.write_message
     host = socket.gethostname()
-    store = bind_listener(Endpoint(_local_address(scheduler), 0))
-    link = ZmqLink(scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=say)
+    store = bind_listener(Endpoint(_find_local_address(scheduler), 0))
+    link = ZmqLink(
+        scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=show_line
+    )
     address = Endpoint(*store.getsockname()[:2])
     # A number of fixed width, so that workers of one host stand in the order of their process ids.
     wish = Join(
         name or f"{host}-{os.getpid():08d}",
         rank,
         1,
-        {"host": f"{host}:{_boot_id()}", **_facts()},
+        {"host": f"{host}:{_read_boot_id()}", **_collect_facts()},
         str(address),
     )
     try:
-        welcome, assign = _take_part(link, wish, say)
+        welcome, assign = _wait_for_start(link, wish, show_line)
     except BaseException:
         link.close(0.5)
         store.close()
@@ -112,7 +114,7 @@ def join_scheduler(
         host=host,
         store_socket=store if assign.first_rank == 0 else None,
         _link=link,
-        _say=say,
+        _show_line=show_line,
     )
 
 
@@ -137,18 +139,18 @@ class DynamicMember:
     On rank 0: the listening socket behind `master`, to be given to the store. The caller owns it.
     """
     _link: ZmqLink
-    _say: Callable[[str], None]
+    _show_line: Callable[[str], None]
     _outcome: Cause | None = None
-    _finished: bool = False
-    _words: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
+    _is_finished: bool = False
+    _outgoing: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         self._pid = os.getpid()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._thread = threading.Thread(target=self._live, name="pdrun-member", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="pdrun-member", daemon=True)
         self._thread.start()
-        self._watch_exit()
+        self._install_exit_hooks()
 
     def finish(self, code: int = 0) -> None:
         """
@@ -157,9 +159,9 @@ class DynamicMember:
 
         Called by itself when the interpreter exits.
         """
-        if self._finished or os.getpid() != self._pid:
+        if self._is_finished or os.getpid() != self._pid:
             return
-        self._finished = True
+        self._is_finished = True
         cause = self._outcome or Cause(
             "exit" if code else "ok", code, summary=f"exit code {code}" if code else ""
         )
@@ -168,14 +170,14 @@ class DynamicMember:
             Finished(self.generation),
             None,
         ):
-            self._words.put(message)
-        self._wake()
-        self._thread.join(FAREWELL + 2 * LINGER)
+            self._outgoing.put(message)
+        self._wake_thread()
+        self._thread.join(LEAVE_SECONDS + 2 * LINGER_SECONDS)
 
     # At the end of the process
     # ----------------------------------------------------------------------------------------
 
-    def _watch_exit(self) -> None:
+    def _install_exit_hooks(self) -> None:
         hook = sys.excepthook
         leave = sys.exit
 
@@ -183,7 +185,7 @@ class DynamicMember:
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> Any:
             if os.getpid() == self._pid and self._outcome is None:
-                self._outcome = _cause_of(kind, error, trace)
+                self._outcome = _cause_of_exception(kind, error, trace)
             return hook(kind, error, trace)
 
         def on_exit(status: Any = None, /) -> Any:
@@ -199,96 +201,98 @@ class DynamicMember:
     # The thread
     # -------------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         try:
             os.write(self._wake_write, b"x")
         except OSError:
             pass
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         """Keep the connection until the end of the process or of the job."""
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except PdrunError as error:
-            if not self._finished:
-                self._die(f"job stopped: {error}", signal.SIGTERM, 5.0)
+            if not self._is_finished:
+                self._end_process(f"job stopped: {error}", signal.SIGTERM, 5.0)
         finally:
-            self._link.close(LINGER)
+            self._link.close(LINGER_SECONDS)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         due = self._link.deadline()
         wait = 0.5 if due is None else max(0.0, due - time.monotonic())
-        ready = readable(self._link.fileno(), self._wake_read, wait=wait)
+        ready = wait_readable(self._link.fileno(), self._wake_read, wait=wait)
         if self._wake_read in ready:
             os.read(self._wake_read, 64)
-        while not self._words.empty():
-            message = self._words.get()
+        while not self._outgoing.empty():
+            message = self._outgoing.get()
             if message is None:
-                self._depart()
+                self._leave_job()
                 return False
             self._link.send(message)
         for message in self._link.poll():
-            if isinstance(message, StopWorkers) and not self._finished:
-                self._die(f"job stopped: {message.reason}", message.signal, message.grace)
+            if isinstance(message, StopWorkers) and not self._is_finished:
+                self._end_process(f"job stopped: {message.reason}", message.signal, message.grace)
                 return False
-            if isinstance(message, Verdict | Refuse) and message.code and not self._finished:
-                self._die(f"job stopped: {message.reason}", signal.SIGTERM, 5.0)
+            if isinstance(message, Verdict | Refuse) and message.code and not self._is_finished:
+                self._end_process(f"job stopped: {message.reason}", signal.SIGTERM, 5.0)
                 return False
         return True
 
-    def _depart(self, patience: float = FAREWELL) -> None:
+    def _leave_job(self, patience: float = LEAVE_SECONDS) -> None:
         """
         Leave, but not before the scheduler has read what was said: a node that is cut off earlier
         counts as lost.
         """
         deadline = time.monotonic() + patience
-        self._link.confirm()
-        while not self._link.confirmed and time.monotonic() < deadline:
+        self._link.request_confirmation()
+        while not self._link.is_confirmed and time.monotonic() < deadline:
             due = min(self._link.deadline() or deadline, deadline)
-            readable(self._link.fileno(), wait=due - time.monotonic())
+            wait_readable(self._link.fileno(), wait=due - time.monotonic())
             if any(isinstance(message, Verdict | Refuse) for message in self._link.poll()):
                 break
         self._link.send(Leave())
 
-    def _die(self, why: str, number: int, grace: float) -> None:
+    def _end_process(self, why: str, number: int, grace: float) -> None:
         """
         End this process: by the signal, and by SIGKILL after ``grace`` seconds.
 
         The scheduler is told first when the signal is certain to end it; else `finish` tells after
         the handler.
         """
-        self._say(f"{why} (rank {self.rank} ends by signal {number})")
+        self._show_line(f"{why} (rank {self.rank} ends by signal {number})")
         stopped = Cause(
             "stopped", 128 + number, number, summary="ended because the job was stopped"
         )
         certain = signal.getsignal(number) is signal.SIG_DFL if number != signal.SIGKILL else True
         if certain:
-            self._finished = True
+            self._is_finished = True
             for message in (
                 WorkerExit(self.generation, self.rank, stopped),
                 Finished(self.generation),
             ):
                 self._link.send(message)
             with contextlib.suppress(PdrunError):
-                self._depart(min(grace, LINGER))
+                self._leave_job(min(grace, LINGER_SECONDS))
             self._link.close(0.5)
-            lane.flush(min(grace, LINGER))
+            async_writer.flush_messages(min(grace, LINGER_SECONDS))
             os.kill(self._pid, number)
         else:
             self._outcome = self._outcome or stopped
             os.kill(self._pid, number)
-        self._outlive(time.monotonic() + grace)
+        self._wait_for_exit(time.monotonic() + grace)
 
-    def _outlive(self, deadline: float) -> None:
+    def _wait_for_exit(self, deadline: float) -> None:
         """
         Wait for the end of the process; pass its last words on; kill it when its time is over.
         """
         while time.monotonic() < deadline:
             try:
-                message = self._words.get(timeout=min(0.5, max(0.01, deadline - time.monotonic())))
+                message = self._outgoing.get(
+                    timeout=min(0.5, max(0.01, deadline - time.monotonic()))
+                )
             except queue.Empty:
-                if not self._finished:
+                if not self._is_finished:
                     with contextlib.suppress(
                         PdrunError
                     ):  # a scheduler that is lost does not lift the deadline
@@ -296,26 +300,28 @@ class DynamicMember:
                 continue
             if message is None:
                 with contextlib.suppress(PdrunError):
-                    self._depart()
+                    self._leave_job()
                 return
             self._link.send(message)
         os.kill(self._pid, signal.SIGKILL)
 
 
-def _take_part(link: ZmqLink, wish: Join, say: Callable[[str], None]) -> tuple[Welcome, Assign]:
+def _wait_for_start(
+    link: ZmqLink, request: Join, show_line: Callable[[str], None]
+) -> tuple[Welcome, Assign]:
     """Go from Hello to Start."""
     welcome: Welcome | None = None
     assign: Assign | None = None
     while True:
         due = link.deadline()
-        readable(link.fileno(), wait=0.5 if due is None else due - time.monotonic())
+        wait_readable(link.fileno(), wait=0.5 if due is None else due - time.monotonic())
         for message in link.poll():
             match message:
                 case Welcome():
                     welcome = message
-                    link.send(wish)
+                    link.send(request)
                 case Waiting(present, missing, expected):
-                    say(
+                    show_line(
                         f"{len(present)} of {expected} workers are here, missing: {', '.join(missing)}"
                     )
                 case Assign(generation=generation):
@@ -324,19 +330,19 @@ def _take_part(link: ZmqLink, wish: Join, say: Callable[[str], None]) -> tuple[W
                 case Start() if welcome and assign:
                     return welcome, assign
                 case Refuse(code, reason) | Verdict(code, reason):
-                    raise _error(code, reason, str(link.endpoint))
+                    raise _refusal_error(code, reason, str(link.endpoint))
                 case _:
                     pass
 
 
-def _error(code: int, reason: str, where: str) -> PdrunError:
+def _refusal_error(code: int, reason: str, where: str) -> PdrunError:
     kinds = {kind.exit_code: kind for kind in (ConfigError, AuthenticationError)}
     error = kinds.get(code, RendezvousError)(reason, where=where)
     error.exit_code = code or RendezvousError.exit_code
     return error
 
 
-def _local_address(scheduler: Endpoint) -> str:
+def _find_local_address(scheduler: Endpoint) -> str:
     """Return this machine's address on the way to the scheduler; asks the kernel, sends nothing."""
     try:
         found = socket.getaddrinfo(scheduler.host, scheduler.port, type=socket.SOCK_DGRAM)
@@ -351,7 +357,7 @@ def _local_address(scheduler: Endpoint) -> str:
         ) from None
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     """Tell two machines apart that call themselves by one name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -360,14 +366,14 @@ def _boot_id() -> str:
         return ""
 
 
-def _facts() -> dict[str, str]:
+def _collect_facts() -> dict[str, str]:
     import importlib.metadata
     import platform
 
     return {"pdrun": importlib.metadata.version("pdrun"), "python": platform.python_version()}
 
 
-def _cause_of(
+def _cause_of_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> Cause:
     text = "".join(traceback.format_exception(kind, error, trace))

@@ -26,21 +26,21 @@ from pdrun.rendezvous.protocol.messages import (
     StopRequest,
     Welcome,
 )
-from pdrun.rendezvous.transport.ready import readable
 from pdrun.rendezvous.transport.zmq_client import ZmqLink
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.security import Secret
 
-FIRST = 5.0
+ANSWER_SECONDS = 5.0
 """Seconds for the first word of a scheduler."""
-AGAIN = 1.0
+REPEAT_SECONDS = 1.0
 """
 Seconds after which a question is asked once more: it may have gone with a connection that was cut.
 """
-PROBE = 1.0
+PROBE_SECONDS = 1.0
 """Seconds that an attempt to connect may take."""
-_Kind = TypeVar("_Kind", Welcome, StatusReply)
+_Reply = TypeVar("_Reply", Welcome, StatusReply)
 
 
 class Viewer:
@@ -53,7 +53,7 @@ class Viewer:
         *,
         insecure: bool = False,
         stops: bool = False,
-        timeout: float = FIRST,
+        timeout: float = ANSWER_SECONDS,
         patience: float = 0.0,
     ) -> None:
         """
@@ -78,10 +78,11 @@ class Viewer:
             patience=patience,
         )
         try:
-            welcome = self._next(Welcome, time.monotonic() + timeout)
+            welcome = self._await_reply(Welcome, time.monotonic() + timeout)
             if welcome is None:
                 raise RendezvousError(
-                    f"no answer within {timeout:g} s: {self._link.absence}", where=str(endpoint)
+                    f"no answer within {timeout:g} s: {self._link.absence_reason}",
+                    where=str(endpoint),
                 )
         except BaseException:
             self._link.close(0.0)
@@ -106,7 +107,7 @@ class Viewer:
         self._link.send(Leave())
         self._link.close(0.5)
 
-    def lines(self, timeout: float = FIRST) -> list[str] | None:
+    def fetch_lines(self, timeout: float = ANSWER_SECONDS) -> list[str] | None:
         """
         Ask for the job's event lines, oldest first; None: no answer within ``timeout`` seconds,
         which may yet come.
@@ -115,10 +116,10 @@ class Viewer:
             RendezvousError: the scheduler was out of reach for longer than the job bears that, or
                 another one answers.
         """
-        reply = self._next(StatusReply, time.monotonic() + timeout, asking=True)
+        reply = self._await_reply(StatusReply, time.monotonic() + timeout, asking=True)
         return None if reply is None else list(reply.lines)
 
-    def stop(self, signal: int, by: str, *, force: bool = False) -> None:
+    def request_stop(self, signal: int, by: str, *, force: bool = False) -> None:
         """
         Ask that the job be stopped; what `lines` returns afterwards is the answer of one who has
         heard that.
@@ -126,20 +127,24 @@ class Viewer:
         self._link.send(StopRequest(signal, by, force))
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """
         Whether the scheduler is not merely out of reach: nobody listens at its address any more, or
         another one.
         """
-        return self._link.replaced or (self._link.nobody_there and _refuses(self.endpoint))
+        return self._link.is_replaced or (
+            self._link.is_port_closed and _is_port_closed(self.endpoint)
+        )
 
-    def _next(self, kind: type[_Kind], deadline: float, *, asking: bool = False) -> _Kind | None:
+    def _await_reply(
+        self, kind: type[_Reply], deadline: float, *, asking: bool = False
+    ) -> _Reply | None:
         ask_at = time.monotonic() if asking else math.inf
         while True:
-            found: _Kind | None = None
+            found: _Reply | None = None
             for message in self._link.poll():
                 if isinstance(message, Refuse):
-                    raise _refused(message, self.endpoint)
+                    raise _refusal_error(message, self.endpoint)
                 if isinstance(message, kind):
                     found = message  # of several answers the last
             now = time.monotonic()
@@ -147,13 +152,17 @@ class Viewer:
                 return found
             if now >= ask_at:
                 self._link.send(StatusQuery())
-                ask_at = now + AGAIN
+                ask_at = now + REPEAT_SECONDS
             due = min(self._link.deadline() or deadline, deadline, ask_at)
-            readable(self._link.fileno(), wait=due - time.monotonic())
+            wait_readable(self._link.fileno(), wait=due - time.monotonic())
 
 
 def query_status(
-    endpoint: Endpoint, secret: Secret | None, *, insecure: bool = False, timeout: float = FIRST
+    endpoint: Endpoint,
+    secret: Secret | None,
+    *,
+    insecure: bool = False,
+    timeout: float = ANSWER_SECONDS,
 ) -> list[str]:
     """
     Return the event lines of the job at ``endpoint``, oldest first: one question.
@@ -164,19 +173,19 @@ def query_status(
     """
     deadline = time.monotonic() + timeout
     with Viewer(endpoint, secret, insecure=insecure, timeout=timeout) as viewer:
-        lines = viewer.lines(deadline - time.monotonic())
+        lines = viewer.fetch_lines(deadline - time.monotonic())
     if lines is None:
         raise RendezvousError(f"no answer within {timeout:g} s", where=str(endpoint))
     return lines
 
 
-def _refuses(endpoint: Endpoint) -> bool:
+def _is_port_closed(endpoint: Endpoint) -> bool:
     """
     Whether the machine at ``endpoint`` says that nobody listens at the port; one that says nothing
     tells nothing.
     """
     try:
-        socket.create_connection((endpoint.host, endpoint.port), PROBE).close()
+        socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -184,6 +193,6 @@ def _refuses(endpoint: Endpoint) -> bool:
     return False
 
 
-def _refused(message: Refuse, endpoint: Endpoint) -> PdrunError:
+def _refusal_error(message: Refuse, endpoint: Endpoint) -> PdrunError:
     kind = AuthenticationError if message.code == AuthenticationError.exit_code else RendezvousError
     return kind(message.reason, where=str(endpoint))

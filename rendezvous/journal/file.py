@@ -34,31 +34,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pdrun.background_call import Attempt
+from pdrun.background_call import BackgroundCall
 from pdrun.errors import ConfigError, RendezvousError
-from pdrun.private_folder import make_private
+from pdrun.private_folder import make_private_folder
 from pdrun.rendezvous.protocol import codec
-from pdrun.rendezvous.protocol.events import Happening, SchedulerConfig
+from pdrun.rendezvous.protocol.events import MembershipEvent, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Envelope
 
 MAGIC = b"pdrun journal 1\n"
-_FRAME = struct.Struct(">III")
-_WRITER = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
-LONGEST = 4 * Envelope.LIMIT
+_FRAME_HEAD = struct.Struct(">III")
+_JSON_ENCODER = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
+MAX_PAYLOAD_BYTES = 4 * Envelope.LIMIT
 """Bytes of one payload, at most."""
-LOCK_WAIT = 2.0
+LOCK_SECONDS = 2.0
 """Seconds for the lock: a process that was killed a moment ago may still hold it."""
-ANSWER = 5.0
+DISK_SECONDS = 5.0
 """
 Seconds for the disk to take what is committed: less than the silence after which nodes give a
 scheduler up.
 """
-REMOVAL = 1.0
+REMOVAL_SECONDS = 1.0
 """Seconds that the removal of the file is waited for."""
 
 
 @dataclass(frozen=True)
-class Header:
+class JournalHeader:
     """Whose journal this is."""
 
     job: str
@@ -75,29 +75,29 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One event that the membership machine took."""
 
     group: int
     """Counts the commits: entries of one group were written, and then acted upon, together."""
     now: float
     """Monotonic seconds at which it was taken."""
-    event: Happening
+    event: MembershipEvent
 
 
 @dataclass(frozen=True)
-class Past:
+class JournalHistory:
     """What a journal tells."""
 
-    header: Header
-    entries: tuple[Entry, ...]
+    header: JournalHeader
+    entries: tuple[JournalEntry, ...]
     offsets: tuple[int, ...] = ()
     """Where each entry begins, for complaints."""
-    torn: int = 0
+    torn_bytes: int = 0
     """Bytes of a half-written entry at the end, which were cut off."""
 
 
-def digest(config: SchedulerConfig) -> str:
+def config_digest(config: SchedulerConfig) -> str:
     """Return what must be equal for a journal to be continued: everything but the run's name."""
     text = json.dumps(codec.to_plain(replace(config, run="")), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -112,15 +112,15 @@ class Journal:
         self.group = group
         """Number of the group that is being collected."""
         self._fd = fd
-        self._chain = chain
+        self._chain_crc = chain
         self._file = os.fstat(fd)
         self._pending = bytearray()
-        self._stuck: Attempt[None] | None = None
+        self._stuck_commit: BackgroundCall[None] | None = None
         """A commit that the disk did not answer: it may still use the descriptor."""
 
-    def add(self, now: float, event: Happening) -> None:
+    def add_entry(self, now: float, event: MembershipEvent) -> None:
         """Collect an entry; nothing is written before `commit`."""
-        self._pend({"group": self.group, "now": now, "event": codec.event_to_plain(event)})
+        self._append_frame({"group": self.group, "now": now, "event": codec.event_to_plain(event)})
 
     def commit(self) -> None:
         """
@@ -136,16 +136,16 @@ class Journal:
         data = bytes(self._pending)
         fd = self._fd
         self._pending.clear()
-        attempt = Attempt(lambda: _write(fd, data))
-        if not attempt.wait(ANSWER):
-            self._stuck = attempt
-            raise TimeoutError(errno.ETIMEDOUT, f"the disk did not answer for {ANSWER:g} s")
+        attempt = BackgroundCall(lambda: _write_and_sync(fd, data))
+        if not attempt.wait(DISK_SECONDS):
+            self._stuck_commit = attempt
+            raise TimeoutError(errno.ETIMEDOUT, f"the disk did not answer for {DISK_SECONDS:g} s")
         attempt.result()
         self.group += 1
 
     def close(self) -> None:
         """Let the file go. What was not committed is lost, as it should be."""
-        if self._fd >= 0 and self._stuck is None:
+        if self._fd >= 0 and self._stuck_commit is None:
             with contextlib.suppress(OSError):  # a broken disk may say so here once more
                 os.close(self._fd)
             self._fd = -1
@@ -155,22 +155,22 @@ class Journal:
         Remove the file: nobody is to go on from it. A disk that does not answer does so once it
         answers again.
         """
-        stuck = self._stuck
-        self._stuck = None
+        stuck = self._stuck_commit
+        self._stuck_commit = None
         fd = self._fd
         self._fd = -1
-        removal = Attempt(lambda: _remove(self.path, fd, self._file, stuck))
+        removal = BackgroundCall(lambda: _remove_file(self.path, fd, self._file, stuck))
         if stuck is None:
-            removal.wait(REMOVAL)
+            removal.wait(REMOVAL_SECONDS)
 
-    def _pend(self, payload: dict[str, Any]) -> None:
-        data = _WRITER.encode(payload).encode()
+    def _append_frame(self, payload: dict[str, Any]) -> None:
+        data = _JSON_ENCODER.encode(payload).encode()
         head = struct.pack(">II", len(data), zlib.crc32(data))
-        self._chain = zlib.crc32(head, self._chain)
-        self._pending += head + struct.pack(">I", self._chain) + data
+        self._chain_crc = zlib.crc32(head, self._chain_crc)
+        self._pending += head + struct.pack(">I", self._chain_crc) + data
 
 
-def create(path: Path, header: Header) -> Journal:
+def create_journal(path: Path, header: JournalHeader) -> Journal:
     """
     Begin a journal; its folder is made (0700) where it is missing, and a file in which nothing
     stands yet is taken.
@@ -179,10 +179,10 @@ def create(path: Path, header: Header) -> Journal:
         OSError: it cannot be written, or it is there already. ConfigError: another scheduler has
             just begun it.
     """
-    make_private(path.parent)
+    make_private_folder(path.parent)
     if path.exists() and not is_blank(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    fd = _open(path, os.O_CREAT)
+    fd = _open_locked(path, os.O_CREAT)
     if not is_blank(path):
         os.close(fd)
         raise ConfigError("another scheduler writes this journal", where=str(path))
@@ -191,7 +191,7 @@ def create(path: Path, header: Header) -> Journal:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, 0)
         journal._pending += MAGIC
-        journal._pend(codec.to_plain(header))
+        journal._append_frame(codec.to_plain(header))
         journal.commit()
         _sync_folder(path.parent)
     except BaseException:
@@ -200,7 +200,7 @@ def create(path: Path, header: Header) -> Journal:
     return journal
 
 
-def reopen(path: Path) -> tuple[Journal, Past]:
+def reopen_journal(path: Path) -> tuple[Journal, JournalHistory]:
     """
     Read a journal to its end, cut off what is half-written there, and open it for going on.
 
@@ -210,7 +210,7 @@ def reopen(path: Path) -> tuple[Journal, Past]:
             right now.
     """
     try:
-        fd = _open(path)
+        fd = _open_locked(path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -219,7 +219,7 @@ def reopen(path: Path) -> tuple[Journal, Past]:
         ) from None
     try:
         data = path.read_bytes()
-        header, entries, offsets, good, chain = _read(path, data)
+        header, entries, offsets, good, chain = _parse_journal(path, data)
         if good < len(data):
             os.ftruncate(fd, good)
             os.fdatasync(fd)
@@ -232,7 +232,7 @@ def reopen(path: Path) -> tuple[Journal, Past]:
         os.close(fd)
         raise
     group = entries[-1].group + 1 if entries else 1
-    return Journal(path, fd, chain, group), Past(
+    return Journal(path, fd, chain, group), JournalHistory(
         header, tuple(entries), tuple(offsets), len(data) - good
     )
 
@@ -247,16 +247,16 @@ def is_blank(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        data = file.read(LONGEST)
+        data = file.read(MAX_PAYLOAD_BYTES)
     try:
         return MAGIC.startswith(data) or (
-            data.startswith(MAGIC) and next(_frames(path, data), None) is None
+            data.startswith(MAGIC) and next(_iterate_frames(path, data), None) is None
         )
     except RendezvousError:
         return False
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> JournalHeader:
     """
     Return whose journal a file is, without opening it for going on.
 
@@ -264,25 +264,27 @@ def read_header(path: Path) -> Header:
         RendezvousError: it is none, or it is damaged there. OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(LONGEST)
-    return _read(path, data, header_only=True)[0]
+        data = file.read(MAX_PAYLOAD_BYTES)
+    return _parse_journal(path, data, header_only=True)[0]
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write_and_sync(fd: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
     os.fdatasync(fd)
 
 
-def _remove(path: Path, fd: int, file: os.stat_result, after: Attempt[None] | None) -> None:
+def _remove_file(
+    path: Path, fd: int, file: os.stat_result, after: BackgroundCall[None] | None
+) -> None:
     """
     Remove a journal and close its descriptor, once the commit that may still use that is over.
     """
     if after is not None:
         after.wait()
     try:
-        if _is_at(path, file):  # else the name is another job's by now
+        if _is_same_file(path, file):  # else the name is another job's by now
             path.unlink(missing_ok=True)
     except OSError:
         with contextlib.suppress(
@@ -297,40 +299,40 @@ def _remove(path: Path, fd: int, file: os.stat_result, after: Attempt[None] | No
 # --------------------------------------------------------------------------------------------------------------
 
 
-def _read(
+def _parse_journal(
     path: Path, data: bytes, header_only: bool = False
-) -> tuple[Header, list[Entry], list[int], int, int]:
+) -> tuple[JournalHeader, list[JournalEntry], list[int], int, int]:
     """
     Return header, entries, their offsets, the length of what is whole, and the checksum that comes
     next.
     """
-    header: Header | None = None
-    entries: list[Entry] = []
+    header: JournalHeader | None = None
+    entries: list[JournalEntry] = []
     offsets: list[int] = []
     good = len(MAGIC)
     chain = 0
     if not data.startswith(MAGIC):
-        raise damage(path, 0, "it is no journal of this version of pdrun")
-    for start, payload, follows in _frames(path, data):
+        raise damage_error(path, 0, "it is no journal of this version of pdrun")
+    for start, payload, follows in _iterate_frames(path, data):
         try:
-            value = codec.load_json(payload, LONGEST)
+            value = codec.load_json(payload, MAX_PAYLOAD_BYTES)
             if header is None:
-                header = codec.from_plain(Header, value, "header")
+                header = codec.from_plain(JournalHeader, value, "header")
             else:
-                entries.append(_entry(value))
+                entries.append(_parse_entry(value))
                 offsets.append(start)
         except codec.CodecError as error:
-            raise damage(path, start, str(error)) from None
-        good = start + _FRAME.size + len(payload)
+            raise damage_error(path, start, str(error)) from None
+        good = start + _FRAME_HEAD.size + len(payload)
         chain = follows
         if header_only:
             break
     if header is None:
-        raise damage(path, len(MAGIC), "it ends before it says whose it is")
+        raise damage_error(path, len(MAGIC), "it ends before it says whose it is")
     return header, entries, offsets, good, chain
 
 
-def _frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
+def _iterate_frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """
     Yield (offset, payload, running checksum) of every whole frame; what is half there at the end is
     left out.
@@ -338,40 +340,40 @@ def _frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
     at = len(MAGIC)
     chain = 0
     while at < len(data):
-        head = data[at : at + _FRAME.size]
+        head = data[at : at + _FRAME_HEAD.size]
         # Where the machine itself went down, a file may have grown by bytes that were never
         # written: zeros.
-        if len(head) < _FRAME.size or not (any(head) or any(data[at:])):
+        if len(head) < _FRAME_HEAD.size or not (any(head) or any(data[at:])):
             return
-        length, checksum, follows = _FRAME.unpack(head)
+        length, checksum, follows = _FRAME_HEAD.unpack(head)
         chain = zlib.crc32(head[:8], chain)
         if chain != follows:
-            raise damage(path, at, "what is there does not follow what stands before it")
-        payload = data[at + _FRAME.size : at + _FRAME.size + length]
+            raise damage_error(path, at, "what is there does not follow what stands before it")
+        payload = data[at + _FRAME_HEAD.size : at + _FRAME_HEAD.size + length]
         if len(payload) < length:
             return
         if zlib.crc32(payload) != checksum:
-            raise damage(path, at, "its checksum differs")
+            raise damage_error(path, at, "its checksum differs")
         yield at, payload, chain
-        at += _FRAME.size + length
+        at += _FRAME_HEAD.size + length
 
 
-def _entry(value: Any) -> Entry:
+def _parse_entry(value: Any) -> JournalEntry:
     if not isinstance(value, dict) or set(value) != {"group", "now", "event"}:
         raise codec.CodecError("an entry has the fields group, now, event")
-    when = codec.from_plain(_When, {"group": value["group"], "now": value["now"]}, "entry")
-    return Entry(when.group, when.now, codec.event_from_plain(value["event"], "event"))
+    when = codec.from_plain(_EntryTime, {"group": value["group"], "now": value["now"]}, "entry")
+    return JournalEntry(when.group, when.now, codec.event_from_plain(value["event"], "event"))
 
 
 @dataclass(frozen=True)
-class _When:
+class _EntryTime:
     """An entry without its event, which may be of any kind."""
 
     group: int
     now: float
 
 
-def damage(path: Path, offset: int, why: str) -> RendezvousError:
+def damage_error(path: Path, offset: int, why: str) -> RendezvousError:
     """Return the error about a journal from which nobody can go on."""
     return RendezvousError(
         f"the scheduler's journal is damaged at byte {offset}: {why}",
@@ -380,16 +382,16 @@ def damage(path: Path, offset: int, why: str) -> RendezvousError:
     )
 
 
-def _open(path: Path, more: int = 0) -> int:
+def _open_locked(path: Path, flags: int = 0) -> int:
     """
     Open a journal and lock it: the file that has this name once the lock is held, for its last
     holder removes it.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
         try:
-            _lock(path, fd)
-            if _is_at(path, os.fstat(fd)):
+            _lock_file(path, fd)
+            if _is_same_file(path, os.fstat(fd)):
                 return fd
         except BaseException:
             os.close(fd)
@@ -397,15 +399,15 @@ def _open(path: Path, more: int = 0) -> int:
         os.close(fd)
 
 
-def _is_at(path: Path, file: os.stat_result) -> bool:
+def _is_same_file(path: Path, file: os.stat_result) -> bool:
     try:
         return os.path.samestat(file, path.stat())
     except FileNotFoundError:
         return False
 
 
-def _lock(path: Path, fd: int) -> None:
-    deadline = time.monotonic() + LOCK_WAIT
+def _lock_file(path: Path, fd: int) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

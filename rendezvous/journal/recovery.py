@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from pdrun import eventlog
 from pdrun.clock import Clock
 from pdrun.errors import ConfigError, RendezvousError
-from pdrun.eventlog import Event
+from pdrun.eventlog import LogEvent
 from pdrun.rendezvous.membership.machine import Membership
-from pdrun.rendezvous.protocol.events import Happening, SchedulerConfig
+from pdrun.rendezvous.protocol.events import MembershipEvent, SchedulerConfig
 
 if TYPE_CHECKING:
-    from pdrun.rendezvous.journal.replay import Keeper
+    from pdrun.rendezvous.journal.replay import JournalWriter
 
 
-TAIL = 1 << 18
+TAIL_BYTES = 1 << 18
 """Bytes at the end of an event log that may have come after what a journal's last commit led to."""
 
 
@@ -36,31 +36,31 @@ class Recovery:
     machine: Membership
     scheduler: str
     """Incarnation of this scheduler."""
-    shift: float = 0.0
+    clock_shift: float = 0.0
     """
     To be added to the clock: after a start of the whole host it begins anew, and time never goes
     back.
     """
-    resumed: bool = False
-    said: tuple[Event, ...] = ()
+    is_resumed: bool = False
+    past_events: tuple[LogEvent, ...] = ()
     """What predecessors had said for the event log, and"""
-    unwritten: tuple[Event, ...] = ()
+    unwritten: tuple[LogEvent, ...] = ()
     """those at its end which are missing in the log."""
     warning: str = ""
     """What the user should know: a half-written end, or no journal at all."""
-    _keeper: Keeper | None = None
+    _writer: JournalWriter | None = None
     on_lost: Callable[[], None] = field(default=lambda: None)
     """Called when the journal is given up, before anything is done that it does not hold."""
 
-    def before(self, event: Happening) -> None:
+    def before_step(self, event: MembershipEvent) -> None:
         """Called before each step of the machine."""
-        if self._keeper is not None:
-            self._keeper.before(self.machine, event)
+        if self._writer is not None:
+            self._writer.before_step(self.machine, event)
 
-    def after(self, now: float) -> None:
+    def after_step(self, now: float) -> None:
         """Called after each step, before its actions are carried out."""
-        if self._keeper is not None:
-            self._keeper.after(self.machine, now)
+        if self._writer is not None:
+            self._writer.after_step(self.machine, now)
 
     def commit(self) -> str:
         """
@@ -70,48 +70,50 @@ class Recovery:
         A disk that is full, gone or silent does not end a healthy job: it loses only its way back
         from a second fault.
         """
-        if self._keeper is None:
+        if self._writer is None:
             return ""
         try:
-            self._keeper.journal.commit()
+            self._writer.journal.commit()
             return ""
         except OSError as error:
-            path = self._keeper.journal.path
+            path = self._writer.journal.path
             self.on_lost()
-            self.forget()
-            return _without(path, error)
+            self.discard_journal()
+            return _unwritable_warning(path, error)
 
-    def forget(self) -> None:
+    def discard_journal(self) -> None:
         """Remove the journal: the job is over, or nobody is to go on from it."""
-        if self._keeper is not None:
-            self._keeper.journal.discard()
-            self._keeper = None
+        if self._writer is not None:
+            self._writer.journal.discard()
+            self._writer = None
 
     def close(self) -> None:
         """Let the journal go; a successor may go on from it."""
-        if self._keeper is not None:
-            self._keeper.journal.close()
-            self._keeper = None
+        if self._writer is not None:
+            self._writer.journal.close()
+            self._writer = None
 
 
-def begin(config: SchedulerConfig, clock: Clock, journal: Path | None = None) -> Recovery:
+def begin_job(config: SchedulerConfig, clock: Clock, journal: Path | None = None) -> Recovery:
     """Begin a job. A journal that cannot be written is a warning, not an error."""
     now = clock.monotonic()
     scheduler = os.urandom(16).hex()
     found = Recovery(Membership(config, scheduler, now), scheduler)
     if journal is not None:
-        from pdrun.rendezvous.journal.file import Header, create, digest
-        from pdrun.rendezvous.journal.replay import Keeper
+        from pdrun.rendezvous.journal.file import JournalHeader, config_digest, create_journal
+        from pdrun.rendezvous.journal.replay import JournalWriter
 
-        header = Header(config.job, config.run, digest(config), scheduler, now, clock.wall())
+        header = JournalHeader(
+            config.job, config.run, config_digest(config), scheduler, now, clock.wall()
+        )
         try:
-            found._keeper = Keeper(create(journal, header))
+            found._writer = JournalWriter(create_journal(journal, header))
         except OSError as error:
-            found.warning = _without(journal, error)
+            found.warning = _unwritable_warning(journal, error)
     return found
 
 
-def resume(
+def resume_job(
     config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None
 ) -> Recovery:
     """
@@ -126,12 +128,14 @@ def resume(
         ConfigError: the journal is another job's, or another scheduler writes it.
         RendezvousError: it is damaged, or cannot be read; names file and place.
     """
-    from pdrun.rendezvous.journal.file import digest, reopen
-    from pdrun.rendezvous.journal.replay import Keeper, not_written, replay
+    from pdrun.rendezvous.journal.file import config_digest, reopen_journal
+    from pdrun.rendezvous.journal.replay import JournalWriter, find_unwritten, replay_journal
 
-    writer, past = reopen(journal)
+    writer, past = reopen_journal(journal)
     header = past.header
-    if (header.job, header.run) != (config.job, config.run) or header.config != digest(config):
+    if (header.job, header.run) != (config.job, config.run) or header.config != config_digest(
+        config
+    ):
         writer.close()
         named = (
             f"job '{header.job}', " if header.job else ""
@@ -141,43 +145,44 @@ def resume(
             where=str(journal),
             hint="start the scheduler with the same options, or name another journal",
         )
-    restored = replay(config, past, journal)
+    restored = replay_journal(config, past, journal)
     unsure = sum(
-        len(event.to_line()) + 1 for event in restored.said[len(restored.said) - restored.unsure :]
+        len(event.to_line()) + 1
+        for event in restored.events[len(restored.events) - restored.unsure_count :]
     )
     end = (
-        list(eventlog.tail(events, unsure + TAIL)) if events is not None and events.exists() else []
+        list(eventlog.read_last_events(events, unsure + TAIL_BYTES))
+        if events is not None and events.exists()
+        else []
     )
     last = past.entries[-1].now if past.entries else header.now
-    torn = (
-        f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
-    )
+    torn = f"the end of the scheduler's journal was half-written: {past.torn_bytes} bytes of it were cut off"
     return Recovery(
         restored.machine,
         os.urandom(16).hex(),
         max(0.0, last - clock.monotonic()),
         True,
-        restored.said,
-        tuple(not_written(restored, end)),
-        torn if past.torn else "",
-        Keeper(writer),
+        restored.events,
+        tuple(find_unwritten(restored, end)),
+        torn if past.torn_bytes else "",
+        JournalWriter(writer),
     )
 
 
-def enter(
+def begin_or_resume(
     config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None
 ) -> Recovery:
     """
     Resume where there is a journal, begin where there is none or nothing stands in it. Raises as
     `resume`.
     """
-    if journal is not None and _tells(journal):
+    if journal is not None and _has_content(journal):
         with contextlib.suppress(FileNotFoundError):  # while its lock was waited for
-            return resume(config, clock, journal, events)
-    return begin(config, clock, journal)
+            return resume_job(config, clock, journal, events)
+    return begin_job(config, clock, journal)
 
 
-def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
+def adopt_run_name(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
     """
     Return the configuration with the run of an existing journal: for a scheduler that makes up its
     run's name.
@@ -188,7 +193,7 @@ def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfi
     from pdrun.rendezvous.journal.file import read_header
 
     try:
-        if journal is None or not _tells(journal):
+        if journal is None or not _has_content(journal):
             return config
         return replace(config, run=read_header(journal).run)
     except FileNotFoundError:  # a moment ago it was there
@@ -199,13 +204,13 @@ def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfi
         ) from None
 
 
-def _tells(journal: Path) -> bool:
+def _has_content(journal: Path) -> bool:
     from pdrun.rendezvous.journal.file import is_blank
 
     return journal.exists() and not is_blank(journal)
 
 
-def _without(path: Path, error: OSError) -> str:
+def _unwritable_warning(path: Path, error: OSError) -> str:
     return (
         f"the scheduler's journal {path} cannot be written ({error.strerror or error}): the job goes on, but it ends "
         "should the scheduler die"

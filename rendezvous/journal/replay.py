@@ -13,83 +13,83 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrun.eventlog import Event
-from pdrun.rendezvous.journal.file import Journal, Past, damage
+from pdrun.eventlog import LogEvent
+from pdrun.rendezvous.journal.file import Journal, JournalHistory, damage_error
 from pdrun.rendezvous.membership.machine import IllegalEvent, Membership
 from pdrun.rendezvous.protocol.events import (
     Action,
-    Disconnected,
-    Happening,
-    Received,
-    Record,
+    MembershipEvent,
+    MessageReceived,
+    PeerDisconnected,
+    RecordEvent,
     SchedulerConfig,
-    Send,
+    SendMessage,
     Tick,
 )
 from pdrun.rendezvous.protocol.messages import Hello, Notice, Waiting
 
 
-class Keeper:
+class JournalWriter:
     """Writes into a journal what the machine takes: `before` each step, `after` it."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self._wanted = True
+        self._is_relevant = True
 
-    def before(self, machine: Membership, event: Happening) -> None:
+    def before_step(self, machine: Membership, event: MembershipEvent) -> None:
         """Look who an event is about; its step may forget that."""
-        self._wanted = _of_agent(machine, event)
+        self._is_relevant = _concerns_agent(machine, event)
 
-    def after(self, machine: Membership, now: float) -> None:
+    def after_step(self, machine: Membership, now: float) -> None:
         """Collect the entries of a step that was taken."""
-        if self._wanted and machine.lasting and not _only_told(machine):
-            for event in machine.lasting:
-                self.journal.add(now, event)
+        if self._is_relevant and machine.journal_events and not _is_status_only(machine):
+            for event in machine.journal_events:
+                self.journal.add_entry(now, event)
 
 
-def _of_agent(machine: Membership, event: Happening) -> bool:
+def _concerns_agent(machine: Membership, event: MembershipEvent) -> bool:
     """Whether an event is an agent's, or nobody's."""
     match event:
-        case Received(_, Hello(role=role)):
+        case MessageReceived(_, Hello(role=role)):
             return role == "agent"
-        case Received(peer) | Disconnected(peer):
-            session = machine.sessions.get(peer)
+        case MessageReceived(peer) | PeerDisconnected(peer):
+            session = machine.roster.sessions.get(peer)
             return session is not None and session.hello.role == "agent"
     return True
 
 
-def _only_told(machine: Membership) -> bool:
+def _is_status_only(machine: Membership) -> bool:
     """Whether the last step was a tick that told somebody how things stand, and no more."""
     return (
-        isinstance(machine.lasting[0], Tick)
-        and len(machine.lasting) == 1
-        and all(map(_tells, machine.out))
+        isinstance(machine.journal_events[0], Tick)
+        and len(machine.journal_events) == 1
+        and all(map(_is_status_action, machine.outbox.actions))
     )
 
 
-def _tells(action: Action) -> bool:
+def _is_status_action(action: Action) -> bool:
     """Whether an action only tells how things stand."""
     match action:
-        case Send(_, Waiting() | Notice()) | Record("progress" | "suspect" | "warning"):
+        case SendMessage(_, Waiting() | Notice()) | RecordEvent("progress" | "suspect" | "warning"):
             return True
     return False
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredJob:
     """The machine as its predecessor left it."""
 
     machine: Membership
-    said: tuple[Event, ...]
+    events: tuple[LogEvent, ...]
     """What it had said for the event log."""
-    unsure: int
+    unsure_count: int
     """
     How many of them, at the end, may not have been written: the machine was killed while it carried
     them out.
     """
 
 
-def replay(config: SchedulerConfig, past: Past, path: Path) -> Restored:
+def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) -> RestoredJob:
     """
     Return the machine that a journal leads to.
 
@@ -103,36 +103,36 @@ def replay(config: SchedulerConfig, past: Past, path: Path) -> Restored:
     machine = Membership(config, past.header.scheduler, past.header.now)
     began = past.header.wall - past.header.now
     newest = past.entries[-1].group if past.entries else 0
-    said: list[Event] = []
+    said: list[LogEvent] = []
     sure = taken = 0
 
-    def events() -> Iterator[tuple[float, Happening]]:
+    def events() -> Iterator[tuple[float, MembershipEvent]]:
         nonlocal sure, taken
         for entry in past.entries:
             yield entry.now, entry.event
             taken += 1
-            records = [each for each in machine.out if isinstance(each, Record)]
-            said.extend(Event(each.kind, began + entry.now, each.data) for each in records)
+            records = [each for each in machine.outbox.actions if isinstance(each, RecordEvent)]
+            said.extend(LogEvent(each.kind, began + entry.now, each.data) for each in records)
             if entry.group != newest:
                 sure = len(said)
 
     try:
         machine.replay(events())
     except IllegalEvent as error:
-        raise damage(path, past.offsets[taken], f"the job was not there: {error}") from error
-    return Restored(machine, tuple(said), len(said) - sure)
+        raise damage_error(path, past.offsets[taken], f"the job was not there: {error}") from error
+    return RestoredJob(machine, tuple(said), len(said) - sure)
 
 
-def not_written(restored: Restored, written: Sequence[Event]) -> list[Event]:
+def find_unwritten(restored: RestoredJob, written: Sequence[LogEvent]) -> list[LogEvent]:
     """
     Return what the predecessor had decided and did not live to write into the event log, whose end
     is given.
     """
-    there = {(event.kind, _flat(event)) for event in written}
-    unsure = restored.said[len(restored.said) - restored.unsure :]
-    return [event for event in unsure if (event.kind, _flat(event)) not in there]
+    there = {(event.kind, _event_key(event)) for event in written}
+    unsure = restored.events[len(restored.events) - restored.unsure_count :]
+    return [event for event in unsure if (event.kind, _event_key(event)) not in there]
 
 
-def _flat(event: Event) -> str:
+def _event_key(event: LogEvent) -> str:
     """The event's data as the log holds it."""
-    return Event(event.kind, 0.0, event.data).to_line()
+    return LogEvent(event.kind, 0.0, event.data).to_line()

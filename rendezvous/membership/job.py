@@ -1,44 +1,72 @@
 """
-What the membership machine knows of its job, and the small words with which its rooms change it.
+The state of one job. The modules of this room are functions over it; each uses only those above it:
 
-The rooms are modules of functions over one `Job`, each using only those above it:
+    nodes, roster     nodes and connections; counts per phase
+    transitions       legal states and messages
+    failure_detector  which nodes are silent or cut off
+    job               the state, in four groups: roster, generation, shutdown, outbox
+    sizing            who may join, and who takes part in a generation
+    generations       from one generation to the next, and to the verdict
+    departures        nodes that are lost, leave or depart
+    worker_reports    exits, progress and hangs of workers
+    admission         Hello and Join, and nodes that reconnect
+    timers            what a tick does
+    machine           takes the events: `Membership.step`
 
-    job          what is known; who is here, counted by phase; what is to be sent and recorded
-    elastic      who may come in, and who takes part in a generation
-    generations  from generation to generation, and to the end
-    loss         nodes that are given up, leave or depart
-    reports      what nodes tell of their workers: exits, progress, hangs
-    admission    Hello and Join: who comes in, and what a node that is back is told
-    due          what time brings
-    hangs, progress, policy, watch    know nothing of a Job: they are given what they need
-    state        takes the events: `Membership.step`
-
-No room scans all nodes for an event of one node: what must be known of all of them is counted while
-it changes.
+The rules in `policies/` know no Job: they get plain values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from pdrun.rendezvous.membership.failure_detector import Watch
-from pdrun.rendezvous.membership.nodes import Member, Phase
-from pdrun.rendezvous.membership.transitions import JobState, Trigger, after
-from pdrun.rendezvous.policies.hang_report import Inquiry
-from pdrun.rendezvous.policies.progress import ProgressBook
-from pdrun.rendezvous.policies.restart import Attempts
-from pdrun.rendezvous.policies.verdict import Failures
-from pdrun.rendezvous.protocol.events import Action, Close, Peer, Record, SchedulerConfig, Send
+from pdrun.rendezvous.membership.failure_detector import FailureDetector
+from pdrun.rendezvous.membership.nodes import Member
+from pdrun.rendezvous.membership.roster import Roster
+from pdrun.rendezvous.membership.transitions import JobState, Trigger, next_state
+from pdrun.rendezvous.policies.hang_report import HangInquiry
+from pdrun.rendezvous.policies.progress import ProgressTracker
+from pdrun.rendezvous.policies.restart import RestartHistory
+from pdrun.rendezvous.policies.verdict import FailureLog
+from pdrun.rendezvous.protocol.events import (
+    Action,
+    ClosePeer,
+    Peer,
+    RecordEvent,
+    SchedulerConfig,
+    SendMessage,
+)
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Message, Notice, Refuse, Verdict
 
 SIGTERM = 15
 SIGKILL = 9
 
 
+@dataclass
+class Generation:
+    """The present generation, or the last one while the next is formed."""
+
+    progress: ProgressTracker
+    started_at: float
+    """Time of Start, on the scheduler's clock."""
+    number: int = -1
+    assigns: dict[str, Assign] = field(default_factory=dict)
+    """agent -> its place."""
+    failures: FailureLog = field(default_factory=FailureLog)
+    hang: HangInquiry | None = None
+    """The hang whose stacks are being collected."""
+    agreed_step: int = -1
+    """The last step that every worker of an earlier generation had saved."""
+    reform_reason: str = ""
+    """While assigning: why this generation must be formed again."""
+    shortage_reason: str = ""
+    """While gathering: why the last generation could not continue."""
+
+
 @dataclass(frozen=True)
-class Ending:
-    """How, and what for, the workers of the present generation are being ended."""
+class StopPlan:
+    """How and why the workers of the present generation are stopped."""
 
     reason: str
     signal: int
@@ -46,189 +74,117 @@ class Ending:
     deadline: float
     code: int | None = None
     """
-    The verdict's code, whatever the workers report (a signal, a limit, a lost node); None: the
-    first cause's.
+    The verdict's code for any exit of the workers (a signal, a limit, a lost node). None: the code
+    of the first cause.
     """
-    change: bool = False
-    """Nodes have come or gone: another generation follows, whatever the workers report."""
-    counts: bool = False
+    is_change: bool = False
+    """The membership has changed: another generation follows, for any exit of the workers."""
+    counts_as_restart: bool = False
     """The next generation counts as a restart."""
-    again_at: float | None = None
-    """Every worker has ended: when the next generation begins. It has been counted."""
+    next_at: float | None = None
+    """Start time of the next generation, set when every worker has ended. It is counted already."""
 
 
 @dataclass
-class Session:
-    """A connection that has said Hello."""
+class Shutdown:
+    """How the present generation and the job end: the stop in progress, restarts, the verdict."""
 
-    hello: Hello
-    stops: int = 0
-    """StopRequests that came over it."""
+    stop: StopPlan | None = None
+    """The stop in progress."""
+    restart_history: RestartHistory = field(default_factory=RestartHistory)
+    time_limit_at: float | None = None
+    """End of the job's time limit, known from the first Start on."""
+    verdict: Verdict | None = None
+    is_done: bool = False
+    """The scheduler can exit: `JobDone` was emitted."""
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts of the whole job after failures."""
+        return self.restart_history.restarts
+
+
+@dataclass
+class ActionOutbox:
+    """What the present step emits."""
+
+    actions: list[Action] = field(default_factory=list)
+    fenced: list[tuple[Peer, str, int]] = field(default_factory=list)
+    """
+    Connection, reason and exit code of each node that this step marked lost. They are refused at
+    the end of the step.
+    """
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Send a message to a connection."""
+        self.actions.append(SendMessage(peer, message))
+
+    def send_to(self, member: Member, message: Message) -> None:
+        """Send a message to a node. A node without a connection gets it when it reconnects."""
+        if member.peer is not None:
+            self.send(member.peer, message)
+
+    def close_peer(self, peer: Peer) -> None:
+        """End a connection."""
+        self.actions.append(ClosePeer(peer))
+
+    def record_event(self, kind: str, **data: Any) -> None:
+        """Add a line to the event log."""
+        self.actions.append(RecordEvent(kind, data))
 
 
 class Job:
-    """The job's state. Read its attributes freely; only `Membership.step` changes them."""
+    """
+    The state of a job. Other modules may read all of it; only `Membership.step` changes it.
+
+    Functions that need one group take that group (`Roster`, `Generation`, `Shutdown`, `ActionOutbox`);
+    functions that need several take the Job.
+    """
 
     def __init__(self, config: SchedulerConfig, scheduler: str, now: float) -> None:
         """
         Args:
-            config: what to do.
+            config: the settings.
             scheduler: incarnation of this scheduler, 32 hexadecimal digits.
             now: monotonic seconds.
         """
         self.config = config
         self.scheduler = scheduler
         self.key = config.job
-        """Name of the job; of a scheduler that was started without one, the first agent's."""
+        """Name of the job. A scheduler without one takes the first agent's."""
         self.spec = config.spec
         self.command = config.command
         self.state = JobState.GATHERING
-        self.generation = -1
-        self.verdict: Verdict | None = None
-        self.done = False
-        # who is here
-        self.sessions: dict[Peer, Session] = {}
-        self.agents: dict[str, Peer] = {}
-        """The connection of each agent that has one."""
-        self.members: dict[str, Member] = {}
-        """Nodes that are here, by the agent's random name, in the order in which they came."""
-        self.names: dict[str, Member] = {}
-        self.claims: dict[int, Member] = {}
-        """Those who asked for a node rank, by it."""
-        self.cut: dict[str, Member] = {}
-        """Those whose connection is cut."""
-        self.departing: dict[str, Member] = {}
-        self.counts = dict.fromkeys(Phase, 0)
-        """How many of them are in each phase."""
-        self.gone: dict[str, str] = {}
-        """
-        Agents that were given up or have left, and how they are told: nothing that they say counts
-        any more.
-        """
-        # the present generation, or the last one while another is formed
-        self.assigns: dict[str, Assign] = {}
-        self.failures = Failures()
-        self.ending: Ending | None = None
-        self.inquiry: Inquiry | None = None
-        self.progress = ProgressBook(now)
-        self.agreed = -1
-        """The last step that every worker of an earlier generation had saved."""
-        self.attempts = Attempts()
-        self.changed = ""
-        """While assigning: why this generation must be formed anew."""
-        self.short = ""
-        """While gathering: why the last generation could not go on."""
-        # times, on the scheduler's clock
-        self.since = now
-        """When the present state was entered."""
-        self.started_at = now
-        self.joined_at = now
-        """When the last node came in."""
-        self.waiting_at = now + config.waiting_every
-        self.limit_at: float | None = None
-        self.watch = Watch(config, now)
-        self.fenced: list[tuple[Peer, str, int]] = []
-        """Connections of nodes that this step gave up, and what they are told at its end."""
-        self.out: list[Action] = []
+        self.state_since = now
+        """Start of the present state, on the scheduler's clock."""
+        self.next_waiting_at = now + config.waiting_every
+        """While gathering: time of the next Waiting message."""
+        self.detector = FailureDetector(config, now)
+        self.roster = Roster(now)
+        self.generation = Generation(ProgressTracker(now), now)
+        self.shutdown = Shutdown()
+        self.outbox = ActionOutbox()
 
-    @property
-    def restarts(self) -> int:
-        """How often the whole job was tried again after a failure."""
-        return self.attempts.restarts
+    def change_state(self, trigger: Trigger, now: float) -> None:
+        """Change the state. No other code sets it."""
+        self.state = next_state(self.state, trigger)
+        self.state_since = now
 
-    @property
-    def nodes(self) -> list[Member]:
-        """Those who take part now, in rank order once there is one."""
-        found = [member for member in self.members.values() if member.phase is not Phase.STANDBY]
-        return sorted(found, key=lambda member: (member.index < 0, member.index))
+    def broadcast(self, message: Message) -> None:
+        """Send a message to every node."""
+        for member in self.roster.members.values():
+            self.outbox.send_to(member, message)
 
-    # Who is here
-    # ------------------------------------------------------------------------------------------------------
+    def send_notice(self, text: str) -> None:
+        """Show a text at the terminals of all nodes."""
+        self.broadcast(Notice(text))
 
-    def add(self, member: Member) -> None:
-        """A node has come in."""
-        self.members[member.hello.agent] = self.names[member.name] = member
-        if member.join.node_rank is not None:
-            self.claims[member.join.node_rank] = member
-        self.counts[member.phase] += 1
-
-    def remove(self, member: Member, phase: Phase) -> Peer | None:
-        """
-        A node is gone, its connection with it; return that connection, which is still to be closed.
-        """
-        agent = member.hello.agent
-        peer = member.peer
-        self.counts[member.phase] -= 1
-        del self.members[agent], self.names[member.name]
-        if member.join.node_rank is not None:
-            del self.claims[member.join.node_rank]
-        self.cut.pop(agent, None)
-        self.departing.pop(agent, None)
-        member.phase = phase
-        member.peer = None
-        if peer is not None:
-            self.forget_session(peer)
-        return peer
-
-    def set_phase(self, member: Member, phase: Phase) -> None:
-        """Every change of the phase of a node that is here goes through this."""
-        self.counts[member.phase] -= 1
-        self.counts[phase] += 1
-        member.phase = phase
-
-    def forget_session(self, peer: Peer) -> Session | None:
-        """A connection is over."""
-        session = self.sessions.pop(peer, None)
-        if session is not None and self.agents.get(session.hello.agent) == peer:
-            del self.agents[session.hello.agent]
-        return session
-
-    def visitors(self) -> list[Peer]:
-        """Connections of agents that have said nothing yet but Hello."""
-        return [
-            peer
-            for peer, session in self.sessions.items()
-            if session.hello.role == "agent"
-            and session.hello.agent not in self.members
-            and not session.stops
-        ]
-
-    # What is to be done
-    # -----------------------------------------------------------------------------------------------
-
-    def move(self, trigger: Trigger, now: float) -> None:
-        """Every change of the state goes through this."""
-        self.state = after(self.state, trigger)
-        self.since = now
-
-    def send(self, peer: Peer, message: Message) -> None:
-        """Give a message to a connection."""
-        self.out.append(Send(peer, message))
-
-    def close(self, peer: Peer) -> None:
-        """End a connection."""
-        self.out.append(Close(peer))
-
-    def tell(self, member: Member, message: Message) -> None:
-        """Give a message to a node; one that is cut off is told when it is back."""
-        if member.peer is not None:
-            self.send(member.peer, message)
-
-    def tell_all(self, message: Message) -> None:
-        """Give a message to every node."""
-        for member in self.members.values():
-            self.tell(member, message)
-
-    def notice(self, text: str) -> None:
-        """Say something to the people at all terminals."""
-        self.tell_all(Notice(text))
-
-    def refuse(self, peer: Peer, hello: Hello, refuse: Refuse, node: str = "") -> None:
-        """Turn a connection away that brought no node in."""
-        self.send(peer, refuse)
-        self.close(peer)
-        self.forget_session(peer)
-        self.record(
+    def refuse_peer(self, peer: Peer, hello: Hello, refuse: Refuse, node: str = "") -> None:
+        """Refuse and close a connection that has no node."""
+        self.outbox.send(peer, refuse)
+        self.outbox.close_peer(peer)
+        self.roster.forget_session(peer)
+        self.outbox.record_event(
             "refused",
             node=node,
             host=hello.host,
@@ -237,13 +193,9 @@ class Job:
             reason=refuse.reason,
         )
 
-    def record(self, kind: str, **data: Any) -> None:
-        """Add to the event log."""
-        self.out.append(Record(kind, data))
-
     def record_created(self) -> None:
-        """Say which job this is."""
-        self.record(
+        """Record which job this is."""
+        self.outbox.record_event(
             "created",
             job=self.key,
             run=self.config.run,

@@ -21,31 +21,46 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdrun.rendezvous.membership import admission, generations
-from pdrun.rendezvous.membership import departures as loss
-from pdrun.rendezvous.membership import sizing as elastic
-from pdrun.rendezvous.membership import timers as due
-from pdrun.rendezvous.membership import worker_reports as reports
-from pdrun.rendezvous.membership.job import Job, Session
-from pdrun.rendezvous.membership.legality import OfGeneration, check_message
+from pdrun.rendezvous.membership.departures import handle_depart, handle_leave, mark_lost
+from pdrun.rendezvous.membership.job import Job
 from pdrun.rendezvous.membership.nodes import Member
-from pdrun.rendezvous.membership.transitions import TRANSITIONS, IllegalEvent, JobState, Trigger
+from pdrun.rendezvous.membership.roster import Session
+from pdrun.rendezvous.membership.sizing import is_open
+from pdrun.rendezvous.membership.timers import resume_job, run_timers
+from pdrun.rendezvous.membership.transitions import (
+    TRANSITIONS,
+    GenerationMessage,
+    IllegalEvent,
+    JobState,
+    Trigger,
+    check_message,
+)
+from pdrun.rendezvous.membership.worker_reports import (
+    handle_finished,
+    handle_hung,
+    handle_old_finished,
+    handle_progress,
+    handle_ready,
+    handle_stacks,
+    handle_worker_exit,
+)
 from pdrun.rendezvous.protocol.events import (
     Action,
-    Close,
-    Disconnected,
-    Done,
-    GivenUp,
-    Happening,
-    Heard,
-    Orphaned,
+    AgentLost,
+    AgentsAlive,
+    ClosePeer,
+    JobDone,
+    LocalStop,
+    MembershipEvent,
+    MessageReceived,
+    NodesLost,
     Peer,
-    Received,
-    Record,
-    Report,
-    Resumed,
+    PeerDisconnected,
+    RecordEvent,
     SchedulerConfig,
-    Send,
-    StopOrdered,
+    SchedulerResumed,
+    SendMessage,
+    SendStatus,
     Tick,
 )
 from pdrun.rendezvous.protocol.messages import (
@@ -70,19 +85,19 @@ from pdrun.rendezvous.protocol.messages import (
 
 __all__ = [
     "Action",
-    "Close",
-    "Disconnected",
-    "Done",
+    "ClosePeer",
+    "PeerDisconnected",
+    "JobDone",
     "IllegalEvent",
     "JobState",
     "Membership",
-    "Orphaned",
-    "Received",
-    "Record",
-    "Report",
+    "AgentLost",
+    "MessageReceived",
+    "RecordEvent",
+    "SendStatus",
     "SchedulerConfig",
-    "Send",
-    "StopOrdered",
+    "SendMessage",
+    "LocalStop",
     "TRANSITIONS",
     "Tick",
     "Trigger",
@@ -95,59 +110,61 @@ class Membership(Job):
     def __init__(self, config: SchedulerConfig, scheduler: str, now: float) -> None:
         """See `Job`."""
         super().__init__(config, scheduler, now)
-        self.lasting: list[Happening] = []
+        self.journal_events: list[MembershipEvent] = []
         """
         What a journal must keep of the last step, in order, so that `replay` leads to the same
         state: not heartbeats and ticks at which nothing was done.
         """
-        self._opened = False
-        self._replaying = False
+        self._has_recorded_creation = False
+        self._is_replaying = False
 
     @property
     def tick_every(self) -> float:
         """Seconds in which a Tick is due, at most."""
-        return self.watch.times.tick
+        return self.detector.times.tick
 
-    def step(self, event: Happening, now: float) -> list[Action]:
+    def step(self, event: MembershipEvent, now: float) -> list[Action]:
         """
         Take one event and return what is to be done, in order.
 
         Raises:
             IllegalEvent: the present state does not allow it; nothing was changed.
         """
-        if isinstance(event, Received):
-            session = self.sessions.get(event.peer)
-            member = self.members.get(session.hello.agent) if session else None
+        if isinstance(event, MessageReceived):
+            session = self.roster.sessions.get(event.peer)
+            member = self.roster.members.get(session.hello.agent) if session else None
             check_message(
                 event.message,
                 self.state,
-                self.generation,
+                self.generation.number,
                 session.hello if session else None,
                 member,
             )
-        self.out = []
-        self.lasting = []
-        if isinstance(event, Resumed):
-            due.resumed(self, event.scheduler, now)
-        elif not self._replaying:
-            self.watch.passed(now)
-        if not self._opened:
-            self._opened = True
+        self.outbox.actions = []
+        self.journal_events = []
+        if isinstance(event, SchedulerResumed):
+            resume_job(self, event.scheduler, now)
+        elif not self._is_replaying:
+            self.detector.advance_clock(now)
+        if not self._has_recorded_creation:
+            self._has_recorded_creation = True
             self.record_created()
-        if isinstance(event, Tick) and not self._replaying:
-            self._detect(now)
-        if self._take(event, now):
-            self.lasting.append(event)
-        generations.settle(self, now)
-        for peer, told, code in self.fenced:
-            self.send(peer, Refuse(code or 69, told, rejoin=not code and elastic.is_open(self)))
-            self.close(peer)
-        self.fenced = []
-        if isinstance(event, Tick) and self.out:
-            self.lasting.append(event)
-        return self.out
+        if isinstance(event, Tick) and not self._is_replaying:
+            self._detect_failures(now)
+        if self._apply_event(event, now):
+            self.journal_events.append(event)
+        generations.advance_job(self, now)
+        for peer, told, code in self.outbox.fenced:
+            self.outbox.send(peer, Refuse(code or 69, told, rejoin=not code and is_open(self)))
+            self.outbox.close_peer(peer)
+        self.outbox.fenced = []
+        if isinstance(event, Tick) and self.outbox.actions:
+            self.journal_events.append(event)
+        return self.outbox.actions
 
-    def replay(self, past: Iterable[tuple[float, Happening]]) -> list[tuple[float, Record]]:
+    def replay(
+        self, past: Iterable[tuple[float, MembershipEvent]]
+    ) -> list[tuple[float, RecordEvent]]:
         """
         Take the events of a journal, each with its time, as `lasting` named them, and return what
         was recorded then. Nothing is to be done for them again. Afterwards `step` takes Resumed,
@@ -156,142 +173,151 @@ class Membership(Job):
         Raises:
             IllegalEvent: the events do not follow from each other.
         """
-        self._replaying = True
-        said: list[tuple[float, Record]] = []
+        self._is_replaying = True
+        said: list[tuple[float, RecordEvent]] = []
         try:
             for now, event in past:
                 said += [
-                    (now, action) for action in self.step(event, now) if isinstance(action, Record)
+                    (now, action)
+                    for action in self.step(event, now)
+                    if isinstance(action, RecordEvent)
                 ]
-                self.watch.seen(now)
+                self.detector.set_last_event(now)
         finally:
-            self._replaying = False
+            self._is_replaying = False
         return said
 
-    def _take(self, event: Happening, now: float) -> bool:
+    def _apply_event(self, event: MembershipEvent, now: float) -> bool:
         """
         Act; return whether a journal must keep the event even where it led to nothing that can be
         seen.
         """
         match event:
-            case Received(peer, message):
-                return self._received(peer, message, now)
-            case Heard(peers):
-                self._heard(peers, now)
+            case MessageReceived(peer, message):
+                return self._on_message(peer, message, now)
+            case AgentsAlive(peers):
+                self._on_agents_alive(peers, now)
                 return False
-            case Disconnected(peer, between):
-                self._disconnected(peer, between, now)
+            case PeerDisconnected(peer, between):
+                self._on_disconnect(peer, between, now)
             case Tick():
-                due.tick(self, now)
+                run_timers(self, now)
                 return False
-            case StopOrdered(signal, by, force):
-                generations.stop_ordered(self, signal, by, force, now)
-            case Orphaned(reason):
-                generations.orphaned(self, reason, now)
-            case GivenUp():
-                self._given_up(event, now)
-            case Resumed():
+            case LocalStop(signal, by, force):
+                generations.stop_job(self, signal, by, force, now)
+            case AgentLost(reason):
+                generations.on_agent_lost(self, reason, now)
+            case NodesLost():
+                self._on_nodes_lost(event, now)
+            case SchedulerResumed():
                 pass
         return True
 
     # Messages
     # ---------------------------------------------------------------------------------------------------------
 
-    def _received(self, peer: Peer, message: Message, now: float) -> bool:
+    def _on_message(self, peer: Peer, message: Message, now: float) -> bool:
         if isinstance(message, Hello):
-            admission.hello(self, peer, message, now)
+            admission.handle_hello(self, peer, message, now)
             return True
-        session = self.sessions[peer]
-        member = self.members.get(session.hello.agent)
+        session = self.roster.sessions[peer]
+        member = self.roster.members.get(session.hello.agent)
         if member is not None:
-            admission.heard(self, member, now)
+            admission.mark_alive(self, member, now)
         match message:
             case Heartbeat(number):
                 if member is not None:
-                    self.watch.beaten(member, message, now)
-                self.send(peer, Echo(number))
+                    self.detector.on_heartbeat(member, message, now)
+                self.outbox.send(peer, Echo(number))
                 return False
             case StatusQuery():
-                self.out.append(Report(peer))
+                self.outbox.actions.append(SendStatus(peer))
                 return False
             case StopRequest():
-                self._stop_request(peer, session, message, now)
+                self._on_stop_request(peer, session, message, now)
             case Leave():
-                loss.leave(self, peer, member, message, now)
+                handle_leave(self, peer, member, message, now)
             case Depart(reason) if member is not None:
-                loss.depart(self, member, reason, now)
+                handle_depart(self, member, reason, now)
             case Join():
-                admission.join(self, peer, session.hello, message, now)
-            case _ if isinstance(message, OfGeneration) and member is not None:
-                if message.generation == self.generation and self.state is not JobState.GATHERING:
-                    return self._of_generation(member, message, now)
+                admission.handle_join(self, peer, session.hello, message, now)
+            case _ if isinstance(message, GenerationMessage) and member is not None:
+                if (
+                    message.generation == self.generation.number
+                    and self.state is not JobState.GATHERING
+                ):
+                    return self._on_generation_message(member, message, now)
                 if isinstance(message, Finished):
-                    reports.finished_before(self, member, message)
+                    handle_old_finished(self, member, message)
         return True
 
-    def _heard(self, peers: Iterable[Peer], now: float) -> None:
+    def _on_agents_alive(self, peers: Iterable[Peer], now: float) -> None:
         """A relay tells who beats."""
         for peer in peers:
-            session = self.sessions.get(peer)
-            member = self.members.get(session.hello.agent) if session else None
+            session = self.roster.sessions.get(peer)
+            member = self.roster.members.get(session.hello.agent) if session else None
             if member is not None:
-                admission.heard(self, member, now)
-                self.watch.met(member, now)
+                admission.mark_alive(self, member, now)
+                self.detector.mark_reachable(member, now)
 
-    def _of_generation(self, member: Member, message: OfGeneration, now: float) -> bool:
+    def _on_generation_message(
+        self, member: Member, message: GenerationMessage, now: float
+    ) -> bool:
         """A message of the present generation from a node that is here."""
         match message:
             case Ready() | Unready():
-                reports.ready(self, member, message, now)
+                handle_ready(self, member, message, now)
             case WorkerExit():
-                reports.worker_exit(self, member, message, now)
+                handle_worker_exit(self, member, message, now)
             case Finished():
-                reports.finished(self, member, message)
+                handle_finished(self, member, message)
             case Progress():
-                return reports.progress(self, member, message)
+                return handle_progress(self, member, message)
             case Hung():
-                reports.hung(self, member, message, now)
+                handle_hung(self, member, message, now)
             case Stacks():
-                reports.stacks(self, member, message, now)
+                handle_stacks(self, member, message, now)
         return True
 
-    def _stop_request(self, peer: Peer, session: Session, message: StopRequest, now: float) -> None:
+    def _on_stop_request(
+        self, peer: Peer, session: Session, message: StopRequest, now: float
+    ) -> None:
         if session.hello.role == "view":
-            self.refuse(
+            self.refuse_peer(
                 peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it")
             )
             return
-        session.stops += 1
-        generations.stop_ordered(
-            self, message.signal, message.by, message.force or session.stops > 1, now
+        session.stop_requests += 1
+        generations.stop_job(
+            self, message.signal, message.by, message.force or session.stop_requests > 1, now
         )
 
-    def _disconnected(self, peer: Peer, between: bool, now: float) -> None:
-        session = self.forget_session(peer)
-        member = self.members.get(session.hello.agent) if session else None
+    def _on_disconnect(self, peer: Peer, between: bool, now: float) -> None:
+        session = self.roster.forget_session(peer)
+        member = self.roster.members.get(session.hello.agent) if session else None
         if member is None or member.peer != peer:
             return
         member.peer = None
-        self.cut[member.hello.agent] = member
-        self.watch.cut(member, between, now)
+        self.roster.cut[member.hello.agent] = member
+        self.detector.on_disconnect(member, between, now)
 
     # Time
     # -------------------------------------------------------------------------------------------------------------
 
-    def _detect(self, now: float) -> None:
+    def _detect_failures(self, now: float) -> None:
         """Ask the failure detector; what it has decided is an event."""
-        if self.done:
+        if self.shutdown.is_done:
             return
-        given_up, suspects = self.watch.overdue(self.members.values(), now)
+        given_up, suspects = self.detector.find_overdue(self.roster.members.values(), now)
         for member, silent in suspects:
-            self.record("suspect", node=member.name, silent=round(silent, 1))
+            self.outbox.record_event("suspect", node=member.name, silent=round(silent, 1))
         if given_up is not None:
-            self._given_up(given_up, now)
-            generations.settle(self, now)
-            self.lasting.append(given_up)
+            self._on_nodes_lost(given_up, now)
+            generations.advance_job(self, now)
+            self.journal_events.append(given_up)
 
-    def _given_up(self, event: GivenUp, now: float) -> None:
+    def _on_nodes_lost(self, event: NodesLost, now: float) -> None:
         for lost in event.nodes:
-            if (member := self.members.get(lost.agent)) is not None:
+            if (member := self.roster.members.get(lost.agent)) is not None:
                 member.cut_at = lost.cut_at
-                loss.give_up(self, member, lost.why, now)
+                mark_lost(self, member, lost.why, now)

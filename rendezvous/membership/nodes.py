@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdrun.names import natural_key
-from pdrun.rendezvous.policies import texts as wording
+from pdrun.rendezvous.policies.texts import rank_label, refuse_difference, refuse_same_name
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Join, Refuse
+from pdrun.text import plural
 
-MOST_WORKERS = 1 << 16
+MAX_WORKERS_PER_NODE = 1 << 16
 """
 Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory
 holds.
 """
 
-MOST_NAMES = 16
+MAX_NAMES = 16
 """Names in one message about who is here and who is not."""
 
 
@@ -51,9 +52,9 @@ class Member:
     join: Join
     peer: Peer | None
     """Its connection; None while it is cut."""
-    heard: float
+    alive_at: float
     """When it was last heard, on the clock of the failure detector (`Watch`)."""
-    answered: float
+    answered_at: float
     """
     Since when it may not have heard the scheduler: the time of its last heartbeat that it knows to
     be answered.
@@ -63,20 +64,20 @@ class Member:
     phase: Phase = Phase.JOINED
     cut_at: float = 0.0
     """While cut: since when, on the scheduler's clock."""
-    gone_at: float = 0.0
+    lost_at: float = 0.0
     """While cut: when it will be given up, on the detector's clock."""
-    suspect: bool = False
+    is_suspect: bool = False
     index: int = -1
     """
     Place in the present generation, in the last one while another is being formed; -1: it had no
     part.
     """
     first_rank: int = 0
-    exits: dict[int, int] = field(default_factory=dict)
+    exit_codes: dict[int, int] = field(default_factory=dict)
     """rank -> code, of the present generation."""
-    standby: str = ""
+    standby_reason: str = ""
     """What it was told about why it has no part."""
-    departs: str = ""
+    depart_reason: str = ""
     """Why it is about to leave."""
 
     @property
@@ -85,7 +86,7 @@ class Member:
         return self.join.node
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """The node, and its host where that is another name."""
         if self.hello.host in ("", self.name):
             return self.name
@@ -99,12 +100,12 @@ class Member:
         return range(self.first_rank, self.first_rank + self.join.workers)
 
     @property
-    def here(self) -> bool:
+    def is_present(self) -> bool:
         """Whether it still counts: neither lost nor gone."""
         return self.phase not in (Phase.LOST, Phase.LEFT)
 
 
-def objection(
+def find_join_objection(
     config: SchedulerConfig,
     first: Member | None,
     namesake: Member | None,
@@ -120,38 +121,38 @@ def objection(
         namesake: who is here and has the newcomer's name.
         rival: who is here and asked for the place that the newcomer asks for.
     """
-    if not join.node or not 1 <= join.workers <= MOST_WORKERS:
+    if not join.node or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
         return Refuse(
             78,
-            f"a {config.unit} needs a name and 1 to {MOST_WORKERS} workers, not {join.node!r} with {join.workers}",
+            f"a {config.unit} needs a name and 1 to {MAX_WORKERS_PER_NODE} workers, not {join.node!r} with {join.workers}",
         )
-    if first is not None and (different := disagreement(config.must_agree, first, join)):
-        return wording.must_agree(different[0], first.join, join)
+    if first is not None and (different := differing_facts(config.must_agree, first, join)):
+        return refuse_difference(different[0], first.join, join)
     if namesake is not None:
-        return wording.same_name(config, join.node, namesake.hello, hello)
+        return refuse_same_name(config, join.node, namesake.hello, hello)
     if rival is not None and join.node_rank is not None:
         return Refuse(
             78,
-            f"{wording.place(config, join.node_rank)} is claimed twice: by {rival.name} on host "
+            f"{rank_label(config, join.node_rank)} is claimed twice: by {rival.name} on host "
             f"{rival.hello.host} and by {join.node} on host {hello.host}",
         )
     if join.node_rank is not None and not 0 <= join.node_rank < config.nodes:
         return Refuse(
             78,
-            f"{join.node} asks for {wording.place(config, join.node_rank)}, but the job has "
-            f"{wording.count(config.nodes, config.unit)}: 0 to {config.nodes - 1}",
+            f"{join.node} asks for {rank_label(config, join.node_rank)}, but the job has "
+            f"{plural(config.nodes, config.unit)}: 0 to {config.nodes - 1}",
         )
     return None
 
 
-def disagreement(keys: Iterable[str], first: Member, join: Join) -> list[str]:
+def differing_facts(keys: Iterable[str], first: Member, join: Join) -> list[str]:
     """Return those of ``keys`` that are facts of both nodes and differ."""
     mine = first.join.facts
     theirs = join.facts
     return [key for key in keys if key in mine and key in theirs and mine[key] != theirs[key]]
 
 
-def ordered(config: SchedulerConfig, members: Sequence[Member]) -> list[Member]:
+def order_by_rank(config: SchedulerConfig, members: Sequence[Member]) -> list[Member]:
     """
     Return the nodes in rank order.
 
@@ -183,7 +184,7 @@ def ordered(config: SchedulerConfig, members: Sequence[Member]) -> list[Member]:
     return [claimed[place] if place in claimed else next(free) for place in range(len(members))]
 
 
-def missing(
+def describe_missing(
     config: SchedulerConfig, lacking: int, names: Mapping[str, Member], claims: Mapping[int, Member]
 ) -> tuple[str, ...]:
     """
@@ -195,20 +196,20 @@ def missing(
     """
     if lacking <= 0:
         return ()
-    if config.hosts and lacking <= MOST_NAMES:
+    if config.hosts and lacking <= MAX_NAMES:
         hosts = {member.hello.host for member in names.values()}
         absent = [host for host in config.hosts if host not in names and host not in hosts]
         if len(absent) == lacking:
             return tuple(absent)
-    if claims and len(claims) == len(names) and lacking <= MOST_NAMES:
+    if claims and len(claims) == len(names) and lacking <= MAX_NAMES:
         return tuple(
-            wording.place(config, rank) for rank in range(config.nodes) if rank not in claims
+            rank_label(config, rank) for rank in range(config.nodes) if rank not in claims
         )[:lacking]
-    return (wording.count(lacking, f"more {config.unit}"),)
+    return (plural(lacking, f"more {config.unit}"),)
 
 
-def assignments(
-    nodes: Sequence[Member], generation: int, restarts: int, agreed: int
+def assign_ranks(
+    nodes: Sequence[Member], generation: int, restarts: int, agreed_step: int
 ) -> list[Assign]:
     """
     Number the nodes, which stand in rank order, and return each one's place. ``agreed``: see
@@ -220,13 +221,13 @@ def assignments(
     world = sum(member.join.workers for member in nodes)
     shared: dict[str, int] = {}
     for member in nodes:
-        host = _machine(member)
+        host = _host_key(member)
         shared[host] = shared.get(host, 0) + member.join.workers
     first = 0
     seen = dict.fromkeys(shared, 0)
     result = []
     for index, member in enumerate(nodes):
-        host = _machine(member)
+        host = _host_key(member)
         member.index = index
         member.first_rank = first
         result.append(
@@ -240,7 +241,7 @@ def assignments(
                 master=nodes[0].store,
                 local_rank=seen[host],
                 local_world_size=shared[host],
-                agreed_step=agreed,
+                agreed_step=agreed_step,
             )
         )
         seen[host] += member.join.workers
@@ -248,5 +249,5 @@ def assignments(
     return result
 
 
-def _machine(member: Member) -> str:
+def _host_key(member: Member) -> str:
     return member.join.facts.get("host", member.hello.host)

@@ -10,28 +10,39 @@ next generation is formed.
 from __future__ import annotations
 
 from pdrun.rendezvous.membership.job import Job
-from pdrun.rendezvous.membership.nodes import MOST_NAMES, Member, Phase, missing, ordered
+from pdrun.rendezvous.membership.nodes import (
+    MAX_NAMES,
+    Member,
+    Phase,
+    describe_missing,
+    order_by_rank,
+)
 from pdrun.rendezvous.membership.transitions import JobState
-from pdrun.rendezvous.policies import restart as policy
-from pdrun.rendezvous.policies import texts as wording
+from pdrun.rendezvous.policies import restart
+from pdrun.rendezvous.policies.texts import (
+    refuse_full,
+    refuse_over,
+    refuse_stopping,
+    standby_reason,
+)
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Join, Refuse, Standby, Waiting
 
-MANY = 32
+MAX_ANNOUNCED_NODES = 32
 """Nodes; more are told who is here at intervals only, not at each arrival."""
 
 
-def least(config: SchedulerConfig) -> int:
+def required_nodes(config: SchedulerConfig) -> int:
     """Return how many nodes the job needs."""
     return config.min_nodes or config.nodes
 
 
 def is_elastic(config: SchedulerConfig) -> bool:
     """Whether the job can lose a node and go on without waiting for another one."""
-    return least(config) < config.nodes or config.spares > 0
+    return required_nodes(config) < config.nodes or config.spares > 0
 
 
-def lease(config: SchedulerConfig, dead: float) -> float:
+def lease_seconds(config: SchedulerConfig, dead: float) -> float:
     """
     Return `Welcome.lease`: how long a node may be cut off from the scheduler before it must end its
     workers.
@@ -40,9 +51,9 @@ def lease(config: SchedulerConfig, dead: float) -> float:
     return dead * 2 / 3 if config.heartbeat and replaceable else 0.0
 
 
-def budget(job: Job, now: float) -> int:
+def restarts_left(job: Job, now: float) -> int:
     """Return how many restarts are left."""
-    return policy.budget(job.config, job.attempts, now)
+    return restart.restarts_left(job.config, job.shutdown.restart_history, now)
 
 
 # Who may come in
@@ -56,35 +67,37 @@ def is_open(job: Job) -> bool:
     return is_elastic(job.config) and job.state not in (JobState.STOPPING, JobState.DONE)
 
 
-def closed(job: Job) -> Refuse | None:
+def find_closed_reason(job: Job) -> Refuse | None:
     """Return why nobody can come in any more, or None."""
     if job.state is JobState.DONE:
-        return wording.over(job.config, job.key)
+        return refuse_over(job.config, job.key)
     if is_open(job):
         return None
-    return (wording.stopping if is_elastic(job.config) else wording.full)(job.config, job.key)
+    return (refuse_stopping if is_elastic(job.config) else refuse_full)(job.config, job.key)
 
 
 def is_full(job: Job) -> bool:
     """Whether there is no place left, not even to stand by."""
-    return len(job.members) - len(job.departing) >= job.config.nodes + job.config.spares
+    return (
+        len(job.roster.members) - len(job.roster.departing) >= job.config.nodes + job.config.spares
+    )
 
 
-def replaced(job: Job, join: Join, now: float) -> Member | None:
+def find_replaced(job: Job, join: Join, now: float) -> Member | None:
     """
     Return the node whose agent was started again, when that is what a newcomer means: it has the
     same name, and its connection is cut. Only where the job can go on without the old one, and with
     the new.
     """
-    old = job.names.get(join.node)
+    old = job.roster.names.get(join.node)
     if old is None or old.peer is not None:
         return None
-    if is_open(job) or (job.state is JobState.RUNNING and budget(job, now) > 0):
+    if is_open(job) or (job.state is JobState.RUNNING and restarts_left(job, now) > 0):
         return old
     return None
 
 
-def fence(job: Job, member: Member, why: str, code: int = 0) -> None:
+def fence_member(job: Job, member: Member, why: str, code: int = 0) -> None:
     """
     Give a node up that may still have workers: whatever it says from now on counts for nothing.
 
@@ -93,28 +106,30 @@ def fence(job: Job, member: Member, why: str, code: int = 0) -> None:
             use it.
     """
     told = f"{member.name} was given up: {why}"
-    peer = job.remove(member, Phase.LOST)
-    job.gone[member.hello.agent] = told
+    peer = job.roster.remove_member(member, Phase.LOST)
+    job.roster.gone[member.hello.agent] = told
     if peer is not None:
-        job.fenced.append((peer, told, code))
-    job.record("lost", node=member.name, reason=why)
+        job.outbox.fenced.append((peer, told, code))
+    job.outbox.record_event("lost", node=member.name, reason=why)
 
 
 # Who takes part
 # -------------------------------------------------------------------------------------------------------
 
 
-def are_enough(job: Job, coming: int = 0) -> bool:
+def has_enough_nodes(job: Job, incoming: int = 0) -> bool:
     """
     Whether those who are here, with so many who are ``coming`` right now, can form a generation.
     """
-    return len(job.members) - len(job.departing) + coming >= least(job.config)
+    return len(job.roster.members) - len(job.roster.departing) + incoming >= required_nodes(
+        job.config
+    )
 
 
-def present(job: Job) -> int:
+def count_present(job: Job) -> int:
     """While gathering: return how many nodes are connected and stay."""
-    leaving = sum(member.peer is not None for member in job.departing.values())
-    return job.counts[Phase.JOINED] - len(job.cut) - leaving
+    leaving = sum(member.peer is not None for member in job.roster.departing.values())
+    return job.roster.counts[Phase.JOINED] - len(job.roster.cut) - leaving
 
 
 def can_form(job: Job) -> bool:
@@ -122,7 +137,7 @@ def can_form(job: Job) -> bool:
     While gathering: whether as many are here as take part at most, so that nobody else need be
     awaited.
     """
-    return present(job) >= job.config.nodes
+    return count_present(job) >= job.config.nodes
 
 
 def should_form(job: Job, now: float) -> bool:
@@ -130,39 +145,39 @@ def should_form(job: Job, now: float) -> bool:
     While gathering: whether to form a generation of those who are here, since nobody else seems to
     come.
     """
-    if not is_elastic(job.config) or present(job) < least(job.config):
+    if not is_elastic(job.config) or count_present(job) < required_nodes(job.config):
         return False
-    overdue = now - job.since > job.config.start_timeout
-    quiet = now - max(job.joined_at, job.since) >= job.config.gather
-    return overdue or (quiet and not job.cut)  # who is cut off is back, or given up, soon
+    overdue = now - job.state_since > job.config.start_timeout
+    quiet = now - max(job.roster.joined_at, job.state_since) >= job.config.gather
+    return overdue or (quiet and not job.roster.cut)  # who is cut off is back, or given up, soon
 
 
 def should_grow(job: Job, now: float) -> bool:
     """While running: whether to open a larger generation for those who stand by."""
     grow = job.config.grow
-    counts = job.counts
+    counts = job.roster.counts
     if grow is None or counts[Phase.STANDBY] == 0 or counts[Phase.RUNNING] >= job.config.nodes:
         return False
     if (
         counts[Phase.FINISHED]
-        or job.inquiry is not None
-        or now - max(job.joined_at, job.started_at) < grow
+        or job.generation.hang is not None
+        or now - max(job.roster.joined_at, job.generation.started_at) < grow
     ):
         return False
     return any(
-        member.peer is not None and not member.departs
-        for member in job.members.values()
+        member.peer is not None and not member.depart_reason
+        for member in job.roster.members.values()
         if member.phase is Phase.STANDBY
     )
 
 
-def choose(job: Job) -> list[Member]:
+def choose_members(job: Job) -> list[Member]:
     """
     Return who takes part in the next generation, in rank order.
 
     Who was in the last one goes first, then who is connected, then who came first.
     """
-    stay = [member for member in job.members.values() if not member.departs]
+    stay = [member for member in job.roster.members.values() if not member.depart_reason]
     stay.sort(
         key=lambda member: (
             member.index < 0,
@@ -170,52 +185,60 @@ def choose(job: Job) -> list[Member]:
         )
     )
     chosen = stay[: job.config.nodes]
-    while len(chosen) > least(job.config) and chosen[-1].index < 0 and chosen[-1].peer is None:
+    while (
+        len(chosen) > required_nodes(job.config)
+        and chosen[-1].index < 0
+        and chosen[-1].peer is None
+    ):
         chosen.pop()  # a newcomer that is cut off is only taken where it is needed
-    return ordered(job.config, chosen)
+    return order_by_rank(job.config, chosen)
 
 
 # What they are told
 # ---------------------------------------------------------------------------------------------------
 
 
-def tell_waiting(job: Job, now: float) -> None:
+def send_waiting(job: Job, now: float) -> None:
     """Tell every node who is here and who is missing."""
     config = job.config
-    job.waiting_at = now + config.waiting_every
-    here = len(job.members)
-    elapsed = now - job.since
+    job.next_waiting_at = now + config.waiting_every
+    here = len(job.roster.members)
+    elapsed = now - job.state_since
     timeout = config.start_timeout
-    expected = least(config) if here < least(config) else config.nodes
-    if is_elastic(config) and here >= least(config):
-        elapsed = now - max(job.joined_at, job.since)
+    expected = required_nodes(config) if here < required_nodes(config) else config.nodes
+    if is_elastic(config) and here >= required_nodes(config):
+        elapsed = now - max(job.roster.joined_at, job.state_since)
         timeout = min(config.gather, timeout)
     waiting = Waiting(
         tuple(
-            member.name for member, _ in zip(job.members.values(), range(MOST_NAMES), strict=False)
+            member.name
+            for member, _ in zip(job.roster.members.values(), range(MAX_NAMES), strict=False)
         ),
-        missing(config, expected - here, job.names, job.claims),
+        describe_missing(config, expected - here, job.roster.names, job.roster.claims),
         expected,
         round(elapsed, 3),
         timeout,
         here,
     )
-    job.tell_all(waiting)
+    job.broadcast(waiting)
 
 
-def tell_arrival(job: Job, now: float) -> None:
+def announce_arrival(job: Job, now: float) -> None:
     """
     A node has come in while the job gathers: tell all of a few, who would not wait in silence.
     """
-    if len(job.members) <= MANY and len(job.members) < job.config.nodes:
-        tell_waiting(job, now)
+    if (
+        len(job.roster.members) <= MAX_ANNOUNCED_NODES
+        and len(job.roster.members) < job.config.nodes
+    ):
+        send_waiting(job, now)
 
 
-def stand_by(job: Job, member: Member) -> None:
+def send_standby(job: Job, member: Member) -> None:
     """Tell a node why it has no part in the present generation, when that is news to it."""
-    reason = wording.standby(job.config, len(job.assigns))
-    if reason == member.standby:
+    reason = standby_reason(job.config, len(job.generation.assigns))
+    if reason == member.standby_reason:
         return
-    member.standby = reason
-    job.tell(member, Standby(reason))
-    job.record("standby", node=member.name, reason=reason)
+    member.standby_reason = reason
+    job.outbox.send_to(member, Standby(reason))
+    job.outbox.record_event("standby", node=member.name, reason=reason)

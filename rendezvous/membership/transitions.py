@@ -19,14 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import get_args
 
+from pdrun.rendezvous.membership.nodes import Member
 from pdrun.rendezvous.protocol.messages import (
+    Depart,
     Finished,
+    Heartbeat,
+    Hello,
     Hung,
+    Join,
+    Leave,
     Message,
     Progress,
     Ready,
     Stacks,
+    StatusQuery,
+    StopRequest,
     Unready,
     WorkerExit,
 )
@@ -61,48 +70,55 @@ class Trigger(Enum):
     ORPHANED = "the scheduler's own node is gone"
 
 
-_S = JobState
-_T = Trigger
-
 TRANSITIONS: Mapping[tuple[JobState, Trigger], JobState] = {
-    (_S.GATHERING, _T.FULL): _S.ASSIGNING,
-    (_S.GATHERING, _T.END): _S.DONE,
-    (_S.GATHERING, _T.ORPHANED): _S.DONE,
-    (_S.ASSIGNING, _T.READY): _S.RUNNING,
-    (_S.ASSIGNING, _T.CHANGED): _S.ASSIGNING,
-    (_S.ASSIGNING, _T.SHORT): _S.GATHERING,
-    (_S.ASSIGNING, _T.END): _S.DONE,
-    (_S.ASSIGNING, _T.ORPHANED): _S.DONE,
-    (_S.RUNNING, _T.FAILED): _S.RESTARTING,
-    (_S.RUNNING, _T.CHANGED): _S.RESTARTING,
-    (_S.RUNNING, _T.STOP): _S.STOPPING,
-    (_S.RUNNING, _T.FINISHED): _S.DONE,
-    (_S.RUNNING, _T.ORPHANED): _S.DONE,
-    (_S.RESTARTING, _T.AGAIN): _S.ASSIGNING,
-    (_S.RESTARTING, _T.SHORT): _S.GATHERING,
-    (_S.RESTARTING, _T.STOP): _S.STOPPING,
-    (_S.RESTARTING, _T.FINISHED): _S.DONE,
-    (_S.RESTARTING, _T.ORPHANED): _S.DONE,
-    (_S.STOPPING, _T.CHANGED): _S.RESTARTING,
-    (_S.STOPPING, _T.FINISHED): _S.DONE,
-    (_S.STOPPING, _T.ORPHANED): _S.DONE,
+    (JobState.GATHERING, Trigger.FULL): JobState.ASSIGNING,
+    (JobState.GATHERING, Trigger.END): JobState.DONE,
+    (JobState.GATHERING, Trigger.ORPHANED): JobState.DONE,
+    (JobState.ASSIGNING, Trigger.READY): JobState.RUNNING,
+    (JobState.ASSIGNING, Trigger.CHANGED): JobState.ASSIGNING,
+    (JobState.ASSIGNING, Trigger.SHORT): JobState.GATHERING,
+    (JobState.ASSIGNING, Trigger.END): JobState.DONE,
+    (JobState.ASSIGNING, Trigger.ORPHANED): JobState.DONE,
+    (JobState.RUNNING, Trigger.FAILED): JobState.RESTARTING,
+    (JobState.RUNNING, Trigger.CHANGED): JobState.RESTARTING,
+    (JobState.RUNNING, Trigger.STOP): JobState.STOPPING,
+    (JobState.RUNNING, Trigger.FINISHED): JobState.DONE,
+    (JobState.RUNNING, Trigger.ORPHANED): JobState.DONE,
+    (JobState.RESTARTING, Trigger.AGAIN): JobState.ASSIGNING,
+    (JobState.RESTARTING, Trigger.SHORT): JobState.GATHERING,
+    (JobState.RESTARTING, Trigger.STOP): JobState.STOPPING,
+    (JobState.RESTARTING, Trigger.FINISHED): JobState.DONE,
+    (JobState.RESTARTING, Trigger.ORPHANED): JobState.DONE,
+    (JobState.STOPPING, Trigger.CHANGED): JobState.RESTARTING,
+    (JobState.STOPPING, Trigger.FINISHED): JobState.DONE,
+    (JobState.STOPPING, Trigger.ORPHANED): JobState.DONE,
 }
 
-_STARTED = frozenset({_S.RUNNING, _S.RESTARTING, _S.STOPPING, _S.DONE})
+_STARTED_STATES = frozenset(
+    {JobState.RUNNING, JobState.RESTARTING, JobState.STOPPING, JobState.DONE}
+)
 
-LEGAL: Mapping[type[Message], frozenset[JobState]] = {
-    Ready: frozenset({_S.ASSIGNING}) | _STARTED,
-    Unready: frozenset({_S.ASSIGNING, _S.DONE}),
-    WorkerExit: _STARTED,
-    Finished: _STARTED,
-    Progress: _STARTED,
-    Hung: _STARTED,
-    Stacks: _STARTED,
+MESSAGE_STATES: Mapping[type[Message], frozenset[JobState]] = {
+    Ready: frozenset({JobState.ASSIGNING}) | _STARTED_STATES,
+    Unready: frozenset({JobState.ASSIGNING, JobState.DONE}),
+    WorkerExit: _STARTED_STATES,
+    Finished: _STARTED_STATES,
+    Progress: _STARTED_STATES,
+    Hung: _STARTED_STATES,
+    Stacks: _STARTED_STATES,
 }
 """
 Messages about a generation, and the states in which it has come that far. Repeats after a
 reconnection are legal and change nothing; so is everything about a generation that is over.
 """
+
+GenerationMessage = Ready | Unready | WorkerExit | Finished | Progress | Hung | Stacks
+"""What a node says about its part in one generation."""
+_GENERATION_MESSAGES = get_args(
+    GenerationMessage
+)  # a union that is written in place is made anew at each message
+_VIEWER_MESSAGES = (StatusQuery, StopRequest, Leave, Heartbeat)
+_NODE_MESSAGES = (Join, Heartbeat, Leave, Depart, StopRequest, StatusQuery)
 
 
 class IllegalEvent(Exception):
@@ -118,9 +134,58 @@ class IllegalEvent(Exception):
         self.state = state
 
 
-def after(state: JobState, trigger: Trigger) -> JobState:
+def next_state(state: JobState, trigger: Trigger) -> JobState:
     """Return the state that ``trigger`` leads to, or raise IllegalEvent."""
     try:
         return TRANSITIONS[state, trigger]
     except KeyError:
         raise IllegalEvent(f"'{trigger.value}'", state) from None
+
+
+def check_message(
+    message: Message, state: JobState, generation: int, hello: Hello | None, member: Member | None
+) -> None:
+    """
+    Raise IllegalEvent unless ``message`` may come now.
+
+    Args:
+        generation: the job's present one; -1 before the first.
+        hello: what the connection said first, or None when it has said nothing yet.
+        member: the sender's node, when it has joined.
+    """
+    name = type(message).__name__
+    if isinstance(message, Hello):
+        if hello:
+            raise IllegalEvent("Hello", state, "it was said before on this connection")
+        return
+    if hello is None:
+        raise IllegalEvent(name, state, "nothing goes before Hello")
+    if hello.role == "view" and not isinstance(message, _VIEWER_MESSAGES):
+        raise IllegalEvent(name, state, "a viewer only looks")
+    if isinstance(message, StopRequest) and not 1 <= message.signal <= 64:
+        raise IllegalEvent(name, state, f"{message.signal} is no signal")
+    if isinstance(message, _GENERATION_MESSAGES):
+        _check_generation(message, state, generation, member)
+    elif isinstance(message, Depart) and member is None:
+        raise IllegalEvent(name, state, "the sender has not joined")
+    elif not isinstance(message, _NODE_MESSAGES):
+        raise IllegalEvent(name, state, "only the scheduler says it")
+
+
+def _check_generation(
+    message: GenerationMessage, state: JobState, generation: int, member: Member | None
+) -> None:
+    name = type(message).__name__
+    if member is None:
+        raise IllegalEvent(name, state, "the sender has not joined")
+    if message.generation > generation:
+        raise IllegalEvent(name, state, f"generation {message.generation} does not exist yet")
+    over = (
+        state is JobState.GATHERING and generation >= 0
+    )  # the last one is, and the next is not yet formed
+    if message.generation < generation or over:
+        return
+    if state not in MESSAGE_STATES[type(message)]:
+        raise IllegalEvent(name, state)
+    if isinstance(message, (WorkerExit, Hung)) and message.rank not in member.ranks:
+        raise IllegalEvent(name, state, f"rank {message.rank} is not on {member.name}")

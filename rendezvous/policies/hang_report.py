@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pdrun.rendezvous.policies.restart import blanked
+from pdrun.rendezvous.policies.restart import mask_numbers
 from pdrun.rendezvous.protocol.messages import StackGroup
 
-WITHIN = 5.0
+STACK_SECONDS = 5.0
 """Seconds that the nodes have to tell their workers' stacks."""
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 """Different stacks that are kept; workers at further ones are only counted."""
-SHOWN_GROUPS = 6
-SHOWN_LINES = 12
-LONGEST_LINE = 200
+MAX_SHOWN_GROUPS = 6
+MAX_SHOWN_LINES = 12
+MAX_LINE_CHARS = 200
 
 
 @dataclass
-class Inquiry:
+class HangInquiry:
     """One hang that is being looked into."""
 
     rank: int
@@ -32,49 +32,49 @@ class Inquiry:
     """agent -> name, of the nodes that have not answered."""
     groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """stack without what differs between processes -> (stack, ranks)"""
-    further: list[int] = field(default_factory=list)
+    ungrouped_ranks: list[int] = field(default_factory=list)
     """Ranks at stacks beyond MOST_GROUPS."""
-    waits: bool = False
+    may_be_waiting: bool = False
     """The worker may only be waiting for one that is at work (`Hung.waits`)."""
-    works: bool = False
+    is_any_active: bool = False
     """Whether some worker is at work."""
 
     @property
-    def unfounded(self) -> bool:
+    def is_false_alarm(self) -> bool:
         """Whether there is no hang: who is quiet waits for who is at work."""
-        return self.waits and self.works
+        return self.may_be_waiting and self.is_any_active
 
-    def culprit(self) -> int:
+    def find_culprit(self) -> int:
         """
         Return the rank to blame: the only one that is elsewhere than two or more others, else who
         was told of.
         """
         found = sorted((ranks for _, ranks in self.groups.values()), key=len)
-        alone = len(found) == 2 and not self.further and len(found[0]) == 1 < len(found[1])
+        alone = len(found) == 2 and not self.ungrouped_ranks and len(found[0]) == 1 < len(found[1])
         return found[0][0] if alone and self.rank in found[1] else self.rank
 
-    def take(
+    def add_answer(
         self, agent: str, groups: Iterable[StackGroup], ranks: range, active: Iterable[int] = ()
     ) -> None:
         """One node answers; only its first answer, and only ``ranks``, which are its own, count."""
         if self.waiting.pop(agent, None) is None:
             return
-        self.works = self.works or any(rank in ranks for rank in active)
+        self.is_any_active = self.is_any_active or any(rank in ranks for rank in active)
         left = set(ranks)
         for group in groups:
             mine = sorted(rank for rank in set(group.ranks) if rank in left)
             left.difference_update(mine)
-            key = blanked(group.stack)
+            key = mask_numbers(group.stack)
             if key in self.groups:
                 self.groups[key][1].extend(mine)
             elif not mine:
                 continue
-            elif len(self.groups) < MOST_GROUPS:
+            elif len(self.groups) < MAX_GROUPS:
                 self.groups[key] = (group.stack, mine)
             else:
-                self.further.extend(mine)
+                self.ungrouped_ranks.extend(mine)
 
-    def picture(self, silent: Mapping[str, range]) -> str:
+    def render_report(self, silent: Mapping[str, range]) -> str:
         """
         Return the picture: the largest group of workers first, then who is elsewhere.
 
@@ -83,21 +83,27 @@ class Inquiry:
         """
         found = sorted(self.groups.values(), key=lambda group: (-len(group[1]), min(group[1])))
         lines = []
-        for place, (stack, ranks) in enumerate(found[:SHOWN_GROUPS]):
+        for place, (stack, ranks) in enumerate(found[:MAX_SHOWN_GROUPS]):
             verb = "is" if len(ranks) == 1 else "are"
-            lines.append(f"{named(ranks)} {verb} {'elsewhere' if place else 'here'}:")
-            lines += [f"  {line}" for line in _shortened(stack)]
-        rest = [rank for _, ranks in found[SHOWN_GROUPS:] for rank in ranks] + self.further
+            lines.append(f"{format_ranks(ranks)} {verb} {'elsewhere' if place else 'here'}:")
+            lines += [f"  {line}" for line in _shorten_stack(stack)]
+        rest = [
+            rank for _, ranks in found[MAX_SHOWN_GROUPS:] for rank in ranks
+        ] + self.ungrouped_ranks
         if rest:
-            lines.append(f"{named(rest)} {'is' if len(rest) == 1 else 'are'} at other places")
+            lines.append(
+                f"{format_ranks(rest)} {'is' if len(rest) == 1 else 'are'} at other places"
+            )
         if silent:
-            who = ", ".join(f"{name} ({named(ranks)})" for name, ranks in list(silent.items())[:8])
+            who = ", ".join(
+                f"{name} ({format_ranks(ranks)})" for name, ranks in list(silent.items())[:8]
+            )
             more = f" and {len(silent) - 8} more nodes" if len(silent) > 8 else ""
-            lines.append(f"no answer within {WITHIN:g} s from {who}{more}")
+            lines.append(f"no answer within {STACK_SECONDS:g} s from {who}{more}")
         return "\n".join(lines)
 
 
-def named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return ``rank 3``, ``ranks 0-6, 8``; of many pieces the first ones."""
     pieces: list[list[int]] = []
     for rank in sorted(ranks):
@@ -110,7 +116,7 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank{'' if single else 's'} {', '.join(texts[:8])}{' ...' if len(texts) > 8 else ''}"
 
 
-def _shortened(stack: str) -> list[str]:
-    lines = [line[:LONGEST_LINE] for line in stack.splitlines() if line.strip()]
-    more = len(lines) - SHOWN_LINES
-    return [*lines[:SHOWN_LINES], f"... {more} more lines"] if more > 0 else lines
+def _shorten_stack(stack: str) -> list[str]:
+    lines = [line[:MAX_LINE_CHARS] for line in stack.splitlines() if line.strip()]
+    more = len(lines) - MAX_SHOWN_LINES
+    return [*lines[:MAX_SHOWN_LINES], f"... {more} more lines"] if more > 0 else lines

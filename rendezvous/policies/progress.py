@@ -14,16 +14,16 @@ from pdrun.rendezvous.protocol.messages import Progress
 LAG_STEPS = 2
 LAG_SECONDS = 10.0
 """A worker so many steps behind the median, for so long, is a straggler."""
-SLOW = 1.5
+SLOW_FACTOR = 1.5
 SLOW_REPORTS = 5
 """As is one whose own work takes so many times the median's, over its last reports."""
-LOOK_EVERY = 2.0
-WARN_AGAIN = 60.0
-RECORD_EVERY = 5.0
+LOOK_SECONDS = 2.0
+WARN_SECONDS = 60.0
+RECORD_SECONDS = 5.0
 
 
 @dataclass
-class _Track:
+class _WorkerProgress:
     """One worker."""
 
     step: int
@@ -34,75 +34,75 @@ class _Track:
     warned_at: float | None = None
 
 
-class ProgressBook:
+class ProgressTracker:
     """Of one generation; `Membership` makes a new one for each."""
 
     def __init__(self, now: float) -> None:
-        self.saved: dict[str, int] = {}
+        self.saved_steps: dict[str, int] = {}
         """agent -> the last step that all of its workers have saved."""
-        self.any = False
+        self.has_reports = False
         """Whether anything was reported."""
-        self._tracks: dict[int, _Track] = {}
-        self._look_at = now + LOOK_EVERY
+        self._tracks: dict[int, _WorkerProgress] = {}
+        self._look_at = now + LOOK_SECONDS
         self._record_at = now
-        self._news = False
+        self._has_news = False
 
-    def take(self, agent: str, message: Progress, ranks: range) -> bool:
+    def add_report(self, agent: str, message: Progress, ranks: range) -> bool:
         """
         Note a report; return whether it is one that must not be forgotten: the first, or a step
         that was saved.
         """
-        first = not self.any
-        self.any = True
-        self._news = True
+        first = not self.has_reports
+        self.has_reports = True
+        self._has_news = True
         for item in message.steps:
             if item.rank not in ranks:
                 continue
-            track = self._tracks.setdefault(item.rank, _Track(item.step))
+            track = self._tracks.setdefault(item.rank, _WorkerProgress(item.step))
             track.step = item.step
             if item.busy > 0:
                 track.busy = [*track.busy[1 - SLOW_REPORTS :], item.busy]
-        if message.saved > self.saved.get(agent, -1):
-            self.saved[agent] = message.saved
+        if message.saved > self.saved_steps.get(agent, -1):
+            self.saved_steps[agent] = message.saved
             return True
         return first
 
-    def ended(self, rank: int) -> None:
+    def drop_worker(self, rank: int) -> None:
         """A worker has ended: it is no straggler any more."""
         self._tracks.pop(rank, None)
 
-    def agreed(self, agents: Iterable[str], earlier: int) -> int:
+    def find_agreed_step(self, agents: Iterable[str], earlier: int) -> int:
         """
         Return the last step that the workers of all ``agents`` have saved, or the one agreed upon
         ``earlier``.
         """
-        return max(earlier, min((self.saved.get(agent, -1) for agent in agents), default=-1))
+        return max(earlier, min((self.saved_steps.get(agent, -1) for agent in agents), default=-1))
 
-    def record(self, now: float) -> Mapping[str, int] | None:
+    def take_record(self, now: float) -> Mapping[str, int] | None:
         """
         Return the data of a ``progress`` event when one is due, at most every RECORD_EVERY seconds.
         """
-        if not self._news or now < self._record_at or not self._tracks:
+        if not self._has_news or now < self._record_at or not self._tracks:
             return None
-        self._news = False
-        self._record_at = now + RECORD_EVERY
+        self._has_news = False
+        self._record_at = now + RECORD_SECONDS
         rank, slowest = min(self._tracks.items(), key=lambda item: (item[1].step, item[0]))
         fastest = max(track.step for track in self._tracks.values())
         return {
             "step": slowest.step,
             "rank": rank,
             "most": fastest,
-            "saved": min(self.saved.values(), default=-1),
+            "saved": min(self.saved_steps.values(), default=-1),
         }
 
-    def stragglers(self, now: float) -> list[tuple[int, str]]:
+    def find_stragglers(self, now: float) -> list[tuple[int, str]]:
         """
         Return (rank, why) of the workers to warn about: every LOOK_EVERY seconds, each once in
         WARN_AGAIN.
         """
         if now < self._look_at or len(self._tracks) < 2:
             return []
-        self._look_at = now + LOOK_EVERY
+        self._look_at = now + LOOK_SECONDS
         middle = statistics.median_high([track.step for track in self._tracks.values()])
         full = {
             rank: statistics.median(track.busy)
@@ -112,25 +112,27 @@ class ProgressBook:
         usual = statistics.median_low(full.values()) if len(full) > 1 else 0.0
         found = []
         for rank, track in sorted(self._tracks.items()):
-            why = self._why(track, now, middle, full.get(rank, 0.0), usual)
-            if why and (track.warned_at is None or now - track.warned_at >= WARN_AGAIN):
+            why = self._explain_slowness(track, now, middle, full.get(rank, 0.0), usual)
+            if why and (track.warned_at is None or now - track.warned_at >= WARN_SECONDS):
                 track.warned_at = now
                 found.append((rank, why))
         return found
 
     @staticmethod
-    def _why(track: _Track, now: float, middle: int, busy: float, usual: float) -> str:
+    def _explain_slowness(
+        track: _WorkerProgress, now: float, middle: int, busy: float, usual: float
+    ) -> str:
         if middle - track.step < LAG_STEPS:
             track.behind_since = None
         elif track.behind_since is None:
             track.behind_since = now
         if track.behind_since is not None and now - track.behind_since >= LAG_SECONDS:
             return f"is {middle - track.step} steps behind the others (step {track.step}, most are at {middle})"
-        if usual > 0 and busy >= SLOW * usual:
+        if usual > 0 and busy >= SLOW_FACTOR * usual:
             return f"works {busy:.3g} s on a step, the others {usual:.3g} s"
         return ""
 
-    def shift(self, seconds: float) -> None:
+    def shift_times(self, seconds: float) -> None:
         """The scheduler was away for so long: nobody fell behind in that time."""
         self._look_at += seconds
         for track in self._tracks.values():

@@ -13,80 +13,84 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pdrun.rendezvous.policies.verdict import Reported, own
+from pdrun.rendezvous.policies.verdict import ReportedFailure, is_own_failure
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Cause, Failure
 
-HOPELESS = frozenset(
+PERMANENT_ERRORS = frozenset(
     {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 )
 """What every attempt meets again, where it is all that the workers died of."""
 LOOP_LENGTH = 4
 """So often the same failure in a row, each soon after the start, is a crash loop."""
-LOOP_WITHIN = 10.0
-QUICK = 60.0
+LOOP_SECONDS = 10.0
+QUICK_SECONDS = 60.0
 """Seconds; the restart of a generation that lived for less follows quickly upon the one before."""
-LONGEST_DELAY = 30.0
-_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+MAX_DELAY_SECONDS = 30.0
+_VARYING_TEXT = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass(frozen=True)
-class Attempts:
+class RestartHistory:
     """What was tried before. `counted` and `after_failure` return the next one."""
 
     restarts: int = 0
     """All restarts of the job so far: what its workers see."""
     times: tuple[float, ...] = ()
     """When those were that the budget may still count."""
-    quick: int = 0
+    quick_restarts: int = 0
     """Restarts in quick succession."""
     signature: str = ""
     """Of the last first cause, when it came soon after a start."""
-    alike: int = 0
+    repeats: int = 0
     """How often it has come in a row."""
 
 
-def budget(config: SchedulerConfig, attempts: Attempts, now: float) -> int:
+def restarts_left(config: SchedulerConfig, attempts: RestartHistory, now: float) -> int:
     """Return how many restarts are left."""
-    return config.max_restarts - len(_counting(config, attempts, now))
+    return config.max_restarts - len(_counted_times(config, attempts, now))
 
 
-def counted(config: SchedulerConfig, attempts: Attempts, lived: float, now: float) -> Attempts:
+def count_restart(
+    config: SchedulerConfig, attempts: RestartHistory, lived: float, now: float
+) -> RestartHistory:
     """Return the attempts with one restart more, of a generation that ``lived`` so many seconds."""
     return replace(
         attempts,
         restarts=attempts.restarts + 1,
-        times=(*_counting(config, attempts, now), now),
-        quick=attempts.quick + 1 if lived < QUICK else 1,
+        times=(*_counted_times(config, attempts, now), now),
+        quick_restarts=attempts.quick_restarts + 1 if lived < QUICK_SECONDS else 1,
     )
 
 
-def delay(config: SchedulerConfig, attempts: Attempts) -> float:
+def restart_delay(config: SchedulerConfig, attempts: RestartHistory) -> float:
     """
     Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... in quick
     succession.
     """
-    if attempts.quick < 2:
+    if attempts.quick_restarts < 2:
         return 0.0
-    return min(LONGEST_DELAY, config.backoff * 2.0 ** min(attempts.quick - 2, 16))
+    return min(MAX_DELAY_SECONDS, config.backoff * 2.0 ** min(attempts.quick_restarts - 2, 16))
 
 
-def after_failure(attempts: Attempts, first: Failure, lived: float, progressed: bool) -> Attempts:
+def note_failure(
+    attempts: RestartHistory, first: Failure, lived: float, progressed: bool
+) -> RestartHistory:
     """Return the attempts with the first cause of the generation that has just failed noted."""
-    if lived >= LOOP_WITHIN or progressed:
-        return replace(attempts, signature="", alike=0)
-    signature = f"{first.rank} {first.cause.kind} {blanked(first.cause.summary)}"
+    if lived >= LOOP_SECONDS or progressed:
+        return replace(attempts, signature="", repeats=0)
+    signature = f"{first.rank} {first.cause.kind} {mask_numbers(first.cause.summary)}"
     return replace(
         attempts,
         signature=signature,
-        alike=attempts.alike + 1 if signature == attempts.signature else 1,
+        repeats=attempts.repeats + 1 if signature == attempts.signature else 1,
     )
 
 
-def refusal(
+def find_refusal(
     config: SchedulerConfig,
-    attempts: Attempts,
-    failures: Sequence[Reported],
+    attempts: RestartHistory,
+    failures: Sequence[ReportedFailure],
     first: Failure,
     now: float,
 ) -> str | None:
@@ -108,36 +112,38 @@ def refusal(
         return f"not restarted: exit code {code} is not one of --restart-on"
     if code in config.no_restart_on:
         return f"not restarted: exit code {code} is one of --no-restart-on"
-    if hopeless([item.failure.cause for item in failures]):
+    if is_permanent([item.failure.cause for item in failures]):
         return "not restarted: every worker that failed by itself met an import or syntax error"
-    if attempts.alike >= LOOP_LENGTH:
-        return f"not restarted: the same failure {attempts.alike} times in a row, each soon after the start"
-    if budget(config, attempts, now) <= 0:
+    if attempts.repeats >= LOOP_LENGTH:
+        return f"not restarted: the same failure {attempts.repeats} times in a row, each soon after the start"
+    if restarts_left(config, attempts, now) <= 0:
         if config.restart_window is not None:
             return f"no restart is left: {config.max_restarts} within {config.restart_window:g} s"
         return "no restart is left"
     return None
 
 
-def hopeless(causes: Sequence[Cause]) -> bool:
+def is_permanent(causes: Sequence[Cause]) -> bool:
     """Whether every worker that failed by itself met an error that the next attempt meets again."""
-    mine = [cause for cause in causes if own(cause)]
+    mine = [cause for cause in causes if is_own_failure(cause)]
     return bool(mine) and all(
         cause.kind == "exception"
-        and re.split(r"[:\s]", cause.summary, maxsplit=1)[0].rsplit(".", 1)[-1] in HOPELESS
+        and re.split(r"[:\s]", cause.summary, maxsplit=1)[0].rsplit(".", 1)[-1] in PERMANENT_ERRORS
         for cause in mine
     )
 
 
-def blanked(text: str) -> str:
+def mask_numbers(text: str) -> str:
     """
     Return a text without the numbers and addresses that differ from one attempt, or process, to the
     next.
     """
-    return _CHANGING.sub("#", text)
+    return _VARYING_TEXT.sub("#", text)
 
 
-def _counting(config: SchedulerConfig, attempts: Attempts, now: float) -> tuple[float, ...]:
+def _counted_times(
+    config: SchedulerConfig, attempts: RestartHistory, now: float
+) -> tuple[float, ...]:
     if config.restart_window is None:
         return attempts.times
     return tuple(at for at in attempts.times if now - at < config.restart_window)

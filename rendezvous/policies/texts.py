@@ -8,14 +8,15 @@ from typing import Any
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello, Join, Refuse, Verdict
+from pdrun.text import plural
 
-ENDED_WELL = "had ended before, without an error"
+CLEAN_EXIT_TEXT = "had ended before, without an error"
 """Said of ranks whose absence another one failed of."""
-MOST_TRACEBACK = 8192
+MAX_TRACEBACK_CHARS = 8192
 """Characters of a traceback in the event log; the worker's own log has all of it."""
 
 
-def other_protocol(hello: Hello) -> Refuse:
+def refuse_protocol(hello: Hello) -> Refuse:
     """Two versions of pdrun meet."""
     return Refuse(
         78,
@@ -24,23 +25,18 @@ def other_protocol(hello: Hello) -> Refuse:
     )
 
 
-def count(number: int, what: str) -> str:
-    """Return ``1 node``, ``2 nodes``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def ended_well(places: Mapping[int, str]) -> str:
+def describe_clean_exits(places: Mapping[int, str]) -> str:
     """
     Return ``rank 1 on node0 had ended before, without an error``; the empty string for no rank.
     """
     if not places:
         return ""
     first = min(places)
-    more = f" and {count(len(places) - 1, 'other')}" if len(places) > 1 else ""
-    return f"rank {first} on {places[first]}{more} {ENDED_WELL}"
+    more = f" and {plural(len(places) - 1, 'other')}" if len(places) > 1 else ""
+    return f"rank {first} on {places[first]}{more} {CLEAN_EXIT_TEXT}"
 
 
-def place(config: SchedulerConfig, rank: int) -> str:
+def rank_label(config: SchedulerConfig, rank: int) -> str:
     """
     Return what a member's rank is called: ``node rank 2``; of a member that is one worker, ``rank
     2``.
@@ -48,7 +44,7 @@ def place(config: SchedulerConfig, rank: int) -> str:
     return f"node rank {rank}" if config.unit == "node" else f"rank {rank}"
 
 
-def other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
+def refuse_other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
     """
     Two jobs meet at one address: both are named, and what they run where that is what differs.
     """
@@ -71,7 +67,7 @@ def other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> 
     )
 
 
-def same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
+def refuse_same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
     """Two members have one name."""
     cure = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
     return Refuse(
@@ -81,7 +77,7 @@ def same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) ->
     )
 
 
-def must_agree(key: str, first: Join, join: Join) -> Refuse:
+def refuse_difference(key: str, first: Join, join: Join) -> Refuse:
     """Two nodes cannot be of one job, though they say so."""
     if key == "command":
         return Refuse(
@@ -89,30 +85,30 @@ def must_agree(key: str, first: Join, join: Join) -> Refuse:
             f"the commands differ: `{first.facts[key]}` on {first.node}, `{join.facts[key]}` on {join.node}: "
             "type the same on every node, or give one of the jobs another port",
         )
-    return Refuse(78, f"{differs(key, first, join)}: all nodes must run the same")
+    return Refuse(78, f"{describe_difference(key, first, join)}: all nodes must run the same")
 
 
-def differs(key: str, first: Join, join: Join) -> str:
+def describe_difference(key: str, first: Join, join: Join) -> str:
     """Return a line about a fact in which two nodes differ, naming nodes and values."""
     return (
         f"{key} differs: {first.facts[key]!r} on {first.node}, {join.facts[key]!r} on {join.node}"
     )
 
 
-def full(config: SchedulerConfig, job: str) -> Refuse:
+def refuse_full(config: SchedulerConfig, job: str) -> Refuse:
     """One node too many."""
-    spares = f" and {count(config.spares, 'spare')}" if config.spares else ""
-    return Refuse(69, f"job '{job}' already has its {count(config.nodes, config.unit)}{spares}")
+    spares = f" and {plural(config.spares, 'spare')}" if config.spares else ""
+    return Refuse(69, f"job '{job}' already has its {plural(config.nodes, config.unit)}{spares}")
 
 
-def stopping(config: SchedulerConfig, job: str) -> Refuse:
+def refuse_stopping(config: SchedulerConfig, job: str) -> Refuse:
     """Too late for an elastic job."""
     return Refuse(69, f"job '{job}' (run {config.run}) is being stopped")
 
 
-def standby(config: SchedulerConfig, running: int) -> str:
+def standby_reason(config: SchedulerConfig, running: int) -> str:
     """Why a node has no part in the generation of so many nodes that is running, or about to."""
-    has = f"the job runs with {count(running, config.unit)}"
+    has = f"the job runs with {plural(running, config.unit)}"
     if running >= config.nodes:
         return f"{has}, as many as it takes: this one is a spare"
     if config.grow is not None:
@@ -120,12 +116,12 @@ def standby(config: SchedulerConfig, running: int) -> str:
     return f"{has}: this one takes part when the next generation is formed"
 
 
-def over(config: SchedulerConfig, job: str) -> Refuse:
+def refuse_over(config: SchedulerConfig, job: str) -> Refuse:
     """Too late."""
     return Refuse(69, f"job '{job}' (run {config.run}) is over")
 
 
-def after_restarts(reason: str, restarts: int) -> str:
+def with_restarts(reason: str, restarts: int) -> str:
     """Return the reason, and how often the job was started again before."""
     if restarts:
         return f"{reason}, after {restarts} restart{'s' if restarts > 1 else ''}"
@@ -146,17 +142,17 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
             node=verdict.first.node,
             how=cause.kind,
             log=cause.log,
-            traceback=cause.traceback[-MOST_TRACEBACK:],
+            traceback=cause.traceback[-MAX_TRACEBACK_CHARS:],
         )
     return data
 
 
-def straggler(rank: int, node: str, why: str) -> str:
+def describe_straggler(rank: int, node: str, why: str) -> str:
     """Return the line about a worker that is slower than the others."""
     return f"rank {rank} on {node} {why}"
 
 
-def how_to_start(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
+def start_instructions(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
     """
     Return how nodes come to a scheduler that was started by itself: the first says what the job
     runs.

@@ -16,13 +16,20 @@ from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from pdrun.rendezvous.protocol import events
-from pdrun.rendezvous.protocol.events import Happening, Received
+from pdrun.rendezvous.protocol.events import JOURNAL_TAGS, MembershipEvent, MessageReceived
 from pdrun.rendezvous.protocol.messages import Envelope, Message
-from pdrun.rendezvous.protocol.schema import LONGEST, SURROGATE, Misfit, hints, reader, short, whole
+from pdrun.rendezvous.protocol.schema import (
+    MAX_TEXT_CHARS,
+    SURROGATE,
+    SchemaError,
+    field_types,
+    make_reader,
+    read_integer,
+    shorten_value,
+)
 
 __all__ = [
-    "LONGEST",
+    "MAX_TEXT_CHARS",
     "CodecError",
     "decode",
     "encode",
@@ -33,13 +40,13 @@ __all__ = [
     "to_plain",
 ]
 
-DEEPEST = 16
+MAX_DEPTH = 16
 
-_TYPES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
-_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(events.Happening)}
-_HEAD = dict.fromkeys(("sender", "incarnation", "sequence", "type", "body")).keys()
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
-_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_MESSAGE_TYPES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
+_EVENT_TYPES: dict[str, type[Any]] = {tag: cls for cls, tag in JOURNAL_TAGS.items()}
+_ENVELOPE_FIELDS = dict.fromkeys(("sender", "incarnation", "sequence", "type", "body")).keys()
+_TOKEN_PATTERN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
+_JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class CodecError(ValueError):
@@ -56,11 +63,11 @@ def encode(envelope: Envelope) -> bytes:
         CodecError: it would be longer than `Envelope.LIMIT` bytes, or holds a number that is not
             finite.
     """
-    body = _body(envelope.body)
+    body = _encode_body(envelope.body)
     kind = type(envelope.body).__name__
     data = (
         (
-            f'{{"sender":{_quoted(envelope.sender)},"incarnation":{envelope.incarnation:d},'
+            f'{{"sender":{_quote_text(envelope.sender)},"incarnation":{envelope.incarnation:d},'
             f'"sequence":{envelope.sequence:d},"type":"{kind}","body":'
         ).encode()
         + body
@@ -78,23 +85,23 @@ def decode(data: bytes) -> Envelope:
     Raises:
         CodecError: it holds none; names the place.
     """
-    value = _json(data)
-    if type(value) is not dict or value.keys() != _HEAD:
-        raise CodecError(f"a message has the fields {', '.join(_HEAD)}")
+    value = _parse_json(data)
+    if type(value) is not dict or value.keys() != _ENVELOPE_FIELDS:
+        raise CodecError(f"a message has the fields {', '.join(_ENVELOPE_FIELDS)}")
     kind = value["type"]
-    if not isinstance(kind, str) or kind not in _TYPES:
-        raise CodecError(f"type: {short(kind)} is no message")
+    if not isinstance(kind, str) or kind not in _MESSAGE_TYPES:
+        raise CodecError(f"type: {shorten_value(kind)} is no message")
     found = object.__new__(Envelope)  # see `_dataclass_reader`
     content = found.__dict__
     place = ""
     try:
-        content["sender"] = reader(str, place := "sender")(value[place])
-        content["incarnation"] = whole(value[place := "incarnation"])
-        content["sequence"] = whole(value[place := "sequence"])
+        content["sender"] = make_reader(str, place := "sender")(value[place])
+        content["incarnation"] = read_integer(value[place := "incarnation"])
+        content["sequence"] = read_integer(value[place := "sequence"])
         place = kind
-        content["body"] = reader(_TYPES[kind], "")(value["body"])
-    except Misfit as error:
-        raise CodecError(error.named(place)) from None
+        content["body"] = make_reader(_MESSAGE_TYPES[kind], "")(value["body"])
+    except SchemaError as error:
+        raise CodecError(error.describe_place(place)) from None
     return found
 
 
@@ -103,7 +110,7 @@ def to_plain(value: Any) -> Any:
     Return a frozen value of this package as plain JSON values; not to be changed, they may be the
     value's own.
     """
-    return _plain(value)
+    return _plain_value(value)
 
 
 def from_plain(cls: type[Any], value: Any, place: str) -> Any:
@@ -116,25 +123,25 @@ def from_plain(cls: type[Any], value: Any, place: str) -> Any:
     """
     hint: Any = cls
     try:
-        return reader(hint, "")(value)
-    except Misfit as error:
-        raise CodecError(error.named(place)) from None
+        return make_reader(hint, "")(value)
+    except SchemaError as error:
+        raise CodecError(error.describe_place(place)) from None
 
 
-def event_to_plain(event: Happening) -> dict[str, Any]:
+def event_to_plain(event: MembershipEvent) -> dict[str, Any]:
     """Return an event of the membership machine as plain JSON values, for the journal."""
-    if isinstance(event, Received):
+    if isinstance(event, MessageReceived):
         message = event.message
         return {
             "kind": "Received",
             "peer": event.peer,
             "type": type(message).__name__,
-            "body": _plain(message),
+            "body": _plain_value(message),
         }
-    return {"kind": type(event).__name__, "body": _plain(event)}
+    return {"kind": JOURNAL_TAGS[type(event)], "body": _plain_value(event)}
 
 
-def event_from_plain(value: Any, place: str) -> Happening:
+def event_from_plain(value: Any, place: str) -> MembershipEvent:
     """
     Inverse of `event_to_plain`.
 
@@ -145,65 +152,65 @@ def event_from_plain(value: Any, place: str) -> Happening:
     if (
         kind == "Received"
         and set(value) == {"kind", "peer", "type", "body"}
-        and value["type"] in tuple(_TYPES)
+        and value["type"] in tuple(_MESSAGE_TYPES)
     ):
         name = value["type"]
-        return Received(
+        return MessageReceived(
             from_plain(str, value["peer"], f"{place}.peer"),
-            from_plain(_TYPES[name], value["body"], name),
+            from_plain(_MESSAGE_TYPES[name], value["body"], name),
         )
-    if kind != "Received" and kind in tuple(_EVENTS) and set(value) == {"kind", "body"}:
-        event: Happening = from_plain(_EVENTS[kind], value["body"], f"{place}.{kind}")
+    if kind != "Received" and kind in tuple(_EVENT_TYPES) and set(value) == {"kind", "body"}:
+        event: MembershipEvent = from_plain(_EVENT_TYPES[kind], value["body"], f"{place}.{kind}")
         return event
     raise CodecError(f"{place}: no event")
 
 
 def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
     """Return the JSON value in ``data``; everything that strict JSON refuses is a CodecError."""
-    return _json(data, limit)
+    return _parse_json(data, limit)
 
 
 # Messages to bytes
 # ----------------------------------------------------------------------------------------------------
 
-_last: tuple[Any, bytes] = (None, b"")
+_last_encoded: tuple[Any, bytes] = (None, b"")
 """The body that was written last: what all nodes are told is one object, and is written once."""
 
 
-def _body(message: Any) -> bytes:
-    global _last
-    known, data = _last
+def _encode_body(message: Any) -> bytes:
+    global _last_encoded
+    known, data = _last_encoded
     if known is message:
         return data
     try:
-        text = _WRITER.encode(_plain(message))
+        text = _JSON_ENCODER.encode(_plain_value(message))
     except ValueError as error:
         raise CodecError(f"{type(message).__name__}: {error}") from None
-    data = _utf8(text)
-    _last = (message, data)
+    data = _encode_utf8(text)
+    _last_encoded = (message, data)
     return data
 
 
 @lru_cache(256)
-def _quoted(text: str) -> str:
-    return _WRITER.encode(SURROGATE.sub("\ufffd", text))
+def _quote_text(text: str) -> str:
+    return _JSON_ENCODER.encode(SURROGATE.sub("\ufffd", text))
 
 
-def _utf8(text: str) -> bytes:
+def _encode_utf8(text: str) -> bytes:
     if text.isascii():
         return text.encode()
     return SURROGATE.sub("\ufffd", text).encode()
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     kind: Any = type(value)
     names = _fields_of(kind)
     if names is None:
         if isinstance(value, tuple):
-            return [_plain(item) for item in value]
+            return [_plain_value(item) for item in value]
         return value
     if names:
-        return {name: _plain(getattr(value, name)) for name in names}
+        return {name: _plain_value(getattr(value, name)) for name in names}
     return vars(value)
 
 
@@ -215,7 +222,7 @@ def _fields_of(cls: Any) -> tuple[str, ...] | None:
     """
     if not is_dataclass(cls):
         return None
-    types = hints(cls)
+    types = field_types(cls)
     simple = (str, int, float, bool, int | None, dict[str, str])
     if all(
         types[item.name] in simple or get_origin(types[item.name]) is Literal
@@ -229,13 +236,13 @@ def _fields_of(cls: Any) -> tuple[str, ...] | None:
 # -------------------------------------------------------------------------------------------------
 
 
-def _json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
+def _parse_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
     if len(data) > limit:
         raise CodecError(f"{len(data)} bytes are more than {limit}")
-    if data.count(b"[") + data.count(b"{") > DEEPEST:
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(data)
     try:
-        return _PARSER.decode(data.decode())
+        return _JSON_DECODER.decode(data.decode())
     except CodecError:
         raise
     except (ValueError, RecursionError) as error:
@@ -247,27 +254,29 @@ def _check_depth(data: bytes) -> None:
     Refuse deep nesting before the parser sees it. Linear in the length, also for broken input.
     """
     depth = 0
-    for token in _TOKENS.finditer(data):
+    for token in _TOKEN_PATTERN.finditer(data):
         first = token[0][:1]
         if first in b"[{":
             depth += 1
-            if depth > DEEPEST:
-                raise CodecError(f"nested deeper than {DEEPEST}")
+            if depth > MAX_DEPTH:
+                raise CodecError(f"nested deeper than {MAX_DEPTH}")
         elif first in b"]}":
             depth -= 1
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise CodecError(f"{short(twice)} appears twice")
+        raise CodecError(f"{shorten_value(twice)} appears twice")
     return result
 
 
-def _constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise CodecError(f"{name} is not a number")
 
 
-_PARSER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_constant)
+_JSON_DECODER = json.JSONDecoder(
+    object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+)

@@ -17,7 +17,7 @@ from pdrun.rendezvous.protocol.messages import Message
 Peer = str
 """Name that a transport gives to one connection; never used twice."""
 
-FAREWELL = 10.0
+FAREWELL_SECONDS = 10.0
 """
 Seconds that agents get to hear the verdict and leave. Whoever does not hear it waits for a
 scheduler that is gone, and calls the job lost: on a network that loses a third of all packets a
@@ -111,7 +111,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class Received:
+class MessageReceived:
     """A message came in."""
 
     peer: Peer
@@ -119,7 +119,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Heard:
+class AgentsAlive:
     """
     Connections behind a relay were heard, and hear what they are answered: in place of a Heartbeat
     of each.
@@ -129,7 +129,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Disconnected:
+class PeerDisconnected:
     """A connection has ended, by whichever side."""
 
     peer: Peer
@@ -143,7 +143,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class StopOrdered:
+class LocalStop:
     """Somebody at the scheduler itself (a signal) stops the job, as StopRequest does from afar."""
 
     signal: int
@@ -152,14 +152,14 @@ class StopOrdered:
 
 
 @dataclass(frozen=True)
-class Orphaned:
+class AgentLost:
     """The agent that runs this scheduler has died; the job cannot go on."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Silent:
+class LostNode:
     """A node that the failure detector has given up."""
 
     agent: str
@@ -171,17 +171,17 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class NodesLost:
     """
     The failure detector has given nodes up. The machine says this to itself at a Tick; a journal
     keeps it, since the heartbeats that it follows from are not kept.
     """
 
-    nodes: tuple[Silent, ...]
+    nodes: tuple[LostNode, ...]
 
 
 @dataclass(frozen=True)
-class Resumed:
+class SchedulerResumed:
     """
     This scheduler is the successor of one that died, and has replayed its journal: every connection
     is gone, every deadline starts afresh.
@@ -191,11 +191,35 @@ class Resumed:
     """Incarnation of the successor."""
 
 
-Happening = Received | Heard | Disconnected | Tick | StopOrdered | Orphaned | GivenUp | Resumed
+MembershipEvent = (
+    MessageReceived
+    | AgentsAlive
+    | PeerDisconnected
+    | Tick
+    | LocalStop
+    | AgentLost
+    | NodesLost
+    | SchedulerResumed
+)
+
+JOURNAL_TAGS: Mapping[type[MembershipEvent], str] = {
+    MessageReceived: "Received",
+    AgentsAlive: "Heard",
+    PeerDisconnected: "Disconnected",
+    Tick: "Tick",
+    LocalStop: "StopOrdered",
+    AgentLost: "Orphaned",
+    NodesLost: "GivenUp",
+    SchedulerResumed: "Resumed",
+}
+"""
+The name of each event class in a journal. The tags are older than the class names. Journals that
+exist contain them, so they do not change.
+"""
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     """Give a message to a connection; one that is gone is no error."""
 
     peer: Peer
@@ -203,21 +227,21 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Close:
+class ClosePeer:
     """End a connection once everything sent to it is out."""
 
     peer: Peer
 
 
 @dataclass(frozen=True)
-class Report:
+class SendStatus:
     """Answer a StatusQuery with the event lines so far."""
 
     peer: Peer
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordEvent:
     """Append to the event log; kinds and data are those that `pdrun.eventlog.apply` reads."""
 
     kind: str
@@ -225,10 +249,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Done:
+class JobDone:
     """Everybody knows the verdict, or had time to: the scheduler can go. Said once."""
 
     code: int
 
 
-Action = Send | Close | Report | Record | Done
+Action = SendMessage | ClosePeer | SendStatus | RecordEvent | JobDone

@@ -465,7 +465,7 @@ Message = (
     | StatusReply
 )
 
-BESIDE = (Progress, Stacks, Notice)
+OPTIONAL_MESSAGES = (Progress, Stacks, Notice)
 """
 Said beside a job's course: one that fits into no envelope is left out. Anything else must be said:
 see `Refuse`.

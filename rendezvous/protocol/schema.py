@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pdrun.rendezvous.protocol import messages
 from pdrun.rendezvous.protocol.messages import Envelope
 
-LONGEST = 64 * 1024
+MAX_TEXT_CHARS = 64 * 1024
 """Characters of an ordinary text."""
 LONG_FIELDS = frozenset({"spec", "traceback", "lines"})
 """Fields that only the limit of the whole message bounds."""
@@ -27,7 +27,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 Reader = Callable[[Any], Any]
 
 
-class Misfit(Exception):
+class SchemaError(Exception):
     """
     A value that is not of its type. The place is put together on the way out, so that what fits
     pays nothing for it.
@@ -38,26 +38,26 @@ class Misfit(Exception):
         self.why = why
         self.place = ""
 
-    def at(self, step: str) -> Misfit:
+    def add_step(self, step: str) -> SchemaError:
         """The misfit is inside of something: name the step from there."""
         self.place = step + self.place
         return self
 
-    def named(self, what: str) -> str:
+    def describe_place(self, what: str) -> str:
         """Say it; ``what`` is the outermost value's name."""
         return f"{what}{self.place}: {self.why}"
 
 
 @cache
-def reader(hint: Any, name: str) -> Reader:
+def make_reader(hint: Any, name: str) -> Reader:
     """
     Return the function that reads one type; ``name`` is the field's, which decides how long a text
     may be.
     """
     if hint is str:
-        return _text_reader(Envelope.LIMIT if name in LONG_FIELDS else LONGEST)
+        return _text_reader(Envelope.LIMIT if name in LONG_FIELDS else MAX_TEXT_CHARS)
     if hint in (int, float, bool):
-        return {int: whole, float: _number, bool: _truth}[hint]
+        return {int: read_integer, float: _read_number, bool: _read_boolean}[hint]
     if is_dataclass(hint):
         return _dataclass_reader(hint)
     origin = get_origin(hint)
@@ -65,27 +65,27 @@ def reader(hint: Any, name: str) -> Reader:
     if origin is Literal:
         return _literal_reader(arguments)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _tuple_reader(reader(arguments[0], name))
+        return _tuple_reader(make_reader(arguments[0], name))
     if origin is dict and arguments[0] is str:
-        return _dict_reader(reader(arguments[1], name))
+        return _dict_reader(make_reader(arguments[1], name))
     if origin in (UnionType, Union) and len(arguments) == 2 and type(None) in arguments:
-        inner = reader(next(one for one in arguments if one is not type(None)), name)
+        inner = make_reader(next(one for one in arguments if one is not type(None)), name)
         return lambda value: None if value is None else inner(value)
     raise TypeError(f"no reader for {hint!r}")
 
 
-def hints(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Return the types of the fields of a dataclass."""
     return get_type_hints(cls, vars(messages) if cls.__module__ == messages.__name__ else None)
 
 
-def short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return a value from outside as a complaint shows it."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     names = {
         dict: "an object",
         list: "a list",
@@ -99,44 +99,44 @@ def _kind(value: Any) -> str:
 def _text_reader(longest: int) -> Reader:
     def read(value: Any) -> str:
         if type(value) is not str:
-            raise Misfit(f"expected text, got {_kind(value)}")
+            raise SchemaError(f"expected text, got {_json_kind(value)}")
         if len(value) > longest:
-            raise Misfit(f"{len(value)} characters are more than {longest}")
+            raise SchemaError(f"{len(value)} characters are more than {longest}")
         if not value.isascii() and SURROGATE.search(value):
-            raise Misfit("a lone surrogate is no text")
+            raise SchemaError("a lone surrogate is no text")
         return value
 
     return read
 
 
-def whole(value: Any) -> int:
+def read_integer(value: Any) -> int:
     """Read a whole number of at most 64 bits."""
     if type(value) is not int:
-        raise Misfit(f"expected a whole number, got {_kind(value)}")
+        raise SchemaError(f"expected a whole number, got {_json_kind(value)}")
     if not -(1 << 63) <= value < 1 << 63:
-        raise Misfit("a number beyond 64 bits")
+        raise SchemaError("a number beyond 64 bits")
     return value
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     if type(value) is int:
-        return float(whole(value))
+        return float(read_integer(value))
     if type(value) is not float:
-        raise Misfit(f"expected a number, got {_kind(value)}")
+        raise SchemaError(f"expected a number, got {_json_kind(value)}")
     if not math.isfinite(value):
-        raise Misfit("a number that is not finite")
+        raise SchemaError("a number that is not finite")
     return value
 
 
-def _truth(value: Any) -> bool:
+def _read_boolean(value: Any) -> bool:
     if type(value) is not bool:
-        raise Misfit(f"expected true or false, got {_kind(value)}")
+        raise SchemaError(f"expected true or false, got {_json_kind(value)}")
     return value
 
 
 def _dataclass_reader(cls: Any) -> Reader:
-    types = hints(cls)
-    readers = [(item.name, reader(types[item.name], item.name)) for item in fields(cls)]
+    types = field_types(cls)
+    readers = [(item.name, make_reader(types[item.name], item.name)) for item in fields(cls)]
     count = len(readers)
     names = {name for name, _ in readers}
     if hasattr(cls, "__post_init__") or hasattr(cls, "__slots__"):
@@ -144,11 +144,11 @@ def _dataclass_reader(cls: Any) -> Reader:
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
-            raise Misfit(f"expected an object, got {_kind(value)}")
+            raise SchemaError(f"expected an object, got {_json_kind(value)}")
         if len(value) != count or not names.issuperset(value):
             for key in value.keys() - names:
-                raise Misfit("unknown field").at(f".{short(key)}")
-            raise Misfit("missing").at(f".{min(names - value.keys())}")
+                raise SchemaError("unknown field").add_step(f".{shorten_value(key)}")
+            raise SchemaError("missing").add_step(f".{min(names - value.keys())}")
         # Not by __init__, which a frozen class has set each field through object.__setattr__: five
         # times slower.
         found = object.__new__(cls)
@@ -156,8 +156,8 @@ def _dataclass_reader(cls: Any) -> Reader:
         try:
             for name, read_one in readers:
                 content[name] = read_one(value[name])
-        except Misfit as error:
-            raise error.at(f".{name}") from None
+        except SchemaError as error:
+            raise error.add_step(f".{name}") from None
         return found
 
     return read
@@ -167,7 +167,7 @@ def _literal_reader(allowed: tuple[Any, ...]) -> Reader:
     def read(value: Any) -> Any:
         if isinstance(value, str) and value in allowed:
             return value
-        raise Misfit(f"{short(value)} is none of {', '.join(map(str, allowed))}")
+        raise SchemaError(f"{shorten_value(value)} is none of {', '.join(map(str, allowed))}")
 
     return read
 
@@ -175,32 +175,32 @@ def _literal_reader(allowed: tuple[Any, ...]) -> Reader:
 def _tuple_reader(inner: Reader) -> Reader:
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise Misfit(f"expected a list, got {_kind(value)}")
+            raise SchemaError(f"expected a list, got {_json_kind(value)}")
         found: list[Any] = []
         try:
             for item in value:
                 found.append(inner(item))
-        except Misfit as error:
-            raise error.at(f"[{len(found)}]") from None
+        except SchemaError as error:
+            raise error.add_step(f"[{len(found)}]") from None
         return tuple(found)
 
     return read
 
 
 def _dict_reader(inner: Reader) -> Reader:
-    read_key = _text_reader(LONGEST)
+    read_key = _text_reader(MAX_TEXT_CHARS)
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Misfit(f"expected an object, got {_kind(value)}")
+            raise SchemaError(f"expected an object, got {_json_kind(value)}")
         for key in value:
             read_key(key)
         found: dict[str, Any] = {}
         try:
             for key, item in value.items():
                 found[key] = inner(item)
-        except Misfit as error:
-            raise error.at(f".{short(key)}") from None
+        except SchemaError as error:
+            raise error.add_step(f".{shorten_value(key)}") from None
         return found
 
     return read

@@ -30,15 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import ConfigError
-from pdrun.private_folder import make_private
+from pdrun.private_folder import make_private_folder
 
-SIZE = 32
+SECRET_BYTES = 32
 """Bytes of a secret."""
-_SALT = b"pdrun-v1"
-_PREFIX = "pdrun1"
-_LONGEST_FILE = 4096
+_KEY_SALT = b"pdrun-v1"
+_TOKEN_PREFIX = "pdrun1"
+_MAX_FILE_BYTES = 4096
 
 
 class Secret:
@@ -50,14 +50,14 @@ class Secret:
     __slots__ = ("_value",)
 
     def __init__(self, value: bytes) -> None:
-        if len(value) != SIZE:
-            raise ConfigError(f"a secret has {SIZE} bytes, not {len(value)}")
+        if len(value) != SECRET_BYTES:
+            raise ConfigError(f"a secret has {SECRET_BYTES} bytes, not {len(value)}")
         self._value = bytes(value)
 
     @classmethod
     def random(cls) -> Secret:
         """Return a fresh secret."""
-        return cls(secrets.token_bytes(SIZE))
+        return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
     def from_hex(cls, text: str) -> Secret:
@@ -95,18 +95,18 @@ class KeyPair:
         return f"KeyPair(public={self.public!r})"
 
 
-def hkdf(secret: bytes, info: bytes, salt: bytes = _SALT) -> bytes:
+def derive_key(secret: bytes, info: bytes, salt: bytes = _KEY_SALT) -> bytes:
     """Return 32 bytes by HKDF-SHA256 (RFC 5869), one block of output."""
     key = hmac.new(salt, secret, hashlib.sha256).digest()
     return hmac.new(key, info + b"\x01", hashlib.sha256).digest()
 
 
-def key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -> KeyPair:
+def derive_key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -> KeyPair:
     """Return the CURVE keys of the scheduler or of a role of its clients."""
     import zmq
     from zmq.utils import z85
 
-    private = z85.encode(hkdf(secret.reveal(), who.encode()))
+    private = z85.encode(derive_key(secret.reveal(), who.encode()))
     return KeyPair(public=zmq.curve_public(private), private=private)
 
 
@@ -114,13 +114,13 @@ def key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -
 # -----------------------------------------------------------------------------------------------------------
 
 
-def token_text(secret: Secret) -> str:
+def format_token(secret: Secret) -> str:
     """
     Return the secret as text for copying: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret:
     never log it.
     """
-    body = f"{_PREFIX}-{_base32(secret.reveal())}-{_fingerprint(secret)}"
-    return f"{body}-{_checksum(body)}"
+    body = f"{_TOKEN_PREFIX}-{_encode_base32(secret.reveal())}-{_key_fingerprint(secret)}"
+    return f"{body}-{_token_checksum(body)}"
 
 
 def parse_token(text: str, *, where: str) -> Secret:
@@ -132,41 +132,41 @@ def parse_token(text: str, *, where: str) -> Secret:
             token.
     """
     parts = text.strip().split("-")
-    if parts[0].lower() != _PREFIX:
+    if parts[0].lower() != _TOKEN_PREFIX:
         version = parts[0][:12] if parts[0].lower().startswith("pdrun") and len(parts) > 1 else ""
         what = f"a token of another version ({version!r})" if version else "not a token"
         raise ConfigError(
             what,
             where=where,
-            hint=f"a token begins with {_PREFIX}-; `pdrun token create` makes one",
+            hint=f"a token begins with {_TOKEN_PREFIX}-; `pdrun token create` makes one",
         )
     if len(parts) != 4 or len(parts[3]) < 8:
         raise ConfigError("the token is cut off", where=where, hint="copy all of it, in one line")
-    body = f"{_PREFIX}-{parts[1].upper()}-{parts[2].upper()}"
-    if parts[3].lower() != _checksum(body):
+    body = f"{_TOKEN_PREFIX}-{parts[1].upper()}-{parts[2].upper()}"
+    if parts[3].lower() != _token_checksum(body):
         raise ConfigError(
             "the token is mistyped (its checksum does not fit)", where=where, hint="copy it again"
         )
     try:
         secret = Secret(base64.b32decode(parts[1].upper() + "=" * (-len(parts[1]) % 8)))
     except (ValueError, ConfigError):
-        raise ConfigError(f"the token does not hold {SIZE} bytes", where=where) from None
-    if parts[2].upper() != _fingerprint(secret):
+        raise ConfigError(f"the token does not hold {SECRET_BYTES} bytes", where=where) from None
+    if parts[2].upper() != _key_fingerprint(secret):
         raise ConfigError(
             "the token names another scheduler key than its secret makes", where=where
         )
     return secret
 
 
-def _base32(data: bytes) -> str:
+def _encode_base32(data: bytes) -> str:
     return base64.b32encode(data).decode().rstrip("=")
 
 
-def _fingerprint(secret: Secret) -> str:
-    return _base32(hashlib.sha256(key_pair(secret, "server").public).digest()[:10])
+def _key_fingerprint(secret: Secret) -> str:
+    return _encode_base32(hashlib.sha256(derive_key_pair(secret, "server").public).digest()[:10])
 
 
-def _checksum(body: str) -> str:
+def _token_checksum(body: str) -> str:
     return f"{zlib.crc32(body.encode()):08x}"
 
 
@@ -188,32 +188,32 @@ def find_secret(
     Raises:
         ConfigError: a source that was named is unusable; nothing weaker is tried instead.
     """
-    environ = _environment() if environ is None else environ
-    token = environ.get(early.TOKEN)
+    environ = _read_environment() if environ is None else environ
+    token = environ.get(process_setup.TOKEN_VARIABLE)
     if token_file:
         return read_token_file(token_file, where="--token-file"), f"--token-file {token_file}"
     if path := environ.get("PDRUN_TOKEN_FILE"):
         return read_token_file(path, where="PDRUN_TOKEN_FILE"), f"PDRUN_TOKEN_FILE={path}"
     if token is not None:
-        return parse_token(token, where=early.TOKEN), early.TOKEN
+        return parse_token(token, where=process_setup.TOKEN_VARIABLE), process_setup.TOKEN_VARIABLE
     path_of_cookie = cookie_path(environ)
     return load_cookie(path_of_cookie), f"cookie {path_of_cookie}"
 
 
-def is_named(token_file: str = "") -> bool:
+def is_secret_named(token_file: str = "") -> bool:
     """
     Whether the user has said which secret to take, so that `find_secret` need not come to the
     cookie.
     """
     return (
         bool(token_file)
-        or early.TOKEN in (around := _environment())
+        or process_setup.TOKEN_VARIABLE in (around := _read_environment())
         or bool(around.get("PDRUN_TOKEN_FILE"))
     )
 
 
-def _environment() -> dict[str, str]:
-    return early.with_token(os.environ)
+def _read_environment() -> dict[str, str]:
+    return process_setup.env_with_token(os.environ)
 
 
 def read_token_file(name: str, *, where: str) -> Secret:
@@ -254,9 +254,9 @@ def load_cookie(path: Path) -> Secret:
     if not os.path.lexists(path):
         _make_cookie(path)
     data = _read_private(path, where="cookie", allow_root=False)
-    if len(data) != SIZE:
+    if len(data) != SECRET_BYTES:
         raise ConfigError(
-            f"{len(data)} bytes instead of {SIZE}",
+            f"{len(data)} bytes instead of {SECRET_BYTES}",
             where=f"cookie {path}",
             hint=f"remove it: rm {path}",
         )
@@ -266,14 +266,14 @@ def load_cookie(path: Path) -> Secret:
 def _make_cookie(path: Path) -> None:
     draft = path.with_name(f".cookie-{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        make_private(path.parent)
+        make_private_folder(path.parent)
         fd = os.open(
             draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
         try:
             with open(fd, "wb", buffering=0) as file:
                 os.fchmod(fd, 0o600)
-                if file.write(secrets.token_bytes(SIZE)) != SIZE:
+                if file.write(secrets.token_bytes(SECRET_BYTES)) != SECRET_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(fd)
             try:
@@ -317,6 +317,6 @@ def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
             raise ConfigError(
                 f"others may use it (mode {mode:04o})", where=place, hint=f"chmod 600 {path}"
             )
-        return os.read(fd, _LONGEST_FILE)
+        return os.read(fd, _MAX_FILE_BYTES)
     finally:
         os.close(fd)

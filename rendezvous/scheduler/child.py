@@ -23,27 +23,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from pdrun.background_call import Attempt
+from pdrun.background_call import BackgroundCall
 from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.protocol.codec import to_plain
-from pdrun.rendezvous.protocol.events import FAREWELL, SchedulerConfig
+from pdrun.rendezvous.protocol.events import FAREWELL_SECONDS, SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.transport.listen import bind_listener
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
-START_TIMEOUT = 30.0
+START_SECONDS = 30.0
 """
 Seconds for the child to listen; a process start and two imports, on a machine that may be busy.
 """
-RESTARTS = 3
-WINDOW = 60.0
+MAX_RESTARTS = 3
+RESTART_WINDOW_SECONDS = 60.0
 """So many restarts in so many seconds; after the next death it is given up."""
-BACKOFF = (0.0, 0.2, 0.5)
+BACKOFF_SECONDS = (0.0, 0.2, 0.5)
 """Seconds before the first, second and third restart within WINDOW."""
-DISK = 2.0
+DISK_SECONDS = 2.0
 """Seconds for the journal's disk to tell whether the file is there."""
-REAP = 1.0
+REAP_SECONDS = 1.0
 """Seconds for a process to be gone once its output has ended; then it is killed."""
 
 
@@ -71,7 +71,7 @@ class SchedulerChild:
         events_path: Path | str | None = None,
         insecure: bool = False,
         journal: Path | str | None = None,
-        timeout: float = START_TIMEOUT,
+        timeout: float = START_SECONDS,
     ) -> None:
         """
         Start it and wait until it listens.
@@ -103,16 +103,16 @@ class SchedulerChild:
             "insecure": insecure,
             "journal": str(journal) if journal else None,
         }
-        self._deaths: list[float] = []
+        self._death_times: list[float] = []
         self._died_at = 0.0
-        self._again_at: float | None = None
+        self._restart_at: float | None = None
         """When another process is to be started; None: one runs, or none will."""
-        self._answer_by: float | None = None
+        self._answer_deadline: float | None = None
         """While a process is starting: until when it must have told that it listens."""
         self._line = b""
         try:
-            self._start()
-            self.endpoint: Endpoint = self._await_endpoint(timeout) or self._await_again(timeout)
+            self._start_process()
+            self.endpoint: Endpoint = self._await_endpoint(timeout) or self._start_second(timeout)
         except BaseException:
             self.close(0.0)
             raise
@@ -141,9 +141,9 @@ class SchedulerChild:
         """
         Monotonic time at which `tend` is due although nothing is readable; None: no such time.
         """
-        return self._again_at if self._again_at is not None else self._answer_by
+        return self._restart_at if self._restart_at is not None else self._answer_deadline
 
-    def tend(self) -> str:
+    def restart_if_dead(self) -> str:
         """
         Deal with a death, or with the answer of a successor; never waits. Return a line for the
         user, or "".
@@ -155,38 +155,38 @@ class SchedulerChild:
             RendezvousError: the scheduler has ended, and there will be no successor; says why.
         """
         now = time.monotonic()
-        if self._again_at is not None:
-            return self._try_again(now) if now >= self._again_at else ""
-        if self.fileno() >= 0 and readable(self.fileno(), wait=0):
+        if self._restart_at is not None:
+            return self._start_successor(now) if now >= self._restart_at else ""
+        if self.fileno() >= 0 and wait_readable(self.fileno(), wait=0):
             data = os.read(self.fileno(), 65536)
             self._line += data
             if not data:
-                return self._ended(now)
-            answer = self._hear()
-            if self._answer_by is not None and answer is not None:
-                return self._answered(answer, now)
-        if self._answer_by is not None and now >= self._answer_by:
+                return self._on_exit(now)
+            answer = self._read_answer()
+            if self._answer_deadline is not None and answer is not None:
+                return self._on_answer(answer, now)
+        if self._answer_deadline is not None and now >= self._answer_deadline:
             self._process.kill()  # its end is told by `fileno`
-            self._answer_by = None
+            self._answer_deadline = None
         return ""
 
-    def close(self, timeout: float = FAREWELL + 2.0) -> None:
+    def close(self, timeout: float = FAREWELL_SECONDS + 2.0) -> None:
         """
         Let it go. After the verdict it ends by itself as soon as every node has left; before, this
         ends the job.
 
         It is killed after ``timeout`` seconds.
         """
-        self._again_at = self._answer_by = None
+        self._restart_at = self._answer_deadline = None
         self._close_listener()
         if hasattr(self, "_process"):
-            self._reap(timeout)
+            self._reap_process(timeout)
 
     # One process
     # ------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        self._line, self._answer_by = b"", time.monotonic() + self._timeout
+    def _start_process(self) -> None:
+        self._line, self._answer_deadline = b"", time.monotonic() + self._timeout
         self._process = subprocess.Popen(
             self.COMMAND,
             stdin=subprocess.PIPE,
@@ -203,34 +203,36 @@ class SchedulerChild:
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(65536, len(order)))
         except OSError:
             pass
-        give(self._process.stdin.fileno(), order)
+        write_order(self._process.stdin.fileno(), order)
 
-    def _await_again(self, timeout: float) -> Endpoint:
+    def _start_second(self, timeout: float) -> Endpoint:
         """
         Start another process in place of one that ended before it said anything: killed, as by a
         lack of memory.
         """
-        self._reap(REAP)
-        self._start()
+        self._reap_process(REAP_SECONDS)
+        self._start_process()
         if (endpoint := self._await_endpoint(timeout)) is None:
-            status = self._reap(REAP)
-            raise RendezvousError(f"the scheduler process ended at once, twice ({_how(status)})")
+            status = self._reap_process(REAP_SECONDS)
+            raise RendezvousError(
+                f"the scheduler process ended at once, twice ({_describe_status(status)})"
+            )
         return endpoint
 
     def _await_endpoint(self, timeout: float) -> Endpoint | None:
         """Return where it listens; None: it has ended without a word."""
         deadline = time.monotonic() + timeout
-        while (answer := self._hear()) is None:
+        while (answer := self._read_answer()) is None:
             left = deadline - time.monotonic()
-            if left <= 0 or not readable(self.fileno(), wait=left):
+            if left <= 0 or not wait_readable(self.fileno(), wait=left):
                 raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
             more = os.read(self.fileno(), 65536)
             if not more:
                 return None
             self._line += more
-        return self._endpoint(answer)
+        return self._take_endpoint(answer)
 
-    def _hear(self) -> dict[str, Any] | None:
+    def _read_answer(self) -> dict[str, Any] | None:
         """
         Return the process's answer among the lines that have come, if it is; note that it has given
         its journal up.
@@ -240,22 +242,22 @@ class SchedulerChild:
         """
         found = None
         *lines, self._line = self._line.split(b"\n")
-        for said in map(_answer, lines):
+        for said in map(_parse_answer, lines):
             if "journal" in said:
                 self._journal = None  # what still lies there is not how things stand
             elif said:
                 found = said
         return found
 
-    def _endpoint(self, answer: dict[str, Any]) -> Endpoint:
+    def _take_endpoint(self, answer: dict[str, Any]) -> Endpoint:
         """Take the process's answer."""
-        self._answer_by = None
+        self._answer_deadline = None
         if "endpoint" not in answer:
             kind = ConfigError if answer.get("code") == ConfigError.exit_code else RendezvousError
             raise kind(str(answer.get("error")), where="scheduler")
         return parse_endpoint(answer["endpoint"], where="scheduler")
 
-    def _reap(self, timeout: float) -> int:
+    def _reap_process(self, timeout: float) -> int:
         process = self._process
         if process.stdin is not None:
             process.stdin.close()
@@ -271,40 +273,40 @@ class SchedulerChild:
     # From one process to the next
     # -------------------------------------------------------------------------------------
 
-    def _try_again(self, now: float) -> str:
+    def _start_successor(self, now: float) -> str:
         """
         Start a successor. A machine that has no process or descriptor to spare now may have one a
         moment later.
         """
-        self._again_at = None
+        self._restart_at = None
         try:
-            self._start()
+            self._start_process()
         except OSError as error:
-            return self._once_more(
+            return self._schedule_restart(
                 now, f"the scheduler process cannot be started again ({error.strerror})"
             )
         self.on_start(self.pid)
         return ""
 
-    def _answered(self, answer: dict[str, Any], now: float) -> str:
+    def _on_answer(self, answer: dict[str, Any], now: float) -> str:
         try:
-            self._endpoint(answer)
+            self._take_endpoint(answer)
         except (ConfigError, RendezvousError) as error:
             self._give_up(
                 f"the scheduler process on this node has died, and cannot be resumed: {error.what}"
             )
         return f"the scheduler process is back after {now - self._died_at:.1f} s"
 
-    def _ended(self, now: float) -> str:
-        status = self._reap(REAP)
-        died = f"the scheduler process on this node has died ({_how(status)})"
+    def _on_exit(self, now: float) -> str:
+        status = self._reap_process(REAP_SECONDS)
+        died = f"the scheduler process on this node has died ({_describe_status(status)})"
         if status == 0:
             self._give_up("the scheduler process on this node has ended")
         if self._journal is None:
             self._give_up(died)
         journal = self._journal
-        there = Attempt(lambda: journal.exists() and journal.stat().st_size > 0)
-        if not there.wait(DISK):
+        there = BackgroundCall(lambda: journal.exists() and journal.stat().st_size > 0)
+        if not there.wait(DISK_SECONDS):
             self._give_up(
                 f"{died}, and the disk of {self._journal}, from which to go on, does not answer"
             )
@@ -312,28 +314,28 @@ class SchedulerChild:
             self._give_up(
                 f"{died}, and {self._journal}, from which to go on, is not there, or empty"
             )
-        return self._once_more(now, died)
+        return self._schedule_restart(now, died)
 
-    def _once_more(self, now: float, why: str) -> str:
+    def _schedule_restart(self, now: float, why: str) -> str:
         """
         Have a successor started after a while, unless that was done too often; return a line for
         the user.
         """
-        self._deaths = [at for at in self._deaths if now - at < WINDOW]
-        if len(self._deaths) >= RESTARTS:
-            self._give_up(f"{why}, after {RESTARTS} restarts in {WINDOW:g} s")
-        if self._answer_by is None or not self._deaths:
+        self._death_times = [at for at in self._death_times if now - at < RESTART_WINDOW_SECONDS]
+        if len(self._death_times) >= MAX_RESTARTS:
+            self._give_up(f"{why}, after {MAX_RESTARTS} restarts in {RESTART_WINDOW_SECONDS:g} s")
+        if self._answer_deadline is None or not self._death_times:
             self._died_at = now
-        self._answer_by, self._again_at = (
+        self._answer_deadline, self._restart_at = (
             None,
-            now + BACKOFF[min(len(self._deaths), len(BACKOFF) - 1)],
+            now + BACKOFF_SECONDS[min(len(self._death_times), len(BACKOFF_SECONDS) - 1)],
         )
-        self._deaths.append(now)
+        self._death_times.append(now)
         return f"{why}: starting it again; the workers go on"
 
     def _give_up(self, why: str) -> NoReturn:
         self._close_listener()
-        self._reap(REAP)
+        self._reap_process(REAP_SECONDS)
         raise RendezvousError(why)
 
     def _close_listener(self) -> None:
@@ -342,7 +344,7 @@ class SchedulerChild:
             self._listener = -1
 
 
-def give(pipe: int, order: bytes) -> None:
+def write_order(pipe: int, order: bytes) -> None:
     """
     Write a new process its order, in however many writes; one that is dead is found by who looks
     after it.
@@ -354,7 +356,7 @@ def give(pipe: int, order: bytes) -> None:
         pass
 
 
-def _answer(line: bytes) -> dict[str, Any]:
+def _parse_answer(line: bytes) -> dict[str, Any]:
     """Return what a line of the process says; nothing where the line is not one of its own."""
     try:
         said = json.loads(line)
@@ -365,7 +367,7 @@ def _answer(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def _how(status: int) -> str:
+def _describe_status(status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}"

@@ -15,18 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdrun import async_writer as lane
-from pdrun import process_setup as early
+from pdrun import async_writer, process_setup
 from pdrun.clock import SystemClock
 from pdrun.endpoint import Endpoint
 from pdrun.eventlog import EventLog
-from pdrun.rendezvous.journal.recovery import enter
+from pdrun.rendezvous.journal.recovery import begin_or_resume
 from pdrun.rendezvous.protocol.events import SchedulerConfig
-from pdrun.rendezvous.scheduler import relay_processes as relaychild
-from pdrun.rendezvous.scheduler.relay_processes import RelayChildren
+from pdrun.rendezvous.scheduler.relay_processes import RelayProcesses, choose_relay_count
 from pdrun.rendezvous.scheduler.service import Service
 
-FEWEST_FILES = 40
+MIN_OPEN_FILES = 40
 JOURNAL_LOST = {"journal": "lost"}
 
 
@@ -39,19 +37,19 @@ def main() -> int:
     ..., "code": ...}; later on, should the journal be given up, {"journal": "lost"}. Where there is
     a journal already, this process goes on from it.
     """
-    early.begin()
-    for number in (*early.STOP, signal.SIGUSR1, signal.SIGUSR2):
+    process_setup.setup_process()
+    for number in (*process_setup.STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(
             number, signal.SIG_IGN
         )  # a terminal's and a batch system's signals are the agents' business
     try:
         order = _read_order(sys.stdin.buffer.readline())
-        transport, service, log, relays = _start(order)
+        transport, service, log, relays = _start_service(order)
     except Exception as error:  # whatever it is, the agent says it to the user
-        ours = early.explained(error, "the scheduler", FEWEST_FILES) or error
-        _answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
+        ours = process_setup.resource_limit_error(error, "the scheduler", MIN_OPEN_FILES) or error
+        _send_answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
         return 1
-    _answer({"endpoint": order["endpoint"]})
+    _send_answer({"endpoint": order["endpoint"]})
     transport.watch(0)
     try:
         _serve_until_done(service, order["config"], relays)
@@ -62,11 +60,11 @@ def main() -> int:
         if relays:
             relays.close()
         if log and (missing := log.close()):
-            lane.say(missing)
+            async_writer.write_message(missing)
     return 0
 
 
-def _answer(what: dict[str, Any]) -> None:
+def _send_answer(what: dict[str, Any]) -> None:
     """Tell the agent; that it is gone already is told once more by the end of stdin."""
     import json
 
@@ -90,27 +88,29 @@ def _read_order(line: bytes) -> dict[str, Any]:
     return order
 
 
-def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayChildren | None]:
+def _start_service(
+    order: dict[str, Any],
+) -> tuple[Any, Service, EventLog | None, RelayProcesses | None]:
     from pdrun.rendezvous.protocol.security import Secret
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
     events = Path(order["events"]) if order["events"] else None
     # before the port is opened: agents that come back must not be taken by a scheduler that cannot
     # go on
-    recovery = enter(
+    recovery = begin_or_resume(
         order["config"], SystemClock(), Path(order["journal"]) if order["journal"] else None, events
     )
-    recovery.on_lost = lambda: _answer(
+    recovery.on_lost = lambda: _send_answer(
         JOURNAL_LOST
     )  # on a disk that hangs an old one stays: nobody may go on from it
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     listener: int = order["listen_fd"]
-    count = relaychild.wanted(order["config"])
-    order["endpoint"] = str(_address(listener))
+    count = choose_relay_count(order["config"])
+    order["endpoint"] = str(_socket_address(listener))
     crowd = order["config"].nodes + order["config"].spares
     if count:  # the agents' door is the relays', the scheduler has one of its own
         transport = ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0), insecure=order["insecure"])
-        relays = RelayChildren(count, listener, transport.endpoint, secret, crowd)
+        relays = RelayProcesses(count, listener, transport.endpoint, secret, crowd)
     else:
         transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"], crowd=crowd)
         relays = None
@@ -121,7 +121,7 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
     return transport, service, log, relays
 
 
-def _address(listener: int) -> Endpoint:
+def _socket_address(listener: int) -> Endpoint:
     copy = socket.socket(fileno=os.dup(listener))
     try:
         host, port = copy.getsockname()[:2]
@@ -131,24 +131,24 @@ def _address(listener: int) -> Endpoint:
 
 
 def _serve_until_done(
-    service: Service, config: SchedulerConfig, relays: RelayChildren | None
+    service: Service, config: SchedulerConfig, relays: RelayProcesses | None
 ) -> None:
     clock = service.clock
     leave_at = float("inf")
     look_at = 0.0
-    while service.done is None and clock.monotonic() < leave_at:
+    while service.exit_code is None and clock.monotonic() < leave_at:
         service.poll_once(0.25)
         if relays and clock.monotonic() >= look_at:
             look_at = clock.monotonic() + 0.5
-            if died := relays.look():
+            if died := relays.restart_dead():
                 service.warn(died)
-        if service.woken and not os.read(0, 4096):
+        if service.ready_fds and not os.read(0, 4096):
             service.transport.unwatch(0)  # type: ignore[attr-defined]
-            if service.machine.verdict is None:
-                service.orphaned(
+            if service.machine.shutdown.verdict is None:
+                service.on_agent_lost(
                     f"the node of the scheduler{f' ({config.host})' if config.host else ''} was lost"
                 )
-                leave_at = clock.monotonic() + (0.9 if service.talks else 0.0)
+                leave_at = clock.monotonic() + (0.9 if service.has_peers else 0.0)
 
 
 if __name__ == "__main__":

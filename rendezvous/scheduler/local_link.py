@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdrun import async_writer as lane
+from pdrun import async_writer
 from pdrun.clock import Clock, SystemClock
-from pdrun.eventlog import Event, EventLog
+from pdrun.eventlog import EventLog, LogEvent
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import PROTOCOL, Envelope, Hello, Message
 from pdrun.rendezvous.scheduler.service import Service
@@ -48,7 +48,7 @@ class LocalLink:
         *,
         host: str = "",
         events_path: Path | str | None = None,
-        record: Callable[[Event], None] | None = None,
+        record: Callable[[LogEvent], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """
@@ -60,19 +60,22 @@ class LocalLink:
         """
         self._clock = clock or SystemClock()
         self._log = EventLog(Path(events_path)) if events_path else None
-        self._also = record
+        self._on_event = record
         self._service = Service(
-            replace(config, heartbeat=0.0), MemoryHub(), clock=self._clock, record=self._record
+            replace(config, heartbeat=0.0),
+            MemoryHub(),
+            clock=self._clock,
+            record=self._record_events,
         )
         hub = self._service.transport
         assert isinstance(hub, MemoryHub)
-        self._end = hub.connect()
+        self._connection = hub.connect()
         self._agent = os.urandom(16).hex()
         self._sequence = 0
         self._job = config.job
         self._host = host
         self._inbox: list[Message] = []
-        self.send(self._hello())
+        self.send(self._make_hello())
 
     def fileno(self) -> int:
         """There is none: ask `deadline`."""
@@ -80,13 +83,13 @@ class LocalLink:
 
     def send(self, message: Message) -> None:
         """Hand a message to the scheduler; its answers are there at once."""
-        self._end.send(Envelope(self._agent, 0, self._sequence, message))
+        self._connection.send(Envelope(self._agent, 0, self._sequence, message))
         self._sequence += 1
-        self._turn()
+        self._run_service()
 
     def poll(self) -> Sequence[Message]:
         """Let the scheduler work and return what it says."""
-        self._turn()
+        self._run_service()
         result = self._inbox
         self._inbox = []
         return result
@@ -106,34 +109,34 @@ class LocalLink:
 
     def renew(self) -> None:
         """Begin again as a new agent, after the old one was given up."""
-        self._end.close()
+        self._connection.close()
         self._service.poll_once(0.0)
         hub = self._service.transport
         assert isinstance(hub, MemoryHub)
-        self._end = hub.connect()
+        self._connection = hub.connect()
         self._inbox = []
         self._agent = os.urandom(16).hex()
         self._sequence = 0
-        self.send(self._hello())
+        self.send(self._make_hello())
 
     def close(self, timeout: float = 1.0) -> None:
         """End the scheduler, too."""
-        self._end.close()
+        self._connection.close()
         self._service.poll_once(0.0)
         self._service.transport.close(0.0)
         if self._log and (missing := self._log.close()):
-            lane.say(missing)
+            async_writer.write_message(missing)
 
-    def _hello(self) -> Hello:
+    def _make_hello(self) -> Hello:
         return Hello(PROTOCOL, "agent", self._job, self._agent, 0, self._host, os.getpid())
 
-    def _turn(self) -> None:
+    def _run_service(self) -> None:
         self._service.poll_once(0.0)
-        self._inbox += [envelope.body for envelope in self._end.take()]
+        self._inbox += [envelope.body for envelope in self._connection.take_envelopes()]
 
-    def _record(self, events: Sequence[Event]) -> None:
+    def _record_events(self, events: Sequence[LogEvent]) -> None:
         if self._log:
             self._log.extend(events)
-        if self._also:
+        if self._on_event:
             for event in events:
-                self._also(event)
+                self._on_event(event)

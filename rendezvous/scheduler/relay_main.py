@@ -26,39 +26,49 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.clock import Clock, SystemClock
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.rendezvous.protocol import codec, security
 from pdrun.rendezvous.protocol.events import Peer
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.transport import relay_frames as relayed
-from pdrun.rendezvous.transport.base import Gone, Incoming
+from pdrun.rendezvous.transport.base import PeerGone, TransportEvent
 from pdrun.rendezvous.transport.listen import bind_listener
-from pdrun.rendezvous.transport.relay_frames import ALONE, BESIDE, Ended, Heard, Item, Pulse, Said
+from pdrun.rendezvous.transport.relay_frames import (
+    CHILD_RELAY_SENDER,
+    MAX_FRAME_BYTES,
+    STANDALONE_RELAY_SENDER,
+    AgentClosed,
+    AgentFrame,
+    AliveReport,
+    RelayItem,
+    RelayPulse,
+    pack_frames,
+    unpack_frame,
+)
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
-from pdrun.rendezvous.transport.zmq_util import FAR_AWAY, monitor, monitor_event
+from pdrun.rendezvous.transport.zmq_util import NEVER_RECONNECT_MS, open_monitor, read_monitor_event
 
-BEAT = 1.0
+REPORT_SECONDS = 1.0
 """Seconds between two reports of who was heard."""
-FRESH = 3.0
+FRESH_SECONDS = 3.0
 """Seconds after the scheduler's last answer for which the relay answers heartbeats in its place."""
-RETRY = 0.2
-CONNECT = 10.0
+RETRY_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
 """Seconds that the scheduler has to let the relay in."""
-STATUS_EVERY = 5.0
+STATUS_SECONDS = 5.0
 """Seconds between two lines about a scheduler that is not there."""
 
-_HEARTBEAT = re.compile(
+_HEARTBEAT_PATTERN = re.compile(
     rb'\{"sender":"[0-9a-f]{1,64}","incarnation":\d{1,9},"sequence":0,"type":"Heartbeat",'
     rb'"body":\{"number":(\d{1,15}),"echo":(\d{1,15})\}\}'
 )
-ECHO = b'{"sender":"%s","incarnation":0,"sequence":0,"type":"Echo","body":{"number":%%d}}'
+ECHO_TEMPLATE = b'{"sender":"%s","incarnation":0,"sequence":0,"type":"Echo","body":{"number":%%d}}'
 """As the codec writes it; these two are most of what a relay reads and says."""
 
 
-class Raw(NamedTuple):
+class RawFrame(NamedTuple):
     """A frame of an agent, as it came."""
 
     peer: Peer
@@ -66,7 +76,7 @@ class Raw(NamedTuple):
     data: bytes
 
 
-class Front(ZmqServer):
+class RelayServer(ZmqServer):
     """
     The agents' side of a relay: the scheduler's own transport, which reads nothing of what it
     takes.
@@ -74,22 +84,22 @@ class Front(ZmqServer):
 
     roles = ("agent", "view")
 
-    def _open(self, peer: Peer, role: str, data: bytes) -> Sequence[Incoming]:
-        return (Raw(peer, role, data),)  # type: ignore[return-value]
+    def _parse_frame(self, peer: Peer, role: str, data: bytes) -> Sequence[TransportEvent]:
+        return (RawFrame(peer, role, data),)  # type: ignore[return-value]
 
-    def put(self, peer: Peer, data: bytes) -> None:
+    def send_bytes(self, peer: Peer, data: bytes) -> None:
         """
         Send bytes as they are; a connection that does not take them is ended and reported as Gone.
         """
-        self._put(peer, data)
+        self._send_bytes(peer, data)
 
-    def wake_for(self, uplink: Uplink) -> None:
+    def watch_uplink(self, uplink: RelayUplink) -> None:
         """Have `poll` return when the scheduler has said something, too."""
         for one in (uplink.socket, uplink.monitor):
             self._poller.register(one, self._zmq.POLLIN)
 
 
-class Uplink:
+class RelayUplink:
     """The relay's connection to the scheduler."""
 
     def __init__(self, endpoint: Endpoint, secret: Secret | None) -> None:
@@ -97,13 +107,13 @@ class Uplink:
 
         self._zmq = zmq
         self.endpoint = endpoint
-        self.up = self.over = self.refused = False
+        self.is_up = self.is_over = self.is_refused = False
         self.context = zmq.Context()
         self.socket = sock = self.context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, FAR_AWAY),
+            (zmq.RECONNECT_IVL, NEVER_RECONNECT_MS),
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, relayed.LIMIT),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.SNDHWM, 0),
             (zmq.HANDSHAKE_IVL, 3000),
             (zmq.CONNECT_TIMEOUT, 3000),
@@ -114,22 +124,22 @@ class Uplink:
         ):
             sock.setsockopt(option, value)
         if secret:
-            keys = security.key_pair(secret, "relay")
+            keys = security.derive_key_pair(secret, "relay")
             sock.curve_publickey = keys.public
             sock.curve_secretkey = keys.private
-            sock.curve_serverkey = security.key_pair(secret, "server").public
-        self.monitor = monitor(sock)
-        sock.connect(endpoint.zmq)
+            sock.curve_serverkey = security.derive_key_pair(secret, "server").public
+        self.monitor = open_monitor(sock)
+        sock.connect(endpoint.zmq_url)
 
-    def send(self, items: Iterable[Item]) -> None:
+    def send(self, items: Iterable[RelayItem]) -> None:
         """Send items; what a connection that is over does not take is lost with it."""
-        for frame in relayed.pack(items):
+        for frame in pack_frames(items):
             try:
                 self.socket.send(frame, self._zmq.NOBLOCK)
             except self._zmq.Again:
-                self.over = True
+                self.is_over = True
 
-    def read(self) -> list[Item]:
+    def read_items(self) -> list[RelayItem]:
         """
         Return what the scheduler says; notes its coming and going in ``up``, ``over`` and
         ``refused``.
@@ -137,25 +147,25 @@ class Uplink:
         zmq = self._zmq
         found = []
         while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event, _ = monitor_event(self.monitor)
-            self.up = self.up or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.refused = self.refused or event in (
+            event, _ = read_monitor_event(self.monitor)
+            self.is_up = self.is_up or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.is_refused = self.is_refused or event in (
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH,
                 zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
             )
-            self.over = (
-                self.over
-                or self.refused
+            self.is_over = (
+                self.is_over
+                or self.is_refused
                 or event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
             )
         while True:
             try:
-                found += relayed.unpack(self.socket.recv(zmq.NOBLOCK))
+                found += unpack_frame(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return found
             except codec.CodecError:
-                self.over = True
+                self.is_over = True
                 return found
 
     def close(self) -> None:
@@ -170,100 +180,108 @@ class Relay:
     """Carries between a `Front` and an `Uplink`. Call `turn` until it returns False."""
 
     def __init__(
-        self, front: Front, uplink: Uplink, clock: Clock | None = None, *, alone: bool = False
+        self,
+        front: RelayServer,
+        uplink: RelayUplink,
+        clock: Clock | None = None,
+        *,
+        is_standalone: bool = False,
     ) -> None:
         """``alone``: agents know this relay's own address, not the scheduler's."""
-        self._front = front
+        self._server = front
         self._uplink = uplink
-        self._echo = ECHO % (ALONE if alone else BESIDE).encode()
+        self._echo = (
+            ECHO_TEMPLATE
+            % (STANDALONE_RELAY_SENDER if is_standalone else CHILD_RELAY_SENDER).encode()
+        )
         self._clock = clock or SystemClock()
         self._numbers: dict[Peer, int] = {}
         self._peers: dict[int, Peer] = {}
-        self._made = self._pulse = 0
-        self._heard: set[int] = set()
-        self._answered = self._clock.monotonic()
-        self._beat_at = self._answered
-        self.judged = False
+        self._last_number = self._pulse = 0
+        self._alive_numbers: set[int] = set()
+        self._answered_at = self._clock.monotonic()
+        self._report_at = self._answered_at
+        self.is_concluded = False
         """Whether an agent was told the verdict: the job ends, and the scheduler with it."""
-        front.wake_for(uplink)
+        front.watch_uplink(uplink)
 
-    def turn(self, timeout: float = 0.25) -> bool:
+    def run_once(self, timeout: float = 0.25) -> bool:
         """
         Wait for something, for at most ``timeout`` seconds, and pass it on; False when the
         scheduler is lost.
         """
-        items: list[Item] = []
+        items: list[RelayItem] = []
         now = self._clock.monotonic()
-        found = self._front.poll(min(timeout, max(0.0, self._beat_at - now)))
+        found = self._server.poll(min(timeout, max(0.0, self._report_at - now)))
         now = self._clock.monotonic()
         for one in found:
-            if isinstance(one, Raw):
-                self._said(one, items, now)
-            elif isinstance(one, Gone):
-                self._forget(one.peer, items)
-        if now >= self._beat_at:
+            if isinstance(one, RawFrame):
+                self._on_agent_frame(one, items, now)
+            elif isinstance(one, PeerGone):
+                self._on_agent_gone(one.peer, items)
+        if now >= self._report_at:
             self._pulse = self._pulse + 1
-            self._beat_at = now + BEAT
-            items.append(Heard(self._pulse, tuple(sorted(self._heard))))
-            self._heard.clear()
+            self._report_at = now + REPORT_SECONDS
+            items.append(AliveReport(self._pulse, tuple(sorted(self._alive_numbers))))
+            self._alive_numbers.clear()
         self._uplink.send(items)
-        for item in self._uplink.read():
-            self._told(item, now)
-        return not self._uplink.over
+        for item in self._uplink.read_items():
+            self._on_scheduler_item(item, now)
+        return not self._uplink.is_over
 
-    def _said(self, raw: Raw, items: list[Item], now: float) -> None:
+    def _on_agent_frame(self, raw: RawFrame, items: list[RelayItem], now: float) -> None:
         number = self._numbers.get(raw.peer)
-        if number is not None and (beat := _HEARTBEAT.fullmatch(raw.data)):
-            self._beaten(raw.peer, number, int(beat[1]), int(beat[2]), now)
+        if number is not None and (beat := _HEARTBEAT_PATTERN.fullmatch(raw.data)):
+            self._answer_heartbeat(raw.peer, number, int(beat[1]), int(beat[2]), now)
             return
         if number is None:
-            self._made += 1
-            number = self._numbers[raw.peer] = self._made
+            self._last_number += 1
+            number = self._numbers[raw.peer] = self._last_number
             self._peers[number] = raw.peer
-        items.append(Said(number, raw.role, raw.data))
+        items.append(AgentFrame(number, raw.role, raw.data))
 
-    def _beaten(self, peer: Peer, number: int, beat: int, echo: int, now: float) -> None:
+    def _answer_heartbeat(self, peer: Peer, number: int, beat: int, echo: int, now: float) -> None:
         """
         Answer a heartbeat in the scheduler's place; who does not hear the answers is not called
         heard.
         """
         if beat - echo <= 2:
-            self._heard.add(number)
-        if now - self._answered < FRESH:
-            self._front.put(peer, self._echo % beat)
+            self._alive_numbers.add(number)
+        if now - self._answered_at < FRESH_SECONDS:
+            self._server.send_bytes(peer, self._echo % beat)
 
-    def _told(self, item: Item, now: float) -> None:
+    def _on_scheduler_item(self, item: RelayItem, now: float) -> None:
         match item:
-            case Said(number, _, data) if peer := self._peers.get(number):
-                self.judged = self.judged or b'"type":"Verdict"' in data
-                self._front.put(peer, data)
-            case Ended(number) if peer := self._peers.get(number):
-                self._front.close_peer(peer)
-                self._drop(peer, number)
-                self._uplink.send((Ended(number),))  # nothing more comes from it
-            case Pulse():
-                self._answered = now
+            case AgentFrame(number, _, data) if peer := self._peers.get(number):
+                self.is_concluded = self.is_concluded or b'"type":"Verdict"' in data
+                self._server.send_bytes(peer, data)
+            case AgentClosed(number) if peer := self._peers.get(number):
+                self._server.close_peer(peer)
+                self._drop_agent(peer, number)
+                self._uplink.send((AgentClosed(number),))  # nothing more comes from it
+            case RelayPulse():
+                self._answered_at = now
             case _:
                 pass
 
-    def _forget(self, peer: Peer, items: list[Item]) -> None:
+    def _on_agent_gone(self, peer: Peer, items: list[RelayItem]) -> None:
         if (number := self._numbers.get(peer)) is not None:
-            self._drop(peer, number)
-            items.append(Ended(number))
+            self._drop_agent(peer, number)
+            items.append(AgentClosed(number))
 
-    def _drop(self, peer: Peer, number: int) -> None:
+    def _drop_agent(self, peer: Peer, number: int) -> None:
         del self._numbers[peer], self._peers[number]
-        self._heard.discard(number)
+        self._alive_numbers.discard(number)
 
 
-def serve(
+def serve_relay(
     listen_fd: int,
     scheduler: Endpoint,
     secret: Secret | None,
     *,
     until: float | None = None,
     crowd: int = 0,
-    alone: bool = False,
+    is_standalone: bool = False,
 ) -> bool:
     """
     Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is
@@ -281,28 +299,30 @@ def serve(
     Raises:
         RendezvousError, AuthenticationError: the scheduler was not reached, or holds another token.
     """
-    uplink = Uplink(scheduler, secret)
-    front: Front | None = None
+    uplink = RelayUplink(scheduler, secret)
+    front: RelayServer | None = None
     try:
-        _await(uplink, time.monotonic() + CONNECT if until is None else until)
-        front = Front(secret, listen_fd=os.dup(listen_fd), insecure=secret is None, crowd=crowd)
-        relay = Relay(front, uplink, alone=alone)
-        while relay.turn():
+        _await_uplink(uplink, time.monotonic() + CONNECT_SECONDS if until is None else until)
+        front = RelayServer(
+            secret, listen_fd=os.dup(listen_fd), insecure=secret is None, crowd=crowd
+        )
+        relay = Relay(front, uplink, is_standalone=is_standalone)
+        while relay.run_once():
             pass
-        return relay.judged
+        return relay.is_concluded
     finally:
         if front is not None:
             front.close(0.2)
         uplink.close()
 
 
-def serve_alone(
+def serve_standalone_relay(
     scheduler: Endpoint,
     listen: Endpoint,
     secret: Secret | None,
     *,
     patience: float,
-    say: Callable[[str], None],
+    show_line: Callable[[str], None],
 ) -> int:
     """
     Be a relay of its own until the job is over (0), or no scheduler was there for ``patience``
@@ -314,54 +334,56 @@ def serve_alone(
     """
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
-    say(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
+    show_line(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
     lost_at = said_at = time.monotonic()
     with listener:
         while True:
             try:
-                until = max(lost_at + patience, time.monotonic() + RETRY)
-                if serve(
+                until = max(lost_at + patience, time.monotonic() + RETRY_SECONDS)
+                if serve_relay(
                     listener.fileno(),
                     scheduler,
                     secret,
-                    until=min(until, said_at + STATUS_EVERY),
-                    alone=True,
+                    until=min(until, said_at + STATUS_SECONDS),
+                    is_standalone=True,
                 ):
                     return 0
                 lost_at = said_at = time.monotonic()
-                say(f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s")
+                show_line(
+                    f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s"
+                )
             except AuthenticationError:
                 raise
             except RendezvousError as error:
                 now = time.monotonic()
                 if now - lost_at > patience:
-                    say(f"error: {error}")
+                    show_line(f"error: {error}")
                     return error.exit_code
-                if now >= said_at + STATUS_EVERY:
+                if now >= said_at + STATUS_SECONDS:
                     said_at = now
                     left = patience - (now - lost_at)
-                    say(
+                    show_line(
                         f"the scheduler at {scheduler} does not answer; waiting for it for {left:.0f} s more"
                     )
-                time.sleep(RETRY)
+                time.sleep(RETRY_SECONDS)
 
 
-def _await(uplink: Uplink, until: float) -> None:
+def _await_uplink(uplink: RelayUplink, until: float) -> None:
     import select
 
     from zmq import FD
 
     poll = select.poll()
     poll.register(int(uplink.monitor.getsockopt(FD)), select.POLLIN)
-    while not uplink.up:
-        uplink.read()
-        if uplink.refused:
+    while not uplink.is_up:
+        uplink.read_items()
+        if uplink.is_refused:
             raise AuthenticationError(
                 "the token differs, or that is no scheduler", where=str(uplink.endpoint)
             )
-        if uplink.over or time.monotonic() >= until:
+        if uplink.is_over or time.monotonic() >= until:
             raise RendezvousError("the scheduler was not reached", where=str(uplink.endpoint))
-        if not uplink.up:
+        if not uplink.is_up:
             poll.poll(50)
 
 
@@ -372,13 +394,13 @@ def main() -> int:
     stdin: one JSON line {listen_fd, host, port, secret, crowd}. It ends with its connection to the
     scheduler.
     """
-    early.begin()
+    process_setup.setup_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = codec.load_json(sys.stdin.buffer.readline(), limit=1 << 16)
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     scheduler = Endpoint(order["host"], order["port"])
     try:
-        serve(order["listen_fd"], scheduler, secret, crowd=order["crowd"])
+        serve_relay(order["listen_fd"], scheduler, secret, crowd=order["crowd"])
     except RendezvousError as error:
         print(json.dumps({"error": str(error)}), file=sys.stderr, flush=True)
         return 1

@@ -16,31 +16,31 @@ import time
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.scheduler.child import give
+from pdrun.rendezvous.scheduler.child import write_order
 
-FROM = 2000
+MIN_NODES = 2000
 """
 Nodes from which on relays pay: one process takes in about 400 agents a second with CURVE, on one
 core.
 """
-MOST = 8
-AGAIN = 1.0
+MAX_RELAYS = 8
+RESTART_SECONDS = 1.0
 """Seconds between two starts of one relay."""
 
 
-def wanted(config: SchedulerConfig) -> int:
+def choose_relay_count(config: SchedulerConfig) -> int:
     """
     Return how many relays a job is to have: none, or one a core that the scheduler leaves free, at
     least 2.
     """
     if config.relays is not None:
         return config.relays
-    if config.nodes + config.spares < FROM:
+    if config.nodes + config.spares < MIN_NODES:
         return 0
-    return max(2, min(MOST, len(os.sched_getaffinity(0)) - 1))
+    return max(2, min(MAX_RELAYS, len(os.sched_getaffinity(0)) - 1))
 
 
-class RelayChildren:
+class RelayProcesses:
     """Running relay processes. Call `look` now and then."""
 
     def __init__(
@@ -67,10 +67,10 @@ class RelayChildren:
             ).encode()
             + b"\n"
         )
-        self._processes = [self._start() for _ in range(count)]
-        self._started = [time.monotonic()] * count
+        self._processes = [self._start_relay() for _ in range(count)]
+        self._started_at = [time.monotonic()] * count
 
-    def look(self) -> str:
+    def restart_dead(self) -> str:
         """
         Start again what has died; return a line about it for the event log, or the empty string.
 
@@ -80,10 +80,10 @@ class RelayChildren:
         now = time.monotonic()
         died = 0
         for index, process in enumerate(self._processes):
-            if process.poll() is not None and now - self._started[index] >= AGAIN:
-                self._started[index] = now
+            if process.poll() is not None and now - self._started_at[index] >= RESTART_SECONDS:
+                self._started_at[index] = now
                 try:
-                    self._processes[index] = self._start()
+                    self._processes[index] = self._start_relay()
                 except OSError:
                     continue
                 died += 1
@@ -102,7 +102,7 @@ class RelayChildren:
                 process.wait()
         os.close(self._fd)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start_relay(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pdrun.rendezvous.scheduler.relay_main"],
             stdin=subprocess.PIPE,
@@ -111,6 +111,6 @@ class RelayChildren:
             bufsize=0,
         )
         assert process.stdin is not None
-        give(process.stdin.fileno(), self._order)
+        write_order(process.stdin.fileno(), self._order)
         process.stdin.close()
         return process

@@ -16,30 +16,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdrun.clock import Clock, SystemClock
-from pdrun.eventlog import Event
-from pdrun.rendezvous.journal.recovery import Recovery, begin
+from pdrun.eventlog import LogEvent
+from pdrun.rendezvous.journal.recovery import Recovery, begin_job
 from pdrun.rendezvous.membership.machine import IllegalEvent
 from pdrun.rendezvous.protocol.codec import CodecError
 from pdrun.rendezvous.protocol.events import (
     Action,
-    Close,
-    Disconnected,
-    Done,
-    Happening,
-    Heard,
-    Orphaned,
+    AgentLost,
+    AgentsAlive,
+    ClosePeer,
+    JobDone,
+    LocalStop,
+    MembershipEvent,
+    MessageReceived,
     Peer,
-    Received,
-    Record,
-    Report,
-    Resumed,
+    PeerDisconnected,
+    RecordEvent,
     SchedulerConfig,
-    Send,
-    StopOrdered,
+    SchedulerResumed,
+    SendMessage,
+    SendStatus,
     Tick,
 )
 from pdrun.rendezvous.protocol.messages import (
-    BESIDE,
+    OPTIONAL_MESSAGES,
     Echo,
     Envelope,
     Heartbeat,
@@ -51,20 +51,27 @@ from pdrun.rendezvous.protocol.messages import (
     StatusReply,
     StopRequest,
 )
-from pdrun.rendezvous.transport.base import Alive, Arrived, Complaint, Gone, ServerTransport, Woken
+from pdrun.rendezvous.transport.base import (
+    EnvelopeArrived,
+    FdReady,
+    PeerGone,
+    PeersAlive,
+    ProtocolViolation,
+    ServerTransport,
+)
 
-MOST_LINES = 400_000
+MAX_STATUS_CHARS = 400_000
 """Characters of event lines that a StatusReply holds: the newest."""
-MOST_REFUSALS = 20
-REFUSALS_IN = 10.0
+MAX_REFUSALS = 20
+REFUSAL_WINDOW_SECONDS = 10.0
 """
 Refusals that are recorded one by one in so many seconds; beyond that they are counted with the
 complaints.
 """
-TICK = 0.02
-TICK_NODE = 20e-6
+MIN_TICK_SECONDS = 0.02
+TICK_SECONDS_PER_NODE = 20e-6
 """Seconds between two ticks at least, and so many more for each node."""
-COMPLAIN_EVERY = 5.0
+COMPLAINT_SECONDS = 5.0
 """Seconds between two warnings about what strangers do at the port."""
 
 
@@ -73,9 +80,9 @@ class _Conversation:
     """What one connection may say next, and what it is told next."""
 
     hello: Hello | None = None
-    heard: int = 0
-    said: int = 0
-    asked: bool = False
+    received: int = 0
+    sent: int = 0
+    wants_status: bool = False
     """It has asked for the job's status, or for its end, and is told the last status, too."""
 
 
@@ -88,7 +95,7 @@ class Service:
         transport: ServerTransport,
         *,
         clock: Clock | None = None,
-        record: Callable[[Sequence[Event]], None] | None = None,
+        record: Callable[[Sequence[LogEvent]], None] | None = None,
         recovery: Recovery | None = None,
     ) -> None:
         """
@@ -98,161 +105,162 @@ class Service:
         """
         self.clock = clock or SystemClock()
         self.transport = transport
-        self._recovery = recovery or begin(config, self.clock)
+        self._recovery = recovery or begin_job(config, self.clock)
         self.scheduler = self._recovery.scheduler
         self.machine = self._recovery.machine
-        self.done: int | None = None
+        self.exit_code: int | None = None
         """The job's code, once everybody knows the verdict (or had time to)."""
-        self.woken: list[int] = []
+        self.ready_fds: list[int] = []
         """Watched descriptors that were readable at the last poll."""
-        self._record_events = record
-        self._due: list[Action] = []
+        self._on_events = record
+        self._pending_actions: list[Action] = []
         """What the machine has asked for and waits for the journal."""
-        self._deaf: set[Peer] = set()
+        self._ignored_peers: set[Peer] = set()
         """
         Connections that are to be closed: what else came from them together with the reason is not
         heard.
         """
         self._conversations: dict[Peer, _Conversation] = {}
         self._lines: deque[str] = deque()
-        self._size = 0
-        self._complained = float("-inf")
-        self._muted = 0
+        self._lines_chars = 0
+        self._warned_at = float("-inf")
+        self._muted_count = 0
         self._refusals: deque[float] = deque()
         # A tick looks at every node: not at each message of a job of thousands.
         self._tick_every = min(
-            self.machine.tick_every, TICK + (config.nodes + config.spares) * TICK_NODE
+            self.machine.tick_every,
+            MIN_TICK_SECONDS + (config.nodes + config.spares) * TICK_SECONDS_PER_NODE,
         )
         self._tick_at = 0.0
-        self._enter()
+        self._resume_job()
 
-    def _enter(self) -> None:
+    def _resume_job(self) -> None:
         """Where a predecessor died: take up what it had said and done, and tell the machine."""
         found = self._recovery
-        for event in found.said:
-            self._note_line(event)
-        if self._record_events and found.unwritten:
-            self._record_events(found.unwritten)
+        for event in found.past_events:
+            self._add_line(event)
+        if self._on_events and found.unwritten:
+            self._on_events(found.unwritten)
         if found.warning:
             self.warn(found.warning)
-        if self.machine.done and self.machine.verdict is not None:
-            self.done = self.machine.verdict.code
-        elif found.resumed:
-            self._step(Resumed(self.scheduler))
-            self._carry_out()
+        if self.machine.shutdown.is_done and self.machine.shutdown.verdict is not None:
+            self.exit_code = self.machine.shutdown.verdict.code
+        elif found.is_resumed:
+            self._step_machine(SchedulerResumed(self.scheduler))
+            self._perform_actions()
 
     def poll_once(self, timeout: float) -> None:
         """
         Wait for at most ``timeout`` seconds (never beyond the machine's next tick) and do all that
         is due.
         """
-        self.woken = []
+        self.ready_fds = []
         for item in self.transport.poll(min(timeout, self.machine.tick_every)):
-            if isinstance(item, Arrived):
-                self._arrived(item)
-            elif isinstance(item, Gone):
+            if isinstance(item, EnvelopeArrived):
+                self._on_envelope(item)
+            elif isinstance(item, PeerGone):
                 self._conversations.pop(item.peer, None)
-                self._step(Disconnected(item.peer, item.between))
-            elif isinstance(item, Complaint):
-                self._complain(item.text)
-            elif isinstance(item, Alive):
-                self._step(Heard(item.peers))
-            elif isinstance(item, Woken):
-                self.woken.append(item.fd)
+                self._step_machine(PeerDisconnected(item.peer, item.between))
+            elif isinstance(item, ProtocolViolation):
+                self._warn_limited(item.text)
+            elif isinstance(item, PeersAlive):
+                self._step_machine(AgentsAlive(item.peers))
+            elif isinstance(item, FdReady):
+                self.ready_fds.append(item.fd)
         if (now := self.clock.monotonic()) >= self._tick_at:
             self._tick_at = now + self._tick_every
-            self._step(Tick())
-        self._carry_out()
+            self._step_machine(Tick())
+        self._perform_actions()
 
     @property
-    def talks(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether anybody is connected."""
         return bool(self._conversations)
 
-    def stop(self, number: int, by: str, *, force: bool = False) -> None:
+    def stop_job(self, number: int, by: str, *, force: bool = False) -> None:
         """Stop the job from the scheduler's own side."""
-        self._step(StopOrdered(number, by, force))
-        self._carry_out()
+        self._step_machine(LocalStop(number, by, force))
+        self._perform_actions()
 
-    def orphaned(self, reason: str) -> None:
+    def on_agent_lost(self, reason: str) -> None:
         """The agent that runs this scheduler is gone: end the job with the verdict that says so."""
-        self._step(Orphaned(reason))
-        self._carry_out()
+        self._step_machine(AgentLost(reason))
+        self._perform_actions()
 
     def finish(self) -> None:
         """The job is over: nobody is to go on from its journal."""
-        self._recovery.forget()
+        self._recovery.discard_journal()
 
     def close(self) -> None:
         """Let the journal go; unless `finish` came before, a successor may go on from it."""
         self._recovery.close()
 
-    def _arrived(self, item: Arrived) -> None:
-        if item.peer in self._deaf:
+    def _on_envelope(self, item: EnvelopeArrived) -> None:
+        if item.peer in self._ignored_peers:
             return None
         talk = self._conversations.get(item.peer)
         if talk is None:
             talk = self._conversations[item.peer] = _Conversation()
         envelope = item.envelope
         body = item.envelope.body
-        if fault := _fault(talk, item):
-            return self._refuse(item.peer, fault)
-        talk.heard += not isinstance(body, Heartbeat)
-        talk.asked = talk.asked or isinstance(body, StatusQuery | StopRequest)
+        if fault := _find_fault(talk, item):
+            return self._refuse_peer(item.peer, fault)
+        talk.received += not isinstance(body, Heartbeat)
+        talk.wants_status = talk.wants_status or isinstance(body, StatusQuery | StopRequest)
         if isinstance(body, Hello) and talk.hello is None:
             talk.hello = body
         try:
-            self._step(Received(item.peer, envelope.body))
+            self._step_machine(MessageReceived(item.peer, envelope.body))
         except IllegalEvent as error:
-            self._refuse(item.peer, str(error))
+            self._refuse_peer(item.peer, str(error))
         return None
 
-    def _refuse(self, peer: Peer, why: str) -> None:
+    def _refuse_peer(self, peer: Peer, why: str) -> None:
         """A connection broke the protocol: tell it, end it, and let the machine treat it as cut."""
-        self._complain(f"a connection was refused: {why}")
-        self._due += [Send(peer, Refuse(70, why)), Close(peer)]
-        self._deaf.add(peer)
-        self._step(Disconnected(peer))
+        self._warn_limited(f"a connection was refused: {why}")
+        self._pending_actions += [SendMessage(peer, Refuse(70, why)), ClosePeer(peer)]
+        self._ignored_peers.add(peer)
+        self._step_machine(PeerDisconnected(peer))
 
-    def _step(self, event: Happening) -> None:
+    def _step_machine(self, event: MembershipEvent) -> None:
         """Let the machine take an event; what it asks for is due once it is in the journal."""
-        now = self.clock.monotonic() + self._recovery.shift
-        self._recovery.before(event)
+        now = self.clock.monotonic() + self._recovery.clock_shift
+        self._recovery.before_step(event)
         actions = self.machine.step(event, now)
-        self._recovery.after(now)
-        self._due += actions
+        self._recovery.after_step(now)
+        self._pending_actions += actions
         for action in actions:
-            if isinstance(action, Close):
-                self._deaf.add(action.peer)
+            if isinstance(action, ClosePeer):
+                self._ignored_peers.add(action.peer)
 
-    def _carry_out(self) -> None:
+    def _perform_actions(self) -> None:
         """Do what is due, after the journal is safe."""
         if lost := self._recovery.commit():
-            self.warn(lost, aloud=True)  # the event log is likely to lie on the same disk
-        due = self._due
-        self._due = []
-        self._deaf.clear()
-        self._record(
+            self.warn(lost, to_nodes=True)  # the event log is likely to lie on the same disk
+        due = self._pending_actions
+        self._pending_actions = []
+        self._ignored_peers.clear()
+        self._record_events(
             [
-                Event(action.kind, self.clock.wall(), action.data)
+                LogEvent(action.kind, self.clock.wall(), action.data)
                 for action in due
-                if isinstance(action, Record) and not self._muffled(action)
+                if isinstance(action, RecordEvent) and not self._is_muted(action)
             ]
         )
         for action in due:
             match action:
-                case Send(peer, message):
-                    self._send(peer, message)
-                case Close(peer):
+                case SendMessage(peer, message):
+                    self._send_message(peer, message)
+                case ClosePeer(peer):
                     self.transport.close_peer(peer)
                     self._conversations.pop(peer, None)
-                case Report(peer):
-                    self._send(peer, StatusReply(tuple(self._lines)))
-                case Done(code):
-                    self.done = code
-                    self._tell_the_end()
+                case SendStatus(peer):
+                    self._send_message(peer, StatusReply(tuple(self._lines)))
+                case JobDone(code):
+                    self.exit_code = code
+                    self._send_final_status()
 
-    def _tell_the_end(self) -> None:
+    def _send_final_status(self) -> None:
         """
         Those who look at the job learn how it ended: asked a moment later, nobody would be there to
         say it.
@@ -260,84 +268,88 @@ class Service:
         for peer, talk in list(
             self._conversations.items()
         ):  # one that cannot be told is parted with
-            if talk.asked:
-                self._send(peer, StatusReply(tuple(self._lines)))
+            if talk.wants_status:
+                self._send_message(peer, StatusReply(tuple(self._lines)))
 
-    def _send(self, peer: Peer, message: Message) -> None:
+    def _send_message(self, peer: Peer, message: Message) -> None:
         if talk := self._conversations.get(peer):
             counted = not isinstance(message, Echo)
             try:
                 self.transport.send(
-                    peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message)
+                    peer, Envelope(self.scheduler, 0, talk.sent if counted else 0, message)
                 )
-                talk.said += counted
+                talk.sent += counted
             except CodecError as error:
-                self._complain(f"a message was not sent: {error}")
-                if not isinstance(message, BESIDE):
-                    self._part(peer, f"the scheduler cannot say what comes next: {error}")
+                self._warn_limited(f"a message was not sent: {error}")
+                if not isinstance(message, OPTIONAL_MESSAGES):
+                    self._end_conversation(
+                        peer, f"the scheduler cannot say what comes next: {error}"
+                    )
 
-    def _part(self, peer: Peer, why: str) -> None:
+    def _end_conversation(self, peer: Peer, why: str) -> None:
         """
         End a conversation in which a word that the other side waits for cannot be said; the job may
         go on.
         """
         talk = self._conversations.pop(peer)
-        self.transport.send(peer, Envelope(self.scheduler, 0, talk.said, Refuse(70, why)))
+        self.transport.send(peer, Envelope(self.scheduler, 0, talk.sent, Refuse(70, why)))
         self.transport.close_peer(peer)
-        self._step(Disconnected(peer))
+        self._step_machine(PeerDisconnected(peer))
 
-    def _record(self, events: Sequence[Event]) -> None:
+    def _record_events(self, events: Sequence[LogEvent]) -> None:
         for event in events:
-            self._note_line(event)
-        if self._record_events and events:
-            self._record_events(events)
+            self._add_line(event)
+        if self._on_events and events:
+            self._on_events(events)
 
-    def _note_line(self, event: Event) -> None:
+    def _add_line(self, event: LogEvent) -> None:
         line = event.to_line()
         self._lines.append(line)
-        self._size += len(line)
-        while self._size > MOST_LINES and len(self._lines) > 1:
-            self._size -= len(self._lines.popleft())
+        self._lines_chars += len(line)
+        while self._lines_chars > MAX_STATUS_CHARS and len(self._lines) > 1:
+            self._lines_chars -= len(self._lines.popleft())
 
-    def warn(self, text: str, *, aloud: bool = False) -> None:
+    def warn(self, text: str, *, to_nodes: bool = False) -> None:
         """Tell people, in the event log; where there is none, or ``aloud``, at their terminals."""
-        self._record([Event("warning", self.clock.wall(), {"text": text})])
-        if self._record_events is None or aloud:
-            self._due += [
-                Send(member.peer, Notice(text)) for member in self.machine.nodes if member.peer
+        self._record_events([LogEvent("warning", self.clock.wall(), {"text": text})])
+        if self._on_events is None or to_nodes:
+            self._pending_actions += [
+                SendMessage(member.peer, Notice(text))
+                for member in self.machine.roster.active_nodes
+                if member.peer
             ]
 
-    def _muffled(self, action: Record) -> bool:
+    def _is_muted(self, action: RecordEvent) -> bool:
         """Whether so many were refused in a short time that one more is only counted."""
         if action.kind != "refused":
             return False
         now = self.clock.monotonic()
-        while self._refusals and now - self._refusals[0] > REFUSALS_IN:
+        while self._refusals and now - self._refusals[0] > REFUSAL_WINDOW_SECONDS:
             self._refusals.popleft()
-        if len(self._refusals) >= MOST_REFUSALS:
-            self._muted += 1
+        if len(self._refusals) >= MAX_REFUSALS:
+            self._muted_count += 1
             return True
         self._refusals.append(now)
         return False
 
-    def _complain(self, text: str) -> None:
+    def _warn_limited(self, text: str) -> None:
         """Warn about strangers, at a rate that no flood of them raises."""
         now = self.clock.monotonic()
-        if now - self._complained < COMPLAIN_EVERY:
-            self._muted += 1
+        if now - self._warned_at < COMPLAINT_SECONDS:
+            self._muted_count += 1
             return
-        if self._muted:
-            text += f" (and {self._muted} more like it before)"
-        self._complained = now
-        self._muted = 0
-        self._record([Event("warning", self.clock.wall(), {"text": text})])
+        if self._muted_count:
+            text += f" (and {self._muted_count} more like it before)"
+        self._warned_at = now
+        self._muted_count = 0
+        self._record_events([LogEvent("warning", self.clock.wall(), {"text": text})])
 
 
-def _fault(talk: _Conversation, item: Arrived) -> str:
+def _find_fault(talk: _Conversation, item: EnvelopeArrived) -> str:
     """Return how an envelope breaks the order of its connection, or the empty string."""
     envelope = item.envelope
     hello = talk.hello
-    due = 0 if isinstance(envelope.body, Heartbeat) else talk.heard
+    due = 0 if isinstance(envelope.body, Heartbeat) else talk.received
     if envelope.sequence != due:
         return f"message {envelope.sequence} where {due} was due"
     if hello is None:

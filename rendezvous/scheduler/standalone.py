@@ -11,15 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pdrun import async_writer as lane
-from pdrun import process_setup as early
+from pdrun import async_writer, process_setup
 from pdrun.clock import SystemClock
 from pdrun.endpoint import Endpoint
-from pdrun.eventlog import Event, EventLog
-from pdrun.rendezvous.journal.recovery import enter
-from pdrun.rendezvous.policies.texts import count, how_to_start
+from pdrun.eventlog import EventLog, LogEvent
+from pdrun.rendezvous.journal.recovery import begin_or_resume
+from pdrun.rendezvous.policies.texts import start_instructions
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.scheduler.service import Service
+from pdrun.text import plural
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.security import Secret
@@ -32,7 +32,7 @@ def serve_standalone(
     *,
     insecure: bool = False,
     events_path: Path | None = None,
-    say: Callable[[str], None] | None = None,
+    show_line: Callable[[str], None] | None = None,
     how_to_join: str = "",
     journal: Path | None = None,
 ) -> int:
@@ -45,40 +45,42 @@ def serve_standalone(
     """
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
-    say = say or lane.say
-    recovery = enter(config, SystemClock(), journal, events_path)
+    show_line = show_line or async_writer.write_message
+    recovery = begin_or_resume(config, SystemClock(), journal, events_path)
     transport = ZmqServer(
         secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares
     )
     log = EventLog(events_path) if events_path else None
 
-    def record(events: Sequence[Event]) -> None:
+    def record(events: Sequence[LogEvent]) -> None:
         if log:
             log.extend(events)
         for event in events:
             if event.kind not in ("created", "assigned", "exited", "verdict"):
-                say(_shown(event))
+                show_line(_format_event(event))
 
     service = Service(config, transport, record=record, recovery=recovery)
-    if recovery.resumed:
-        say(f"resuming from {journal}")
+    if recovery.is_resumed:
+        show_line(f"resuming from {journal}")
     named = f"job '{config.job}'" if config.job else "the first job that comes"
-    awaited = count(config.nodes, config.unit)
-    say(f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {awaited}")
-    say(how_to_join or how_to_start(config, transport.endpoint, insecure=insecure))
+    awaited = plural(config.nodes, config.unit)
+    show_line(
+        f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {awaited}"
+    )
+    show_line(how_to_join or start_instructions(config, transport.endpoint, insecure=insecure))
     if insecure:
-        say(
+        show_line(
             "INSECURE: no token is asked for; anybody who reaches this port can take part in the job"
         )
     signals: list[int] = []
-    restore = _catch(signals)
+    restore = _catch_signals(signals)
     stops = 0
     try:
-        while service.done is None:
+        while service.exit_code is None:
             service.poll_once(0.2)
             while signals:
                 where = f"a signal at the scheduler{' on ' + config.host if config.host else ''}"
-                service.stop(signals.pop(0), where, force=stops > 0)
+                service.stop_job(signals.pop(0), where, force=stops > 0)
                 stops += 1
         service.finish()
     finally:
@@ -86,15 +88,15 @@ def serve_standalone(
         service.close()
         transport.close(1.0)
         if log and (missing := log.close()):
-            say(missing)
-    verdict = service.machine.verdict
+            show_line(missing)
+    verdict = service.machine.shutdown.verdict
     if verdict and verdict.code:
-        say(f"job ended with code {verdict.code}: {verdict.reason}")
-    lane.flush()
-    return service.done
+        show_line(f"job ended with code {verdict.code}: {verdict.reason}")
+    async_writer.flush_messages()
+    return service.exit_code
 
 
-def _shown(event: Event) -> str:
+def _format_event(event: LogEvent) -> str:
     data = event.data
     parts = [str(data[key]) for key in ("node", "host", "text", "reason") if data.get(key)]
     if parts:
@@ -102,7 +104,7 @@ def _shown(event: Event) -> str:
     return event.kind
 
 
-def _catch(signals: list[int]) -> Callable[[], None]:
+def _catch_signals(signals: list[int]) -> Callable[[], None]:
     """Collect SIGINT and SIGTERM in ``signals``; return what puts the old handlers back."""
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -115,6 +117,6 @@ def _catch(signals: list[int]) -> Callable[[], None]:
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
+            signal.signal(number, process_setup.handler_after(handler))  # type: ignore[arg-type]
 
     return restore

@@ -16,7 +16,7 @@ from pdrun.rendezvous.protocol.messages import Envelope
 
 
 @dataclass(frozen=True)
-class Arrived:
+class EnvelopeArrived:
     """A whole, well-formed envelope."""
 
     peer: Peer
@@ -26,7 +26,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Gone:
+class PeerGone:
     """A connection has ended; nothing more comes from it."""
 
     peer: Peer
@@ -35,21 +35,21 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Complaint:
+class ProtocolViolation:
     """Something hostile or broken was at the door and was dropped; for the log."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Woken:
+class FdReady:
     """A watched descriptor is readable."""
 
     fd: int
 
 
 @dataclass(frozen=True)
-class Alive:
+class PeersAlive:
     """
     These connections were heard, and hear what they are answered, since the last time: in place of
     heartbeats.
@@ -58,13 +58,13 @@ class Alive:
     peers: tuple[Peer, ...]
 
 
-Incoming = Arrived | Gone | Complaint | Woken | Alive
+TransportEvent = EnvelopeArrived | PeerGone | ProtocolViolation | FdReady | PeersAlive
 
 
 class ServerTransport(Protocol):
     """The scheduler's side."""
 
-    def poll(self, timeout: float) -> Sequence[Incoming]:
+    def poll(self, timeout: float) -> Sequence[TransportEvent]:
         """Wait for at most ``timeout`` seconds and return what came in."""
         ...
 
@@ -87,7 +87,7 @@ class MemoryHub:
     """A ServerTransport whose clients live in the same process and thread; `poll` never waits."""
 
     def __init__(self) -> None:
-        self._incoming: list[Incoming] = []
+        self._incoming: list[TransportEvent] = []
         self._clients: dict[Peer, MemoryTransport] = {}
         self._count = 0
 
@@ -98,7 +98,7 @@ class MemoryHub:
         self._clients[client.peer] = client
         return client
 
-    def poll(self, timeout: float = 0.0) -> Sequence[Incoming]:
+    def poll(self, timeout: float = 0.0) -> Sequence[TransportEvent]:
         """Return what the clients have done since the last call."""
         result = self._incoming
         self._incoming = []
@@ -107,27 +107,27 @@ class MemoryHub:
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Lay a message into the client's box."""
         if client := self._clients.get(peer):
-            client.box.append(envelope)
+            client.inbox.append(envelope)
 
     def close_peer(self, peer: Peer) -> None:
         """End a connection; what lies in the client's box stays readable."""
         if client := self._clients.pop(peer, None):
-            client.closed = True
+            client.is_closed = True
 
     def close(self, timeout: float = 0.0) -> None:
         """End every connection."""
         for peer in list(self._clients):
             self.close_peer(peer)
 
-    def deliver(self, client: MemoryTransport, envelope: Envelope) -> None:
+    def deliver_envelope(self, client: MemoryTransport, envelope: Envelope) -> None:
         """Take a message from a client."""
         if client.peer in self._clients:
-            self._incoming.append(Arrived(client.peer, client.role, envelope))
+            self._incoming.append(EnvelopeArrived(client.peer, client.role, envelope))
 
-    def leave(self, client: MemoryTransport) -> None:
+    def on_client_closed(self, client: MemoryTransport) -> None:
         """Take note that a client has closed its end."""
         if self._clients.pop(client.peer, None):
-            self._incoming.append(Gone(client.peer))
+            self._incoming.append(PeerGone(client.peer))
 
 
 class MemoryTransport:
@@ -137,20 +137,20 @@ class MemoryTransport:
         self.hub = hub
         self.peer = peer
         self.role = role
-        self.box: list[Envelope] = []
-        self.closed = False
+        self.inbox: list[Envelope] = []
+        self.is_closed = False
 
     def send(self, envelope: Envelope) -> None:
         """Hand a message to the hub."""
-        self.hub.deliver(self, envelope)
+        self.hub.deliver_envelope(self, envelope)
 
-    def take(self) -> list[Envelope]:
+    def take_envelopes(self) -> list[Envelope]:
         """Return what has come since the last call."""
-        result = self.box
-        self.box = []
+        result = self.inbox
+        self.inbox = []
         return result
 
     def close(self) -> None:
         """End the connection, as a process does that dies."""
-        self.closed = True
-        self.hub.leave(self)
+        self.is_closed = True
+        self.hub.on_client_closed(self)

@@ -12,7 +12,7 @@ import socket
 import threading
 
 
-class Lookup:
+class NameLookup:
     """
     The state of one host's name. Ask with `begin` as often as wanted; one question runs at a time.
     """
@@ -26,13 +26,15 @@ class Lookup:
         that is known.
         """
 
-    def begin(self) -> None:
+    def start_lookup(self) -> None:
         """Ask, without waiting for the answer."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._ask, name="pdrun-lookup", daemon=True)
+            self._thread = threading.Thread(
+                target=self._resolve_name, name="pdrun-lookup", daemon=True
+            )
             self._thread.start()
 
-    def _ask(self) -> None:
+    def _resolve_name(self) -> None:
         self.fault = name_fault(self._host)
 
 

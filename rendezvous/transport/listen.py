@@ -12,7 +12,7 @@ import socket
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
 
-SEGMENT = 1220
+MAX_SEGMENT_BYTES = 1220
 """
 Bytes of payload in a TCP packet, either way: an MTU of 1280, the least that IPv6 allows. A path (a
 tunnel, an overlay) that swallows larger packets and tells nobody lets the handshake through and
@@ -30,7 +30,7 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
             process that holds it, where that can be seen).
     """
     where = str(endpoint)
-    family, address = _resolve(endpoint)
+    family, address = _resolve_endpoint(endpoint)
     if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
         raise ConfigError(
             "would listen on every interface",
@@ -42,16 +42,16 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, MAX_SEGMENT_BYTES)
         listener.bind(address)
         listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise _complaint(endpoint, error) from None
+        raise _listen_error(endpoint, error) from None
     return listener
 
 
-def _resolve(endpoint: Endpoint) -> tuple[int, tuple[str, int]]:
+def _resolve_endpoint(endpoint: Endpoint) -> tuple[int, tuple[str, int]]:
     host = endpoint.host
     try:
         found = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
@@ -62,11 +62,11 @@ def _resolve(endpoint: Endpoint) -> tuple[int, tuple[str, int]]:
     return family, address  # type: ignore[return-value]
 
 
-def _complaint(endpoint: Endpoint, error: OSError) -> ConfigError:
+def _listen_error(endpoint: Endpoint, error: OSError) -> ConfigError:
     where = str(endpoint)
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"port {endpoint.port} is in use{holder(endpoint.port)}",
+            f"port {endpoint.port} is in use{describe_port_holder(endpoint.port)}",
             where=where,
             hint="end that process, or choose another port with --scheduler HOST:PORT",
         )
@@ -79,7 +79,7 @@ def _complaint(endpoint: Endpoint, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen: {error.strerror}", where=where)
 
 
-def holder(port: int) -> str:
+def describe_port_holder(port: int) -> str:
     """
     Return `` by pid N (command)`` for the process that listens on a port, or the empty string when
     unknown.

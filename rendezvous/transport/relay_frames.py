@@ -24,25 +24,25 @@ from pdrun.rendezvous.protocol.codec import CodecError
 from pdrun.rendezvous.protocol.messages import Envelope
 
 MAGIC = b"pdrun relay 1\n"
-LIMIT = Envelope.LIMIT + 4096
+MAX_FRAME_BYTES = Envelope.LIMIT + 4096
 """Bytes of a frame, at most."""
-FULL = 1 << 18
+FULL_FRAME_BYTES = 1 << 18
 """Bytes after which a frame takes no further item."""
 ROLES = ("", "agent", "view")
-BESIDE = "relay"
-ALONE = "relay-alone"
+CHILD_RELAY_SENDER = "relay"
+STANDALONE_RELAY_SENDER = "relay-alone"
 """
 Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of
 its own.
 """
 
-_HEAD = struct.Struct("!BI")
-_SAID = struct.Struct("!IB")
+_ITEM_HEAD = struct.Struct("!BI")
+_AGENT_HEAD = struct.Struct("!IB")
 _NUMBER = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
-class Said:
+class AgentFrame:
     """A word of, or for, one agent."""
 
     number: int
@@ -55,7 +55,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentClosed:
     """
     The connection of an agent is over (from the relay), or is to be ended (from the scheduler).
     """
@@ -64,7 +64,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Heard:
+class AliveReport:
     """These agents have beaten since the last time, and hear what they are answered."""
 
     pulse: int
@@ -73,32 +73,32 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RelayPulse:
     """The scheduler is alive: it has read the Heard of that number."""
 
     pulse: int
 
 
-Item = Said | Ended | Heard | Pulse
+RelayItem = AgentFrame | AgentClosed | AliveReport | RelayPulse
 
 
-def pack(items: Iterable[Item]) -> Iterator[bytes]:
+def pack_frames(items: Iterable[RelayItem]) -> Iterator[bytes]:
     """Yield as few frames as hold the items in their order."""
     parts = [MAGIC]
     size = len(MAGIC)
     for item in items:
-        kind, body = _body(item)
-        if size + len(body) > FULL and len(parts) > 1:
+        kind, body = _encode_item(item)
+        if size + len(body) > FULL_FRAME_BYTES and len(parts) > 1:
             yield b"".join(parts)
             parts = [MAGIC]
             size = len(MAGIC)
-        parts += (_HEAD.pack(kind, len(body)), body)
-        size += _HEAD.size + len(body)
+        parts += (_ITEM_HEAD.pack(kind, len(body)), body)
+        size += _ITEM_HEAD.size + len(body)
     if len(parts) > 1:
         yield b"".join(parts)
 
 
-def unpack(frame: bytes) -> list[Item]:
+def unpack_frame(frame: bytes) -> list[RelayItem]:
     """
     Return the items of a frame.
 
@@ -107,41 +107,45 @@ def unpack(frame: bytes) -> list[Item]:
     """
     if not frame.startswith(MAGIC):
         raise CodecError("no frame of a relay")
-    found: list[Item] = []
+    found: list[RelayItem] = []
     at = len(MAGIC)
     while at < len(frame):
-        if at + _HEAD.size > len(frame):
+        if at + _ITEM_HEAD.size > len(frame):
             raise CodecError(f"an item is cut at {at}")
-        kind, length = _HEAD.unpack_from(frame, at)
-        start = at + _HEAD.size
-        at = at + _HEAD.size + length
+        kind, length = _ITEM_HEAD.unpack_from(frame, at)
+        start = at + _ITEM_HEAD.size
+        at = at + _ITEM_HEAD.size + length
         if at > len(frame):
             raise CodecError(f"an item of {length} bytes is cut at {start}")
-        found.append(_item(kind, frame[start:at], start))
+        found.append(_decode_item(kind, frame[start:at], start))
     return found
 
 
-def _body(item: Item) -> tuple[int, bytes]:
+def _encode_item(item: RelayItem) -> tuple[int, bytes]:
     match item:
-        case Said(number, role, data):
-            return 1, _SAID.pack(number, ROLES.index(role)) + data
-        case Ended(number):
+        case AgentFrame(number, role, data):
+            return 1, _AGENT_HEAD.pack(number, ROLES.index(role)) + data
+        case AgentClosed(number):
             return 2, _NUMBER.pack(number)
-        case Heard(pulse, numbers):
+        case AliveReport(pulse, numbers):
             return 3, struct.pack(f"!{len(numbers) + 1}I", pulse, *numbers)
-        case Pulse(pulse):
+        case RelayPulse(pulse):
             return 4, _NUMBER.pack(pulse)
 
 
-def _item(kind: int, body: bytes, at: int) -> Item:
-    if kind == 1 and _SAID.size < len(body) <= _SAID.size + Envelope.LIMIT and body[4] < len(ROLES):
-        number, role = _SAID.unpack_from(body)
-        return Said(number, ROLES[role], body[_SAID.size :])
+def _decode_item(kind: int, body: bytes, at: int) -> RelayItem:
+    if (
+        kind == 1
+        and _AGENT_HEAD.size < len(body) <= _AGENT_HEAD.size + Envelope.LIMIT
+        and body[4] < len(ROLES)
+    ):
+        number, role = _AGENT_HEAD.unpack_from(body)
+        return AgentFrame(number, ROLES[role], body[_AGENT_HEAD.size :])
     if kind == 2 and len(body) == _NUMBER.size:
-        return Ended(_NUMBER.unpack(body)[0])
+        return AgentClosed(_NUMBER.unpack(body)[0])
     if kind == 3 and body and len(body) % 4 == 0:
         pulse, *numbers = struct.unpack(f"!{len(body) // 4}I", body)
-        return Heard(pulse, tuple(numbers))
+        return AliveReport(pulse, tuple(numbers))
     if kind == 4 and len(body) == _NUMBER.size:
-        return Pulse(_NUMBER.unpack(body)[0])
+        return RelayPulse(_NUMBER.unpack(body)[0])
     raise CodecError(f"an item of kind {kind} with {len(body)} bytes at {at} is none")

@@ -12,24 +12,30 @@ from collections.abc import Callable, Sequence
 
 from pdrun.rendezvous.protocol.codec import CodecError, decode
 from pdrun.rendezvous.protocol.events import Peer
-from pdrun.rendezvous.transport.base import Alive, Arrived, Complaint, Gone, Incoming
+from pdrun.rendezvous.transport.base import (
+    EnvelopeArrived,
+    PeerGone,
+    PeersAlive,
+    ProtocolViolation,
+    TransportEvent,
+)
 from pdrun.rendezvous.transport.relay_frames import (
-    FULL,
-    Ended,
-    Heard,
-    Item,
-    Pulse,
-    Said,
-    pack,
-    unpack,
+    FULL_FRAME_BYTES,
+    AgentClosed,
+    AgentFrame,
+    AliveReport,
+    RelayItem,
+    RelayPulse,
+    pack_frames,
+    unpack_frame,
 )
 
 
-class Relays:
+class RelayTable:
     """All relays of one transport. ``put`` sends a frame to a relay's connection."""
 
     def __init__(self, put: Callable[[Peer, bytes], None]) -> None:
-        self._put = put
+        self._send_bytes = put
         self._agents: dict[Peer, set[Peer]] = {}
         """relay -> the agents behind it that are known and not ended"""
         self._closed: dict[Peer, set[int]] = {}
@@ -37,15 +43,15 @@ class Relays:
         relay -> connections that were told to end, and whose end the relay has not reported: they
         are not heard
         """
-        self._outbox: dict[Peer, list[Item]] = {}
-        self._waiting: dict[Peer, int] = {}
+        self._outbox: dict[Peer, list[RelayItem]] = {}
+        self._queued_bytes: dict[Peer, int] = {}
         """relay -> bytes in its outbox"""
 
     def __contains__(self, peer: Peer) -> bool:
         relay, slash, _ = peer.partition("/")
         return bool(slash) and peer in self._agents.get(relay, ())
 
-    def open(self, relay: Peer, frame: bytes) -> Sequence[Incoming]:
+    def read_frame(self, relay: Peer, frame: bytes) -> Sequence[TransportEvent]:
         """
         Return what a frame of a relay means.
 
@@ -55,81 +61,83 @@ class Relays:
         """
         agents = self._agents.setdefault(relay, set())
         closed = self._closed.setdefault(relay, set())
-        found: list[Incoming] = []
-        for item in unpack(frame):
+        found: list[TransportEvent] = []
+        for item in unpack_frame(frame):
             match item:
-                case Said(number) if number in closed:
+                case AgentFrame(number) if number in closed:
                     pass
-                case Said(number, role, data):
-                    found += self._said(relay, f"{relay}/{number}", role, data, agents)
-                case Ended(number):
+                case AgentFrame(number, role, data):
+                    found += self._read_envelope(relay, f"{relay}/{number}", role, data, agents)
+                case AgentClosed(number):
                     closed.discard(number)
                     if (peer := f"{relay}/{number}") in agents:
                         agents.discard(peer)
-                        found.append(Gone(peer))
-                case Heard(pulse, numbers):
+                        found.append(PeerGone(peer))
+                case AliveReport(pulse, numbers):
                     found.append(
-                        Alive(tuple(peer for n in numbers if (peer := f"{relay}/{n}") in agents))
+                        PeersAlive(
+                            tuple(peer for n in numbers if (peer := f"{relay}/{n}") in agents)
+                        )
                     )
-                    self._queue(relay, Pulse(pulse), 16)
-                case Pulse():
+                    self._queue_item(relay, RelayPulse(pulse), 16)
+                case RelayPulse():
                     raise CodecError("a pulse goes to a relay, not from it")
         return found
 
-    def _said(
+    def _read_envelope(
         self, relay: Peer, peer: Peer, role: str, data: bytes, agents: set[Peer]
-    ) -> Sequence[Incoming]:
+    ) -> Sequence[TransportEvent]:
         new = peer not in agents
         try:
             envelope = decode(data)
         except CodecError as error:
             agents.add(peer)
-            self.close(peer)
+            self.close_agent(peer)
             return (
-                Complaint(f"an agent behind a relay was cut off: {error}"),
-                *(() if new else (Gone(peer),)),
+                ProtocolViolation(f"an agent behind a relay was cut off: {error}"),
+                *(() if new else (PeerGone(peer),)),
             )
         agents.add(peer)
-        return (Arrived(peer, role, envelope),)
+        return (EnvelopeArrived(peer, role, envelope),)
 
     def send(self, peer: Peer, data: bytes) -> None:
         """Queue an envelope for an agent behind a relay."""
         relay, _, number = peer.partition("/")
-        self._queue(relay, Said(int(number), "", data), len(data))
+        self._queue_item(relay, AgentFrame(int(number), "", data), len(data))
 
-    def close(self, peer: Peer) -> None:
+    def close_agent(self, peer: Peer) -> None:
         """
         Have a relay end one connection, after what was sent to it; no Gone is reported for it.
         """
         relay, _, number = peer.partition("/")
         self._agents[relay].discard(peer)
         self._closed[relay].add(int(number))
-        self._queue(relay, Ended(int(number)), 16)
+        self._queue_item(relay, AgentClosed(int(number)), 16)
 
-    def ended(self, peer: Peer) -> Sequence[Incoming]:
+    def on_peer_ended(self, peer: Peer) -> Sequence[TransportEvent]:
         """A connection, a relay's perhaps, is over: return what that means."""
         self._outbox.pop(peer, None)
-        self._waiting.pop(peer, None)
+        self._queued_bytes.pop(peer, None)
         self._closed.pop(peer, None)
         return (
-            *(Gone(agent, between=True) for agent in sorted(self._agents.pop(peer, ()))),
-            Gone(peer),
+            *(PeerGone(agent, between=True) for agent in sorted(self._agents.pop(peer, ()))),
+            PeerGone(peer),
         )
 
     def flush(self) -> None:
         """Send what is queued."""
         boxes = self._outbox
         self._outbox = {}
-        self._waiting.clear()
+        self._queued_bytes.clear()
         for relay, items in boxes.items():
-            for frame in pack(items):
-                self._put(relay, frame)
+            for frame in pack_frames(items):
+                self._send_bytes(relay, frame)
 
-    def _queue(self, relay: Peer, item: Item, size: int) -> None:
+    def _queue_item(self, relay: Peer, item: RelayItem, size: int) -> None:
         self._outbox.setdefault(relay, []).append(item)
-        self._waiting[relay] = self._waiting.get(relay, 0) + size
-        if self._waiting[relay] >= FULL:
+        self._queued_bytes[relay] = self._queued_bytes.get(relay, 0) + size
+        if self._queued_bytes[relay] >= FULL_FRAME_BYTES:
             items = self._outbox.pop(relay)
-            del self._waiting[relay]
-            for frame in pack(items):
-                self._put(relay, frame)
+            del self._queued_bytes[relay]
+            for frame in pack_frames(items):
+                self._send_bytes(relay, frame)

@@ -29,22 +29,22 @@ from pdrun.rendezvous.protocol.messages import (
 )
 
 
-class Memory:
+class ResendBuffer:
     """The messages of an agent that a new connection must repeat, in order."""
 
     def __init__(self) -> None:
-        self._kept: list[Message] = []
+        self._messages: list[Message] = []
 
-    def note(self, message: Message) -> None:
+    def add_message(self, message: Message) -> None:
         """Keep a message that changes the scheduler's state; others are let go."""
         if isinstance(
             message, Progress
         ):  # the last one tells what is saved; who moved before it moves again
-            self._kept = [kept for kept in self._kept if not isinstance(kept, Progress)]
+            self._messages = [kept for kept in self._messages if not isinstance(kept, Progress)]
         if isinstance(message, Hung):  # told again while it lasts
-            self._kept = [
+            self._messages = [
                 kept
-                for kept in self._kept
+                for kept in self._messages
                 if not isinstance(kept, Hung) or kept.rank != message.rank
             ]
         if isinstance(
@@ -60,22 +60,22 @@ class Memory:
             | StopRequest
             | Leave,
         ):
-            self._kept.append(message)
+            self._messages.append(message)
 
     def forget_before(self, generation: int) -> None:
         """A new generation has begun: what belongs to older ones is never said again."""
-        self._kept = [
+        self._messages = [
             message
-            for message in self._kept
+            for message in self._messages
             if getattr(message, "generation", generation) >= generation
         ]
 
-    def to_repeat(self) -> tuple[Message, ...]:
+    def messages_to_repeat(self) -> tuple[Message, ...]:
         """Return what a new connection says after Hello."""
-        return tuple(self._kept)
+        return tuple(self._messages)
 
 
-class Filter:
+class DuplicateFilter:
     """Hides from the agent what the scheduler tells a second time."""
 
     def __init__(self) -> None:
@@ -93,6 +93,6 @@ class Filter:
             return before is None
         return message != before
 
-    def seen(self, kind: type[Message]) -> Message | None:
+    def last_message(self, kind: type[Message]) -> Message | None:
         """Return the last message of a kind that passed, or None."""
         return self._last.get(kind)

@@ -15,39 +15,39 @@ from __future__ import annotations
 
 from types import ModuleType
 
-HANDSHAKE = 3.0
+HANDSHAKE_SECONDS = 3.0
 """Seconds that a connection has to prove its key where few are expected."""
-TAKEN_A_SECOND = 200
+HANDSHAKES_PER_SECOND = 200
 """Handshakes a second of one process, with room for a busy machine."""
-PROBE = 1.0
+PROBE_SECONDS = 1.0
 """Seconds between ZeroMQ's probes of a silent connection; three without an answer end it."""
-PROBED = 1000
+MAX_PROBED_NODES = 1000
 """Nodes up to which there are such probes."""
-KEEPALIVE = 15
+KEEPALIVE_SECONDS = 15
 """Seconds between the kernel's probes of a silent connection; three without an answer end it."""
 
 
-def handshake(crowd: int) -> float:
+def handshake_seconds(crowd: int) -> float:
     """Return the seconds that a handshake may take where ``crowd`` connections may come at once."""
-    return HANDSHAKE + crowd / TAKEN_A_SECOND
+    return HANDSHAKE_SECONDS + crowd / HANDSHAKES_PER_SECOND
 
 
-def probe(crowd: int) -> int:
+def probe_milliseconds(crowd: int) -> int:
     """
     Return the milliseconds between two of ZeroMQ's probes of one of ``crowd`` connections; 0: there
     are none.
     """
-    return int(PROBE * 1000) if crowd <= PROBED else 0
+    return int(PROBE_SECONDS * 1000) if crowd <= MAX_PROBED_NODES else 0
 
 
-def keepalive(zmq: ModuleType) -> tuple[tuple[int, int], ...]:
+def keepalive_options(zmq: ModuleType) -> tuple[tuple[int, int], ...]:
     """
     Return the options of a socket that have the kernel probe its connections; ``zmq`` is the module
     of that name.
     """
     return (
         (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE),
-        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
         (zmq.TCP_KEEPALIVE_CNT, 3),
     )

@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import zmq
 
-ADDRESS = "inproc://zeromq.zap.01"
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where libzmq looks for the handler."""
-DOMAIN = b"pdrun"
-MOST = 500
+ZAP_DOMAIN = b"pdrun"
+MAX_ANSWERS = 500
 """Questions after which a handler is replaced."""
-REST = 1.0
+DRAIN_SECONDS = 1.0
 """
 Seconds in which the old one answers those that had begun to ask it; more than a thread of libzmq
 stands still.
 """
 
 
-class Door:
+class ZapAuthenticator:
     """
     Answers in the loop that polls: its sockets are registered there, and `answer` is called after
     each poll.
@@ -60,31 +60,31 @@ class Door:
         self._poller = poller
         self._roles = roles
         self._answered = 0
-        self._replaced = 0.0
+        self._replaced_at = 0.0
         self._old: zmq.Socket[bytes] | None = None
-        self._current = self._handler()
-        self._current.bind(ADDRESS)
+        self._current = self._make_handler()
+        self._current.bind(ZAP_ADDRESS)
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def guard_socket(self, socket: zmq.Socket[bytes]) -> None:
         """Have a socket, not bound yet, ask here; without a handler it lets nobody in."""
-        socket.zap_domain = DOMAIN
+        socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(self._zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def answer(self, ready: Collection[object]) -> None:
+    def answer_requests(self, ready: Collection[object]) -> None:
         """
         Answer what is asked on the sockets that are ready, and replace the handler where it is
         time.
         """
         if self._current in ready:
-            self._answered += self._serve(self._current)
+            self._answered += self._serve_handler(self._current)
         if self._old is not None:
-            self._serve(self._old)
-            if time.monotonic() - self._replaced >= REST:
+            self._serve_handler(self._old)
+            if time.monotonic() - self._replaced_at >= DRAIN_SECONDS:
                 self._poller.unregister(self._old)
                 self._old.close(linger=0)
                 self._old = None
-        elif self._answered >= MOST:
-            self._replace()
+        elif self._answered >= MAX_ANSWERS:
+            self._replace_handler()
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -92,24 +92,24 @@ class Door:
         if self._old is not None:
             self._old.close(linger=0)
 
-    def _replace(self) -> None:
+    def _replace_handler(self) -> None:
         self._answered = 0
         try:
-            new = self._handler()
+            new = self._make_handler()
         except (
             self._zmq.ZMQError
         ):  # no descriptor is left: nobody comes in either, and what is there goes on
             return
-        self._old, self._current, self._replaced = self._current, new, time.monotonic()
-        self._old.unbind(ADDRESS)
-        new.bind(ADDRESS)
+        self._old, self._current, self._replaced_at = self._current, new, time.monotonic()
+        self._old.unbind(ZAP_ADDRESS)
+        new.bind(ZAP_ADDRESS)
 
-    def _handler(self) -> zmq.Socket[bytes]:
+    def _make_handler(self) -> zmq.Socket[bytes]:
         handler = self._context.socket(self._zmq.REP)
         self._poller.register(handler, self._zmq.POLLIN)
         return handler
 
-    def _serve(self, handler: zmq.Socket[bytes]) -> int:
+    def _serve_handler(self, handler: zmq.Socket[bytes]) -> int:
         """Answer all that a handler has been asked; return how many that were."""
         answered = 0
         while True:
@@ -124,7 +124,7 @@ class Door:
                 and request[5] == b"CURVE"
                 and len(request[6]) == 32
             )
-            role = self._roles.get(_z85(request[6])) if known else None
+            role = self._roles.get(_encode_z85(request[6])) if known else None
             reply = (
                 [b"200", b"OK", role.encode(), b""] if role else [b"400", b"unknown key", b"", b""]
             )
@@ -132,7 +132,7 @@ class Door:
             answered += 1
 
 
-def _z85(key: bytes) -> bytes:
+def _encode_z85(key: bytes) -> bytes:
     from zmq.utils import z85
 
     return z85.encode(key)

@@ -28,7 +28,7 @@ from pdrun.errors import ConfigError
 from pdrun.rendezvous.protocol import security
 from pdrun.rendezvous.protocol.codec import CodecError, decode, encode
 from pdrun.rendezvous.protocol.messages import (
-    BESIDE,
+    OPTIONAL_MESSAGES,
     PROTOCOL,
     Assign,
     Echo,
@@ -41,27 +41,40 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
 )
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.transport import timeouts as pace
-from pdrun.rendezvous.transport.dns import Lookup
-from pdrun.rendezvous.transport.reconnect import MUTE, NOBODY, Patience
-from pdrun.rendezvous.transport.relay_frames import ALONE
-from pdrun.rendezvous.transport.resend import Filter, Memory
-from pdrun.rendezvous.transport.zmq_util import FAR_AWAY, end_context, monitor, monitor_event
+from pdrun.rendezvous.transport.dns import NameLookup
+from pdrun.rendezvous.transport.reconnect import (
+    NO_LISTENER_TEXT,
+    SILENT_LISTENER_TEXT,
+    ReconnectPolicy,
+)
+from pdrun.rendezvous.transport.relay_frames import STANDALONE_RELAY_SENDER
+from pdrun.rendezvous.transport.resend import DuplicateFilter, ResendBuffer
+from pdrun.rendezvous.transport.timeouts import (
+    handshake_seconds,
+    keepalive_options,
+    probe_milliseconds,
+)
+from pdrun.rendezvous.transport.zmq_util import (
+    NEVER_RECONNECT_MS,
+    end_context,
+    open_monitor,
+    read_monitor_event,
+)
 
 if TYPE_CHECKING:
     import zmq
 
-RETRY = 0.2
-RETRY_UNNAMED = 1.0
-RETRY_REFUSED = 0.5
-RETRY_WELCOMED = 0.1
+RETRY_SECONDS = 0.2
+RETRY_UNKNOWN_NAME_SECONDS = 1.0
+RETRY_REFUSED_SECONDS = 0.5
+RETRY_WELCOMED_SECONDS = 0.1
 """
 Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a
 refused handshake, and when one has succeeded before.
 """
 
 
-class _Stage(Enum):
+class LinkStage(Enum):
     IDLE = "no socket"
     CONNECTING = "TCP"
     SHAKING = "handshake"
@@ -131,29 +144,29 @@ class ZmqLink:
         self._epoll = select.epoll()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        self._stage = _Stage.IDLE
+        self._stage = LinkStage.IDLE
         self._inbox: list[Message] = []
-        self._doubt = 0
+        self._doubted_beat = 0
         """
         Number of the heartbeat whose answer is awaited before anything else is believed: after a
         silence longer than the lease an order may have lain here, as while this process was frozen,
         until it was given up; 0: none.
         """
-        self._held: list[Message] = []
-        self._memory = Memory()
-        self._filter = Filter()
+        self._doubted_messages: list[Message] = []
+        self._resend_buffer = ResendBuffer()
+        self._duplicate_filter = DuplicateFilter()
         self._welcome: Welcome | None = None
-        self._beats = self._echo = self._mark = 0
+        self._beat_number = self._echo_number = self._confirm_number = 0
         now = self._clock.monotonic()
-        self._patience = Patience(
-            endpoint, start_timeout, on_status, now, hint, crowd, least=patience
+        self._reconnect_policy = ReconnectPolicy(
+            endpoint, start_timeout, on_status, now, hint, crowd, min_patience=patience
         )
         self._retry_at = self._beat_at = self._attempt_at = now
-        self._lookup = Lookup(endpoint.host)
-        self._said = self._expected = 0
-        self.replaced = False
+        self._name_lookup = NameLookup(endpoint.host)
+        self._sent_count = self._received_count = 0
+        self.is_replaced = False
         """Whether another scheduler, of another job or run, answers at the address now."""
-        self._connect(now)
+        self._open_connection(now)
 
     # The Link protocol
     # ------------------------------------------------------------------------------------------------
@@ -170,9 +183,9 @@ class ZmqLink:
         Queue a message; what is said before the welcome, or while the connection is cut, goes out
         afterwards.
         """
-        self._memory.note(message)
-        if self._stage is _Stage.UP:
-            self._put(message)
+        self._resend_buffer.add_message(message)
+        if self._stage is LinkStage.UP:
+            self._send_message(message)
             self._read_socket(self._clock.monotonic())
 
     def poll(self) -> Sequence[Message]:
@@ -184,22 +197,26 @@ class ZmqLink:
             RendezvousError: nobody answered, or the scheduler was lost.
         """
         now = self._clock.monotonic()
-        self._patience.turn(now)
+        self._reconnect_policy.on_turn(now)
         self._read_monitor(now)
         self._read_socket(now)
-        if self._stage is _Stage.IDLE and now >= self._retry_at:
-            self._connect(now)
-        if self._stage is _Stage.UP and self._welcome and now >= self._beat_at:
-            self._beats += 1
-            self._put(Heartbeat(self._beats, self._echo))
+        if self._stage is LinkStage.IDLE and now >= self._retry_at:
+            self._open_connection(now)
+        if self._stage is LinkStage.UP and self._welcome and now >= self._beat_at:
+            self._beat_number += 1
+            self._send_message(Heartbeat(self._beat_number, self._echo_number))
             self._beat_at = now + (self._welcome.heartbeat or 1.0)
             self._read_socket(now)
-        if self._stage is _Stage.UP and self._welcome and self._patience.deaf(self._welcome, now):
-            self._cut(now, 0.0)
+        if (
+            self._stage is LinkStage.UP
+            and self._welcome
+            and self._reconnect_policy.is_silent(self._welcome, now)
+        ):
+            self._lose_connection(now, 0.0)
         result = self._inbox
         self._inbox = []
         if not result:
-            self._judge(now)
+            self._check_absence(now)
         return result
 
     def silent_for(self) -> float:
@@ -207,14 +224,14 @@ class ZmqLink:
         Seconds since the scheduler was last heard, without those in which this process itself stood
         still.
         """
-        return self._patience.silent_for(self._clock.monotonic())
+        return self._reconnect_policy.silent_for(self._clock.monotonic())
 
     def cut_off_for(self) -> float:
         """
         Seconds for which nothing of the scheduler's machine was heard, not even that it took a
         connection.
         """
-        return self._patience.cut_off_for(self._clock.monotonic())
+        return self._reconnect_policy.cut_off_for(self._clock.monotonic())
 
     def renew(self) -> None:
         """
@@ -228,38 +245,42 @@ class ZmqLink:
         self._drop_socket()
         self._agent = secrets.token_hex(16)
         self._incarnation = -1
-        self._memory, self._filter, self._inbox = Memory(), Filter(), []
-        self._beats = self._echo = self._mark = 0
-        self._stage = _Stage.IDLE
+        self._resend_buffer, self._duplicate_filter, self._inbox = (
+            ResendBuffer(),
+            DuplicateFilter(),
+            [],
+        )
+        self._beat_number = self._echo_number = self._confirm_number = 0
+        self._stage = LinkStage.IDLE
         self._retry_at = now
-        self._patience.cut(now)
+        self._reconnect_policy.on_disconnect(now)
 
-    def confirm(self) -> None:
+    def request_confirmation(self) -> None:
         """
         Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some
         `poll`.
         """
-        self._mark = self._beats + 1
+        self._confirm_number = self._beat_number + 1
         self._beat_at = self._clock.monotonic()
 
     @property
-    def confirmed(self) -> bool:
+    def is_confirmed(self) -> bool:
         """
         Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in
         their order.
         """
-        return self._echo >= self._mark
+        return self._echo_number >= self._confirm_number
 
     def deadline(self) -> float | None:
         """Monotonic time at which `poll` wants to be called although nothing arrived."""
         now = self._clock.monotonic()
         if self._inbox:
             return now
-        if self._stage is _Stage.OVER:
+        if self._stage is LinkStage.OVER:
             return None
-        if self._stage is _Stage.IDLE:
+        if self._stage is LinkStage.IDLE:
             return self._retry_at
-        if self._stage is _Stage.UP:
+        if self._stage is LinkStage.UP:
             return min(self._beat_at, now + 1.0)
         return now + 0.5
 
@@ -267,8 +288,8 @@ class ZmqLink:
         """Hand over what is queued, for at most ``timeout`` seconds, and close."""
         if self._epoll.closed:
             return
-        linger = timeout if self._stage in (_Stage.UP, _Stage.OVER) else 0.0
-        self._stage = _Stage.OVER
+        linger = timeout if self._stage in (LinkStage.UP, LinkStage.OVER) else 0.0
+        self._stage = LinkStage.OVER
         self._drop_socket(int(linger * 1000))
         end_context(self._context, linger)
         self._epoll.close()
@@ -276,42 +297,44 @@ class ZmqLink:
     # One connection
     # ---------------------------------------------------------------------------------------------------
 
-    def _connect(self, now: float) -> None:
+    def _open_connection(self, now: float) -> None:
         zmq = self._zmq
-        probe = pace.probe(self._crowd)
+        probe = probe_milliseconds(self._crowd)
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, FAR_AWAY),
+            (zmq.RECONNECT_IVL, NEVER_RECONNECT_MS),
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, Envelope.LIMIT),
             (zmq.SNDHWM, 0),
-            (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
+            (zmq.HANDSHAKE_IVL, int(handshake_seconds(self._crowd) * 1000)),
             (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
-            *pace.keepalive(zmq),
+            *keepalive_options(zmq),
             (zmq.HEARTBEAT_IVL, probe),
             (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):
             sock.setsockopt(option, value)
         # A name is looked up by libzmq, in its own thread, for one family an attempt.
-        name_again = self._patience.nobody_since is not None and self._incarnation % 2 == 1
+        name_again = (
+            self._reconnect_policy.no_listener_since is not None and self._incarnation % 2 == 1
+        )
         sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
         if self._secret:
-            keys = security.key_pair(self._secret, self._role)
+            keys = security.derive_key_pair(self._secret, self._role)
             sock.curve_publickey = keys.public
             sock.curve_secretkey = keys.private
-            sock.curve_serverkey = security.key_pair(self._secret, "server").public
-        self._monitor = monitor(sock)
-        sock.connect(self.endpoint.zmq)
+            sock.curve_serverkey = security.derive_key_pair(self._secret, "server").public
+        self._monitor = open_monitor(sock)
+        sock.connect(self.endpoint.zmq_url)
         for one in (sock, self._monitor):
             self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
-        self._stage = _Stage.CONNECTING
-        self._said = 0
-        self._expected = 0
+        self._stage = LinkStage.CONNECTING
+        self._sent_count = 0
+        self._received_count = 0
         self._attempt_at = now
-        self._doubt = 0
-        self._held = []
-        self._put(
+        self._doubted_beat = 0
+        self._doubted_messages = []
+        self._send_message(
             Hello(
                 PROTOCOL,
                 self._role,
@@ -334,31 +357,33 @@ class ZmqLink:
             self._socket.close(linger=linger)
         self._socket = self._monitor = None
 
-    def _cut(self, now: float, wait: float) -> None:
+    def _lose_connection(self, now: float, wait: float) -> None:
         """
         The connection is over; try again in ``wait`` seconds, unless nothing is to be said any
         more.
         """
-        if self._stage is not _Stage.OVER:
+        if self._stage is not LinkStage.OVER:
             if self._welcome is not None:
-                self._patience.cut(now)
+                self._reconnect_policy.on_disconnect(now)
             self._drop_socket()
-            self._stage = _Stage.IDLE
+            self._stage = LinkStage.IDLE
             self._retry_at = now + wait
 
-    def _put(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         if self._socket is not None:
             counted = not isinstance(message, Heartbeat)
             try:
                 data = encode(
-                    Envelope(self._agent, self._incarnation, self._said if counted else 0, message)
+                    Envelope(
+                        self._agent, self._incarnation, self._sent_count if counted else 0, message
+                    )
                 )
             except CodecError as error:
-                if not isinstance(message, BESIDE):
-                    self._stage = _Stage.OVER
+                if not isinstance(message, OPTIONAL_MESSAGES):
+                    self._stage = LinkStage.OVER
                     self._inbox.append(Refuse(70, f"this node cannot say what comes next: {error}"))
                 return
-            self._said += counted
+            self._sent_count += counted
             try:
                 self._socket.send(data, self._zmq.NOBLOCK)
             except self._zmq.Again:
@@ -367,7 +392,7 @@ class ZmqLink:
                 now = self._clock.monotonic()
                 self._read_monitor(now)
                 if self._socket is not None:
-                    self._cut(now, RETRY)
+                    self._lose_connection(now, RETRY_SECONDS)
 
     # What happened
     # ----------------------------------------------------------------------------------------------------
@@ -380,42 +405,49 @@ class ZmqLink:
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
         )
         while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event, _ = monitor_event(self._monitor)
+            event, _ = read_monitor_event(self._monitor)
             if event == zmq.EVENT_CONNECTED:
-                self._stage = _Stage.SHAKING
+                self._stage = LinkStage.SHAKING
                 self._attempt_at = now
-                self._patience.somebody(now)
+                self._reconnect_policy.on_connected(now)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stage = _Stage.GREETING
-                self._patience.shaken()
+                self._stage = LinkStage.GREETING
+                self._reconnect_policy.on_handshake()
             elif event in failed:
-                self._refused(now)
+                self._on_handshake_refused(now)
             elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected(now)
+                self._on_disconnect(now)
             elif (
                 event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
-                and self._stage is _Stage.CONNECTING
+                and self._stage is LinkStage.CONNECTING
             ):
-                self._patience.nobody(now)
-                self._lookup.begin()
+                self._reconnect_policy.on_no_listener(now)
+                self._name_lookup.start_lookup()
                 named = (
                     event == zmq.EVENT_CLOSED
                 )  # else there was no address to open a connection to
-                self._cut(
-                    now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED
+                self._lose_connection(
+                    now,
+                    RETRY_WELCOMED_SECONDS
+                    if self._welcome
+                    else RETRY_SECONDS
+                    if named
+                    else RETRY_UNKNOWN_NAME_SECONDS,
                 )
 
-    def _disconnected(self, now: float) -> None:
-        if self._stage is _Stage.SHAKING:
-            return self._refused(now)
+    def _on_disconnect(self, now: float) -> None:
+        if self._stage is LinkStage.SHAKING:
+            return self._on_handshake_refused(now)
         self._read_socket(now)
-        if self._stage is _Stage.OVER:
+        if self._stage is LinkStage.OVER:
             return self._drop_socket()
-        return self._cut(now, 0.0 if self._stage is _Stage.UP else RETRY)
+        return self._lose_connection(now, 0.0 if self._stage is LinkStage.UP else RETRY_SECONDS)
 
-    def _refused(self, now: float) -> None:
-        self._patience.refused(now, self._attempt_at)
-        self._cut(now, RETRY_REFUSED if self._welcome is None else RETRY_WELCOMED)
+    def _on_handshake_refused(self, now: float) -> None:
+        self._reconnect_policy.on_handshake_refused(now, self._attempt_at)
+        self._lose_connection(
+            now, RETRY_REFUSED_SECONDS if self._welcome is None else RETRY_WELCOMED_SECONDS
+        )
 
     def _read_socket(self, now: float) -> None:
         zmq = self._zmq
@@ -428,88 +460,94 @@ class ZmqLink:
             except zmq.Again:
                 return None
             except CodecError:
-                return self._cut(now, RETRY)
+                return self._lose_connection(now, RETRY_SECONDS)
             counted = not isinstance(envelope.body, Echo)
-            if envelope.sequence != (self._expected if counted else 0):
-                return self._cut(now, RETRY)
-            self._expected += counted
+            if envelope.sequence != (self._received_count if counted else 0):
+                return self._lose_connection(now, RETRY_SECONDS)
+            self._received_count += counted
             stale = (
                 self._welcome
-                and self._stage is _Stage.UP
-                and self._patience.stale(self._welcome.lease, now)
+                and self._stage is LinkStage.UP
+                and self._reconnect_policy.is_stale(self._welcome.lease, now)
             )
-            if stale and not self._doubt:
-                self._doubt = self._beats + 1
+            if stale and not self._doubted_beat:
+                self._doubted_beat = self._beat_number + 1
                 self._beat_at = now
             body = envelope.body
-            certain = not self._doubt or (isinstance(body, Echo) and body.number >= self._doubt)
-            self._patience.heard(
-                now, certain=certain
+            certain = not self._doubted_beat or (
+                isinstance(body, Echo) and body.number >= self._doubted_beat
+            )
+            self._reconnect_policy.on_message(
+                now, is_certain=certain
             )  # else what lay there would renew a lease that is over
-            if not counted and envelope.sender == ALONE:
-                self._patience.through_relay = True
-            self._take(envelope.body, now)
+            if not counted and envelope.sender == STANDALONE_RELAY_SENDER:
+                self._reconnect_policy.is_through_relay = True
+            self._on_message(envelope.body, now)
         return None
 
-    def _take(self, message: Message, now: float) -> None:
+    def _on_message(self, message: Message, now: float) -> None:
         if isinstance(message, Echo):
-            self._echo = message.number
-            if self._doubt and self._echo >= self._doubt:
-                held = self._held
-                self._held = []
-                self._doubt = 0
+            self._echo_number = message.number
+            if self._doubted_beat and self._echo_number >= self._doubted_beat:
+                held = self._doubted_messages
+                self._doubted_messages = []
+                self._doubted_beat = 0
                 for each in held:
-                    self._take(each, now)
+                    self._on_message(each, now)
             return
-        if self._doubt and not isinstance(message, Welcome | Refuse):
-            self._held.append(message)
+        if self._doubted_beat and not isinstance(message, Welcome | Refuse):
+            self._doubted_messages.append(message)
             return
         if isinstance(message, Welcome):
             known = self._welcome
             if known and (known.run != message.run or known.job not in ("", message.job)):
-                self._stage = _Stage.OVER
-                self.replaced = True
+                self._stage = LinkStage.OVER
+                self.is_replaced = True
                 self._inbox.append(
                     Refuse(69, f"the scheduler at {self.endpoint} is another one now")
                 )
                 return
             if self._welcome is None or message.spec:
                 self._welcome = message
-            if self._stage is not _Stage.UP:
-                self._stage = _Stage.UP
+            if self._stage is not LinkStage.UP:
+                self._stage = LinkStage.UP
                 self._beat_at = now
-                self._patience.up(now)
-                for again in self._memory.to_repeat():
-                    self._put(again)
+                self._reconnect_policy.on_welcome(now)
+                for again in self._resend_buffer.messages_to_repeat():
+                    self._send_message(again)
             if self._needs_spec and not message.spec:
                 return
         elif isinstance(message, Assign):
-            self._memory.forget_before(message.generation)
-        if self._filter.is_new(message):
+            self._resend_buffer.forget_before(message.generation)
+        if self._duplicate_filter.is_new(message):
             self._inbox.append(message)
         if isinstance(message, Refuse):
-            self._stage = _Stage.OVER
+            self._stage = LinkStage.OVER
 
     # Patience
     # ---------------------------------------------------------------------------------------------------------
 
-    def _judge(self, now: float) -> None:
+    def _check_absence(self, now: float) -> None:
         """Raise what time has made certain."""
-        if self._stage is _Stage.OVER or isinstance(self._filter.seen(Verdict), Verdict):
+        if self._stage is LinkStage.OVER or isinstance(
+            self._duplicate_filter.last_message(Verdict), Verdict
+        ):
             return
         if self._welcome is None:
-            self._patience.judge_start(self._lookup.fault, now)
+            self._reconnect_policy.check_start(self._name_lookup.fault, now)
             return
-        self._patience.judge_lost(self._welcome, now)
+        self._reconnect_policy.check_lost(self._welcome, now)
         if self._needs_spec and not self._welcome.spec:
-            self._patience.judge_spec(now)
+            self._reconnect_policy.check_spec(now)
 
     @property
-    def absence(self) -> str:
+    def absence_reason(self) -> str:
         """Why nobody answers, as far as that is known."""
-        return self._lookup.fault or (NOBODY if self.nobody_there else MUTE)
+        return self._name_lookup.fault or (
+            NO_LISTENER_TEXT if self.is_port_closed else SILENT_LISTENER_TEXT
+        )
 
     @property
-    def nobody_there(self) -> bool:
+    def is_port_closed(self) -> bool:
         """Whether the last attempt to connect was refused, or led nowhere."""
-        return self._patience.nobody_since is not None
+        return self._reconnect_policy.no_listener_since is not None

@@ -30,8 +30,8 @@ class Scheduler(SchedulerChild):
             config(**changes), secret, endpoint=endpoint, events_path=events, **options
         )
 
-    def events(self, kind: str = "") -> list[eventlog.Event]:
-        found = list(eventlog.read(self.events_path)) if self.events_path.exists() else []
+    def events(self, kind: str = "") -> list[eventlog.LogEvent]:
+        found = list(eventlog.read_events(self.events_path)) if self.events_path.exists() else []
         return [event for event in found if kind in ("", event.kind)]
 
 

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pdrun.endpoint import Endpoint
-from pdrun.rendezvous.membership.invariants import check
+from pdrun.rendezvous.membership.invariants import check_invariants
 from pdrun.rendezvous.membership.machine import Membership, Tick
 from pdrun.rendezvous.protocol.events import (
     Action,
-    Close,
-    Disconnected,
-    Done,
-    Happening,
-    Received,
-    Record,
-    Resumed,
+    ClosePeer,
+    JobDone,
+    MembershipEvent,
+    MessageReceived,
+    PeerDisconnected,
+    RecordEvent,
     SchedulerConfig,
-    Send,
+    SchedulerResumed,
+    SendMessage,
 )
 from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
@@ -43,7 +43,7 @@ from pdrun.rendezvous.protocol.messages import (
     WorkerExit,
 )
 from pdrun.rendezvous.scheduler.local_link import ZmqLink
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 CONFIG = SchedulerConfig(
     job="job", run="run-1", nodes=2, host="head", grace=2.0, start_timeout=60.0
@@ -69,29 +69,29 @@ class Machine:
 
     config: SchedulerConfig = CONFIG
     now: float = 1000.0
-    records: list[Record] = field(default_factory=list)
-    sent: list[Send] = field(default_factory=list)
+    records: list[RecordEvent] = field(default_factory=list)
+    sent: list[SendMessage] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
-    journal: list[tuple[float, Happening]] = field(default_factory=list)
+    journal: list[tuple[float, MembershipEvent]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.began = self.now
         self.membership = Membership(self.config, "s" * 32, self.now)
 
-    def step(self, event: Happening) -> list[Action]:
+    def step(self, event: MembershipEvent) -> list[Action]:
         actions = self.membership.step(event, self.now)
-        check(self.membership)
-        self.journal += [(self.now, each) for each in self.membership.lasting]
+        check_invariants(self.membership)
+        self.journal += [(self.now, each) for each in self.membership.journal_events]
         for action in actions:
             match action:
-                case Send():
+                case SendMessage():
                     self.sent.append(action)
-                case Record():
+                case RecordEvent():
                     self.records.append(action)
-                case Close(peer):
+                case ClosePeer(peer):
                     self.closed.append(peer)
-                case Done(code):
+                case JobDone(code):
                     self.done.append(code)
         return actions
 
@@ -107,14 +107,14 @@ class Machine:
         assert durable(machine) == durable(self.membership)
         self.now += away
         self.membership = machine
-        self.step(Resumed("t" * 32))
+        self.step(SchedulerResumed("t" * 32))
 
     def say(self, peer: str, *messages: Message) -> None:
         for message in messages:
-            self.step(Received(peer, message))
+            self.step(MessageReceived(peer, message))
 
     def cut(self, peer: str) -> None:
-        self.step(Disconnected(peer))
+        self.step(PeerDisconnected(peer))
 
     def tick(self, seconds: float = 0.0) -> None:
         """Let time pass as a live loop does: in ticks."""
@@ -132,7 +132,7 @@ class Machine:
         end = self.now + seconds
         while self.now < end:
             for peer in peers:
-                if peer in self.membership.sessions:
+                if peer in self.membership.roster.sessions:
                     self.say(peer, Heartbeat(1, 0))
             self.tick(min(0.5, end - self.now))
 
@@ -160,22 +160,24 @@ class Machine:
         for name in names:
             self.enter(name, workers)
         for name in names:
-            self.say(name, Ready(self.membership.generation))
+            self.say(name, Ready(self.membership.generation.number))
 
     def fail(self, peer: str, rank: int, **how: Any) -> None:
-        self.say(peer, WorkerExit(self.membership.generation, rank, cause(**how)))
+        self.say(peer, WorkerExit(self.membership.generation.number, rank, cause(**how)))
 
     def finish(self, *peers: str, store: str = "") -> None:
         for peer in peers:
-            self.say(peer, Finished(self.membership.generation, store))
+            self.say(peer, Finished(self.membership.generation.number, store))
 
     @property
     def verdict(self) -> Verdict:
-        assert self.membership.verdict is not None, f"no verdict, job is {self.membership.state}"
-        return self.membership.verdict
+        assert self.membership.shutdown.verdict is not None, (
+            f"no verdict, job is {self.membership.state}"
+        )
+        return self.membership.shutdown.verdict
 
 
-PASSING = ("heard", "answered", "gone_at", "suspect", "cut_at")
+PASSING = ("alive_at", "answered_at", "lost_at", "is_suspect", "cut_at")
 """What the failure detector knows of a member."""
 
 
@@ -184,20 +186,29 @@ def durable(machine: Membership) -> dict[str, Any]:
     All of a machine's state that must survive the death of its scheduler; not who was heard when.
     """
     found = dict(vars(machine))
-    for passing in ("watch", "out", "lasting", "waiting_at", "progress", "began", "_replaying"):
-        found.pop(passing, None)
+    roster = dict(vars(found.pop("roster")))
+    generation = dict(vars(found.pop("generation")))
+    progress = generation.pop("progress")
+    shutdown = dict(vars(found.pop("shutdown")))
+    fenced = found.pop("outbox").fenced
+    for passing in ("detector", "journal_events", "next_waiting_at", "_is_replaying"):
+        found.pop(passing)
     members = {
         agent: [value for name, value in vars(member).items() if name not in PASSING]
-        for agent, member in machine.members.items()
+        for agent, member in roster.pop("members").items()
     }
-    places = {name: list(found.pop(name)) for name in ("names", "claims", "cut", "departing")}
+    places = {name: list(roster.pop(name)) for name in ("names", "claims", "cut", "departing")}
     return {
         **found,
-        "members": members,
+        **roster,
+        **generation,
+        **shutdown,
         **places,
-        "failures": list(machine.failures),
-        "saved": machine.progress.saved,
-        "progressed": machine.progress.any,
+        "members": members,
+        "fenced": fenced,
+        "failures": list(generation["failures"]),
+        "saved": progress.saved_steps,
+        "progressed": progress.has_reports,
     }
 
 
@@ -223,7 +234,7 @@ class Agent:
     def turn(self, timeout: float = 0.05) -> None:
         due = self.link.deadline()
         wait = timeout if due is None else min(timeout, max(0.0, due - time.monotonic()))
-        readable(self.link.fileno(), wait=wait)
+        wait_readable(self.link.fileno(), wait=wait)
         self.inbox += self.link.poll()
 
     def expect(self, kind: type[M], timeout: float = 10.0) -> M:

@@ -110,7 +110,7 @@ if os.environ.get("TEST_MANY"):
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 if spec.role == "scheduler":
     sys.exit(dynamic.run_scheduler(spec, grace=2.0))
-me = dynamic.join(spec)
+me = dynamic.join_cluster(spec)
 store = me.store_socket.getsockname()[1] if me.store_socket else 0
 print(me.rank, me.world_size, me.local_rank, me.local_world_size, me.master, store, flush=True)
 how = os.environ.get(f"TEST_RANK_{me.rank}", os.environ.get("TEST_ALL", ""))

@@ -80,7 +80,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicM
                 host="h",
                 store_socket=None,
                 _link=link,
-                _say=lambda text: None,
+                _show_line=lambda text: None,
             )
         )
         return made[-1]
@@ -106,7 +106,7 @@ def test_a_scheduler_that_never_reads_is_not_waited_for(
     member: Callable[[Any], DynamicMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = SlowLink(polls=10**9)
-    monkeypatch.setattr(module.DynamicMember._depart, "__defaults__", (0.3,))
+    monkeypatch.setattr(module.DynamicMember._leave_job, "__defaults__", (0.3,))
     started = time.monotonic()
     member(link).finish()
     assert 0.3 <= time.monotonic() - started < 3.0
@@ -175,4 +175,4 @@ def noted() -> ValueError:
 def test_the_line_that_names_an_exception_is_its_first_not_the_last_of_its_message(
     error: Exception, summary: str
 ) -> None:
-    assert module._cause_of(type(error), error, None).summary == summary
+    assert module._cause_of_exception(type(error), error, None).summary == summary

@@ -76,7 +76,9 @@ EVENTS: list[MembershipEvent] = [
 
 
 def header(settings: SchedulerConfig, now: float = 1000.0) -> JournalHeader:
-    return JournalHeader(settings.job, settings.run, config_digest(settings), "s" * 32, now, 1_700_000_000.0)
+    return JournalHeader(
+        settings.job, settings.run, config_digest(settings), "s" * 32, now, 1_700_000_000.0
+    )
 
 
 def written(path: Path, groups: list[list[MembershipEvent]]) -> bytes:
@@ -84,7 +86,7 @@ def written(path: Path, groups: list[list[MembershipEvent]]) -> bytes:
     journal = create_journal(path, header(config()))
     for number, group in enumerate(groups):
         for event in group:
-            journal.add(1000.0 + number, event)
+            journal.add_entry(1000.0 + number, event)
         journal.commit()
     journal.close()
     return path.read_bytes()
@@ -95,7 +97,7 @@ def test_every_event_comes_back(tmp_path: Path) -> None:
     journal, past = reopen_journal(tmp_path / "new" / "j")
     journal.close()
     assert [entry.event for entry in past.entries] == EVENTS
-    assert past.header == header(config()) and past.torn == 0
+    assert past.header == header(config()) and past.torn_bytes == 0
     assert stat.S_IMODE((tmp_path / "new" / "j").stat().st_mode) == 0o600
     assert {type(event) for event in EVENTS} == set(MembershipEvent.__args__), (
         "an event that the journal was not asked about"
@@ -130,13 +132,18 @@ def test_an_end_that_is_torn_at_any_byte_is_cut_off(tmp_path: Path) -> None:
     for cut in range(first, len(whole)):
         path.write_bytes(whole[:cut])
         journal, past = reopen_journal(path)
-        assert [entry.event for entry in past.entries] == EVENTS[:3] and past.torn == cut - first
-        journal.add(1010.0, Tick())  # and it goes on from there
+        assert [entry.event for entry in past.entries] == EVENTS[
+            :3
+        ] and past.torn_bytes == cut - first
+        journal.add_entry(1010.0, Tick())  # and it goes on from there
         journal.commit()
         journal.close()
         journal, past = reopen_journal(path)
         journal.close()
-        assert [entry.event for entry in past.entries] == [*EVENTS[:3], Tick()] and past.torn == 0
+        assert [entry.event for entry in past.entries] == [
+            *EVENTS[:3],
+            Tick(),
+        ] and past.torn_bytes == 0
         assert past.entries[-1].group > past.entries[-2].group
 
 
@@ -146,7 +153,9 @@ def test_bytes_that_were_never_written_are_a_torn_end(tmp_path: Path) -> None:
     path.write_bytes(whole + bytes(5000))
     journal, past = reopen_journal(path)
     journal.close()
-    assert len(past.entries) == len(EVENTS) and past.torn == 5000 and path.read_bytes() == whole
+    assert (
+        len(past.entries) == len(EVENTS) and past.torn_bytes == 5000 and path.read_bytes() == whole
+    )
 
 
 def test_every_flipped_byte_is_damage_that_names_its_place(tmp_path: Path) -> None:
@@ -202,7 +211,7 @@ def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
     first = begin_job(config(), clock, path)
 
     def lock(where: Path, fd: int) -> None:
-        first.forget()
+        first.discard_journal()
         locks(where, fd)
 
     monkeypatch.setattr(journals, "_lock_file", lock)
@@ -212,7 +221,7 @@ def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
     first = begin_job(config(), clock, path)
     monkeypatch.setattr(journals, "_lock_file", lock)
     second = begin_or_resume(config(), clock, path)
-    assert not second.resumed and not second.warning and path.exists()
+    assert not second.is_resumed and not second.warning and path.exists()
     second.close()
     assert reopen_journal(path)[1].header.scheduler == second.scheduler
 
@@ -235,9 +244,9 @@ def test_a_journal_in_which_nothing_stands_yet_is_begun(tmp_path: Path, length: 
     path.chmod(0o644)
     assert adopt_run_name(config(run="made-up"), path).run == "made-up"
     begun = begin_or_resume(config(), clock, path)
-    assert not begun.resumed and not begun.warning and path.stat().st_mode & 0o777 == 0o600
+    assert not begun.is_resumed and not begun.warning and path.stat().st_mode & 0o777 == 0o600
     begun.close()
-    assert begin_or_resume(config(), clock, path).resumed
+    assert begin_or_resume(config(), clock, path).is_resumed
 
 
 def test_a_file_of_something_else_is_not_begun(tmp_path: Path) -> None:
@@ -261,7 +270,7 @@ def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path
             resume_job(config(**other), clock, path)
     assert adopt_run_name(config(run="made-up"), path).run == "run-1"
     assert adopt_run_name(config(run="made-up"), tmp_path / "none").run == "made-up"
-    assert begin_or_resume(config(), clock, path).resumed
+    assert begin_or_resume(config(), clock, path).is_resumed
 
 
 @pytest.mark.parametrize(
@@ -316,7 +325,7 @@ def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
         end.send(m.Envelope("a", 0, number, message))
         service.poll_once(0.0)
-    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], (
+    assert [type(envelope.body) for envelope in end.take_envelopes()] == [m.Welcome, m.Assign], (
         "the job goes on"
     )
     told = [str(event.data["text"]) for event in events if event.kind == "warning"]
@@ -351,13 +360,13 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(
     hub = service.transport
     assert isinstance(hub, MemoryHub)
     end = hub.connect()
-    recovery.on_lost = lambda: lost.append(not end.take())
+    recovery.on_lost = lambda: lost.append(not end.take_envelopes())
     began = time.monotonic()
     for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
         end.send(m.Envelope("a", 0, number, message))
         service.poll_once(0.0)
     assert time.monotonic() - began < 5.0 and lost == [True]
-    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], (
+    assert [type(envelope.body) for envelope in end.take_envelopes()] == [m.Welcome, m.Assign], (
         "the job goes on"
     )
     told = [str(event.data["text"]) for event in events if event.kind == "warning"]
@@ -370,7 +379,7 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     recovery = begin_job(config(), FakeClock(), tmp_path / "file" / "j")
-    assert "cannot be written" in recovery.warning and not recovery.resumed
+    assert "cannot be written" in recovery.warning and not recovery.is_resumed
 
 
 def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
@@ -387,7 +396,11 @@ def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
     end.send(m.Envelope("a", 0, 2, m.StopRequest(15, "me")))
     service.poll_once(0.0)
     service.poll_once(0.0)
-    notices = [envelope.body.text for envelope in end.take() if isinstance(envelope.body, m.Notice)]
+    notices = [
+        envelope.body.text
+        for envelope in end.take_envelopes()
+        if isinstance(envelope.body, m.Notice)
+    ]
     assert len(notices) == 1 and "cannot be written" in notices[0]
 
 
@@ -395,20 +408,19 @@ def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------
 
 OF_THE_MOMENT = {
-    "watch",
-    "heard",
-    "answered",
-    "gone_at",
-    "suspect",  # the failure detector's: begins afresh (Resumed)
-    "out",
-    "lasting",
-    "fenced",
-    "_replaying",  # of one step
-    "waiting_at",  # when Waiting is told again, be it to nobody
+    "detector",
+    "alive_at",
+    "answered_at",
+    "lost_at",
+    "is_suspect",  # the failure detector's: reset by SchedulerResumed
+    "outbox",
+    "journal_events",
+    "_is_replaying",  # of one step
+    "next_waiting_at",  # when Waiting is sent again, even to no node
     "_tracks",
     "_look_at",
     "_record_at",
-    "_news",  # how far workers are: told again with the next Progress
+    "_has_news",  # how far workers are: told again with the next Progress
 }
 
 
@@ -453,12 +465,12 @@ class Walk:
         self.nodes = [Node(f"n{i}") for i in range(settings.nodes + settings.spares + 1)]
 
     def step(self, event: MembershipEvent) -> None:
-        self.keeper.before(self.machine, event)
+        self.keeper.before_step(self.machine, event)
         try:
             actions = self.machine.step(event, self.now)
         except IllegalEvent:
             return
-        self.keeper.after(self.machine, self.now)
+        self.keeper.after_step(self.machine, self.now)
         told = {node.peer: node for node in self.nodes if node.peer}
         for action in actions:
             node, message = told.get(getattr(action, "peer", "")), getattr(action, "message", None)
@@ -673,7 +685,9 @@ def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
 
 def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:
     restored = RestoredJob(
-        Membership(config(), "s" * 32, 0.0), (LogEvent("a", 1.0), LogEvent("b", 2.0, {"x": (1,)})), 1
+        Membership(config(), "s" * 32, 0.0),
+        (LogEvent("a", 1.0), LogEvent("b", 2.0, {"x": (1,)})),
+        1,
     )
     assert find_unwritten(restored, []) == [LogEvent("b", 2.0, {"x": (1,)})]
     assert find_unwritten(restored, [LogEvent("b", 9.0, {"x": [1]})]) == []

@@ -49,12 +49,14 @@ def running(*names: str, least: int = 2, most: int = 4, **changes: object) -> Ma
 
 def go(machine: Machine, *names: str) -> None:
     for name in names:
-        machine.say(name, Ready(machine.membership.generation))
+        machine.say(name, Ready(machine.membership.generation.number))
 
 
 def places(machine: Machine) -> list[str]:
     """Names of the nodes of the present generation, in rank order."""
-    found = sorted((m.index, m.name) for m in machine.membership.members.values() if m.index >= 0)
+    found = sorted(
+        (m.index, m.name) for m in machine.membership.roster.members.values() if m.index >= 0
+    )
     return [name for _, name in found]
 
 
@@ -189,7 +191,7 @@ def test_a_standby_node_that_goes_leaves_no_trace() -> None:
     machine.say("c2", hello("c", incarnation=1), Join("c", None, 1))
     assert machine.to("c2", Standby)
     machine.say("c2", Leave())
-    assert "c" not in machine.membership.names
+    assert "c" not in machine.membership.roster.names
 
 
 def test_standby_nodes_hear_the_verdict() -> None:
@@ -204,7 +206,7 @@ def test_what_a_standby_node_says_about_the_generation_counts_for_nothing() -> N
     machine.enter("c")
     machine.say("c", Finished(0, "x:1"), Ready(0))
     assert machine.membership.state is JobState.RUNNING
-    assert machine.membership.names["c"].store == "c:1"
+    assert machine.membership.roster.names["c"].store == "c:1"
 
 
 # Growing
@@ -315,7 +317,7 @@ def test_the_workers_die_of_a_lost_node_before_it_is_known() -> None:
     machine.finish("a", "b")
     machine.beat(1.0, "a", "b")
     assert machine.membership.state is JobState.ASSIGNING and places(machine) == ["a", "b"]
-    assert machine.membership.restarts == 0
+    assert machine.membership.shutdown.restarts == 0
 
 
 def test_a_silent_node_explains_failures_even_when_its_death_is_known_after_the_grace() -> None:
@@ -326,7 +328,7 @@ def test_a_silent_node_explains_failures_even_when_its_death_is_known_after_the_
     machine.finish("a", "b")
     machine.beat(10.0, "a", "b")
     assert machine.membership.state is JobState.ASSIGNING and places(machine) == ["a", "b"]
-    assert machine.membership.restarts == 0 and machine.to("c", Refuse)[-1].rejoin
+    assert machine.membership.shutdown.restarts == 0 and machine.to("c", Refuse)[-1].rejoin
 
 
 def test_a_failure_before_the_loss_stays_the_cause() -> None:
@@ -350,7 +352,9 @@ def test_too_few_left_with_a_restart_waits_for_a_replacement() -> None:
     lose(machine, "b", "a")
     assert machine.membership.state is JobState.RESTARTING
     machine.finish("a", store="a:2")
-    assert machine.membership.state is JobState.GATHERING and machine.membership.restarts == 1
+    assert (
+        machine.membership.state is JobState.GATHERING and machine.membership.shutdown.restarts == 1
+    )
     assert (
         machine.to("a", Waiting)[-1].missing == ("1 more node",) and "gathering" in machine.kinds()
     )
@@ -400,7 +404,9 @@ def test_a_node_lost_before_anything_runs_and_too_few_are_left(restarts: int) ->
     if not restarts:
         assert machine.verdict.code == 69
         return
-    assert machine.membership.state is JobState.GATHERING and machine.membership.restarts == 1
+    assert (
+        machine.membership.state is JobState.GATHERING and machine.membership.shutdown.restarts == 1
+    )
     machine.say("a", Ready(0))
     machine.enter("c")
     assert places(machine) == ["a", "c"]
@@ -412,7 +418,7 @@ def test_many_nodes_lost_at_one_tick_are_one_new_generation() -> None:
     for name in names:
         machine.enter(name)
     machine.beat(12.0, *names[:3])
-    assert places(machine) == names[:3] and machine.membership.generation == 1
+    assert places(machine) == names[:3] and machine.membership.generation.number == 1
 
 
 def test_a_fenced_node_comes_back_as_a_new_one() -> None:
@@ -448,7 +454,7 @@ def test_an_agent_that_was_started_again_takes_its_own_place() -> None:
     machine.say("b9", hello("b-new"), Join("b", None, 1, store="b:9"))
     assert machine.membership.state is JobState.RESTARTING and machine.to("b9", Standby)
     machine.finish("a")
-    assert places(machine) == ["a", "b"] and machine.membership.restarts == 0
+    assert places(machine) == ["a", "b"] and machine.membership.shutdown.restarts == 0
 
 
 def test_in_a_job_of_fixed_size_that_is_one_of_its_restarts() -> None:
@@ -462,7 +468,7 @@ def test_in_a_job_of_fixed_size_that_is_one_of_its_restarts() -> None:
             assert machine.membership.state is JobState.RUNNING
             continue
         machine.finish("a")
-        assert places(machine) == ["a", "b"] and machine.membership.restarts == 1
+        assert places(machine) == ["a", "b"] and machine.membership.shutdown.restarts == 1
 
 
 def test_a_connected_namesake_is_refused_in_an_elastic_job_too() -> None:
@@ -494,7 +500,7 @@ def test_a_node_that_does_not_report_its_end_is_left_behind() -> None:
     machine.fail("a", 0)
     machine.finish("a", "b")
     machine.beat(16.0, "a", "b", "c")
-    assert places(machine) == ["a", "b"] and machine.membership.restarts == 1
+    assert places(machine) == ["a", "b"] and machine.membership.shutdown.restarts == 1
     assert (
         machine.to("c", Refuse)[0].rejoin and "did not report" in machine.to("c", Refuse)[0].reason
     )
@@ -512,7 +518,7 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_others_job(how: str) -> N
     else:
         go(machine, "a", "b")
         machine.beat(21.0, *"abc")
-    assert places(machine) == ["a", "b"] and machine.membership.generation == 2
+    assert places(machine) == ["a", "b"] and machine.membership.generation.number == 2
     assert ("train.py is not there" if how == "says so" else "ready within 20 s") in machine.to(
         "c", Refuse
     )[0].reason
@@ -543,7 +549,7 @@ def test_a_node_departs_in_order() -> None:
     machine.say("b", Leave("SIGTERM on b"))
     assert "left" in machine.kinds() and "lost" not in machine.kinds()
     machine.finish("a", "c")
-    assert places(machine) == ["a", "c"] and machine.membership.restarts == 0
+    assert places(machine) == ["a", "c"] and machine.membership.shutdown.restarts == 0
     go(machine, "a", "c")
     machine.finish("a", "c")
     assert machine.verdict.code == 0
@@ -563,7 +569,7 @@ def test_departing_where_too_few_would_stay_stops_the_job(least: int) -> None:
     machine = running("a", "b", least=2, most=3) if least == 2 else running("a", least=1, most=3)
     machine.say("a", Depart("SIGTERM on a"))
     assert machine.membership.state is JobState.STOPPING
-    machine.finish(*("a", "b")[: len(machine.membership.nodes)])
+    machine.finish(*("a", "b")[: len(machine.membership.roster.active_nodes)])
     assert machine.verdict == Verdict(143, "stopped by SIGTERM on a")
 
 
@@ -617,7 +623,7 @@ def test_the_store_of_a_node_that_was_away_while_others_gathered() -> None:
     machine.say("b", Finished(0, "b:2"))
     machine.cut("b")
     machine.tick(12.0)
-    assert machine.membership.state is JobState.GATHERING and not machine.membership.members
+    assert machine.membership.state is JobState.GATHERING and not machine.membership.roster.members
     machine.say(
         "b2", hello("b", incarnation=1), Join("b", None, 1, store="b:1"), Finished(0, "b:2")
     )
@@ -630,7 +636,7 @@ def test_a_departing_node_that_is_cut_is_not_lost_twice() -> None:
     machine.say("b", Depart("going"))
     lose(machine, "b", "a", "c")
     machine.finish("a", "c")
-    assert places(machine) == ["a", "c"] and machine.membership.generation == 1
+    assert places(machine) == ["a", "c"] and machine.membership.generation.number == 1
 
 
 # What agents are told
@@ -666,13 +672,13 @@ def test_every_order_of_loss_and_failure_ends_in_a_generation_or_a_verdict() -> 
         machine = running("a", "b", "c", "d", least=1, most=4, max_restarts=1)
         for happening in order:
             verb, name = happening.split()
-            member = machine.membership.names.get(name)
+            member = machine.membership.roster.names.get(name)
             if verb == "lose":
                 lose(machine, name, *(each for each in "abd" if each != name))
             elif verb == "depart":
                 machine.say(name, Depart("going"))
             elif member is not None:
                 machine.fail(name, member.ranks[0])
-        machine.finish(*machine.membership.names)
+        machine.finish(*machine.membership.roster.names)
         assert machine.membership.state is JobState.ASSIGNING, order
-        assert places(machine) == ["b", "d"] and machine.membership.generation == 1
+        assert places(machine) == ["b", "d"] and machine.membership.generation.number == 1

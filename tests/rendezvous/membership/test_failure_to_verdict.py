@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.rendezvous.membership.machine import JobState, Orphaned, StopOrdered
-from pdrun.rendezvous.policies.verdict import Reported, first_cause, worded
+from pdrun.rendezvous.membership.machine import AgentLost, JobState, LocalStop
+from pdrun.rendezvous.policies.verdict import ReportedFailure, find_first_cause, make_verdict
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
@@ -79,7 +79,7 @@ def test_a_failure_stops_everybody_with_one_code() -> None:
         assert (stop.signal, stop.grace) == (15, 2.0) and "rank 1 on b failed" in stop.reason
     machine.fail("a", 0, kind="stopped", code=143)
     machine.finish("a", "b")
-    assert machine.membership.verdict is None
+    assert machine.membership.shutdown.verdict is None
     machine.finish("c")
     assert (machine.verdict.code, machine.verdict.victims) == (42, 1)
     assert machine.verdict.first == Failure(1, "b", cause("exit", 42))
@@ -151,21 +151,22 @@ ORDER: list[CauseKind] = ["exception", "signal", "exit", "communication", "stopp
 @pytest.mark.parametrize("kinds", list(itertools.permutations(ORDER, 2)))
 def test_kind_goes_before_time(kinds: tuple[CauseKind, CauseKind]) -> None:
     reports = [
-        Reported(Failure(i, f"n{i}", cause(kind)), i, float(i)) for i, kind in enumerate(kinds)
+        ReportedFailure(Failure(i, f"n{i}", cause(kind)), i, float(i))
+        for i, kind in enumerate(kinds)
     ]
-    found = first_cause(reports)
+    found = find_first_cause(reports)
     assert found is not None and found.failure.cause.kind == min(kinds, key=ORDER.index)
 
 
 def test_inside_a_node_its_clock_counts_between_nodes_the_arrival() -> None:
     reports = [
-        Reported(Failure(2, "b", cause(at=5.0)), 0, 0.0),
-        Reported(Failure(0, "a", cause(at=1.0)), 1, 0.1),
-        Reported(Failure(3, "b", cause(at=4.0)), 2, 0.2),
+        ReportedFailure(Failure(2, "b", cause(at=5.0)), 0, 0.0),
+        ReportedFailure(Failure(0, "a", cause(at=1.0)), 1, 0.1),
+        ReportedFailure(Failure(3, "b", cause(at=4.0)), 2, 0.2),
     ]
-    found = first_cause(reports)
+    found = find_first_cause(reports)
     assert found is not None and found.failure.rank == 3
-    verdict = worded(reports, restarts=0)
+    verdict = make_verdict(reports, restarts=0)
     assert [other.rank for other in verdict.others] == [2, 0]
 
 
@@ -174,8 +175,8 @@ def test_a_verdict_fits_in_a_message() -> None:
     from pdrun.rendezvous.protocol.messages import Envelope
 
     worst = replace(cause(), traceback="\x1b" * 65536, tail=("\x1b" * 500,) * 20)
-    verdict = worded(
-        [Reported(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0
+    verdict = make_verdict(
+        [ReportedFailure(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0
     )
     assert len(verdict.others) == 8
     encode(Envelope("s", 0, 0, verdict))
@@ -210,7 +211,7 @@ def test_what_cannot_help_is_not_tried_again() -> None:
     machine = running("a", "b", max_restarts=3)
     machine.fail("a", 0, code=1, retry=False)
     machine.finish("a", "b")
-    assert machine.verdict.code == 1 and machine.membership.generation == 0
+    assert machine.verdict.code == 1 and machine.membership.generation.number == 0
 
 
 def test_a_hopeless_first_cause_that_arrives_late_ends_the_restart() -> None:
@@ -227,7 +228,10 @@ def test_words_of_an_older_generation_count_for_nothing() -> None:
     machine.fail("b", 1)
     machine.finish("a", "b")
     machine.say("a", WorkerExit(0, 0, cause(code=99)), Finished(0), Ready(0))
-    assert machine.membership.state is JobState.ASSIGNING and not machine.membership.failures
+    assert (
+        machine.membership.state is JobState.ASSIGNING
+        and not machine.membership.generation.failures
+    )
 
 
 def test_a_node_that_never_reports_its_end_is_not_waited_for() -> None:
@@ -402,7 +406,7 @@ def test_a_second_stop_of_the_same_sender_shortens_others_do_not() -> None:
 
 def test_force_has_no_grace() -> None:
     machine = running("a")
-    machine.step(StopOrdered(15, "x", force=True))
+    machine.step(LocalStop(15, "x", force=True))
     assert machine.to("a", StopWorkers)[0].grace == 0.0
 
 
@@ -411,7 +415,7 @@ def test_a_stop_during_a_restart_ends_it() -> None:
     machine.fail("a", 0, code=9)
     machine.say("b", StopRequest(15, "b"))
     machine.finish("a", "b")
-    assert machine.verdict.code == 143 and machine.membership.generation == 0
+    assert machine.verdict.code == 143 and machine.membership.generation.number == 0
 
 
 def test_the_time_limit() -> None:
@@ -437,7 +441,7 @@ def test_the_time_limit_counts_over_restarts() -> None:
 
 def test_an_orphaned_scheduler_ends_the_job_at_once() -> None:
     machine = running("a", "b")
-    machine.step(Orphaned("the node of the scheduler was lost"))
+    machine.step(AgentLost("the node of the scheduler was lost"))
     for peer in ("a", "b"):
         assert machine.to(peer, StopWorkers) and machine.to(peer, Verdict)[0].code == 69
 
@@ -473,4 +477,4 @@ def test_a_node_that_stood_still_for_eight_seconds_and_was_cut_may_come_back() -
     assert "lost" not in machine.kinds()
     machine.say("b2", hello("b", incarnation=1))
     machine.beat(4.0, "a", "b2")
-    assert "lost" not in machine.kinds() and machine.membership.verdict is None
+    assert "lost" not in machine.kinds() and machine.membership.shutdown.verdict is None

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from pdrun.rendezvous.membership.machine import IllegalEvent, JobState, StopOrdered
-from pdrun.rendezvous.membership.transitions import TRANSITIONS, Trigger, after
-from pdrun.rendezvous.protocol.events import Received, Report, Send
+from pdrun.rendezvous.membership.machine import IllegalEvent, JobState, LocalStop
+from pdrun.rendezvous.membership.transitions import TRANSITIONS, Trigger, next_state
+from pdrun.rendezvous.protocol.events import MessageReceived, SendMessage, SendStatus
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Echo,
@@ -68,7 +68,7 @@ def test_ranks_do_not_depend_on_who_came_first() -> None:
         machine = Machine(config(nodes=4))
         for name in order:
             machine.enter(name)
-        orders.add(tuple(node.name for node in machine.membership.nodes))
+        orders.add(tuple(node.name for node in machine.membership.roster.active_nodes))
     assert orders == {("node1", "node2", "node10", "other")}
 
 
@@ -78,7 +78,7 @@ def test_a_host_list_orders_and_a_node_rank_wins() -> None:
     assert machine.to("a", Waiting)[0].missing == ("c", "b")
     machine.enter("b")
     machine.enter("c")
-    assert [node.name for node in machine.membership.nodes] == ["a", "c", "b"]
+    assert [node.name for node in machine.membership.roster.active_nodes] == ["a", "c", "b"]
 
 
 def test_local_ranks_count_the_workers_of_one_host() -> None:
@@ -205,7 +205,7 @@ def test_a_node_that_cannot_be_right_is_refused(join: Join, words: tuple[str, ..
     for word in words:
         assert word in refuse.reason
     machine.enter("c", facts={"command": "x"})
-    assert len(machine.membership.nodes) == 2
+    assert len(machine.membership.roster.active_nodes) == 2
 
 
 def test_facts_that_should_agree_are_a_warning() -> None:
@@ -250,9 +250,9 @@ def test_a_node_that_goes_while_gathering_frees_its_place() -> None:
     machine.enter("a")
     machine.cut("a")
     machine.say("a2", hello("a2"), Join("a", None, 1))
-    assert len(machine.membership.nodes) == 1 and not machine.to("a2", Refuse)
+    assert len(machine.membership.roster.active_nodes) == 1 and not machine.to("a2", Refuse)
     machine.say("a2", Leave())
-    assert not machine.membership.nodes
+    assert not machine.membership.roster.active_nodes
     machine.run("a", "b")
     assert machine.membership.state is JobState.RUNNING
 
@@ -293,7 +293,7 @@ def test_a_stop_before_the_start_starts_nothing() -> None:
         machine = Machine()
         for name in nodes:
             machine.enter(name)
-        machine.step(StopOrdered(2, "Ctrl-C"))
+        machine.step(LocalStop(2, "Ctrl-C"))
         assert machine.verdict == Verdict(130, "stopped by Ctrl-C")
         assert not any(machine.to(name, Start) for name in nodes)
 
@@ -302,13 +302,13 @@ def test_heartbeats_are_echoed_and_status_is_answered() -> None:
     machine = Machine()
     machine.say("p", hello("x"), Heartbeat(7, 0))
     assert machine.to("p", Echo) == [Echo(7)]
-    assert Report("p") in machine.step(Received("p", StatusQuery()))
+    assert SendStatus("p") in machine.step(MessageReceived("p", StatusQuery()))
 
 
 def test_a_viewer_only_looks() -> None:
     machine = Machine()
     machine.say("v", hello("v", role="view", job=""))
-    assert Report("v") in machine.step(Received("v", StatusQuery()))
+    assert SendStatus("v") in machine.step(MessageReceived("v", StatusQuery()))
     with pytest.raises(IllegalEvent, match="a viewer only looks"):
         machine.say("v", Join("v", None, 1))
     machine.say("v", StopRequest(15, "v"))
@@ -363,7 +363,7 @@ def test_an_illegal_event_raises_and_changes_nothing(state: str, messages: list[
             machine.run("a", "b")
         before = (machine.membership.state, repr(vars(machine.membership)))
         with pytest.raises(IllegalEvent) as caught:
-            machine.step(Received("a", message))  # type: ignore[arg-type]
+            machine.step(MessageReceived("a", message))  # type: ignore[arg-type]
         assert (
             type(message).__name__ in str(caught.value)
             and caught.value.state is machine.membership.state
@@ -374,10 +374,10 @@ def test_an_illegal_event_raises_and_changes_nothing(state: str, messages: list[
 def test_the_table_is_the_whole_truth() -> None:
     for state, trigger in itertools.product(JobState, Trigger):
         if (state, trigger) in TRANSITIONS:
-            assert after(state, trigger) is TRANSITIONS[state, trigger]
+            assert next_state(state, trigger) is TRANSITIONS[state, trigger]
         else:
             with pytest.raises(IllegalEvent, match=state.value):
-                after(state, trigger)
+                next_state(state, trigger)
     assert not any(state is JobState.DONE for state, _ in TRANSITIONS)
     reached = {JobState.GATHERING}
     for _ in JobState:
@@ -389,8 +389,10 @@ def test_repeating_the_join_changes_nothing() -> None:
     machine = Machine()
     machine.enter("a")
     before = len(machine.sent)
-    assert machine.step(Received("a", Join("a", None, 1))) == []
+    assert machine.step(MessageReceived("a", Join("a", None, 1))) == []
     assert len(machine.sent) == before
     assert not [
-        each for each in machine.sent if isinstance(each, Send) and isinstance(each.message, Refuse)
+        each
+        for each in machine.sent
+        if isinstance(each, SendMessage) and isinstance(each.message, Refuse)
     ]

@@ -129,7 +129,7 @@ class Node:
 
     @property
     def connected(self) -> bool:
-        return self.peer in self.machine.membership.sessions
+        return self.peer in self.machine.membership.roster.sessions
 
     def turn(self) -> None:
         if not self.alive or self.silent:
@@ -323,7 +323,7 @@ def check_end(machine: Machine, nodes: list[Node]) -> None:
     assert machine.kinds().count("verdict") == 1
     for node in nodes:
         assert all(verdict == machine.verdict for verdict in node.verdicts)
-    for generation in range(machine.membership.generation + 1):
+    for generation in range(machine.membership.generation.number + 1):
         assigns = [a for node in nodes if (a := node.assigns.get(generation))]
         firsts = [a.first_rank for a in assigns]
         assert len(set(firsts)) == len(firsts) and all(a.world_size == 2 * a.nodes for a in assigns)

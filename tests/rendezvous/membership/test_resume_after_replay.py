@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from pdrun.rendezvous.membership.machine import JobState, Tick
-from pdrun.rendezvous.protocol.events import GivenUp, Received, Resumed
+from pdrun.rendezvous.protocol.events import MessageReceived, NodesLost, SchedulerResumed
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Depart,
@@ -37,7 +37,7 @@ from tests.rendezvous.helpers import Machine, config, durable, hello
 def back(machine: Machine, *names: str) -> None:
     """The agents come back on new connections, and say again that they want to take part."""
     for name in names:
-        member = machine.membership.members[name]
+        member = machine.membership.roster.members[name]
         machine.say(
             f"{name}+", hello(name, incarnation=member.hello.incarnation + 1), Join(name, None, 1)
         )
@@ -49,7 +49,7 @@ def test_gathering_goes_on_with_who_was_there() -> None:
     machine.beat(20.0, "a")
     machine.succeed(away=25.0)
     machine.tick()
-    assert machine.membership.verdict is None
+    assert machine.membership.shutdown.verdict is None
     back(machine, "a")
     assert machine.to("a+", Welcome)[0].scheduler == "t" * 32
     machine.enter("b")
@@ -114,7 +114,9 @@ def test_the_back_off_is_not_begun_anew() -> None:
     machine.succeed(away=3.0)
     back(machine, "a")
     machine.beat(9.0, "a+")
-    assert machine.membership.state is JobState.ASSIGNING and machine.membership.restarts == 2
+    assert (
+        machine.membership.state is JobState.ASSIGNING and machine.membership.shutdown.restarts == 2
+    )
 
 
 def test_stopping_keeps_its_deadline() -> None:
@@ -125,7 +127,7 @@ def test_stopping_keeps_its_deadline() -> None:
     back(machine, "a", "b")
     assert machine.to("b+", StopWorkers) == machine.to("b", StopWorkers)
     machine.beat(5.0, "a+", "b+")
-    assert machine.membership.verdict is None
+    assert machine.membership.shutdown.verdict is None
     machine.beat(3.0, "a+", "b+")
     assert machine.verdict.code == 130
 
@@ -155,7 +157,7 @@ def test_a_hang_is_still_looked_into() -> None:
     machine.say("b+", Stacks(0, (StackGroup((1,), "y"),)))
     assert (
         machine.membership.state is JobState.STOPPING
-        and machine.membership.failures[0].failure.cause.kind == "hang"
+        and machine.membership.generation.failures[0].failure.cause.kind == "hang"
     )
 
 
@@ -164,10 +166,10 @@ def test_elastic_lives_go_on() -> None:
     machine.run("a", "b", "c")
     machine.enter("d")
     machine.beat(11.0, "a", "c", "d")  # b is silent
-    assert any(isinstance(event, GivenUp) for _, event in machine.journal)
+    assert any(isinstance(event, NodesLost) for _, event in machine.journal)
     machine.say("c", Depart("going"))
     machine.succeed()
-    assert "b" in machine.membership.gone
+    assert "b" in machine.membership.roster.gone
     machine.say("b+", hello("b", incarnation=1))
     assert not machine.to("b+", Welcome)
     back(machine, "a", "c", "d")
@@ -200,7 +202,10 @@ def test_what_a_journal_keeps() -> None:
     machine.say("a", Progress(0, (), 2))
     machine.say("a", Progress(0, (), 2))
     new = [event for _, event in machine.journal[kept:] if not isinstance(event, Tick)]
-    assert new == [Received("a", Progress(0, (Step(0, 1),))), Received("a", Progress(0, (), 2))]
+    assert new == [
+        MessageReceived("a", Progress(0, (Step(0, 1),))),
+        MessageReceived("a", Progress(0, (), 2)),
+    ]
     assert len(machine.journal) - kept <= 4  # a tick at which progress was recorded
     with pytest.raises(Exception, match="nothing goes before Hello"):
         machine.say("stranger", Heartbeat(1, 1))
@@ -218,4 +223,4 @@ def test_a_journal_that_is_replayed_piece_by_piece_tells_the_same() -> None:
     assert durable(pieces) == durable(whole) == durable(machine.membership)
     kinds = [record.kind for _, record in said]
     assert kinds == [kind for kind in machine.kinds() if kind not in ("suspect", "recovered")]
-    assert pieces.step(Resumed("u" * 32), machine.now)
+    assert pieces.step(SchedulerResumed("u" * 32), machine.now)

@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 
-from pdrun.rendezvous.membership.failure_detector import times
+from pdrun.rendezvous.membership.failure_detector import detector_times
 from pdrun.rendezvous.membership.machine import JobState, Membership, Tick
 from pdrun.rendezvous.membership.nodes import Member
-from pdrun.rendezvous.protocol.events import Action, Disconnected, Received, SchedulerConfig, Send
+from pdrun.rendezvous.protocol.events import (
+    Action,
+    MessageReceived,
+    PeerDisconnected,
+    SchedulerConfig,
+    SendMessage,
+)
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
@@ -65,11 +71,11 @@ class Crowd:
     def __init__(self, count: int, **changes: object) -> None:
         self.names = [f"n{number}" for number in range(count)]
         self.machine = Membership(config(nodes=count, heartbeat=1.0, **changes), "s" * 32, 0.0)
-        self.machine.members = Counting()
+        self.machine.roster.members = Counting()
         self.sent = 0
 
     def say(self, name: str, message: Message) -> None:
-        self.sent += len(self.machine.step(Received(name, message), 0.1))
+        self.sent += len(self.machine.step(MessageReceived(name, message), 0.1))
 
     def join(self) -> None:
         for name in self.names:
@@ -79,7 +85,7 @@ class Crowd:
 
     def ready(self) -> None:
         for name in self.names:
-            self.say(name, Ready(self.machine.generation))
+            self.say(name, Ready(self.machine.generation.number))
 
     def work(self) -> None:
         for number, name in enumerate(self.names):
@@ -88,7 +94,7 @@ class Crowd:
 
     def cut(self) -> None:
         for name in self.names:
-            self.machine.step(Disconnected(name), 0.1)
+            self.machine.step(PeerDisconnected(name), 0.1)
             self.say(f"{name}+", hello(name, incarnation=1))
         self.names = [f"{name}+" for name in self.names]
 
@@ -152,7 +158,7 @@ def test_the_work_of_a_life_grows_with_the_number_of_events(life: list[str]) -> 
             f"{act}: {short} lines for {SMALL} nodes, {long} for {LARGE}"
         )
         assert few <= 6 * SMALL
-    assert large.machine.verdict is not None and large.machine.done
+    assert large.machine.shutdown.verdict is not None and large.machine.shutdown.is_done
     assert large.sent <= 14 * LARGE
 
 
@@ -172,7 +178,7 @@ def test_many_nodes_are_told_who_is_here_at_intervals_and_a_few_names() -> None:
     crowd.names = crowd.names[:299]
     crowd.join()
     assert crowd.sent < 299 * 5 + 32 * 33
-    sent = [a for a in crowd.machine.step(Tick(), 6.0) if isinstance(a, Send)]
+    sent = [a for a in crowd.machine.step(Tick(), 6.0) if isinstance(a, SendMessage)]
     waiting = {action.message for action in sent if isinstance(action.message, Waiting)}
     assert len(sent) == 299 and len(waiting) == 1
     (one,) = waiting
@@ -184,20 +190,26 @@ def test_nodes_lost_together_are_one_change() -> None:
     crowd.join()
     actions: list[Action] = []
     for name in crowd.names[LARGE // 2 :]:
-        crowd.machine.step(Disconnected(name), 0.2)
+        crowd.machine.step(PeerDisconnected(name), 0.2)
     crowd.tick(0.3, 0.75)
     visits, _ = counted(lambda: actions.extend(crowd.machine.step(Tick(), 0.9)))
-    assert crowd.machine.generation == 1 and visits <= 12 * LARGE
-    assert sum(isinstance(a, Send) and isinstance(a.message, Assign) for a in actions) == LARGE // 2
+    assert crowd.machine.generation.number == 1 and visits <= 12 * LARGE
+    assert (
+        sum(isinstance(a, SendMessage) and isinstance(a.message, Assign) for a in actions)
+        == LARGE // 2
+    )
     crowd.names = crowd.names[: LARGE // 2]
     crowd.ready()
     for name in crowd.names[500:]:
-        crowd.machine.step(Disconnected(name), 1.0)
+        crowd.machine.step(PeerDisconnected(name), 1.0)
     actions.clear()
     crowd.tick(1.2, 1.6)
     visits, _ = counted(lambda: actions.extend(crowd.machine.step(Tick(), 1.8)))
     assert crowd.machine.state is JobState.RESTARTING and visits <= 6 * LARGE
-    assert sum(isinstance(a, Send) and isinstance(a.message, StopWorkers) for a in actions) <= LARGE
+    assert (
+        sum(isinstance(a, SendMessage) and isinstance(a.message, StopWorkers) for a in actions)
+        <= LARGE
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +219,7 @@ def test_nodes_lost_together_are_one_change() -> None:
 def test_heartbeats_grow_rarer_with_the_size(
     nodes: int, expected: tuple[float, float, float]
 ) -> None:
-    found = times(SchedulerConfig("job", "run", nodes))
+    found = detector_times(SchedulerConfig("job", "run", nodes))
     assert (
         found.heartbeat,
         found.suspect,
@@ -216,16 +228,16 @@ def test_heartbeats_grow_rarer_with_the_size(
 
 
 def test_a_hundred_thousand_failures_need_little_memory() -> None:
-    from pdrun.rendezvous.policies.verdict import Failures, first_cause
+    from pdrun.rendezvous.policies.verdict import FailureLog, find_first_cause
     from pdrun.rendezvous.protocol.messages import Failure
 
-    failures = Failures()
+    failures = FailureLog()
     for rank in range(3000):
         text = str(rank) * 3000
         failures.add(
             Failure(rank, f"n{rank % 7}", Cause("exception", 1, at=float(-rank), traceback=text)),
             float(rank),
         )
-    assert failures.first == first_cause(failures) and failures.first.failure.rank == 2996
+    assert failures.first == find_first_cause(failures) and failures.first.failure.rank == 2996
     assert failures.first.failure.cause.traceback == "2996" * 3000
     assert sum(len(item.failure.cause.traceback) for item in failures) < 12_000 + 10 * 4096

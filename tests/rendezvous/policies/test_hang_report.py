@@ -38,7 +38,7 @@ def running(*names: str, workers: int = 2, **changes: object) -> Machine:
 
 def hang(machine: Machine, name: str, rank: int) -> None:
     machine.say(
-        name, Hung(machine.membership.generation, rank, "no progress for 300 s (step 1200)")
+        name, Hung(machine.membership.generation.number, rank, "no progress for 300 s (step 1200)")
     )
 
 
@@ -102,7 +102,9 @@ def test_a_hang_is_tried_again_as_any_failure() -> None:
     assert machine.membership.state is JobState.RESTARTING
     machine.finish("a")
     machine.say("a", Ready(1))
-    assert machine.membership.state is JobState.RUNNING and machine.membership.restarts == 1
+    assert (
+        machine.membership.state is JobState.RUNNING and machine.membership.shutdown.restarts == 1
+    )
     hang(machine, "a", 0)
     machine.say("a", Stacks(0, ()))  # an answer of the older generation
     assert machine.membership.state is JobState.RUNNING
@@ -124,7 +126,7 @@ def test_a_worker_that_ends_well_does_not_end_the_asking() -> None:
     machine = running("a", "b")
     hang(machine, "a", 0)
     machine.say("b", WorkerExit(0, 2, Cause("ok", 0)))
-    assert machine.membership.inquiry is not None
+    assert machine.membership.generation.hang is not None
 
 
 @pytest.mark.parametrize("how", ["stop", "loss", "end"])
@@ -138,9 +140,9 @@ def test_what_ends_the_generation_ends_the_asking(how: str) -> None:
         machine.beat(1.0, "a")
     else:
         machine.finish("a", "b")
-    assert machine.membership.inquiry is None
-    machine.finish(*machine.membership.names)
-    machine.beat(6.0, *machine.membership.sessions)
+    assert machine.membership.generation.hang is None
+    machine.finish(*machine.membership.roster.names)
+    machine.beat(6.0, *machine.membership.roster.sessions)
     assert machine.verdict.code == {"stop": 130, "loss": 69, "end": 0}[how]
     assert "hang" not in machine.kinds()
 
@@ -165,7 +167,7 @@ def test_who_is_only_quiet_hangs_when_nobody_is_at_work(active: tuple[int, ...])
         "a", Stacks(0, (StackGroup((0, 1), LOAD),), active=(3,))
     )  # not its own: counts for nothing
     machine.say("b", Stacks(0, (StackGroup((2, 3), LOAD),), active=active))
-    assert machine.membership.inquiry is None
+    assert machine.membership.generation.hang is None
     assert machine.membership.state is (JobState.RUNNING if active else JobState.STOPPING)
     assert bool(machine.to("a", Notice)) is not bool(active)
 
@@ -176,7 +178,7 @@ def test_a_rank_of_another_node_cannot_hang_here() -> None:
         hang(machine, "a", 3)
     machine.say("a", WorkerExit(0, 0, Cause("ok", 0)))
     hang(machine, "a", 0)  # it has ended meanwhile
-    assert machine.membership.inquiry is None
+    assert machine.membership.generation.hang is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.text(max_size=300)), max_size=120))
@@ -184,15 +186,20 @@ def test_a_picture_is_bounded_and_names_each_rank_once(found: list[tuple[int, st
     inquiry = HangInquiry(0, "a", "why", 0.0, {f"n{node}": f"n{node}" for node in range(41)})
     for node in range(41):
         ranks = [place for place, (where, _) in enumerate(found) if where == node]
-        inquiry.take(
+        inquiry.add_answer(
             f"n{node}",
             [StackGroup((rank, rank, -1), found[rank][1]) for rank in ranks],
             range(len(found)),
         )
-    counted = [rank for _, ranks in inquiry.groups.values() for rank in ranks] + inquiry.further
+    counted = [
+        rank for _, ranks in inquiry.groups.values() for rank in ranks
+    ] + inquiry.ungrouped_ranks
     assert sorted(counted) == list(range(len(found)))
     assert len(inquiry.groups) <= 64
-    assert len(inquiry.picture({f"n{i}" * 50: range(i, i + 2) for i in range(100)})) < MAX_TEXT_CHARS
+    assert (
+        len(inquiry.render_report({f"n{i}" * 50: range(i, i + 2) for i in range(100)}))
+        < MAX_TEXT_CHARS
+    )
 
 
 def test_ranks_are_named_in_pieces() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
-from pdrun.rendezvous.policies.progress import ProgressBook
+from pdrun.rendezvous.policies.progress import ProgressTracker
 from pdrun.rendezvous.protocol.messages import Assign, Notice, Progress, Ready, Step
 from tests.rendezvous.helpers import Machine, config
 
@@ -20,17 +20,18 @@ def report(
     machine: Machine, name: str, *steps: tuple[int, int] | tuple[int, int, float], saved: int = -1
 ) -> None:
     machine.say(
-        name, Progress(machine.membership.generation, tuple(Step(*each) for each in steps), saved)
+        name,
+        Progress(machine.membership.generation.number, tuple(Step(*each) for each in steps), saved),
     )
 
 
 def restart(machine: Machine, *names: str) -> int:
     """Fail, start again, and return the step that the next generation was told."""
-    machine.fail(names[0], machine.membership.names[names[0]].ranks[0])
+    machine.fail(names[0], machine.membership.roster.names[names[0]].ranks[0])
     machine.finish(*names)
     machine.tick(31.0)
     for name in names:
-        machine.say(name, Ready(machine.membership.generation))
+        machine.say(name, Ready(machine.membership.generation.number))
     assert machine.membership.state is JobState.RUNNING
     told = {machine.to(name, Assign)[-1].agreed_step for name in names}
     assert len(told) == 1
@@ -172,8 +173,8 @@ def test_many_stragglers_are_counted() -> None:
 
 
 def test_a_book_says_which_reports_must_not_be_forgotten() -> None:
-    book = ProgressBook(0.0)
-    assert book.take("a", Progress(0, (Step(0, 1),)), range(1))
-    assert not book.take("a", Progress(0, (Step(0, 2),)), range(1))
-    assert book.take("a", Progress(0, (), 2), range(1))
-    assert not book.take("a", Progress(0, (), 2), range(1))
+    book = ProgressTracker(0.0)
+    assert book.add_report("a", Progress(0, (Step(0, 1),)), range(1))
+    assert not book.add_report("a", Progress(0, (Step(0, 2),)), range(1))
+    assert book.add_report("a", Progress(0, (), 2), range(1))
+    assert not book.add_report("a", Progress(0, (), 2), range(1))

@@ -42,7 +42,7 @@ def again(machine: Machine, *names: str, wait: float = 31.0) -> None:
         machine.tick(wait)
     if machine.membership.state is JobState.ASSIGNING:
         for name in names:
-            machine.say(name, Ready(machine.membership.generation))
+            machine.say(name, Ready(machine.membership.generation.number))
 
 
 def test_the_delay_doubles_while_restarts_follow_quickly() -> None:
@@ -77,7 +77,9 @@ def test_the_window_in_a_job() -> None:
         machine.fail("a", 0)
         again(machine, "a")
         machine.tick(101.0)
-    assert machine.membership.restarts == 3 and machine.membership.state is JobState.RUNNING
+    assert (
+        machine.membership.shutdown.restarts == 3 and machine.membership.state is JobState.RUNNING
+    )
     machine.fail("a", 0)
     again(machine, "a")
     machine.fail("a", 0)
@@ -91,16 +93,18 @@ def test_the_back_off_is_waited_for_and_said_and_a_stop_ends_it() -> None:
     machine = running("a", "b", max_restarts=3, backoff=4.0)
     machine.fail("a", 0)
     again(machine, "a", "b")
-    assert machine.membership.generation == 1 and not machine.to("a", Notice)
+    assert machine.membership.generation.number == 1 and not machine.to("a", Notice)
     machine.fail("b", 1)
     machine.finish("a", "b")
     assert machine.membership.state is JobState.RESTARTING
     assert machine.to("a", Notice)[0].text.startswith("restart 2 of 3 in 4 s")
     assert machine.records[-1].kind == "restarting" and machine.records[-1].data["delay"] == 4.0
     machine.tick(3.5)
-    assert machine.membership.generation == 1
+    assert machine.membership.generation.number == 1
     machine.tick(1.0)
-    assert machine.membership.state is JobState.ASSIGNING and machine.membership.restarts == 2
+    assert (
+        machine.membership.state is JobState.ASSIGNING and machine.membership.shutdown.restarts == 2
+    )
     for name in "ab":
         machine.say(name, Ready(2))
     machine.fail("b", 1)
@@ -117,7 +121,9 @@ def test_a_node_that_goes_during_the_back_off_is_missed() -> None:
     machine.finish("a", "b")
     machine.cut("b")
     machine.tick(5.0)
-    assert machine.membership.state is JobState.GATHERING and machine.membership.restarts == 2
+    assert (
+        machine.membership.state is JobState.GATHERING and machine.membership.shutdown.restarts == 2
+    )
     machine.enter("c")
     assert machine.membership.state is JobState.ASSIGNING
 
@@ -202,7 +208,7 @@ def test_hopeless_failures_are_not_tried_again() -> None:
     for name, rank in (("a", 0), ("b", 1)):
         machine.say(name, _exit(machine, rank, exception(IMPORTS[rank])))
     machine.finish("a", "b")
-    assert machine.membership.generation == 0
+    assert machine.membership.generation.number == 0
     assert (
         "every worker that failed by itself met an import or syntax error" in machine.verdict.reason
     )
@@ -213,11 +219,11 @@ def test_one_worker_that_failed_otherwise_gives_hope_though_it_is_heard_last() -
     machine.say("a", _exit(machine, 0, exception(IMPORTS[0])))
     machine.say("b", _exit(machine, 1, exception("ValueError: boom")))
     machine.finish("a", "b")
-    assert machine.membership.generation == 1
+    assert machine.membership.generation.number == 1
 
 
 def _exit(machine: Machine, rank: int, why: Cause) -> WorkerExit:
-    return WorkerExit(machine.membership.generation, rank, why)
+    return WorkerExit(machine.membership.generation.number, rank, why)
 
 
 def loop(
@@ -230,7 +236,7 @@ def loop(
 ) -> None:
     for time in range(times):
         if progress:
-            machine.say("a", Progress(machine.membership.generation, (Step(0, 1),)))
+            machine.say("a", Progress(machine.membership.generation.number, (Step(0, 1),)))
         machine.tick(wait)
         machine.say(
             "a", _exit(machine, 0, exception(f"ValueError: {text.format(time + 7)} in step {time}"))
@@ -243,7 +249,7 @@ def test_a_crash_loop_ends_at_the_fourth_time() -> None:
     loop(machine, 3)
     assert machine.membership.state is JobState.RUNNING
     loop(machine, 1)
-    assert machine.membership.restarts == 3
+    assert machine.membership.shutdown.restarts == 3
     assert "the same failure 4 times in a row, each soon after the start" in machine.verdict.reason
 
 
@@ -255,7 +261,9 @@ def test_no_crash_loop(how: dict[str, object]) -> None:
             loop(machine, 1, text="abcdefgh"[number])
     else:
         loop(machine, 8, **how)  # type: ignore[arg-type]
-    assert machine.membership.restarts == 8 and machine.membership.state is JobState.RUNNING
+    assert (
+        machine.membership.shutdown.restarts == 8 and machine.membership.state is JobState.RUNNING
+    )
 
 
 def test_another_failure_in_between_begins_the_count_anew() -> None:
@@ -263,7 +271,9 @@ def test_another_failure_in_between_begins_the_count_anew() -> None:
     loop(machine, 3)
     loop(machine, 1, text="something else")
     loop(machine, 3)
-    assert machine.membership.restarts == 7 and machine.membership.state is JobState.RUNNING
+    assert (
+        machine.membership.shutdown.restarts == 7 and machine.membership.state is JobState.RUNNING
+    )
 
 
 def test_the_used_up_budget_is_said() -> None:

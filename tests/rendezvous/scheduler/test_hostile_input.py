@@ -28,10 +28,14 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
 )
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.transport.base import Arrived, Complaint, Gone, Incoming
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.base import (
+    EnvelopeArrived,
+    PeerGone,
+    ProtocolViolation,
+    TransportEvent,
+)
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
-from pdrun.rendezvous.transport.zmq_util import FAR_AWAY
+from pdrun.rendezvous.transport.zmq_util import NEVER_RECONNECT_MS, wait_readable
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, connect, until
 
@@ -64,7 +68,7 @@ def served(scheduler: Start, secret: Secret) -> Iterator[tuple[Scheduler, Agent]
 def closed_by_peer(sock: socket.socket, timeout: float = 8.0) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if readable(sock.fileno(), wait=0.1):
+        if wait_readable(sock.fileno(), wait=0.1):
             try:
                 if not sock.recv(65536):
                     return True
@@ -144,7 +148,7 @@ class Tap:
         inner, _ = self.listener.accept()
         outer = connect(self.to)
         while True:
-            ready = readable(inner.fileno(), outer.fileno())
+            ready = wait_readable(inner.fileno(), outer.fileno())
             for sock in (each for each in (inner, outer) if each.fileno() in ready):
                 data = sock.recv(65536)
                 if not data:
@@ -177,14 +181,14 @@ class Insider:
     def __init__(self, endpoint: Endpoint, secret: Secret, room: int = 0) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        keys = security.key_pair(secret, "agent")
+        keys = security.derive_key_pair(secret, "agent")
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.private
-        self.socket.curve_serverkey = security.key_pair(secret, "server").public
-        self.socket.setsockopt(zmq.RECONNECT_IVL, FAR_AWAY)
+        self.socket.curve_serverkey = security.derive_key_pair(secret, "server").public
+        self.socket.setsockopt(zmq.RECONNECT_IVL, NEVER_RECONNECT_MS)
         self.socket.setsockopt(zmq.RCVHWM, room)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(endpoint.zmq)
+        self.socket.connect(endpoint.zmq_url)
         self.sequence = 0
 
     def say(self, body: Message, **changes: object) -> None:
@@ -325,17 +329,18 @@ def test_one_who_never_reads_is_cut_off(secret: Secret) -> None:
     try:
         with insider(server.endpoint, secret, room=1) as bad:
             bad.hello()
-            found: list[Incoming] = []
+            found: list[TransportEvent] = []
             until(lambda: found.extend(server.poll(0.1)) or found, "the first message")
-            assert isinstance(found[0], Arrived)
+            assert isinstance(found[0], EnvelopeArrived)
             reply = Envelope("s", 0, 0, StatusReply(("x" * 20_000,)))
             for _ in range(5000):
                 server.send(found[0].peer, reply)
-                if Gone(found[0].peer) in (now := server.poll(0.0)):
+                if PeerGone(found[0].peer) in (now := server.poll(0.0)):
                     break
-            assert [type(item) for item in now] == [Complaint, Gone] and "does not read" in now[
-                0
-            ].text
+            assert [type(item) for item in now] == [
+                ProtocolViolation,
+                PeerGone,
+            ] and "does not read" in now[0].text
     finally:
         server.close(0.0)
 

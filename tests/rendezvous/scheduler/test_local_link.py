@@ -30,7 +30,7 @@ from pdrun.rendezvous.protocol.messages import (
     WorkerExit,
 )
 from pdrun.rendezvous.scheduler.local_link import LocalLink
-from pdrun.rendezvous.scheduler.service import MOST_LINES, Service
+from pdrun.rendezvous.scheduler.service import MAX_STATUS_CHARS, Service
 from pdrun.rendezvous.transport.base import MemoryHub
 from tests.rendezvous.helpers import cause, config
 
@@ -66,7 +66,7 @@ def test_a_job_of_one_node_loads_no_zeromq(tmp_path: Path) -> None:
     said, loaded = done.stdout.splitlines()
     assert said == "['Welcome', 'Assign', 'Start', 'StopWorkers', 'Verdict']"
     assert loaded == ""
-    assert eventlog.replay(eventlog.read(events)).code == 5
+    assert eventlog.replay_events(eventlog.read_events(events)).code == 5
 
 
 def test_a_whole_conversation() -> None:
@@ -149,9 +149,11 @@ def test_status_is_cut_to_the_newest_lines() -> None:
     hub = MemoryHub()
     service = Service(config(nodes=1), hub)
     for number in range(3000):
-        service._record([eventlog.Event("warning", 0.0, {"text": f"{number} " + "x" * 500})])
+        service._record_events(
+            [eventlog.LogEvent("warning", 0.0, {"text": f"{number} " + "x" * 500})]
+        )
     link = LocalLink(config(nodes=1))
-    link._service, link._end = service, hub.connect()
+    link._service, link._connection = service, hub.connect()
     link._sequence = 0
     from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello
 
@@ -159,7 +161,7 @@ def test_status_is_cut_to_the_newest_lines() -> None:
     link.send(StatusQuery())
     replies = [message for message in link.poll() if isinstance(message, StatusReply)]
     total = sum(map(len, replies[0].lines))
-    assert MOST_LINES / 2 < total <= MOST_LINES and "2999 x" in replies[0].lines[-2]
+    assert MAX_STATUS_CHARS / 2 < total <= MAX_STATUS_CHARS and "2999 x" in replies[0].lines[-2]
 
 
 def test_lost_log_lines_do_not_stop_a_job(tmp_path: Path) -> None:

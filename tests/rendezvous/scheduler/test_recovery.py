@@ -45,7 +45,7 @@ from pdrun.rendezvous.scheduler import relay_processes as relaychild
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.local_link import LocalLink, ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
@@ -56,9 +56,9 @@ M = TypeVar("M", bound=Message)
 def tend(child: SchedulerChild) -> str:
     """One look at the child, as an agent's loop does."""
     due = child.deadline()
-    told = child.fileno() >= 0 and readable(child.fileno(), wait=0)
+    told = child.fileno() >= 0 and wait_readable(child.fileno(), wait=0)
     if told or (due is not None and time.monotonic() >= due):
-        return child.tend()
+        return child.restart_if_dead()
     return ""
 
 
@@ -201,7 +201,7 @@ def test_killed_at_every_commit_of_a_job_with_a_restart(
             assert "after 1 restart" in verdicts[0].reason
             assert [player.started for player in players] == [1, 1]
             until(partial(gone, child), "it leaves when all have left", 15.0)
-        status = eventlog.replay(child.events())
+        status = eventlog.replay_events(child.events())
         kinds = [event.kind for event in child.events()]
         assert (status.state, status.code, status.generation, status.restarts) == (
             "done",
@@ -413,14 +413,14 @@ def test_a_scheduler_that_has_given_its_journal_up_has_no_successor(
 def test_it_is_given_up_when_it_dies_again_and_again(
     scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "BACKOFF", (0.0, 0.05, 0.3))
+    monkeypatch.setattr(children, "BACKOFF_SECONDS", (0.0, 0.05, 0.3))
     child = scheduler(journal=tmp_path / "j")
     began = list[int]()
     child.on_start = began.append
-    for _ in range(children.RESTARTS):
+    for _ in range(children.MAX_RESTARTS):
         kill(child)
         assert "is back" in revived(child)
-    assert len(began) == children.RESTARTS and began[-1] == child.pid
+    assert len(began) == children.MAX_RESTARTS and began[-1] == child.pid
     kill(child)
     with pytest.raises(RendezvousError, match="after 3 restarts in 60 s"):
         revived(child)
@@ -467,16 +467,16 @@ def test_a_successor_that_cannot_be_started_is_tried_again(
 def test_a_relay_that_cannot_be_started_is_tried_again(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaychild, "AGAIN", 0.0)
+    monkeypatch.setattr(relaychild, "RESTART_SECONDS", 0.0)
     listener = bind_listener(Endpoint("127.0.0.1", 0))
-    relays = relaychild.RelayChildren(1, listener.detach(), Endpoint("127.0.0.1", 9), secret, 1)
+    relays = relaychild.RelayProcesses(1, listener.detach(), Endpoint("127.0.0.1", 9), secret, 1)
     try:
         process = relays._processes[0]
         process.kill()
         process.wait(10)
         with no_descriptors():
-            assert relays.look() == ""
-        assert relays.look() == "1 of 1 relays had died and were started again"
+            assert relays.restart_dead() == ""
+        assert relays.restart_dead() == "1 of 1 relays had died and were started again"
     finally:
         relays.close(0.0)
 
@@ -486,13 +486,13 @@ def test_an_order_is_given_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     real = os.write
     monkeypatch.setattr(children.os, "write", lambda number, data: real(number, data[:7]))
-    children.give(write, b"0123456789" * 10)
+    children.write_order(write, b"0123456789" * 10)
     os.close(write)
     with open(read, "rb") as file:
         assert file.read() == b"0123456789" * 10
     read, write = os.pipe()
     os.close(read)
-    children.give(write, b"nobody reads")
+    children.write_order(write, b"nobody reads")
     os.close(write)
 
 

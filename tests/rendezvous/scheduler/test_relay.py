@@ -26,8 +26,8 @@ from pdrun.errors import AuthenticationError
 from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict, WorkerExit
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.child import SchedulerChild
-from pdrun.rendezvous.scheduler.relay_main import serve, serve_alone
-from pdrun.rendezvous.scheduler.relay_processes import FROM, wanted
+from pdrun.rendezvous.scheduler.relay_main import serve_relay, serve_standalone_relay
+from pdrun.rendezvous.scheduler.relay_processes import MIN_NODES, choose_relay_count
 from pdrun.rendezvous.transport.listen import bind_listener
 from tests.rendezvous.helpers import Agent, agents, cause, config, connect, start_all, until
 
@@ -142,7 +142,7 @@ def test_strangers_at_a_relay_harm_nobody() -> None:
 def test_a_relay_of_another_token_is_refused() -> None:
     with scheduler(relays=0) as child, bind_listener(Endpoint("127.0.0.1", 0)) as listener:
         with pytest.raises(AuthenticationError):
-            serve(listener.fileno(), child.endpoint, Secret.random())
+            serve_relay(listener.fileno(), child.endpoint, Secret.random())
 
 
 def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path: Path) -> None:
@@ -159,7 +159,9 @@ def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path
     said: list[str] = []
     relay = threading.Thread(
         target=lambda: ended.append(
-            serve_alone(child.endpoint, listen, SECRET, patience=30.0, say=said.append)
+            serve_standalone_relay(
+                child.endpoint, listen, SECRET, patience=30.0, show_line=said.append
+            )
         ),
         daemon=True,
     )
@@ -174,7 +176,7 @@ def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path
             pid = child.pid
             deadline = time.monotonic() + 20.0
             while child.pid == pid or len(said) < 2:
-                child.tend()
+                child.restart_if_dead()
                 for agent in two:
                     agent.turn(0.02)
                 assert time.monotonic() < deadline
@@ -212,7 +214,9 @@ def test_a_lost_relay_is_called_a_relay() -> None:
             with agents(listen, SECRET, "job", on_status=told.append) as (agent,):
                 agent.join("n0")
                 turn_until(
-                    agent, lambda: agent.link._patience.through_relay, "the relay has answered"
+                    agent,
+                    lambda: agent.link._reconnect_policy.is_through_relay,
+                    "the relay has answered",
                 )
                 os.kill(process.pid, signal.SIGSTOP)  # its port stands, and nobody is behind it
                 turn_until(agent, lambda: told, "the relay's silence is told")
@@ -239,22 +243,25 @@ def turn_until(agent: Agent, condition: Callable[[], object], what: str) -> None
 def alone(scheduler_port: str, port: str, secret: str) -> None:
     """Be a relay of its own."""
     where, here = (Endpoint("127.0.0.1", int(text)) for text in (scheduler_port, port))
-    serve_alone(
+    serve_standalone_relay(
         where,
         here,
         Secret.from_hex(secret),
         patience=30.0,
-        say=lambda text: print(text, flush=True),
+        show_line=lambda text: print(text, flush=True),
     )
 
 
 def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdrun.rendezvous.scheduler.relay_main.STATUS_EVERY", 0.3)
+    monkeypatch.setattr("pdrun.rendezvous.scheduler.relay_main.STATUS_SECONDS", 0.3)
     with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
         nowhere = Endpoint("127.0.0.1", probe.getsockname()[1])
     said: list[str] = []
     assert (
-        serve_alone(nowhere, Endpoint("127.0.0.1", 0), SECRET, patience=2.0, say=said.append) == 69
+        serve_standalone_relay(
+            nowhere, Endpoint("127.0.0.1", 0), SECRET, patience=2.0, show_line=said.append
+        )
+        == 69
     )
     assert said[0].startswith("relay to ") and said[-1].startswith("error: ")
     waits = [
@@ -267,9 +274,9 @@ def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_small_jobs_have_no_relays() -> None:
-    assert wanted(config(nodes=FROM - 1)) == 0
-    assert wanted(config(nodes=FROM)) >= 2
-    assert wanted(config(nodes=2, relays=3)) == 3
+    assert choose_relay_count(config(nodes=MIN_NODES - 1)) == 0
+    assert choose_relay_count(config(nodes=MIN_NODES)) >= 2
+    assert choose_relay_count(config(nodes=2, relays=3)) == 3
 
 
 def test_one_address_is_one_address() -> None:

@@ -39,9 +39,9 @@ from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.local_link import ZmqLink
 from pdrun.rendezvous.transport import zmq_server
-from pdrun.rendezvous.transport.base import Incoming
+from pdrun.rendezvous.transport.base import TransportEvent
 from pdrun.rendezvous.transport.listen import bind_listener
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
@@ -71,7 +71,7 @@ def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -
             agent.link.close()
     until(lambda: child.returncode is not None, "the scheduler leaves when all have left", 2.5)
     assert child.returncode == 0 and time.monotonic() - started < 2.5
-    status = eventlog.replay(child.events())
+    status = eventlog.replay_events(child.events())
     assert (status.state, status.code, status.expected, len(status.ranks)) == ("done", 0, 3, 4)
 
 
@@ -89,7 +89,7 @@ def test_with_many_connections_the_server_rests_before_it_looks(
     server = zmq_server.ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))
     links = [ZmqLink(server.endpoint, secret, job="job") for _ in range(2)]
     try:
-        heard: list[Incoming] = []
+        heard: list[TransportEvent] = []
 
         def both() -> bool:
             heard.extend(server.poll(0.02))
@@ -97,12 +97,15 @@ def test_with_many_connections_the_server_rests_before_it_looks(
 
         until(both, "both have said Hello", 10)
         assert rests == []
-        monkeypatch.setattr(zmq_server, "FEW", 1)
-        assert server._rest(5.0) == 2 * zmq_server.REST and server._rest(1e-6) == 1e-6
-        assert server._rest(0.0) == 0.0, "who does not wait does not rest either"
-        monkeypatch.setattr(zmq_server, "REST", 1.0)
-        assert server._rest(5.0) == zmq_server.LONGEST_REST
-        assert rests == [2 * 2e-6, 1e-6, zmq_server.LONGEST_REST]
+        monkeypatch.setattr(zmq_server, "MAX_CONNECTIONS_WITHOUT_REST", 1)
+        assert (
+            server._rest_briefly(5.0) == 2 * zmq_server.REST_SECONDS_PER_CONNECTION
+            and server._rest(1e-6) == 1e-6
+        )
+        assert server._rest_briefly(0.0) == 0.0, "who does not wait does not rest either"
+        monkeypatch.setattr(zmq_server, "REST_SECONDS_PER_CONNECTION", 1.0)
+        assert server._rest_briefly(5.0) == zmq_server.MAX_REST_SECONDS
+        assert rests == [2 * 2e-6, 1e-6, zmq_server.MAX_REST_SECONDS]
         server.poll(0.1)
         assert len(rests) == 4
     finally:
@@ -287,14 +290,14 @@ def test_what_is_confirmed_has_been_read_although_the_connection_was_cut(
         for name, agent in (("a", first), ("b", second)):
             agent.join(name)
         start_all(first, second)
-        assert first.link.confirmed, "nothing was asked for"
+        assert first.link.is_confirmed, "nothing was asked for"
         cut(first.link)
         first.turn()
         first.link.send(WorkerExit(0, 0, Cause("ok", 0)))
         first.link.send(Finished(0))
-        first.link.confirm()
-        assert not first.link.confirmed
-        until(lambda: first.turn() or first.link.confirmed, "the scheduler confirms")
+        first.link.request_confirmation()
+        assert not first.link.is_confirmed
+        until(lambda: first.turn() or first.link.is_confirmed, "the scheduler confirms")
         first.link.close(0.0)
         second.link.send(WorkerExit(0, 1, Cause("ok", 0)))
         second.link.send(Finished(0))
@@ -368,7 +371,7 @@ def test_a_killed_scheduler_is_noticed(scheduler: Start, secret: Secret) -> None
         agent.join("n")
         agent.expect(Waiting)
         os.kill(child.pid, signal.SIGKILL)
-        assert readable(child.fileno(), wait=1.0), "the child's descriptor tells"
+        assert wait_readable(child.fileno(), wait=1.0), "the child's descriptor tells"
         until(lambda: child.returncode is not None, "it is reaped", 1.0)
         assert child.returncode == -signal.SIGKILL
         with pytest.raises(RendezvousError, match="lost the scheduler"):
@@ -395,7 +398,7 @@ def test_the_terminals_ctrl_c_does_not_reach_the_scheduler(scheduler: Start) -> 
     child = scheduler()
     assert os.getsid(child.pid) == child.pid
     os.kill(child.pid, signal.SIGINT)
-    assert not readable(child.fileno(), wait=0.3)
+    assert not wait_readable(child.fileno(), wait=0.3)
 
 
 def test_an_inherited_socket_is_adopted(secret: Secret) -> None:
@@ -481,7 +484,7 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
         agent.join("n")
         start_all(agent)
         lines = query_status(child.endpoint, secret)
-        assert [event.kind for event in eventlog.parse(lines)] == [
+        assert [event.kind for event in eventlog.parse_events(lines)] == [
             "created",
             "joined",
             "assigned",
@@ -491,9 +494,9 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
             Viewer(child.endpoint, secret, stops=True) as viewer,
             Viewer(child.endpoint, secret) as other,
         ):
-            assert (viewer.job, viewer.run, viewer.gone) == ("job", "run-1", False)
+            assert (viewer.job, viewer.run, viewer.is_gone) == ("job", "run-1", False)
             assert "started" in _kinds(other)
-            viewer.stop(signal.SIGTERM, "a test")
+            viewer.request_stop(signal.SIGTERM, "a test")
             assert _kinds(viewer)[-1] == "stopping"
             stop = agent.expect(StopWorkers)
             assert (stop.signal, stop.reason) == (15, "stopped by a test")
@@ -505,15 +508,15 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
                 "the last word comes unasked"
             )
             child.close()
-            assert viewer.lines(0.5) is None and viewer.gone
+            assert viewer.fetch_lines(0.5) is None and viewer.is_gone
     with pytest.raises(RendezvousError, match=r"(no answer|no scheduler there) within 0\.5 s"):
         query_status(child.endpoint, secret, timeout=0.5)
 
 
 def _kinds(viewer: Viewer) -> list[str]:
-    lines = viewer.lines()
+    lines = viewer.fetch_lines()
     assert lines is not None
-    return [event.kind for event in eventlog.parse(lines)]
+    return [event.kind for event in eventlog.parse_events(lines)]
 
 
 def test_a_viewer_with_another_token_is_told(scheduler: Start) -> None:
@@ -566,8 +569,8 @@ def test_the_key_decides_the_role_not_the_word(
     from pdrun.rendezvous.transport import zmq_client
 
     child = scheduler()
-    view = security.key_pair(secret, "view")
-    real = security.key_pair
+    view = security.derive_key_pair(secret, "view")
+    real = security.derive_key_pair
     monkeypatch.setattr(
         zmq_client.security, "key_pair", lambda one, who: view if who == "agent" else real(one, who)
     )

@@ -41,7 +41,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.transport.resend import Filter, Memory
+from pdrun.rendezvous.transport.resend import DuplicateFilter, ResendBuffer
 
 from .network import Connection, Network
 from .world import World
@@ -132,7 +132,7 @@ class SimAgent:
     def _new_identity(self) -> None:
         self.agent = f"{self.world.random.getrandbits(128):032x}"
         self.incarnation = -1
-        self.memory, self.filter = Memory(), Filter()
+        self.memory, self.filter = ResendBuffer(), DuplicateFilter()
         self.connection: Connection | None = None
         self.up = False
         self.welcome: Welcome | None = None
@@ -236,7 +236,7 @@ class SimAgent:
 
     def say(self, message: Message) -> None:
         """Send, now or after the next reconnection."""
-        self.memory.note(message)
+        self.memory.add_message(message)
         if self.up:
             self._put(message)
 
@@ -298,7 +298,7 @@ class SimAgent:
                 first, self.welcome = self.welcome is None, message
                 if first:
                     self._watch_lease()
-                for again in self.memory.to_repeat():
+                for again in self.memory.messages_to_repeat():
                     self._put(again)
                 self._beat(self.connection)  # type: ignore[arg-type]
         elif isinstance(message, Assign):

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdrun.rendezvous.protocol.events import Peer
 from pdrun.rendezvous.protocol.messages import Envelope
-from pdrun.rendezvous.transport.base import Arrived, Gone, Incoming
+from pdrun.rendezvous.transport.base import EnvelopeArrived, PeerGone, TransportEvent
 
 from .world import World
 
@@ -83,11 +83,11 @@ class Network:
         """
         After so many sends the scheduler process dies in the middle of its work; None: it does not.
         """
-        self._box: list[Incoming] = []
+        self._box: list[TransportEvent] = []
         self._made = 0
 
     @property
-    def waiting(self) -> Sequence[Incoming]:
+    def waiting(self) -> Sequence[TransportEvent]:
         """What the next poll will return."""
         return self._box
 
@@ -189,7 +189,7 @@ class Network:
         if not self.way(connection.client.node).up:
             connection.up_held.append(envelope)
         elif connection.there:
-            self._box.append(Arrived(connection.peer, connection.role, envelope))
+            self._box.append(EnvelopeArrived(connection.peer, connection.role, envelope))
             self.wake()
 
     def _at_client(self, connection: Connection, envelope: Envelope) -> None:
@@ -202,7 +202,7 @@ class Network:
         if connection.there:
             connection.there = False
             self.connections.pop(connection.peer, None)
-            self._box.append(Gone(connection.peer))
+            self._box.append(PeerGone(connection.peer))
             self.wake()
 
     def _reset(self, connection: Connection) -> None:
@@ -226,7 +226,7 @@ class Network:
             self._reset(connection)
         self.connections.clear()
 
-    def poll(self, timeout: float) -> Sequence[Incoming]:
+    def poll(self, timeout: float) -> Sequence[TransportEvent]:
         """Return what has come in."""
         box, self._box = self._box, []
         return box

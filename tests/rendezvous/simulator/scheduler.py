@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdrun.eventlog import Event
+from pdrun.eventlog import LogEvent
 from pdrun.rendezvous.journal import file as journal
 from pdrun.rendezvous.journal import recovery
-from pdrun.rendezvous.membership.invariants import check
+from pdrun.rendezvous.membership.invariants import check_invariants
 from pdrun.rendezvous.membership.machine import Membership
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Heartbeat, Verdict
 from pdrun.rendezvous.scheduler.service import Service
-from pdrun.rendezvous.transport.base import Arrived
+from pdrun.rendezvous.transport.base import EnvelopeArrived
 
 from .judge import Violation
 from .network import Network, SchedulerDied
@@ -32,12 +32,12 @@ def quick_disk() -> Iterator[None]:
     started for each commit is half of a life's time.
     """
 
-    before = journal.Attempt
-    journal.Attempt = _Inline  # type: ignore[assignment, misc]
+    before = journal.BackgroundCall
+    journal.BackgroundCall = _Inline  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        journal.Attempt = before  # type: ignore[misc]
+        journal.BackgroundCall = before  # type: ignore[misc]
 
 
 class _Inline:
@@ -81,7 +81,7 @@ class SimScheduler:
         """The process comes up; a second time with what its journal says."""
         self._life += 1
         self._planned = False
-        self._recovery = recovery.enter(self.config, self.world, self.journal)
+        self._recovery = recovery.begin_or_resume(self.config, self.world, self.journal)
         self.service = Service(
             self.config,
             self.network,
@@ -89,7 +89,7 @@ class SimScheduler:
             record=self._record_all,
             recovery=self._recovery,
         )
-        check(self.service.machine)
+        check_invariants(self.service.machine)
         self.network.sends_left = None
         self.network.listening = True
         self._turn(self._life)
@@ -116,7 +116,7 @@ class SimScheduler:
         Have the process die while it writes: what was not acted upon is there in part, or not at
         all.
         """
-        keeper = self._recovery._keeper
+        keeper = self._recovery._writer
         if keeper is None:
             return
         writer, share = keeper.journal, self.world.random.random()
@@ -164,7 +164,7 @@ class SimScheduler:
             self.wake()
             return
         dull = all(
-            isinstance(item, Arrived) and isinstance(item.envelope.body, Heartbeat)
+            isinstance(item, EnvelopeArrived) and isinstance(item.envelope.body, Heartbeat)
             for item in self.network.waiting
         )
         try:
@@ -173,19 +173,19 @@ class SimScheduler:
             self._died()
             return
         if not dull or self.world.events % 16 == 0:
-            check(service.machine)
+            check_invariants(service.machine)
         self._see(service.machine)
-        if service.done is not None:
+        if service.exit_code is not None:
             self.over = True
             self.network.process_died()
 
     def _see(self, machine: Membership) -> None:
-        if machine.verdict is None:
+        if machine.shutdown.verdict is None:
             return
         if self.verdict is None:
-            self.verdict = machine.verdict
-        assert machine.verdict == self.verdict, (
-            f"the verdict changed from {self.verdict} to {machine.verdict}"
+            self.verdict = machine.shutdown.verdict
+        assert machine.shutdown.verdict == self.verdict, (
+            f"the verdict changed from {self.verdict} to {machine.shutdown.verdict}"
         )
 
     def _died(self) -> None:
@@ -203,11 +203,11 @@ class SimScheduler:
             self.service.close()
         self.journal.unlink(missing_ok=True)
 
-    def _record_all(self, events: Sequence[Event]) -> None:
+    def _record_all(self, events: Sequence[LogEvent]) -> None:
         for event in events:
             self._record(event)
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: LogEvent) -> None:
         self.note(
             f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }"
         )

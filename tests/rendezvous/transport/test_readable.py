@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 
 @pytest.fixture
@@ -26,19 +26,24 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_data_an_end_and_nothing(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    assert readable(read, wait=0) == readable(read, wait=-1.0) == readable(wait=0) == set()
+    assert (
+        wait_readable(read, wait=0)
+        == wait_readable(read, wait=-1.0)
+        == wait_readable(wait=0)
+        == set()
+    )
     os.write(write, b"x")
-    assert readable(read) == readable(read, wait=math.inf) == {read}
+    assert wait_readable(read) == wait_readable(read, wait=math.inf) == {read}
     os.read(read, 1)
-    assert readable(read, wait=0) == set()
+    assert wait_readable(read, wait=0) == set()
     os.close(write)
-    assert readable(read) == {read}
+    assert wait_readable(read) == {read}
 
 
 def test_one_that_is_closed(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
     with pytest.raises(ValueError, match=f"not open: descriptor {pipe[0]}"):
-        readable(pipe[0], wait=0)
+        wait_readable(pipe[0], wait=0)
 
 
 def test_beyond_what_select_knows(pipe: tuple[int, int]) -> None:
@@ -49,7 +54,7 @@ def test_beyond_what_select_knows(pipe: tuple[int, int]) -> None:
     high = fcntl.fcntl(pipe[0], fcntl.F_DUPFD_CLOEXEC, 1500)
     try:
         os.write(pipe[1], b"x")
-        assert readable(high, wait=5) == {high} and high >= 1500
+        assert wait_readable(high, wait=5) == {high} and high >= 1500
     finally:
         os.close(high)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 from pdrun.endpoint import Endpoint
-from pdrun.rendezvous.transport.reconnect import ASK, Patience
+from pdrun.rendezvous.transport.reconnect import RECHECK_SECONDS, ReconnectPolicy
 
 
-def turned(patience: Patience, begin: float, end: float) -> float:
+def turned(patience: ReconnectPolicy, begin: float, end: float) -> float:
     """Call as a loop would, each half second; return ``end``."""
     now = begin
     while now < end:
         now += 0.5
-        patience.turn(now)
+        patience.on_turn(now)
     return now
 
 
 def test_a_machine_that_takes_connections_is_not_cut_off() -> None:
-    patience = Patience(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
+    patience = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
     now = turned(patience, 100.0, 105.0)
     assert (patience.silent_for(now), patience.cut_off_for(now)) == (5.0, 5.0)
-    patience.somebody(now)
+    patience.on_connected(now)
     now = turned(patience, now, 108.0)
     assert (patience.silent_for(now), patience.cut_off_for(now)) == (8.0, 3.0)
-    patience.nobody(now)  # refused, or no route: that tells nothing
+    patience.on_no_listener(now)  # refused, or no route: that tells nothing
     assert patience.cut_off_for(now) == 3.0
-    patience.heard(now)
+    patience.on_message(now)
     assert (patience.silent_for(now), patience.cut_off_for(now)) == (0.0, 0.0)
 
 
 def test_who_has_just_woken_is_given_a_moment_to_ask_and_no_more() -> None:
     """The others do not wait for a process that stood still: its lease has run on."""
-    patience = Patience(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
+    patience = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
     assert patience.cut_off_for(130.0) == 0.0
-    patience.turn(130.0)
+    patience.on_turn(130.0)
     assert patience.cut_off_for(130.0) == 0.0
-    now = turned(patience, 130.0, 130.0 + ASK + 0.5)
+    now = turned(patience, 130.0, 130.0 + RECHECK_SECONDS + 0.5)
     assert patience.cut_off_for(now) == now - 100.0
-    patience.heard(now)
+    patience.on_message(now)
     assert patience.cut_off_for(now) == 0.0
 
 
 def test_what_lay_there_for_longer_than_the_lease_is_stale() -> None:
-    patience = Patience(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
-    assert not patience.stale(6.0, 106.0)
-    assert patience.stale(6.0, 107.0)
-    assert not patience.stale(0.0, 1000.0)
-    patience.heard(107.0, certain=False)
+    patience = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
+    assert not patience.is_stale(6.0, 106.0)
+    assert patience.is_stale(6.0, 107.0)
+    assert not patience.is_stale(0.0, 1000.0)
+    patience.on_message(107.0, is_certain=False)
     assert patience.silent_for(107.0) == 0.0 and patience.cut_off_for(107.0) == 0.0, "it may ask"
-    assert patience.stale(6.0, 107.0), "what lay there does not renew a lease"
-    patience.turn(107.0)
+    assert patience.is_stale(6.0, 107.0), "what lay there does not renew a lease"
+    patience.on_turn(107.0)
     for moment in range(108, 111):
-        patience.turn(float(moment))
+        patience.on_turn(float(moment))
     assert patience.cut_off_for(110.0) == 10.0
-    patience.heard(107.0)
-    assert not patience.stale(6.0, 108.0)
+    patience.on_message(107.0)
+    assert not patience.is_stale(6.0, 108.0)

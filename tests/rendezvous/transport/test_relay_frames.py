@@ -36,7 +36,10 @@ from tests.rendezvous.helpers import hello
 numbers = st.integers(0, 2**32 - 1)
 items: st.SearchStrategy[RelayItem] = st.one_of(
     st.builds(
-        AgentFrame, numbers, st.sampled_from(("", "agent", "view")), st.binary(min_size=1, max_size=300)
+        AgentFrame,
+        numbers,
+        st.sampled_from(("", "agent", "view")),
+        st.binary(min_size=1, max_size=300),
     ),
     st.builds(AgentClosed, numbers),
     st.builds(AliveReport, numbers, st.lists(numbers, max_size=50).map(tuple)),
@@ -97,7 +100,7 @@ class Seen:
         )
 
     def say(self, *said: RelayItem) -> list[TransportEvent]:
-        return [one for frame in pack_frames(said) for one in self.relays.open("r", frame)]
+        return [one for frame in pack_frames(said) for one in self.relays.read_frame("r", frame)]
 
 
 def word(sequence: int = 0, agent: str = "a") -> bytes:
@@ -106,9 +109,17 @@ def word(sequence: int = 0, agent: str = "a") -> bytes:
 
 def test_each_agent_behind_a_relay_is_a_peer() -> None:
     seen = Seen()
-    found = seen.say(AgentFrame(1, "agent", word()), AgentFrame(2, "view", word(agent="b")), AgentClosed(2), AgentClosed(7))
+    found = seen.say(
+        AgentFrame(1, "agent", word()),
+        AgentFrame(2, "view", word(agent="b")),
+        AgentClosed(2),
+        AgentClosed(7),
+    )
     assert [type(one) for one in found] == [EnvelopeArrived, EnvelopeArrived, PeerGone]
-    assert isinstance(found[0], EnvelopeArrived) and (found[0].peer, found[0].role) == ("r/1", "agent")
+    assert isinstance(found[0], EnvelopeArrived) and (found[0].peer, found[0].role) == (
+        "r/1",
+        "agent",
+    )
     assert found[2] == PeerGone("r/2")
     assert "r/1" in seen.relays and "r/2" not in seen.relays and "r" not in seen.relays
 
@@ -121,7 +132,12 @@ def test_a_word_that_is_none_ends_that_agent_only() -> None:
         AgentFrame(1, "agent", word(1)),
         AgentFrame(2, "agent", word()),
     )
-    assert [type(one) for one in found] == [EnvelopeArrived, ProtocolViolation, PeerGone, EnvelopeArrived]
+    assert [type(one) for one in found] == [
+        EnvelopeArrived,
+        ProtocolViolation,
+        PeerGone,
+        EnvelopeArrived,
+    ]
     seen.relays.flush()
     assert seen.sent == [("r", AgentClosed(1))]
 
@@ -129,7 +145,7 @@ def test_a_word_that_is_none_ends_that_agent_only() -> None:
 def test_a_closed_number_is_not_heard_until_the_relay_says_that_it_ended() -> None:
     seen = Seen()
     seen.say(AgentFrame(1, "agent", word()))
-    seen.relays.close("r/1")
+    seen.relays.close_agent("r/1")
     assert seen.say(AgentFrame(1, "agent", word(1)), AgentClosed(1)) == []
     assert "r/1" not in seen.relays
 
@@ -147,7 +163,11 @@ def test_the_end_of_a_relay_is_the_end_of_all_its_agents() -> None:
     seen = Seen()
     seen.say(AgentFrame(1, "agent", word()), AgentFrame(2, "agent", word()))
     seen.relays.send("r/1", b"x")
-    assert set(seen.relays.ended("r")) == {PeerGone("r/1", True), PeerGone("r/2", True), PeerGone("r")}
+    assert set(seen.relays.on_peer_ended("r")) == {
+        PeerGone("r/1", True),
+        PeerGone("r/2", True),
+        PeerGone("r"),
+    }
     seen.relays.flush()
     assert seen.sent == []
 
@@ -160,6 +180,8 @@ def test_a_relay_cannot_say_a_pulse() -> None:
 def test_the_relay_knows_heartbeats_and_echoes_as_the_codec_writes_them() -> None:
     from pdrun.rendezvous.scheduler.relay_main import _HEARTBEAT_PATTERN, ECHO_TEMPLATE
 
-    assert ECHO_TEMPLATE % CHILD_RELAY_SENDER.encode() % 12 == encode(Envelope(CHILD_RELAY_SENDER, 0, 0, Echo(12)))
+    assert ECHO_TEMPLATE % CHILD_RELAY_SENDER.encode() % 12 == encode(
+        Envelope(CHILD_RELAY_SENDER, 0, 0, Echo(12))
+    )
     found = _HEARTBEAT_PATTERN.fullmatch(encode(Envelope("0f" * 16, 3, 0, Heartbeat(12, 11))))
     assert found and (found[1], found[2]) == (b"12", b"11")

@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 
-from pdrun.rendezvous.transport.zmq_util import monitor, monitor_event
+from pdrun.rendezvous.transport.zmq_util import open_monitor, read_monitor_event
 
 CONNECTIONS = 1200
 """Each has three events or more; libzmq's own limit is 2,000 of them."""
@@ -19,7 +19,7 @@ def test_monitoring_ends_while_thousands_of_events_are_unread() -> None:
     theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     theirs.set(zmq.MAX_SOCKETS, CONNECTIONS + 10)
     router = ours.socket(zmq.ROUTER)
-    reader = monitor(router)
+    reader = open_monitor(router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     for _ in range(CONNECTIONS):
         dealer = theirs.socket(zmq.DEALER)
@@ -38,7 +38,7 @@ def test_monitoring_ends_while_thousands_of_events_are_unread() -> None:
     )
     found = []
     while reader.poll(0):
-        found.append(monitor_event(reader)[0])
+        found.append(read_monitor_event(reader)[0])
     assert found.count(zmq.EVENT_HANDSHAKE_SUCCEEDED) == CONNECTIONS and len(found) > 2000
     for one in (reader, router):
         one.close(linger=0)
@@ -48,9 +48,9 @@ def test_monitoring_ends_while_thousands_of_events_are_unread() -> None:
 
 def test_only_the_events_asked_for_come() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        reader = monitor(router, zmq.EVENT_LISTENING)
+        reader = open_monitor(router, zmq.EVENT_LISTENING)
         router.bind_to_random_port("tcp://127.0.0.1")
-        assert reader.poll(5000) and monitor_event(reader)[0] == zmq.EVENT_LISTENING
+        assert reader.poll(5000) and read_monitor_event(reader)[0] == zmq.EVENT_LISTENING
         router.monitor(None, 0)
         reader.close(linger=0)
         with pytest.raises(zmq.ZMQError):

@@ -22,10 +22,10 @@ from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, Leave
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.transport import zap as door
-from pdrun.rendezvous.transport.base import Arrived, Complaint
-from pdrun.rendezvous.transport.zap import Door
+from pdrun.rendezvous.transport.base import EnvelopeArrived, ProtocolViolation
+from pdrun.rendezvous.transport.zap import ZapAuthenticator
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
-from pdrun.rendezvous.transport.zmq_util import end_context, monitor, monitor_event
+from pdrun.rendezvous.transport.zmq_util import end_context, open_monitor, read_monitor_event
 from tests.rendezvous.helpers import until
 
 WORD = encode(Envelope("a" * 32, 0, 0, Leave()))
@@ -53,12 +53,12 @@ def client(
     theirs: Secret | None = None,
 ) -> zmq.Socket[bytes]:
     """Connect as an agent with ``secret`` to the server of ``theirs``, and say a word."""
-    keys = security.key_pair(secret, "agent")
+    keys = security.derive_key_pair(secret, "agent")
     socket = context.socket(zmq.DEALER)
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.private
-    socket.curve_serverkey = security.key_pair(theirs or secret, "server").public
+    socket.curve_serverkey = security.derive_key_pair(theirs or secret, "server").public
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(server.endpoint.zmq)
+    socket.connect(server.endpoint.zmq_url)
     socket.send(WORD)
     return socket
 
@@ -69,8 +69,8 @@ def heard(server: ZmqServer, count: int) -> set[str]:
 
     def all_have() -> bool:
         for one in server.poll(0.02):
-            assert not isinstance(one, Complaint), one
-            if isinstance(one, Arrived):
+            assert not isinstance(one, ProtocolViolation), one
+            if isinstance(one, EnvelopeArrived):
                 assert one.role == "agent"
                 peers.add(one.peer)
         return len(peers) == count
@@ -83,8 +83,8 @@ def test_replaced_after_every_question_it_lets_the_same_in(
     context: zmq.Context[zmq.Socket[bytes]], secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is in stays in; a foreign key is refused as ever."""
-    monkeypatch.setattr(door, "MOST", 1)
-    monkeypatch.setattr(door, "REST", 0.2)
+    monkeypatch.setattr(door, "MAX_ANSWERS", 1)
+    monkeypatch.setattr(door, "DRAIN_SECONDS", 0.2)
     with serving(secret) as server:
         early = [client(context, server, secret) for _ in range(3)]
         first = heard(server, 3)
@@ -92,11 +92,11 @@ def test_replaced_after_every_question_it_lets_the_same_in(
         assert not first & heard(
             server, 20
         )  # some are refused between two handlers, and come again
-        assert server._door is not None
+        assert server._authenticator is not None
 
         def closed() -> bool:
             server.poll(0.02)
-            return server._door is not None and server._door._old is None
+            return server._authenticator is not None and server._authenticator._old is None
 
         until(closed, "the old handler is closed")
         for socket in (*early, *later):
@@ -110,7 +110,9 @@ def test_replaced_after_every_question_it_lets_the_same_in(
             return bool(told)
 
         until(refused, "the foreign key is refused")
-        assert {type(one) for one in told} == {Complaint} and "another token" in str(told[0])
+        assert {type(one) for one in told} == {ProtocolViolation} and "another token" in str(
+            told[0]
+        )
         foreign.close()
 
 
@@ -119,16 +121,16 @@ def test_without_its_handler_nobody_is_let_in(
 ) -> None:
     """By default libzmq would let everybody in then."""
     with serving(secret) as server:
-        assert server._door is not None
-        server._door._current.unbind(door.ADDRESS)
+        assert server._authenticator is not None
+        server._authenticator._current.unbind(door.ZAP_ADDRESS)
         socket = client(context, server, secret)
-        seen = monitor(socket)
+        seen = open_monitor(socket)
         heard: list[object] = []
 
         def cut_twice() -> bool:
             heard.extend(server.poll(0.02))
             while seen.poll(0):
-                events.append(monitor_event(seen)[0])
+                events.append(read_monitor_event(seen)[0])
             return (
                 events.count(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
                 + events.count(zmq.EVENT_DISCONNECTED)
@@ -146,13 +148,13 @@ def test_without_its_handler_nobody_is_let_in(
 def test_without_a_descriptor_for_a_new_handler_the_old_one_stays(
     context: zmq.Context[zmq.Socket[bytes]], secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "MOST", 1)
+    monkeypatch.setattr(door, "MAX_ANSWERS", 1)
 
-    def none_left(self: Door) -> zmq.Socket[bytes]:
+    def none_left(self: ZapAuthenticator) -> zmq.Socket[bytes]:
         raise zmq.ZMQError(errno.EMFILE)
 
     with serving(secret) as server:
-        monkeypatch.setattr(Door, "_handler", none_left)
+        monkeypatch.setattr(ZapAuthenticator, "_make_handler", none_left)
         sockets = [client(context, server, secret) for _ in range(3)]
         heard(server, 3)
         sockets.append(client(context, server, secret))
@@ -164,9 +166,9 @@ def test_a_connection_does_not_keep_its_queues_to_the_handler(
     secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two queues of 16 KB for each connection; they are given up a moment after the handler."""
-    monkeypatch.setattr(door, "REST", 0.0)
+    monkeypatch.setattr(door, "DRAIN_SECONDS", 0.0)
     kept = taken(secret, tmp_path / "malloc")
-    monkeypatch.setattr(door, "MOST", 1)
+    monkeypatch.setattr(door, "MAX_ANSWERS", 1)
     taken(secret, tmp_path / "malloc", kept - 30_000)
 
 

@@ -71,7 +71,7 @@ class Slow:
     def __init__(self, run: pdrun.Run) -> None:
         self.seconds, self.calls, self.waited = 0.0, 0, 0.0
         self._began: dict[int, float] = {}
-        axis, watch = run.axes["cp"], run.axes.watch
+        axis, watch = run.axes["cp"], run.axes.watchdog
         context = run.state.sequences.sequences(run.axes)
         for place in {id(one): one for one in (axis, context.ring, context.ulysses)}.values():
             place._count = self._counted(place._count)

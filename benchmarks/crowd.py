@@ -161,19 +161,19 @@ class Sealed:
     ) -> None:
         self.up = False
         self._socket = context.socket(zmq.DEALER)
-        probe = pace.probe(crowd)
+        probe = pace.probe_milliseconds(crowd)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)),
+            (zmq.HANDSHAKE_IVL, int(pace.handshake_seconds(crowd) * 1000)),
             (zmq.RECONNECT_IVL, 500),
             (zmq.HEARTBEAT_IVL, probe),
             (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):
             self._socket.setsockopt(option, value)
-        keys = security.key_pair(secret, "agent")
+        keys = security.derive_key_pair(secret, "agent")
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.private
-        self._socket.curve_serverkey = security.key_pair(secret, "server").public
-        self._socket.connect(endpoint.zmq)
+        self._socket.curve_serverkey = security.derive_key_pair(secret, "server").public
+        self._socket.connect(endpoint.zmq_url)
 
     def fileno(self) -> int:
         """

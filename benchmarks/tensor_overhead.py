@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import pdrun
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 
 Step = Callable[[Tensor, Tensor], float]
@@ -157,7 +157,7 @@ def by_hand(model: Model, rank: int, world: int) -> Model:
 
 
 def by_pdrun(model: Model, rank: int, world: int) -> Model:
-    axes = Axes(Grid(("tp",), (world,)), rank, torch.device("cpu"), Watch(60.0, rank, world))
+    axes = MeshGroups(Grid(("tp",), (world,)), rank, torch.device("cpu"), CollectiveWatchdog(60.0, rank, world))
     return pdrun.Strategy(
         {
             "layers.*.attn": pdrun.heads("tp"),

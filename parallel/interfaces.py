@@ -14,7 +14,7 @@ from torch import nn
 from pdrun.parallel.training.state import SequenceSlicer
 
 if TYPE_CHECKING:
-    from pdrun.parallel.comm.groups import Axes
+    from pdrun.parallel.comm.groups import MeshGroups
     from pdrun.parallel.pipeline.split import Split
     from pdrun.parallel.training.driver import Driver
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Cutter(Protocol):
     """Shards a model over the tensor axes: ``parallelize(strategy=...)``."""
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
         Return the model to run. Its parameters keep their names and have tiles (`set_tile`) where
         they are sharded.
@@ -40,7 +40,7 @@ class Cutter(Protocol):
 class StagedCutter(Cutter, Protocol):
     """A `Cutter` that works across modules and must know the pipeline stage of each."""
 
-    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+    def apply_in_stages(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split) -> nn.Module:
         """
         Do what `Cutter.apply` does, for the full model. The pipeline takes its stage afterwards.
 
@@ -55,12 +55,12 @@ class SequenceCutter(SequenceSlicer, Protocol):
     Gives attention the full sequence when each rank has a part of it: ``parallelize(context=...)``.
     """
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """Return the model to run; see `Cutter.apply`."""
         ...
 
 
-class Pipeline(Protocol):
+class PipelineCutter(Protocol):
     """Cuts a model into stages and runs their schedule: ``parallelize(pipeline=...)``."""
 
     @property
@@ -68,7 +68,7 @@ class Pipeline(Protocol):
         """Micro-batches per step."""
         ...
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Driver]:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> tuple[nn.Module, Driver]:
         """
         Return this rank's stage and the driver that runs it.
 
@@ -88,6 +88,6 @@ class Pipeline(Protocol):
 class StageSplitter(Protocol):
     """A `Pipeline` that can name the stages before it cuts the model; a `StagedCutter` needs that."""
 
-    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
+    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> Split:
         """Return the stage of each module of a full model."""
         ...

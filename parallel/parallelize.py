@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdrun.parallel import torch_compat as compat
+from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
-from pdrun.parallel.comm.mesh import Mesh, solve
+from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler import compile as compiling
-from pdrun.parallel.data.batch_slicing import Strategy
-from pdrun.parallel.data.batch_slicing import parse as parse_strategy
-from pdrun.parallel.interfaces import Cutter, Pipeline, SequenceCutter
-from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.data.batch_slicing import BatchSlicing
+from pdrun.parallel.data.batch_slicing import parse_batch_slicing as parse_strategy
+from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
+from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model import recompute as recomputing
 from pdrun.parallel.model.meta_init import Filler
-from pdrun.parallel.partition import Cuts, Parted, cut_up
+from pdrun.parallel.partition import PartitionSpec, PartitionedModel, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import Context
-from pdrun.parallel.startup.init import init as join
+from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.training.interleave import Interleaved
 from pdrun.parallel.training.loss import Forward, Loss, Objective
 from pdrun.parallel.training.rank_agreement import Agreement, of_scheduler
@@ -52,7 +52,7 @@ def parallelize(
     *,
     mesh: Mesh | None = None,
     strategy: Cutter | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineCutter | None = None,
     context: SequenceCutter | None = None,
     sample: Any = None,
     forward: Forward | None = None,
@@ -189,9 +189,9 @@ def parallelize(
         seed=seed,
     )
     check_arguments(arguments)
-    job = join()
-    compat.end_groups()
-    mesh = mesh or solve(job.world_size, {"dp": -1})
+    job = init_process()
+    torch_compat.end_groups()
+    mesh = mesh or solve_mesh(job.world_size, {"dp": -1})
     check_mesh(arguments, mesh, job.world_size)
     settings = build_settings(arguments, mesh, torch.device(job.device))
     slicing = parse_strategy(dataset_strategy, mesh.dp)
@@ -199,20 +199,20 @@ def parallelize(
     agreement = Agreement(job.rank, store_of(job), seconds)
     agreement.check(_describe_arguments(arguments, mesh, settings, slicing).items())
     prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
-    cuts = Cuts(strategy, pipeline, context, sample)
-    partitioned = cut_up(model, prepared.weights, prepared.place, cuts)
+    cuts = PartitionSpec(strategy, pipeline, context, sample)
+    partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
     state = _build_state(arguments, mesh, settings, slicing, job, agreement, prepared, partitioned)
     return Run(state)
 
 
 def _describe_arguments(
-    arguments: Arguments, mesh: Mesh, settings: Settings, slicing: Strategy
+    arguments: Arguments, mesh: Mesh, settings: Settings, slicing: BatchSlicing
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks, by the names that the user knows."""
     offload = parse_offload(arguments.offload)
     return {
         "mesh": str(mesh),
-        **_named(settings),
+        **_settings_by_option(settings),
         "copies": arguments.copies,
         "seed": arguments.seed,
         "strategy": arguments.strategy,
@@ -231,11 +231,11 @@ def _build_state(
     arguments: Arguments,
     mesh: Mesh,
     settings: Settings,
-    slicing: Strategy,
+    slicing: BatchSlicing,
     job: Context,
     agreement: Agreement,
     prepared: PreparedModel,
-    partitioned: Parted,
+    partitioned: PartitionedModel,
 ) -> RunState:
     """Put the engine on the partitioned model and turn the optimizer to what this rank trains."""
     device = torch.device(job.device)
@@ -247,11 +247,11 @@ def _build_state(
     elif partitioned.original is not None:
         retarget.check_elementwise(optimizer, device, tiles_only=True)
     # once more, for the weights that are sharded now
-    hooks.check(partitioned.weights, [0] * len(partitioned.weights), WHERE)
+    param_hooks.check(partitioned.weights, [0] * len(partitioned.weights), WHERE)
     recompute = arguments.recompute
-    compiled = compiling.apply(partitioned.model, arguments.compile)
+    compiled = compiling.compile_modules(partitioned.model, arguments.compile)
     recomputed = recomputing.apply(partitioned.model, recompute)
-    compiling.check(compiled, recompute, recomputed, splits=partitioned.driver.splits)
+    compiling.check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits)
     engine = Engine(
         partitioned.model,
         partitioned.weights,
@@ -259,7 +259,7 @@ def _build_state(
         partitioned.holders,
         partitioned.catalogue,
         settings,
-        partitioned.units(settings.units) if settings.level == 3 else (),
+        partitioned.local_units(settings.units) if settings.level == 3 else (),
         filler.fill if filler else lambda weights: None,
     )
     retarget.retarget(optimizer, engine.parts_of)
@@ -296,7 +296,7 @@ def _build_state(
 
 
 def _build_filler(
-    arguments: Arguments, prepared: PreparedModel, partitioned: Parted, device: torch.device
+    arguments: Arguments, prepared: PreparedModel, partitioned: PartitionedModel, device: torch.device
 ) -> Filler | None:
     """Return what gives weights without memory their values; None if all have some."""
     if not prepared.is_empty:
@@ -308,7 +308,7 @@ def _build_filler(
     return filler
 
 
-def _named(settings: Settings) -> dict[str, Any]:
+def _settings_by_option(settings: Settings) -> dict[str, Any]:
     """Return settings by the names that the user knows."""
     named = {
         "level": "optimizer_level",

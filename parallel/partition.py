@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.rank_groups import Place
+from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.interfaces import (
     Cutter,
-    Pipeline,
+    PipelineCutter,
     SequenceCutter,
     StagedCutter,
     StageSplitter,
@@ -29,22 +29,22 @@ from pdrun.parallel.training.driver import Driver, Plain
 
 
 @dataclass(frozen=True)
-class Cuts:
+class PartitionSpec:
     """How a model is to be cut; see `parallelize`."""
 
     strategy: Cutter | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineCutter | None = None
     context: SequenceCutter | None = None
     sample: Any = None
 
     @property
-    def none(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the model stays as it is."""
         return self.strategy is None and self.pipeline is None and self.context is None
 
 
 @dataclass(frozen=True)
-class Parted:
+class PartitionedModel:
     """What this rank runs, and what is known of the whole."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Parted:
     original: nn.Module | None
     """The whole model without memory; None where nothing was cut."""
 
-    def units(self, globs: Sequence[str] | None) -> list[str]:
+    def local_units(self, globs: Sequence[str] | None) -> list[str]:
         """
         Return the names of the modules whose weights are gathered together, as far as this rank has
         them.
@@ -72,7 +72,7 @@ class Parted:
         ]
 
 
-def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) -> Parted:
+def apply_partitioning(model: nn.Module, weights: list[Weight], place: RankGroups, spec: PartitionSpec) -> PartitionedModel:
     """
     Cut a model, the same one on every rank.
 
@@ -83,21 +83,21 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
         UsageError: what was cut is no longer the model that was given.
     """
     catalogue = Catalogue(model, weights)
-    original = None if cuts.none else blank(model)
+    original = None if spec.is_empty else blank(model)
     driver: Driver = Plain()
-    if cuts.context is not None:
-        model = _module(cuts.context.apply(model, place.axes, cuts.sample), "context")
-    if cuts.strategy is not None:
-        model = _module(_operators(cuts.strategy, model, place, cuts), "strategy")
-    if cuts.pipeline is not None:
-        model, driver = cuts.pipeline.apply(model, place.axes, cuts.sample)
+    if spec.context is not None:
+        model = _require_module(spec.context.apply(model, place.axes, spec.sample), "context")
+    if spec.strategy is not None:
+        model = _require_module(_apply_strategy(spec.strategy, model, place, spec), "strategy")
+    if spec.pipeline is not None:
+        model, driver = spec.pipeline.apply(model, place.axes, spec.sample)
     if original is not None:
         weights = catalogue.collect(model)
-    sums = {weight.index: _sums(weight, place) for weight in weights}
+    sums = {weight.index: _partial_axes(weight, place) for weight in weights}
     holders = tell(place.axes[place.model_axes], place.mesh.pp, weights)
     holders.check(catalogue)
     shared = {holders.stages_of(entry.index) for entry in catalogue.entries if not entry.alone}
-    place.share(stages for stages in shared if len(stages) > 1)
+    place.make_shared_groups(stages for stages in shared if len(stages) > 1)
     for weight in weights:
         weight.chunk, weight.chunks = driver.chunk_of(weight.name), driver.users_of(weight.name)
         weight.counted = holders.alike(weight.index)[0] == holders.axis.index
@@ -107,17 +107,17 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
             weight.sums = tuple(
                 axis for axis in place.mesh.tensor_axes if axis in sums[weight.index]
             )
-    return Parted(model, weights, driver, holders, catalogue, original)
+    return PartitionedModel(model, weights, driver, holders, catalogue, original)
 
 
-def _operators(strategy: Cutter, model: nn.Module, place: Place, cuts: Cuts) -> nn.Module:
+def _apply_strategy(strategy: Cutter, model: nn.Module, place: RankGroups, cuts: PartitionSpec) -> nn.Module:
     if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, StageSplitter):
         split = cuts.pipeline.split(model, place.axes, cuts.sample)
         return strategy.apply_in_stages(model, place.axes, cuts.sample, split)
     return strategy.apply(model, place.axes, cuts.sample)
 
 
-def _module(made: Any, name: str) -> nn.Module:
+def _require_module(made: Any, name: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise UsageError(
             f"{name}= made a {type(made).__name__} of the model",
@@ -127,7 +127,7 @@ def _module(made: Any, name: str) -> nn.Module:
     return made
 
 
-def _sums(weight: Weight, place: Place) -> set[str]:
+def _partial_axes(weight: Weight, place: RankGroups) -> set[str]:
     """
     Return the tensor axes over which a weight's gradient is partial; axes of one device are left
     out.

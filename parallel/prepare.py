@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import torch_compat as compat
+from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import DATA, Mesh
-from pdrun.parallel.comm.rank_groups import Place, place_on
-from pdrun.parallel.comm.sharded import Comm
-from pdrun.parallel.comm.watchdog import start as start_watch
-from pdrun.parallel.model import param_hooks as hooks
-from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import DATA_AXES, Mesh
+from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
+from pdrun.parallel.comm.sharded import ShardedGroup
+from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
+from pdrun.parallel.model import param_hooks
+from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.model.meta_init import move
 from pdrun.parallel.model.weights import Weight, collect
 from pdrun.parallel.startup.init import Context
@@ -42,7 +42,7 @@ class PreparedModel:
     """Name of each weight by the identity of its parameter."""
     group_members: list[list[str]]
     """Names of the weights of each optimizer group."""
-    place: Place
+    place: RankGroups
     is_empty: bool
     """Whether some weights have no memory yet."""
 
@@ -71,17 +71,17 @@ def prepare_model(
     precision = settings.precision
     if ranks > 1 or settings.level or precision.compute or settings.home is not None:
         _check_forwards(model)
-    keep_own_type = norm_sync.own_weights(model) if precision.inputs else ()
+    keep_own_type = sync_batchnorm.own_weights(model) if precision.inputs else ()
     weights = collect(model, settings.layerwise, keep_own_type)
     optimizer = retarget.make(arguments.optimizer, [w.param for w in weights if w.trained])
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    hooks.check(weights, [0] * len(weights), WHERE)
+    param_hooks.check(weights, [0] * len(weights), WHERE)
     agreement.check(of_model(model, weights))
     agreement.check(of_optimizer(optimizer))
     axes = _build_axes(job, mesh, device, seconds)
-    place = place_on(mesh, axes, settings.shard_group, settings.level)
-    norm_sync.place(place.axes[DATA])
+    place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
+    sync_batchnorm.place(place.axes[DATA_AXES])
     _broadcast_values(model, weights, place.job)
     return PreparedModel(weights, optimizer, names, members, place, is_empty)
 
@@ -93,7 +93,7 @@ def store_of(job: Context) -> Any:
     return None
 
 
-def _move_model(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:
+def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool) -> bool:
     """
     Move the model to its device; refuse what can't be equal to one process.
 
@@ -106,9 +106,9 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_batchno
     _check_unwrapped(model)
     model._pdrun = True
     empty = move(model, device)
-    if sync_batchnorm:
-        norm_sync.synchronise(model)
-    found = norm_sync.find(model) if world > 1 else []
+    if sync_norms:
+        sync_batchnorm.synchronise(model)
+    found = sync_batchnorm.find(model) if world > 1 else []
     if found:
         raise UsageError(
             f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
@@ -155,22 +155,22 @@ def _check_unwrapped(model: nn.Module) -> None:
             raise UsageError(what, where=WHERE, hint=hint)
 
 
-def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
+def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> MeshGroups:
     """Return this rank's places along the axes, where every wait is bounded."""
     world = job.world_size
     rank = job.rank
     watch = start_watch(timeout, rank, world, store_of(job), blocking=device.type == "cpu")
     if world > 1:
-        compat.set_timeout(timeout)
-    return Axes(mesh.grid, rank, device, watch)
+        torch_compat.set_timeout(timeout)
+    return MeshGroups(mesh.grid, rank, device, watch)
 
 
-def _broadcast_values(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
+def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGroup) -> None:
     """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
     with torch.no_grad():
         for weight in weights:
             if not weight.alone and weight.param.device.type != "meta":
-                axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
+                axis.broadcast_first(weight.param.detach(), f"rank 0's {weight.name}")
         for name, buffer in model.named_buffers():
             if buffer.layout != torch.strided and axis.world > 1:
                 kind = str(buffer.layout).removeprefix("torch.")
@@ -178,4 +178,4 @@ def _broadcast_values(model: nn.Module, weights: list[Weight], axis: Comm) -> No
                 raise UsageError(
                     what, where=WHERE, hint="a dense one, or an attribute that is no buffer"
                 )
-            axis.from_first(buffer, f"rank 0's {name}")
+            axis.broadcast_first(buffer, f"rank 0's {name}")

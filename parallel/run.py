@@ -17,15 +17,15 @@ import torch
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint.export import export_weights, load_weights
 from pdrun.parallel.checkpoint.save_load import (
-    Saving,
+    PendingSave,
     agree_on_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from pdrun.parallel.data.loader import Loader, Position
-from pdrun.parallel.report.explain import Plan, explain, plan_of
-from pdrun.parallel.report.memory import Estimate, estimate
-from pdrun.parallel.report.verify import Report, verify
+from pdrun.parallel.report.explain import RunPlan, explain_run, build_plan
+from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory
+from pdrun.parallel.report.verify import VerifyReport, verify_run
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.training.step import (
@@ -66,7 +66,7 @@ class Run:
         """
         Called in each step when the gradients are reduced and clipped, before they are used.
         """
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
 
     @property
     def steps(self) -> int:
@@ -132,7 +132,7 @@ class Run:
         """
         state = self.state
         ranks = state.rows.size, state.rows.index
-        yield from state.feed.data(
+        yield from state.feed.iter_epoch(
             source, training, state.seed, ranks, state.settings.accumulate, state.batch_slicing
         )
 
@@ -158,9 +158,9 @@ class Run:
     # ---- words --------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Where everything goes, as plain data: ``run.plan.save("plan.json")``."""
-        return plan_of(self.state)
+        return build_plan(self.state)
 
     def explain(self, batch: Any = None) -> str:
         """
@@ -171,15 +171,15 @@ class Run:
                 micro-batch on fake
                 tensors.
         """
-        return explain(self.state, batch)
+        return explain_run(self.state, batch)
 
-    def memory(self, batch: Any = None) -> Estimate:
+    def memory(self, batch: Any = None) -> MemoryEstimate:
         """Return the bytes that a step takes on this rank's device, by kind; see `explain`."""
-        return estimate(self.state, batch)
+        return estimate_memory(self.state, batch)
 
     # ---- proof --------------------------------------------------------------
 
-    def verify(self, source: Iterable[Any] | None = None, *, steps: int = 3) -> Report:
+    def verify(self, source: Iterable[Any] | None = None, *, steps: int = 3) -> VerifyReport:
         """
         Compute some batches as the run does and as one process does, and compare losses, norms and
         every gradient.
@@ -195,7 +195,7 @@ class Run:
         Raises:
             ConfigError: the run does not compute what one process does.
         """
-        return verify(self.state, source, steps)
+        return verify_run(self.state, source, steps)
 
     def probe(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return (sum, count), norm and whole gradients of a global batch, and train nothing."""
@@ -203,7 +203,7 @@ class Run:
 
     # ---- checkpoints --------------------------------------------------------
 
-    def save(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> Saving:
+    def save(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> PendingSave:
         """
         Save everything that the run needs to go on, as ``folder/step-N``; every rank calls this.
 
@@ -219,7 +219,7 @@ class Run:
             raise UsageError(f"keep={keep}", where="pdrun.Run.save")
         self.state.guard.check_whole("pdrun.Run.save")
         self.settle()
-        seconds = self.state.data_group.watch.seconds
+        seconds = self.state.data_group.watchdog.seconds
         started = self._saving = save_checkpoint(self.state, Path(folder), keep, seconds)
         if wait:
             self.settle()

@@ -7,30 +7,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.transform import (
-    find,
+    find_checkpoint,
     placement_for,
-    rank_lists,
-    rank_of,
+    needed_ranks,
+    rank_of_piece,
     read_placement,
-    transform,
+    transform_checkpoint,
 )
 from pdrun.parallel.layouts.mindspore import to_mindspore
 
 
-def describe(reader: Reader) -> dict[str, Any]:
+def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
     """Return what is in a checkpoint, as plain data."""
     tensors = {}
-    for name in reader.names():
-        pieces = reader.pieces(name)
+    for name in reader.tensor_names():
+        pieces = reader.pieces_of(name)
         tensors[name] = {
-            "shape": list(reader.shape(name)),
+            "shape": list(reader.shape_of(name)),
             "type": pieces[0].dtype,
-            "parts": len({piece.box for piece in pieces}),
-            "ranks": sorted({rank_of(piece) for piece in pieces}),
+            "parts": len({piece.region for piece in pieces}),
+            "ranks": sorted({rank_of_piece(piece) for piece in pieces}),
         }
-    run = reader.run
+    run = reader.run_json
     return {
         "folder": str(reader.folder),
         "format": run["format"],
@@ -43,7 +43,7 @@ def describe(reader: Reader) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
+def format_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows as columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
@@ -52,35 +52,35 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-def show(source: str, mesh: str = "", strategy: str = "", as_json: bool = False) -> str:
+def show_checkpoint(source: str, mesh: str = "", strategy: str = "", as_json: bool = False) -> str:
     """
     Return what is in a checkpoint and, with a mesh or a file of layouts, which ranks' files each
     rank needs.
     """
-    reader = Reader(find(Path(source)))
-    told = describe(reader)
-    lists = rank_lists(reader, placement_for(mesh, strategy)) if mesh or strategy else None
+    reader = CheckpointReader(find_checkpoint(Path(source)))
+    summary = describe_checkpoint(reader)
+    lists = needed_ranks(reader, placement_for(mesh, strategy)) if mesh or strategy else None
     if as_json:
-        return json.dumps({**told, **({"needs": lists} if lists is not None else {})})
-    head = f"{told['folder']}: step {told['steps']}, epoch {told['epoch']}, saved by {told['ranks']} ranks"
+        return json.dumps({**summary, **({"needs": lists} if lists is not None else {})})
+    head = f"{summary['folder']}: step {summary['steps']}, epoch {summary['epoch']}, saved by {summary['ranks']} ranks"
     rows = [("tensor", "type", "shape", "parts", "in the files of ranks")]
-    for name, one in told["tensors"].items():
+    for name, one in summary["tensors"].items():
         shape = " x ".join(map(str, one["shape"])) or "-"
-        rows.append((name, one["type"], shape, str(one["parts"]), spans(one["ranks"])))
-    return "\n".join([head, table(rows), *([needs(lists)] if lists is not None else [])])
+        rows.append((name, one["type"], shape, str(one["parts"]), format_ranks(one["ranks"])))
+    return "\n".join([head, format_table(rows), *([format_needed_ranks(lists)] if lists is not None else [])])
 
 
-def needs(lists: Mapping[int, list[int]]) -> str:
+def format_needed_ranks(lists: Mapping[int, list[int]]) -> str:
     """Return lists of ranks as lines."""
-    return table(
+    return format_table(
         [
             ("rank", "needs the files of ranks"),
-            *((str(rank), spans(found)) for rank, found in lists.items()),
+            *((str(rank), format_ranks(found)) for rank, found in lists.items()),
         ]
     )
 
 
-def spans(numbers: list[int]) -> str:
+def format_ranks(numbers: list[int]) -> str:
     """Return ascending numbers in short: 0-3, 6."""
     found: list[list[int]] = []
     for number in numbers:
@@ -94,18 +94,18 @@ def spans(numbers: list[int]) -> str:
     )
 
 
-def transformed(source: str, target: str, mesh: str, strategy: str) -> str:
+def transform_and_report(source: str, target: str, mesh: str, strategy: str) -> str:
     """Lay a checkpoint out for another mesh, and return what was done."""
     placement = placement_for(mesh, strategy)
-    done = transform(Path(source), Path(target), placement)
+    done = transform_checkpoint(Path(source), Path(target), placement)
     rows = [("rank", "bytes", "from the files of ranks")]
     rows += [
-        (str(rank), f"{count:,}", spans(done.needed[rank])) for rank, count in done.nbytes.items()
+        (str(rank), f"{count:,}", format_ranks(done.needed[rank])) for rank, count in done.nbytes.items()
     ]
-    return f"{done.folder}: {placement.grid.size} ranks ({placement.grid})\n{table(rows)}"
+    return f"{done.folder}: {placement.grid.size} ranks ({placement.grid})\n{format_table(rows)}"
 
 
-def converted(path: str, to: str) -> str:
+def convert_layout_file(path: str, to: str) -> str:
     """Return a file of layouts in another form: ``pdrun`` or ``mindspore``."""
     found = read_placement(Path(path))
     if to == "pdrun":

@@ -29,12 +29,12 @@ def export_weights(state: RunState, path: Path) -> None:
         **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
     }
     for name, (dtype, _) in shapes.items():
-        if dtype not in safetensors.NAMES:
+        if dtype not in safetensors.DTYPE_NAMES:
             what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
             raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
     tensors = chain(wholes.full_weights(state.engine), buffers.items())
     if state.context.is_main:
-        safetensors.write(path, shapes, tensors)
+        safetensors.write_file(path, shapes, tensors)
         return
     for _ in tensors:  # gathered by all ranks
         pass
@@ -48,7 +48,7 @@ def load_weights(state: RunState, path: Path) -> None:
     Raises:
         ConfigError: the file lacks a weight, or one has another shape.
     """
-    file = safetensors.File(path)
+    file = safetensors.SafetensorsFile(path)
     other = {name: group for group in tied_names(state.original or state.model) for name in group}
     state.engine.settle()
     with torch.no_grad():
@@ -56,7 +56,7 @@ def load_weights(state: RunState, path: Path) -> None:
             plain = held.weight.name
             tile = held.tile
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
-            value = file.read(name)
+            value = file.read_tensor(name)
             if tuple(value.shape) != tile.shape:
                 raise ConfigError(
                     f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path)
@@ -65,7 +65,7 @@ def load_weights(state: RunState, path: Path) -> None:
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in state.model.named_buffers():
             if name in state.persistent and name in file.entries:
-                found = file.read(name)
+                found = file.read_tensor(name)
                 if found.shape != buffer.shape:
                     what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
                     raise ConfigError(what, where=str(path))

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.regions import Box, Copy, Ranges, everything
-from pdrun.parallel.checkpoint.storage import BLOCK, READS, TYPES, Piece, buffer_of, sources
+from pdrun.parallel.checkpoint.regions import Region, SpanCopy, DimRanges, full_region
+from pdrun.parallel.checkpoint.storage import BLOCK_BYTES, READABLE_VERSIONS, DTYPES, TensorPiece, byte_view, find_sources
 
 
-class Reader:
+class CheckpointReader:
     """
     The tensors of one checkpoint.
 
@@ -29,40 +29,40 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            self.run_json: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             indices = [
                 json.loads((folder / name).read_text(encoding="utf-8"))
-                for name in self.run["indices"]
+                for name in self.run_json["indices"]
             ]
-            found = [_piece(entry) for index in indices for entry in index]
+            found = [_parse_piece(entry) for index in indices for entry in index]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"is no whole checkpoint ({error})", where=str(folder)) from None
-        if self.run.get("format") not in READS:
-            what = f"has format {self.run.get('format')!r}, this pdrun reads {' and '.join(map(str, READS))}"
+        if self.run_json.get("format") not in READABLE_VERSIONS:
+            what = f"has format {self.run_json.get('format')!r}, this pdrun reads {' and '.join(map(str, READABLE_VERSIONS))}"
             raise ConfigError(what, where=str(folder))
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[TensorPiece]] = {}
         for piece in found:
             if Path(piece.file).name != piece.file:
                 raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
-            if piece.dtype not in TYPES:
+            if piece.dtype not in DTYPES:
                 raise ConfigError(
                     f"{piece.name} has the unknown type {piece.dtype}", where=str(folder)
                 )
             self._pieces.setdefault(piece.name, []).append(piece)
 
-    def names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self._pieces)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor; ConfigError where there is none of that name."""
-        return self._find(name)[0].shape
+        return self._find_pieces(name)[0].shape
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces_of(self, name: str) -> list[TensorPiece]:
         """Return all pieces of a tensor; ConfigError where there is none of that name."""
-        return self._find(name)
+        return self._find_pieces(name)
 
-    def _find(self, name: str) -> list[Piece]:
+    def _find_pieces(self, name: str) -> list[TensorPiece]:
         if name not in self._pieces:
             raise ConfigError(
                 f"has no {name}",
@@ -71,7 +71,7 @@ class Reader:
             )
         return self._pieces[name]
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read_tensor(self, name: str, box: Region | None = None) -> torch.Tensor:
         """
         Return a box of a tensor, flattened, on the host; only its bytes are read.
 
@@ -81,12 +81,12 @@ class Reader:
         Raises:
             ConfigError: it isn't there, in part or at all, or a piece's checksum is wrong.
         """
-        pieces = self._find(name)
-        box = everything(pieces[0].shape) if box is None else box
-        out = torch.empty(box.numel, dtype=TYPES[pieces[0].dtype])
+        pieces = self._find_pieces(name)
+        box = full_region(pieces[0].shape) if box is None else box
+        out = torch.empty(box.numel, dtype=DTYPES[pieces[0].dtype])
         got: list[tuple[int, int]] = []
-        for piece, copies in sources(pieces, box):
-            self._fill(out, box.start, piece, copies)
+        for piece, copies in find_sources(pieces, box):
+            self._copy_from_piece(out, box.start, piece, copies)
             got += [(copy.target, copy.target + copy.count) for copy in copies]
         covered = box.start
         for low, high in sorted(got):
@@ -99,15 +99,15 @@ class Reader:
             )
         return out
 
-    def _fill(self, out: torch.Tensor, start: int, piece: Piece, copies: list[Copy]) -> None:
+    def _copy_from_piece(self, out: torch.Tensor, start: int, piece: TensorPiece, copies: list[SpanCopy]) -> None:
         """
         Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts
         as.
         """
         size = out.element_size()
-        target = buffer_of(out)
+        target = byte_view(out)
         length = (piece.stop - piece.start) * size
-        with self._open(piece) as file:
+        with self._open_piece(piece) as file:
             if os.fstat(file.fileno()).st_size < piece.offset + length:
                 raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
             if len(copies) == 1 and copies[0].count == piece.stop - piece.start:
@@ -115,7 +115,7 @@ class Reader:
                 file.seek(piece.offset)
                 data = target[(copy.target - start) * size :][:length]
                 file.readinto(data)
-                self._check(piece, data, [(0, length)])
+                self._check_blocks(piece, data, [(0, length)])
                 return
             with (
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -130,9 +130,9 @@ class Reader:
                             low : low + copy.count * size
                         ]
                         parts.append((low, low + copy.count * size))
-                    self._check(piece, data, parts)
+                    self._check_blocks(piece, data, parts)
 
-    def _open(self, piece: Piece) -> BufferedReader:
+    def _open_piece(self, piece: TensorPiece) -> BufferedReader:
         try:
             return open(self.folder / piece.file, "rb")
         except OSError as error:
@@ -140,7 +140,7 @@ class Reader:
                 f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)
             ) from None
 
-    def _check(self, piece: Piece, data: memoryview, parts: list[tuple[int, int]]) -> None:
+    def _check_blocks(self, piece: TensorPiece, data: memoryview, parts: list[tuple[int, int]]) -> None:
         """
         Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against
         their checksums.
@@ -151,11 +151,11 @@ class Reader:
             )
         else:
             blocks = {
-                block for low, high in parts for block in range(low // BLOCK, -(-high // BLOCK))
+                block for low, high in parts for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
             }
             right = all(
                 piece.crcs[block : block + 1]
-                == (zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]),)
+                == (zlib.crc32(data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]),)
                 for block in sorted(blocks)
             )
         if not right:
@@ -163,23 +163,23 @@ class Reader:
             raise ConfigError(what, where=str(self.folder), hint="load an older checkpoint")
 
 
-def _piece(entry: Any) -> Piece:
+def _parse_piece(entry: Any) -> TensorPiece:
     """
     Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is
     something else.
     """
     crcs = None if entry.get("crcs") is None else tuple(entry["crcs"])
-    return Piece(
+    return TensorPiece(
         **{
             **entry,
             "shape": tuple(entry["shape"]),
-            "ranges": _ranges(entry.get("ranges")),
+            "ranges": _parse_ranges(entry.get("ranges")),
             "crcs": crcs,
         }
     )
 
 
-def _ranges(value: Any) -> tuple[Ranges, ...] | None:
+def _parse_ranges(value: Any) -> tuple[DimRanges, ...] | None:
     if value is None:
         return None
     return tuple(tuple((low, high) for low, high in dim) for dim in value)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.storage import buffer_of
+from pdrun.parallel.checkpoint.storage import byte_view
 
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -35,12 +35,12 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-TYPES = {name: dtype for dtype, name in NAMES.items()}
-LIMIT = 100_000_000
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MAX_HEADER_BYTES = 100_000_000
 """Bytes of a header, as in the library."""
 
 
-def write(
+def write_file(
     path: Path,
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -54,7 +54,7 @@ def write(
     for name, (dtype, shape) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": NAMES[dtype],
+            "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [offset, offset + size],
         }
@@ -67,13 +67,13 @@ def write(
         for (name, tensor), wanted in zip(tensors, shapes, strict=True):
             assert name == wanted
             data = tensor.detach().to("cpu").contiguous()
-            file.write(buffer_of(data))
+            file.write(byte_view(data))
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
 
 
-class File:
+class SafetensorsFile:
     """
     A safetensors file.
 
@@ -87,20 +87,20 @@ class File:
             size = path.stat().st_size
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= min(LIMIT, size - 8):
+                if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
                     raise ValueError(f"a header of {length} bytes")
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.entries = {
-                name: self._entry(value, size)
+                name: self._parse_entry(value, size)
                 for name, value in header.items()
                 if name != "__metadata__"
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"is no safetensors file ({error})", where=str(path)) from None
 
-    def _entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
-        dtype = TYPES[value["dtype"]]
+    def _parse_entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+        dtype = DTYPES[value["dtype"]]
         shape = tuple(int(count) for count in value["shape"])
         low, high = value["data_offsets"]
         if (
@@ -110,7 +110,7 @@ class File:
             raise ValueError("offsets and shape differ")
         return dtype, shape, low
 
-    def read(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, on the host; ConfigError where there is none of that name."""
         if name not in self.entries:
             raise ConfigError(f"has no {name}", where=str(self.path))
@@ -118,6 +118,6 @@ class File:
         out = torch.empty(shape, dtype=dtype)
         with open(self.path, "rb") as file:
             file.seek(self._start + offset)
-            if file.readinto(buffer_of(out)) != out.numel() * out.element_size():
+            if file.readinto(byte_view(out)) != out.numel() * out.element_size():
                 raise ConfigError("is too short", where=str(self.path))
         return out

@@ -29,34 +29,34 @@ from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.compatibility import check_compatible, fingerprint
 from pdrun.parallel.checkpoint.plain_values import decode_value, encode_value
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
-from pdrun.parallel.checkpoint.reader import Reader
-from pdrun.parallel.checkpoint.regions import Box, everything
-from pdrun.parallel.checkpoint.storage import Piece
+from pdrun.parallel.checkpoint.reader import CheckpointReader
+from pdrun.parallel.checkpoint.regions import Region, full_region
+from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.zero.full_tensors import Held
 from pdrun.parallel.zero.full_tensors import held as held_by
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
-WHERE = "pdrun.Run.save"
-NOTHING = -1
-ITSELF = -2
+RUN_SAVE = "pdrun.Run.save"
+NO_CHECKPOINT = -1
+FOLDER_ITSELF = -2
 """What rank 0 finds in a folder instead of the step of a checkpoint."""
-_savers: weakref.WeakValueDictionary[str, RunState] = weakref.WeakValueDictionary()
+_last_savers: weakref.WeakValueDictionary[str, RunState] = weakref.WeakValueDictionary()
 """Which run of this process has saved a checkpoint last."""
 
 
-class Saving:
+class PendingSave:
     """A save on its way: `wait` ends it and returns the checkpoint's folder."""
 
     def __init__(self, work: Any, final: Path) -> None:
         self._final = final
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="pdrun-save")
-        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._run_work, args=(work,), name="pdrun-save")
+        atexit.register(self._report_failure)
         self._thread.start()
 
-    def _run(self, work: Any) -> None:
+    def _run_work(self, work: Any) -> None:
         try:
             work()
         except BaseException as error:
@@ -70,14 +70,14 @@ class Saving:
             ConfigError: a rank could not write; says which and why.
         """
         self._thread.join()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._report_failure)
         error = self._error
         self._error = None
         if error is not None:
             raise error
         return self._final
 
-    def _at_exit(self) -> None:
+    def _report_failure(self) -> None:
         """Say that the last save of a program has failed, for which nobody has waited."""
         self._thread.join()
         if self._error is not None:
@@ -91,32 +91,32 @@ class Saving:
 # ---- saving -----------------------------------------------------------------
 
 
-def snapshot(state: RunState) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]]:
+def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor]], dict[str, Any]]:
     """Return copies of what this rank saves, and what rank 0 writes besides."""
     pieces = []
     for held in held_by(state.engine):
-        for name, tensor, once in _tensors(state, held):
-            piece = _whole(name, tensor) if once else Piece.of(name, tensor.dtype, _box(held))
+        for name, tensor, once in _iter_tensors(state, held):
+            piece = _full_piece(name, tensor) if once else TensorPiece.for_region(name, tensor.dtype, _region_of(held))
             if held.first if once else held.mine:
-                pieces.append((piece, _copy(tensor)))
+                pieces.append((piece, _copy_to_host(tensor)))
     for name, buffer in state.model.named_buffers():
         if name in state.persistent:
-            piece = _whole(
+            piece = _full_piece(
                 f"buffers/{name}", buffer
             )  # on every rank, so that all of them refuse what can't be saved
-            if state.data_group.rank == 0 and state.engine.place.leads:
-                pieces.append((piece, _copy(buffer)))
+            if state.data_group.rank == 0 and state.engine.place.is_first_on_tensor:
+                pieces.append((piece, _copy_to_host(buffer)))
     generator = torch.get_rng_state()
-    pieces.append((_whole(f"rng/{state.context.rank}", generator), _copy(generator)))
-    return pieces, _plain(state)
+    pieces.append((_full_piece(f"rng/{state.context.rank}", generator), _copy_to_host(generator)))
+    return pieces, _describe_run(state)
 
 
-def _box(held: Held) -> Box:
+def _region_of(held: Held) -> Region:
     """Return which part of its weight a rank holds."""
-    return Box(held.tile.shape, held.tile.ranges, held.start, held.stop)
+    return Region(held.tile.shape, held.tile.ranges, held.start, held.stop)
 
 
-def _tensors(state: RunState, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _iter_tensors(state: RunState, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """
     Yield the name and value of what a rank holds of a weight, and whether there is one for all of
     the weight.
@@ -134,24 +134,24 @@ def _tensors(state: RunState, held: Held) -> Iterator[tuple[str, torch.Tensor, b
             )
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Piece:
+def _full_piece(name: str, tensor: torch.Tensor) -> TensorPiece:
     if tensor.layout != torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         hint = "register_buffer(..., persistent=False), and make it in the model"
-        raise UsageError(f"{name} is {kind}, which no checkpoint holds", where=WHERE, hint=hint)
-    return Piece.of(name, tensor.dtype, everything(tensor.shape))
+        raise UsageError(f"{name} is {kind}, which no checkpoint holds", where=RUN_SAVE, hint=hint)
+    return TensorPiece.for_region(name, tensor.dtype, full_region(tensor.shape))
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _plain(state: RunState) -> dict[str, Any]:
+def _describe_run(state: RunState) -> dict[str, Any]:
     """Return everything that isn't a tensor."""
     return {
-        "format": storage.FORMAT,
+        "format": storage.FORMAT_VERSION,
         "steps": state.steps,
-        "position": list(state.feed.standing()),
+        "position": list(state.feed.next_position()),
         "seed": state.seed,
         "world": state.context.world_size,
         "made": fingerprint(state),
@@ -166,12 +166,12 @@ def _plain(state: RunState) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: float) -> Saving:
+def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: float) -> PendingSave:
     """Start saving; tensors are copied before this returns."""
-    final = folder / f"{storage.PREFIX}{state.steps:08d}"
+    final = folder / f"{storage.FOLDER_PREFIX}{state.steps:08d}"
     hidden = folder / f".new-{final.name}"
-    _claim(state, final)
-    pieces, plain = snapshot(state)
+    _claim_folder(state, final)
+    pieces, plain = take_snapshot(state)
     world = state.context.world_size
     rank = state.context.rank
     barrier = RankBarrier(world, rank, "save", timeout)
@@ -181,24 +181,24 @@ def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: fl
             barrier.report("begin", error_of(lambda: _make_folder(folder, hidden)))
         barrier.wait_for("begin", [0])
         barrier.report("written", error_of(lambda: _write_pieces(hidden, rank, pieces)))
-        barrier.finish("written", lambda: _publish(hidden, final, folder, plain, world, keep))
+        barrier.finish("written", lambda: _publish_checkpoint(hidden, final, folder, plain, world, keep))
 
-    return Saving(work, final)
+    return PendingSave(work, final)
 
 
-def _claim(state: RunState, final: Path) -> None:
+def _claim_folder(state: RunState, final: Path) -> None:
     """Refuse to replace what another living run of this process has saved."""
     key = str(final.resolve())
-    if _savers.get(key, state) is not state:
+    if _last_savers.get(key, state) is not state:
         # one that nobody has any more may be there still: runs hold themselves in circles
         gc.collect()
-    if _savers.get(key, state) is not state:
+    if _last_savers.get(key, state) is not state:
         what = f"{final} is the checkpoint of another run of this process, which this one would replace"
-        raise UsageError(what, where=WHERE, hint="a folder for each run")
-    _savers[key] = state
+        raise UsageError(what, where=RUN_SAVE, hint="a folder for each run")
+    _last_savers[key] = state
 
 
-def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[TensorPiece, torch.Tensor]]) -> None:
     try:
         storage.write_rank(hidden, rank, pieces)
     except OSError as error:  # which file it was a full disk doesn't say
@@ -207,12 +207,12 @@ def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tenso
 
 def _make_folder(folder: Path, hidden: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(f".new-{storage.PREFIX}*"):
+    for stale in folder.glob(f".new-{storage.FOLDER_PREFIX}*"):
         shutil.rmtree(stale, ignore_errors=True)
     hidden.mkdir()
 
 
-def _publish(
+def _publish_checkpoint(
     hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: int, keep: int | None
 ) -> None:
     names = [f"rank-{rank:05d}.json" for rank in range(world)]
@@ -223,10 +223,10 @@ def _publish(
             where=str(folder),
             hint="save to a shared file system",
         )
-    turn = 1 + max((storage.turn(path) for path in storage.whole(folder)), default=0)
+    turn = 1 + max((storage.read_turn(path) for path in storage.list_checkpoints(folder)), default=0)
     storage.write_json(hidden / "run.json", {**plain, "indices": names, "turn": turn})
-    storage.publish(hidden, final)
-    storage.prune(folder, keep)
+    storage.publish_folder(hidden, final)
+    storage.prune_checkpoints(folder, keep)
 
 
 # ---- loading ----------------------------------------------------------------
@@ -234,21 +234,21 @@ def _publish(
 
 def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
     """Return the checkpoint that rank 0 finds in a folder, on every rank; None if there is none."""
-    names = [path.name for path in storage.whole(folder)]
+    names = [path.name for path in storage.list_checkpoints(folder)]
     if (folder / "run.json").is_file():
-        found = ITSELF
+        found = FOLDER_ITSELF
     elif names:
         found = int(names[-1].rpartition("-")[2])
     else:
-        found = NOTHING
+        found = NO_CHECKPOINT
     step = torch.tensor([found], device=state.device)
-    state.engine.place.job.from_first(step, "which checkpoint to load")
-    if int(step) == NOTHING:
+    state.engine.place.job.broadcast_first(step, "which checkpoint to load")
+    if int(step) == NO_CHECKPOINT:
         return None
-    if int(step) == ITSELF:
+    if int(step) == FOLDER_ITSELF:
         return folder
     # a rank that does not see the folder reports that in `load_checkpoint`
-    name = f"{storage.PREFIX}{int(step):08d}"
+    name = f"{storage.FOLDER_PREFIX}{int(step):08d}"
     return folder / (f".old-{name}" if f".old-{name}" in names else name)
 
 
@@ -262,15 +262,15 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
             whichever has seen it.
     """
     context = state.context
-    seconds = state.data_group.watch.seconds
+    seconds = state.data_group.watchdog.seconds
     barrier = RankBarrier(context.world_size, context.rank, "load", seconds)
     state.engine.settle()
     trouble: PdrunError | None = None
     try:
-        reader = Reader(folder)
+        reader = CheckpointReader(folder)
         check_compatible(state, reader)
         state.guard.torn = str(folder)
-        plain = _read(state, reader)
+        plain = _read_state(state, reader)
     except PdrunError as error:
         trouble = error
     barrier.report("read", str(trouble or ""))
@@ -293,12 +293,12 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
         state.scale.value, state.scale.good = plain["scale"]
     state.steps = plain["steps"]
     state.seed = plain["seed"]
-    state.feed.stand(*plain["position"])
+    state.feed.set_position(*plain["position"])
     if plain["rng"] is not None:
         torch.set_rng_state(plain["rng"])
 
 
-def _read(state: RunState, reader: Reader) -> dict[str, Any]:
+def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
     """Read weights, their state and buffers into their places, and return everything else."""
     with torch.no_grad():
         for held in held_by(state.engine):
@@ -306,51 +306,51 @@ def _read(state: RunState, reader: Reader) -> dict[str, Any]:
         for name, buffer in state.model.named_buffers():
             if name in state.persistent:
                 _check_shape(reader, f"buffers/{name}", buffer.shape)
-                buffer.copy_(reader.read(f"buffers/{name}").view(buffer.shape))
-    plain = reader.run
+                buffer.copy_(reader.read_tensor(f"buffers/{name}").view(buffer.shape))
+    plain = reader.run_json
     same = plain["world"] == state.context.world_size
     return {
         **plain,
         "groups": [decode_value(group) for group in plain["groups"]],
         "scheduler": decode_value(plain["scheduler"]),
-        "rng": reader.read(f"rng/{state.context.rank}") if same else None,
+        "rng": reader.read_tensor(f"rng/{state.context.rank}") if same else None,
     }
 
 
-def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
-    if reader.shape(name) != tuple(shape):
-        what = f"{name.partition('/')[2]} is {reader.shape(name)} there and {tuple(shape)} here"
+def _check_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
+    if reader.shape_of(name) != tuple(shape):
+        what = f"{name.partition('/')[2]} is {reader.shape_of(name)} there and {tuple(shape)} here"
         raise ConfigError(what, where=str(reader.folder))
 
 
-def _load_weight(state: RunState, reader: Reader, held: Held) -> None:
+def _load_weight(state: RunState, reader: CheckpointReader, held: Held) -> None:
     """
     Read a part of a weight and of its optimizer's state, which has the weight's type where it had
     it there.
     """
     name = f"weights/{held.name}"
-    box = _box(held)
+    box = _region_of(held)
     _check_shape(reader, name, box.shape)
     part = held.part
-    value = reader.read(name, box)
+    value = reader.read_tensor(name, box)
     there = value.dtype
     part.copy_(value.view(part.shape))
     kept: dict[str, Any] = {}
-    for found in reader.names():
+    for found in reader.tensor_names():
         kind, _, key = found.partition(f"/{held.name}/")
         if kind == "plain":
-            kept[key] = decode_value(json.loads(bytes(reader.read(found).tolist())))
+            kept[key] = decode_value(json.loads(bytes(reader.read_tensor(found).tolist())))
         if kind != "state":
             continue
-        shape = reader.shape(found)
+        shape = reader.shape_of(found)
         value = (
-            reader.read(found, box).view(part.shape)
+            reader.read_tensor(found, box).view(part.shape)
             if shape == box.shape
-            else reader.read(found).view(shape)
+            else reader.read_tensor(found).view(shape)
         )
         if value.dtype == there and (shape or not box.shape):
             value = value.to(part.dtype)
-        stays = shape == () and not _on_device(state)
+        stays = shape == () and not _keeps_counts_on_device(state)
         kept[key] = value if stays else value.to(part.device)
     if held.weight.trained:
         state.optimizer.state.pop(part, None)
@@ -358,7 +358,7 @@ def _load_weight(state: RunState, reader: Reader, held: Held) -> None:
             state.optimizer.state[part] = kept
 
 
-def _on_device(state: RunState) -> bool:
+def _keeps_counts_on_device(state: RunState) -> bool:
     """
     Whether the optimizer keeps its step counts on the device, as fused and capturable ones do.
     """

@@ -32,16 +32,16 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.checkpoint.regions import Box, Copy, Ranges, common, everything
+from pdrun.parallel.checkpoint.regions import Region, SpanCopy, DimRanges, find_overlap, full_region
 
-ALIGN = 64
-BLOCK = 1 << 20
+ALIGN_BYTES = 64
+BLOCK_BYTES = 1 << 20
 """
 Bytes that have a checksum of their own: who reads a part of a piece reads and checks the blocks
 that it lies in.
 """
-PREFIX = "step-"
-TYPES = {
+FOLDER_PREFIX = "step-"
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float32,
@@ -66,12 +66,12 @@ TYPES = {
         torch.float8_e5m2fnuz,
     )
 }
-FORMAT = 2
-READS = (1, 2)
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, and where its bytes are."""
 
     name: str
@@ -86,32 +86,32 @@ class Piece:
     """Checksum of all of it, in files that have none of blocks."""
     crcs: tuple[int, ...] | None = None
     """Checksums of its blocks."""
-    ranges: tuple[Ranges, ...] | None = None
+    ranges: tuple[DimRanges, ...] | None = None
     """What of each dim the piece was cut from, before it was flattened; None: everything."""
-    box: Box = field(init=False, repr=False, compare=False)
+    region: Region = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        ranges = everything(self.shape).ranges if self.ranges is None else self.ranges
-        object.__setattr__(self, "box", Box(self.shape, ranges, self.start, self.stop))
+        ranges = full_region(self.shape).ranges if self.ranges is None else self.ranges
+        object.__setattr__(self, "box", Region(self.shape, ranges, self.start, self.stop))
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, box: Box) -> Piece:
+    def for_region(cls, name: str, dtype: torch.dtype, box: Region) -> TensorPiece:
         """
         Return a piece that is not written yet; UsageError where no checkpoint can hold its type.
         """
         kind = str(dtype).removeprefix("torch.")
-        if kind not in TYPES:
+        if kind not in DTYPES:
             raise UsageError(
                 f"{name} has the type {kind}, which no checkpoint holds", where="pdrun.Run.save"
             )
         return cls(name, kind, box.shape, box.start, box.stop, ranges=box.ranges)
 
-    def entry(self) -> dict[str, Any]:
+    def to_entry(self) -> dict[str, Any]:
         """Return the piece as a line of an index."""
         return {name: value for name, value in asdict(self).items() if name != "box"}
 
 
-def sources(pieces: Iterable[Piece], box: Box) -> Iterator[tuple[Piece, list[Copy]]]:
+def find_sources(pieces: Iterable[TensorPiece], box: Region) -> Iterator[tuple[TensorPiece, list[SpanCopy]]]:
     """
     Yield the pieces of which a box of a tensor is put together, each with the elements to take from
     it.
@@ -126,13 +126,13 @@ def sources(pieces: Iterable[Piece], box: Box) -> Iterator[tuple[Piece, list[Cop
     """
     seen = set()
     for piece in pieces:
-        copies = [] if piece.box in seen else common(piece.box, box)
-        seen.add(piece.box)
+        copies = [] if piece.region in seen else find_overlap(piece.region, box)
+        seen.add(piece.region)
         if copies:
             yield piece, copies
 
 
-def buffer_of(tensor: torch.Tensor) -> memoryview:
+def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host; the tensor must outlive them."""
     size = tensor.numel() * tensor.element_size()
     if size:
@@ -143,20 +143,20 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 # ---- writing ----------------------------------------------------------------
 
 
-def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[TensorPiece, torch.Tensor]]) -> None:
     """Write a rank's pieces and their index, and have them on the disk before returning."""
     name = f"rank-{rank:05d}"
     index: list[dict[str, Any]] = []
     with open(folder / f"{name}.bin", "wb") as file:
         for piece, tensor in pieces:
-            file.write(b"\0" * (-file.tell() % ALIGN))
-            data = buffer_of(tensor)
-            crcs = [zlib.crc32(data[low : low + BLOCK]) for low in range(0, len(data), BLOCK)]
+            file.write(b"\0" * (-file.tell() % ALIGN_BYTES))
+            data = byte_view(tensor)
+            crcs = [zlib.crc32(data[low : low + BLOCK_BYTES]) for low in range(0, len(data), BLOCK_BYTES)]
             index.append(
-                {**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs}
+                {**piece.to_entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs}
             )
             file.write(data)
-        _flush(file)
+        _sync_file(file)
     write_json(folder / f"{name}.json", index)
 
 
@@ -164,38 +164,38 @@ def write_json(path: Path, value: Any) -> None:
     """Write a small file and have it on the disk before returning."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, allow_nan=True)
-        _flush(file)
+        _sync_file(file)
 
 
-def publish(hidden: Path, final: Path) -> None:
+def publish_folder(hidden: Path, final: Path) -> None:
     """Give a complete folder its name; one of that name gives way and is removed after."""
-    _flush_folder(hidden)
+    _sync_folder(hidden)
     old = None
     if final.exists():
         old = final.with_name(f".old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     hidden.rename(final)
-    _flush_folder(final.parent)
+    _sync_folder(final.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int | None) -> None:
+def prune_checkpoints(folder: Path, keep: int | None) -> None:
     """
     Remove all but the newest checkpoints: first their run.json, so that none is ever half there.
     """
-    for path in [] if keep is None else whole(folder)[:-keep]:
+    for path in [] if keep is None else list_checkpoints(folder)[:-keep]:
         (path / "run.json").unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(file: Any) -> None:
+def _sync_file(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _flush_folder(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -206,7 +206,7 @@ def _flush_folder(path: Path) -> None:
 # ---- reading ----------------------------------------------------------------
 
 
-def whole(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """
     Return the whole checkpoints in a folder in the order in which they were written; one that was
     being replaced counts where its successor isn't there.
@@ -215,15 +215,15 @@ def whole(folder: Path) -> list[Path]:
     anew in the folder.
     """
     found: dict[int, Path] = {}
-    for path in sorted(folder.glob(f"*{PREFIX}*")) if folder.is_dir() else []:
+    for path in sorted(folder.glob(f"*{FOLDER_PREFIX}*")) if folder.is_dir() else []:
         step = path.name.rpartition("-")[2]
-        known = path.name in (f"{PREFIX}{step}", f".old-{PREFIX}{step}")
+        known = path.name in (f"{FOLDER_PREFIX}{step}", f".old-{FOLDER_PREFIX}{step}")
         if known and step.isdigit() and (path / "run.json").is_file():
             found[int(step)] = path  # ".old-" sorts before "step-"
-    return [path for _, _, path in sorted((turn(path), step, path) for step, path in found.items())]
+    return [path for _, _, path in sorted((read_turn(path), step, path) for step, path in found.items())]
 
 
-def turn(path: Path) -> int:
+def read_turn(path: Path) -> int:
     """Return when a checkpoint was written, counted in its folder; 0 where that isn't told."""
     try:
         return int(json.loads((path / "run.json").read_text(encoding="utf-8")).get("turn", 0))

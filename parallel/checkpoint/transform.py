@@ -20,24 +20,24 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.reader import Reader
-from pdrun.parallel.checkpoint.regions import Box, everything, volume
-from pdrun.parallel.checkpoint.storage import Piece
+from pdrun.parallel.checkpoint.reader import CheckpointReader
+from pdrun.parallel.checkpoint.regions import Region, full_region, count_elements
+from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
 from pdrun.parallel.layouts.placement import Placement, ShardRanges
 
-MOST = 2**16
+MAX_RANKS = 2**16
 """More ranks than a job has; every one of them is looked at."""
-WEIGHTS = "weights/"
-STATE = "state/"
+WEIGHTS_PREFIX = "weights/"
+STATE_PREFIX = "state/"
 
 
 # ---- what is given ----------------------------------------------------------
 
 
-def find(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """
     Return a checkpoint's folder: the one given, or the newest whole one in it.
 
@@ -46,7 +46,7 @@ def find(folder: Path) -> Path:
     """
     if (folder / "run.json").is_file():
         return folder
-    found = storage.whole(folder)
+    found = storage.list_checkpoints(folder)
     if not found:
         what = "holds no whole checkpoint" if folder.is_dir() else "is no folder"
         raise ConfigError(
@@ -88,7 +88,7 @@ def read_mesh(text: str) -> Grid:
         if matched[1] in degrees:
             raise UsageError(f"{matched[1]} is given twice", where="--mesh")
         degrees[matched[1]] = int(matched[2])
-    return meshes.of(**degrees).grid
+    return meshes.make_mesh(**degrees).grid
 
 
 def placement_for(mesh: str, strategy: str) -> Placement:
@@ -110,9 +110,9 @@ def placement_for(mesh: str, strategy: str) -> Placement:
         )
     found = read_placement(Path(strategy)) if strategy else None
     grid = read_mesh(mesh) if mesh or found is None else found.grid
-    if grid.size > MOST:
+    if grid.size > MAX_RANKS:
         raise UsageError(
-            f"({grid}) has {grid.size} ranks, more than {MOST}",
+            f"({grid}) has {grid.size} ranks, more than {MAX_RANKS}",
             where="--mesh" if mesh else strategy,
         )
     return Placement(grid, found.weights if found is not None else {})
@@ -122,18 +122,18 @@ def placement_for(mesh: str, strategy: str) -> Placement:
 
 
 @dataclass(frozen=True)
-class Share:
+class PlacedRegion:
     """
     A part of a tensor, the ranks of the new mesh that hold it, and the one of them that saves it.
     """
 
     name: str
-    box: Box
+    region: Region
     ranks: tuple[int, ...]
-    saver: int
+    saving_rank: int
 
 
-def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
+def place_tensors(reader: CheckpointReader, placement: Placement) -> Iterator[PlacedRegion]:
     """
     Yield all parts of all tensors of a checkpoint as they lie on another mesh.
 
@@ -149,45 +149,45 @@ def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
             raise ConfigError(f"has no weight {name}", where=str(reader.folder), hint=hint)
     ranks = tuple(range(placement.grid.size))
     turns = {weight: turn for turn, weight in enumerate(shapes)}
-    held: dict[str, dict[ShardRanges, list[int]]] = {}
-    for name in reader.names():
-        shape = reader.shape(name)
-        weight = weight_of(name)
+    parts_of: dict[str, dict[ShardRanges, list[int]]] = {}
+    for name in reader.tensor_names():
+        shape = reader.shape_of(name)
+        weight = weight_name_of(name)
         if (
             weight not in shapes
         ):  # a buffer or a random state: one for all, the latter kept by its own rank
             number = name.rpartition("/")[2]
-            yield Share(
-                name, everything(shape), ranks, int(number) % len(ranks) if number.isdigit() else 0
+            yield PlacedRegion(
+                name, full_region(shape), ranks, int(number) % len(ranks) if number.isdigit() else 0
             )
             continue
-        if weight not in held:
-            held[weight] = placement.holders_of(weight, shapes[weight])
+        if weight not in parts_of:
+            parts_of[weight] = placement.holders_of(weight, shapes[weight])
         if shape != shapes[weight]:  # a count of steps: with the first part
-            yield Share(name, everything(shape), ranks, next(iter(held[weight].values()))[0])
+            yield PlacedRegion(name, full_region(shape), ranks, next(iter(parts_of[weight].values()))[0])
             continue
-        for part, alike in held[weight].items():
-            box = Box(shape, part, 0, volume(part))
-            yield Share(name, box, tuple(alike), alike[turns[weight] % len(alike)])
+        for part, alike in parts_of[weight].items():
+            box = Region(shape, part, 0, count_elements(part))
+            yield PlacedRegion(name, box, tuple(alike), alike[turns[weight] % len(alike)])
 
 
-def weight_of(name: str) -> str:
+def weight_name_of(name: str) -> str:
     """Return the weight that a tensor of a checkpoint is of; empty for none."""
-    if name.startswith(WEIGHTS):
-        return name.removeprefix(WEIGHTS)
-    if name.startswith(STATE):
-        return name.removeprefix(STATE).rpartition("/")[0]
+    if name.startswith(WEIGHTS_PREFIX):
+        return name.removeprefix(WEIGHTS_PREFIX)
+    if name.startswith(STATE_PREFIX):
+        return name.removeprefix(STATE_PREFIX).rpartition("/")[0]
     return ""
 
 
-def weight_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
+def weight_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all whole weights of a checkpoint."""
     return {
-        weight_of(name): reader.shape(name) for name in reader.names() if name.startswith(WEIGHTS)
+        weight_name_of(name): reader.shape_of(name) for name in reader.tensor_names() if name.startswith(WEIGHTS_PREFIX)
     }
 
 
-def rank_lists(reader: Reader, placement: Placement) -> dict[int, list[int]]:
+def needed_ranks(reader: CheckpointReader, placement: Placement) -> dict[int, list[int]]:
     """
     Return for each rank of another mesh the ranks whose files it needs, and no others.
 
@@ -195,18 +195,18 @@ def rank_lists(reader: Reader, placement: Placement) -> dict[int, list[int]]:
     ranks only.
     """
     found: dict[int, set[int]] = {rank: set() for rank in range(placement.grid.size)}
-    for share in shares(reader, placement):
+    for share in place_tensors(reader, placement):
         if share.name.startswith("rng/"):
             continue
         files = {
-            rank_of(piece) for piece, _ in storage.sources(reader.pieces(share.name), share.box)
+            rank_of_piece(piece) for piece, _ in storage.find_sources(reader.pieces_of(share.name), share.region)
         }
         for rank in share.ranks:
             found[rank] |= files
     return {rank: sorted(ranks) for rank, ranks in found.items()}
 
 
-def rank_of(piece: Piece) -> int:
+def rank_of_piece(piece: TensorPiece) -> int:
     """Return the rank that has written a piece."""
     return int(re.sub(r"\D", "", Path(piece.file).stem))
 
@@ -215,7 +215,7 @@ def rank_of(piece: Piece) -> int:
 
 
 @dataclass(frozen=True)
-class Done:
+class TransformResult:
     """
     A checkpoint that has been laid out anew.
 
@@ -230,7 +230,7 @@ class Done:
     needed: dict[int, list[int]]
 
 
-def transform(source: Path, target: Path, placement: Placement) -> Done:
+def transform_checkpoint(source: Path, target: Path, placement: Placement) -> TransformResult:
     """
     Lay a checkpoint out for another mesh; one tensor's part is in memory at a time.
 
@@ -244,14 +244,14 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
         ConfigError: there is no whole checkpoint, or it belongs to another model.
         UsageError: the target has one of that name.
     """
-    reader = Reader(find(source))
+    reader = CheckpointReader(find_checkpoint(source))
     final = target / reader.folder.name.removeprefix(".old-")
     if final.exists():
         raise UsageError(f"{final} exists", hint="give another folder, or remove it")
-    dealt: dict[int, list[Share]] = {rank: [] for rank in range(placement.grid.size)}
-    for share in shares(reader, placement):
-        dealt[share.saver].append(share)
-    needed = rank_lists(reader, placement)
+    dealt: dict[int, list[PlacedRegion]] = {rank: [] for rank in range(placement.grid.size)}
+    for share in place_tensors(reader, placement):
+        dealt[share.saving_rank].append(share)
+    needed = needed_ranks(reader, placement)
     hidden = target / f".new-{final.name}"
     shutil.rmtree(hidden, ignore_errors=True)
     try:
@@ -262,26 +262,26 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
         ) from None
     try:
         for rank, own in dealt.items():
-            storage.write_rank(hidden, rank, _read(reader, own))
+            storage.write_rank(hidden, rank, _read_pieces(reader, own))
         names = [f"rank-{rank:05d}.json" for rank in dealt]
         storage.write_json(
-            hidden / "run.json", {**reader.run, "format": storage.FORMAT, "indices": names}
+            hidden / "run.json", {**reader.run_json, "format": storage.FORMAT_VERSION, "indices": names}
         )
-        storage.publish(hidden, final)
+        storage.publish_folder(hidden, final)
     except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(f"cannot be written ({error.strerror})", where=str(final)) from None
         raise
-    nbytes = {rank: sum(_size(reader, share) for share in own) for rank, own in dealt.items()}
-    return Done(final, nbytes, needed)
+    nbytes = {rank: sum(_count_bytes(reader, share) for share in own) for rank, own in dealt.items()}
+    return TransformResult(final, nbytes, needed)
 
 
-def _read(reader: Reader, own: list[Share]) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _read_pieces(reader: CheckpointReader, own: list[PlacedRegion]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
     for share in own:
-        data = reader.read(share.name, share.box)
-        yield Piece.of(share.name, data.dtype, share.box), data
+        data = reader.read_tensor(share.name, share.region)
+        yield TensorPiece.for_region(share.name, data.dtype, share.region), data
 
 
-def _size(reader: Reader, share: Share) -> int:
-    return share.box.numel * int(storage.TYPES[reader.pieces(share.name)[0].dtype].itemsize)
+def _count_bytes(reader: CheckpointReader, share: PlacedRegion) -> int:
+    return share.region.numel * int(storage.DTYPES[reader.pieces_of(share.name)[0].dtype].itemsize)

@@ -23,67 +23,73 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import shard_range
 
 
-def fan_out(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def copy_to_axis(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """
     Return ``x``, a replicated tensor that each rank uses for another part; gradients are summed.
     """
-    return x if axis.size == 1 else _FanOut.apply(x, axis)
+    return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
 
 
-def add_up(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """Return the sum over the ranks, on all of them."""
-    return x if axis.size == 1 else _AddUp.apply(x, axis)
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
-def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None = None
+) -> torch.Tensor:
     """
     Return the whole of a tensor that is cut along ``dim``, of ``total`` elements, for what all
     compute alike.
     """
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim, total)
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, total)
 
 
-def collect(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
+def all_gather_sum_grad(
+    x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None = None
+) -> torch.Tensor:
     """
     Return the whole of a tensor that is cut along ``dim``, of which each rank computes another
     part.
     """
-    return x if axis.size == 1 else _Collect.apply(x, axis, dim, total)
+    return x if axis.size == 1 else _AllGatherSumGrad.apply(x, axis, dim, total)
 
 
-def part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def slice_to_shard(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
     """Return this rank's part along ``dim`` of a replicated tensor."""
-    return x if axis.size == 1 else _Part.apply(x, axis, dim)
+    return x if axis.size == 1 else _SliceToShard.apply(x, axis, dim)
 
 
-def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum over the ranks."""
-    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def swap(x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor, axis: AxisGroup, split_dim: int, concat_dim: int, total: int
+) -> torch.Tensor:
     """
     Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim``
     instead (all-to-all).
     """
-    return x if axis.size == 1 else _Swap.apply(x, axis, cut_dim, whole_dim, total)
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, total)
 
 
 # ---- inside -----------------------------------------------------------------
 
 
-def _own(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _own_shard(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
     low, high = shard_range(x.shape[dim], axis.size, axis.index)
     return x.narrow(dim, low, high - low)
 
 
-class _FanOut(torch.autograd.Function):
+class _CopyToAxis(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
@@ -92,9 +98,9 @@ class _FanOut(torch.autograd.Function):
         return ctx.axis.all_reduce(grad), None
 
 
-class _AddUp(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
         return axis.all_reduce(x)
 
     @staticmethod
@@ -102,21 +108,25 @@ class _AddUp(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None
+    ) -> torch.Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return axis.all_gather(x, dim, total)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _own(grad, ctx.axis, ctx.dim), None, None, None
+        return _own_shard(grad, ctx.axis, ctx.dim), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _AllGatherSumGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None
+    ) -> torch.Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return axis.all_gather(x, dim, total)
@@ -126,22 +136,22 @@ class _Collect(torch.autograd.Function):
         return ctx.axis.reduce_scatter(grad, ctx.dim), None, None, None
 
 
-class _Part(torch.autograd.Function):
+class _SliceToShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
         ctx.axis = axis
         ctx.dim = dim
         ctx.total = x.shape[dim]
-        return _own(x, axis, dim).contiguous()
+        return _own_shard(x, axis, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.axis.all_gather(grad, ctx.dim, ctx.total), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
         ctx.axis = axis
         ctx.dim = dim
         ctx.total = x.shape[dim]
@@ -152,16 +162,16 @@ class _Scatter(torch.autograd.Function):
         return ctx.axis.all_gather(grad, ctx.dim, ctx.total), None, None
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int
+        ctx: Any, x: torch.Tensor, axis: AxisGroup, cut_dim: int, whole_dim: int, total: int
     ) -> torch.Tensor:
         ctx.axis = axis
         ctx.cut_dim = cut_dim
         ctx.whole_dim = whole_dim
         ctx.total = x.shape[cut_dim]
-        return axis.swap(x, cut_dim, whole_dim, total)
+        return axis.all_to_all(x, cut_dim, whole_dim, total)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

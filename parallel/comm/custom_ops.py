@@ -1,227 +1,242 @@
 """
-Collectives as operators of torch, for what torch.compile makes of a module.
+Collectives as operators of torch, for torch.compile.
 
-A compiler sees four functions of a tensor and of the number of an `Axis`, with shapes and without
-insides. When its code runs, they do what the axis's own methods do: counted, watched, and in turns
-with another copy of the step. `overlap` parts three of them into a start and a wait, and joins two
-with the products beside them (`products`).
+The compiler sees functions of tensors and of the number of an axis, with shapes and without bodies.
+When compiled code runs, they call the methods of the `AxisGroup`: counted, watched, and in turn
+with another copy of the step. `overlap_pass` splits them into a start and a wait. `matmul_pass`
+joins two of them with the products beside them (`overlapped_matmul`).
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from pdrun.parallel.comm import overlapped_matmul as products
+from pdrun.parallel.comm.axis_members import find_axis
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
 from pdrun.parallel.layouts.layout import shard_range
 
-if TYPE_CHECKING:
-    from pdrun.parallel.comm.communicator import Axis
 
-_LIBRARY = torch.library.Library("pdrun_axis", "DEF")
-_count = itertools.count()
-_numbers: dict[tuple[tuple[str, ...], tuple[int, ...], int], list[int]] = {}
-"""The numbers that have been given to axes of these names and ranks, at this index."""
-_known: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+def _group_of(axis_id: int) -> AxisGroup:
+    axis = find_axis(axis_id)
+    assert isinstance(axis, AxisGroup)
+    return axis
 
 
-def number(axis: Axis) -> int:
-    """
-    Return what stands for an axis in a graph, from now on for as long as it lives.
-
-    After its run has gone the next one's takes its place, and finds code that has been compiled
-    already.
-    """
-    given = _numbers.setdefault((axis.names, axis.ranks, axis.index), [])
-    mine = next((one for one in given if one not in _known), -1)
-    if mine < 0:
-        # shapes of results follow from size and index: torch's caches on disk have to tell such
-        # graphs apart
-        mine = next(_count) << 32 | len(axis.ranks) << 16 | axis.index
-        given.append(mine)
-    _known[mine] = axis
-    return mine
+# ---- collectives ------------------------------------------------------------
 
 
-def size_of(axis: int) -> int:
-    """Return how many ranks the axis with a number has."""
-    return axis >> 16 & 0xFFFF
+def _run_all_reduce(x: torch.Tensor, axis: int, op: str) -> torch.Tensor:
+    return _group_of(axis).all_reduce(x, op)
 
 
-def _all_reduce(x: torch.Tensor, axis: int, op: str) -> torch.Tensor:
-    return _known[axis].all_reduce(x, op)
+def _run_all_gather(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.Tensor:
+    return _group_of(axis).all_gather(x, dim, total)
 
 
-def _all_gather(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.Tensor:
-    return _known[axis].all_gather(x, dim, total)
+def _run_reduce_scatter(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+    return _group_of(axis).reduce_scatter(x, dim)
 
 
-def _reduce_scatter(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
-    return _known[axis].reduce_scatter(x, dim)
-
-
-def _all_to_all(
-    x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int
+def _run_all_to_all(
+    x: torch.Tensor, axis: int, split_dim: int, concat_dim: int, total: int
 ) -> torch.Tensor:
-    return _known[axis].swap(x, cut_dim, whole_dim, total)
+    return _group_of(axis).all_to_all(x, split_dim, concat_dim, total)
 
 
-def _reduced(x: torch.Tensor, axis: int, op: str) -> torch.Tensor:
+def _run_all_gather_matmul(
+    x: torch.Tensor, full: torch.Tensor, axis: int, dim: int, weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    group = _group_of(axis)
+    pending = group.state.in_flight.pop(full.data_ptr(), None)
+    with torch.no_grad():  # results are written into existing tensors
+        return all_gather_matmul(group, x, full, dim, weights, pending)
+
+
+def _run_matmul_reduce_scatter(
+    inputs: list[torch.Tensor], axis: int, weights: list[torch.Tensor], shape: list[int], dim: int
+) -> torch.Tensor:
+    with torch.no_grad():
+        return matmul_reduce_scatter(_group_of(axis), inputs, weights, shape, dim)
+
+
+# ---- shapes of the results --------------------------------------------------
+
+
+def _reduced_shape(x: torch.Tensor, axis: int, op: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gathered(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.Tensor:
+def _gathered_shape(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.Tensor:
     shape = list(x.shape)
-    shape[dim] = _known[axis].size * shape[dim] if total is None else total
+    shape[dim] = find_axis(axis).size * shape[dim] if total is None else total
     return x.new_empty(shape)
 
 
-def _scattered(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+def _scattered_shape(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
     shape = list(x.shape)
-    place = _known[axis]
-    low, high = shard_range(shape[dim], place.size, place.index)
+    members = find_axis(axis)
+    low, high = shard_range(shape[dim], members.size, members.index)
     shape[dim] = high - low
     return x.new_empty(shape)
 
 
-def _swapped(x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+def _swapped_shape(
+    x: torch.Tensor, axis: int, split_dim: int, concat_dim: int, total: int
+) -> torch.Tensor:
     shape = list(x.shape)
-    place = _known[axis]
-    low, high = shard_range(shape[cut_dim], place.size, place.index)
-    shape[cut_dim], shape[whole_dim] = high - low, total
+    members = find_axis(axis)
+    low, high = shard_range(shape[split_dim], members.size, members.index)
+    shape[split_dim] = high - low
+    shape[concat_dim] = total
     return x.new_empty(shape)
 
 
-def _gathered_products(
-    x: torch.Tensor, whole: torch.Tensor, axis: int, dim: int, weights: list[torch.Tensor]
+def _product_shapes(
+    x: torch.Tensor, full: torch.Tensor, axis: int, dim: int, weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    place = _known[axis]
-    coming = place.axes.on_way.pop(whole.data_ptr(), None)
-    with torch.no_grad():  # results are written into their places
-        return products.gathered(place, x, whole, dim, weights, coming)
+    rows = full.numel() // full.shape[-1]
+    return [full.new_empty(rows, weight.shape[1]) for weight in weights]
 
 
-def _product_scatter(
+def _scattered_product_shape(
     inputs: list[torch.Tensor], axis: int, weights: list[torch.Tensor], shape: list[int], dim: int
 ) -> torch.Tensor:
-    with torch.no_grad():
-        return products.scattered(_known[axis], inputs, weights, shape, dim)
+    product = inputs[0].new_empty(inputs[0].shape[0], weights[0].shape[1])
+    return _scattered_shape(product.view(shape), axis, dim)
 
 
-def _products_of(
-    x: torch.Tensor, whole: torch.Tensor, axis: int, dim: int, weights: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    rows = whole.numel() // whole.shape[-1]
-    return [whole.new_empty(rows, weight.shape[1]) for weight in weights]
+# ---- starts and the wait ----------------------------------------------------
 
 
-def _product_scattered(
-    inputs: list[torch.Tensor], axis: int, weights: list[torch.Tensor], shape: list[int], dim: int
-) -> torch.Tensor:
-    return _scattered(
-        inputs[0].new_empty(inputs[0].shape[0], weights[0].shape[1]).view(shape), axis, dim
-    )
-
-
-def _start(axis: int, call: Callable[[Axis], torch.Tensor]) -> torch.Tensor:
-    """
-    Do what an operator does, but for the wait, where the result needs nothing done to it
-    afterwards.
-    """
-    place = _known[axis]
-    with place.axes.deferring() as started:
-        out = call(place)
+def _start_deferred(axis: int, call: Callable[[AxisGroup], torch.Tensor]) -> torch.Tensor:
+    """Call a collective without its wait, if the result needs no further work after the wait."""
+    group = _group_of(axis)
+    with group.state.deferring() as started:
+        out = call(group)
     if started:
-        place.axes.on_way[out.data_ptr()] = started[0]
+        group.state.in_flight[out.data_ptr()] = started[0]
     return out
 
 
 def _start_all_reduce(x: torch.Tensor, axis: int, op: str) -> torch.Tensor:
-    return _start(axis, lambda place: place.all_reduce(x, op))
+    return _start_deferred(axis, lambda group: group.all_reduce(x, op))
 
 
 def _start_all_gather(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.Tensor:
-    return _start(axis, lambda place: place.all_gather(x, dim, total))
+    return _start_deferred(axis, lambda group: group.all_gather(x, dim, total))
 
 
 def _start_reduce_scatter(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
-    return _start(axis, lambda place: place.reduce_scatter(x, dim))
+    return _start_deferred(axis, lambda group: group.reduce_scatter(x, dim))
 
 
-def _start_product_scatter(
+def _start_matmul_reduce_scatter(
     inputs: list[torch.Tensor], axis: int, weights: list[torch.Tensor], shape: list[int], dim: int
 ) -> torch.Tensor:
     with torch.no_grad():
-        return _start(axis, lambda place: products.scattered(place, inputs, weights, shape, dim))
+        return _start_deferred(
+            axis, lambda group: matmul_reduce_scatter(group, inputs, weights, shape, dim)
+        )
 
 
-def _wait(out: torch.Tensor, after: list[torch.Tensor], axis: int) -> None:
-    pending = _known[axis].axes.on_way.pop(out.data_ptr(), None)
+def _wait_pending(out: torch.Tensor, after: list[torch.Tensor], axis: int) -> None:
+    pending = _group_of(axis).state.in_flight.pop(out.data_ptr(), None)
     if pending is not None:
         pending.wait()
 
 
-for _schema, _run, _shape in (
-    ("all_reduce(Tensor x, int axis, str op) -> Tensor", _all_reduce, _reduced),
-    ("all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor", _all_gather, _gathered),
-    ("reduce_scatter(Tensor x, int axis, int dim) -> Tensor", _reduce_scatter, _scattered),
+def _no_result(out: torch.Tensor, after: list[torch.Tensor], axis: int) -> None:
+    return None
+
+
+# ---- registration -----------------------------------------------------------
+
+_MATMUL_REDUCE_SCATTER = (
+    "matmul_reduce_scatter(Tensor[] inputs, int axis, Tensor[] weights, SymInt[] shape, int dim)"
+    " -> Tensor"
+)
+_OPERATORS: tuple[tuple[str, Callable[..., object], Callable[..., object]], ...] = (
     (
-        "all_to_all(Tensor x, int axis, int cut_dim, int whole_dim, SymInt total) -> Tensor",
-        _all_to_all,
-        _swapped,
+        "all_reduce(Tensor x, int axis, str op) -> Tensor",
+        _run_all_reduce,
+        _reduced_shape,
     ),
-    ("start_all_reduce(Tensor x, int axis, str op) -> Tensor", _start_all_reduce, _reduced),
+    (
+        "all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor",
+        _run_all_gather,
+        _gathered_shape,
+    ),
+    (
+        "reduce_scatter(Tensor x, int axis, int dim) -> Tensor",
+        _run_reduce_scatter,
+        _scattered_shape,
+    ),
+    (
+        "all_to_all(Tensor x, int axis, int split_dim, int concat_dim, SymInt total) -> Tensor",
+        _run_all_to_all,
+        _swapped_shape,
+    ),
+    (
+        "start_all_reduce(Tensor x, int axis, str op) -> Tensor",
+        _start_all_reduce,
+        _reduced_shape,
+    ),
     (
         "start_all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor",
         _start_all_gather,
-        _gathered,
+        _gathered_shape,
     ),
     (
         "start_reduce_scatter(Tensor x, int axis, int dim) -> Tensor",
         _start_reduce_scatter,
-        _scattered,
+        _scattered_shape,
     ),
     (
-        "gathered_products(Tensor x, Tensor whole, int axis, int dim, Tensor[] weights) -> Tensor[]",
-        _gathered_products,
-        _products_of,
+        "all_gather_matmul(Tensor x, Tensor full, int axis, int dim, Tensor[] weights) -> Tensor[]",
+        _run_all_gather_matmul,
+        _product_shapes,
     ),
     (
-        "product_scatter(Tensor[] inputs, int axis, Tensor[] weights, SymInt[] shape, int dim) -> Tensor",
-        _product_scatter,
-        _product_scattered,
+        _MATMUL_REDUCE_SCATTER,
+        _run_matmul_reduce_scatter,
+        _scattered_product_shape,
     ),
     (
-        "start_product_scatter(Tensor[] inputs, int axis, Tensor[] weights, SymInt[] shape, int dim) -> Tensor",
-        _start_product_scatter,
-        _product_scattered,
+        f"start_{_MATMUL_REDUCE_SCATTER}",
+        _start_matmul_reduce_scatter,
+        _scattered_product_shape,
     ),
-    ("wait(Tensor(a!) out, Tensor[] after, int axis) -> ()", _wait, lambda out, after, axis: None),
-):
+    (
+        "wait(Tensor(a!) out, Tensor[] after, int axis) -> ()",
+        _wait_pending,
+        _no_result,
+    ),
+)
+_LIBRARY = torch.library.Library("pdrun_axis", "DEF")
+
+for _schema, _run, _shape in _OPERATORS:
     _name = _schema.partition("(")[0]
-    # strides are part of what the compiler relies on: results are contiguous, as those of the
-    # methods
+    # The compiler relies on strides, too: results are contiguous, as those of the methods are.
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pdrun_axis::{_name}", _shape, lib=_LIBRARY)
 
 _OPS = torch.ops.pdrun_axis
-STARTS = {
+ALL_GATHER_OP = _OPS.all_gather.default
+REDUCE_SCATTER_OP = _OPS.reduce_scatter.default
+ALL_GATHER_MATMUL_OP = _OPS.all_gather_matmul.default
+"""Multiplies gathered shards while they arrive: (shard, full, axis, dim, weights)."""
+MATMUL_REDUCE_SCATTER_OP = _OPS.matmul_reduce_scatter.default
+"""Sums products over the ranks: (inputs, axis, weights, shape, dim)."""
+WAIT_OP = _OPS.wait.default
+"""Waits for a started collective: (result, tensors needed before or kept until then, axis)."""
+START_OPS = {
     _OPS.all_reduce.default: _OPS.start_all_reduce.default,
-    _OPS.all_gather.default: _OPS.start_all_gather.default,
-    _OPS.reduce_scatter.default: _OPS.start_reduce_scatter.default,
-    _OPS.product_scatter.default: _OPS.start_product_scatter.default,
+    ALL_GATHER_OP: _OPS.start_all_gather.default,
+    REDUCE_SCATTER_OP: _OPS.start_reduce_scatter.default,
+    MATMUL_REDUCE_SCATTER_OP: _OPS.start_matmul_reduce_scatter.default,
 }
-"""Of each collective the operator that only starts it."""
-GATHER = _OPS.all_gather.default
-SCATTER = _OPS.reduce_scatter.default
-PRODUCTS = _OPS.gathered_products.default
-"""Multiplies what is gathered while it comes: (part, whole, axis, dim, weights)."""
-PRODUCT_SCATTER = _OPS.product_scatter.default
-"""Adds up products over the ranks: (inputs, axis, weights, shape, dim)."""
-WAIT = _OPS.wait.default
-"""Waits for what was started: (its result, what must be there before or stay until then, axis)."""
+"""For each collective the operator that starts it only."""

@@ -1,168 +1,135 @@
 """
-Places along the axes of a mesh: who is there, and the process groups; what travels along one is
-`axis`'s.
+The process groups of one rank along the axes of a mesh.
 
-    axes = Axes(mesh.grid, rank, device, watch)
+    axes = MeshGroups(mesh.grid, rank, device, watchdog)
     axes["tp"].all_reduce(x)            over the ranks that differ along tp only
-    axes["dp", "cp"]                    over two axes at once, dp the major one
+    axes["dp", "cp"]                    over two axes, dp is the major one
 
-Collectives are counted: ``axes.counts[("all_reduce", ("tp",))]`` is how many there were and how
-many bytes this rank gave to them.
+Collectives are counted: ``axes.counts[("all_reduce", ("tp",))]`` has the number of calls and the
+bytes of this rank's input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pdrun.errors import UsageError
-from pdrun.parallel import torch_compat as compat
-from pdrun.parallel.comm.communicator import Axis, Count, Pending
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel import torch_compat
+from pdrun.parallel.comm import custom_ops as custom_ops  # defines the operators of compiled code
+from pdrun.parallel.comm.axis_transport import CollectiveCount, CollectiveState
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 
 
-class Axes:
+class MeshGroups:
     """
-    The process groups of one rank along a grid's axes, made when they are first asked for.
+    The process groups of one rank along the axes of a grid, created on first use.
 
     Every rank of a group must ask for it, in the same order as for other groups of the same ranks.
 
     Args:
         grid: the axes.
-        rank: this process's place in the grid.
-        device: on which collectives work.
-        watch: bounds every wait.
+        rank: this process's rank in the grid.
+        device: device on which collectives work.
+        watchdog: bounds every wait.
     """
 
-    def __init__(self, grid: Grid, rank: int, device: torch.device, watch: Watch) -> None:
+    def __init__(
+        self, grid: Grid, rank: int, device: torch.device, watchdog: CollectiveWatchdog
+    ) -> None:
         self.grid = grid
         self.rank = rank
         self.device = device
-        self.watch = watch
         self.coordinate = grid.coordinate(rank)
-        self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
-        self.pretends = False
-        """Whether collectives move nothing: see `pretending`."""
-        self.pause: Callable[[], None] = _go_on
-        """Called between the start of each collective and the wait for it: see `pausing`."""
-        self.on_way: dict[int, Pending] = {}
-        """What compiled code has started and not waited for yet, by the address of the result."""
-        self._deferred: list[Pending] | None = None
-        self._made: dict[tuple[str, ...], Axis] = {}
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._views: dict[Grid, Axes] = {}
+        self.state = CollectiveState(watchdog)
+        self._axis_groups: dict[tuple[str, ...], AxisGroup] = {}
+        self._process_groups: dict[tuple[int, ...], Any] = {}
+        self._views: dict[Grid, MeshGroups] = {}
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """
-        Return the place along one axis or several; axes of one device are left out of the names.
-        """
+    @property
+    def watchdog(self) -> CollectiveWatchdog:
+        """The watchdog that bounds every wait."""
+        return self.state.watchdog
+
+    @property
+    def counts(self) -> dict[tuple[str, tuple[str, ...]], CollectiveCount]:
+        """Calls and bytes by (name of the collective, names of the axes)."""
+        return self.state.counts
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> AxisGroup:
+        """Return the group along one axis or several; axes of size 1 are left out of the names."""
         wanted = (names,) if isinstance(names, str) else tuple(names)
         key = tuple(name for name in wanted if self.grid.degree(name) > 1)
-        if key not in self._made:
+        if key not in self._axis_groups:
             ranks = self.grid.group_ranks(key, self.rank)
-            self._made[key] = Axis(
-                self, key, ranks, self.grid.group_index(key, self.rank), self._group(ranks)
-            )
-        return self._made[key]
+            index = self.grid.group_index(key, self.rank)
+            self._axis_groups[key] = self._make_group(key, ranks, index)
+        return self._axis_groups[key]
 
-    def on(self, grid: Grid) -> Axes:
+    def on_grid(self, grid: Grid) -> MeshGroups:
         """
-        Return the places along another grid's axes over the same ranks; groups and counts are
-        shared.
+        Return the groups along the axes of another grid over the same ranks.
+
+        Process groups, counts and watchdog are shared.
         """
         if grid == self.grid:
             return self
         if grid not in self._views:
             if grid.size != self.grid.size:
-                raise UsageError(
-                    f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes"
-                )
-            view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
-            view.counts = self.counts
-            view._groups = self._groups
-            view.on_way = self.on_way
-            view.pretends = self.pretends
-            view.pause = self.pause
+                what = f"the grids ({grid}) and ({self.grid}) must have the same number of ranks"
+                raise UsageError(what, where="MeshGroups")
+            view = MeshGroups(grid, self.rank, self.device, self.watchdog)
+            view.state = self.state
+            view._process_groups = self._process_groups
+            self._views[grid] = view
         return self._views[grid]
 
-    def among(self, name: str, places: tuple[int, ...]) -> Axis | None:
+    def make_subgroup(self, name: str, indices: tuple[int, ...]) -> AxisGroup | None:
         """
-        Return the place along an axis among the ranks of some indices; None where this rank is none
+        Return the group of the ranks with some indices along an axis; None if this rank is not one
         of them.
         """
         axis = self[name]
-        if axis.index not in places:
+        if axis.index not in indices:
             return None
-        ranks = tuple(axis.ranks[place] for place in places)
-        return Axis(self, axis.names, ranks, places.index(axis.index), self._group(ranks))
+        ranks = tuple(axis.ranks[index] for index in indices)
+        return self._make_group(axis.names, ranks, indices.index(axis.index))
 
-    @contextmanager
-    def pretending(self) -> Iterator[None]:
-        """
-        While this lasts, collectives return tensors of the right shape without moving anything, as
-        for fake ones.
-        """
-        every = [self, *self._views.values()]
-        for axes in every:
-            axes.pretends = True
-        try:
-            yield
-        finally:
-            for axes in every:
-                axes.pretends = False
+    def dry_run(self) -> AbstractContextManager[None]:
+        """Inside, collectives return tensors of the right shape and move nothing (fake tensors)."""
+        return self.state.dry_run()
 
-    @contextmanager
-    def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
-        """
-        While this lasts, something else may be done between the start of each collective and the
-        wait for it.
-        """
-        every = [self, *self._views.values()]
-        before = self.pause
-        for axes in every:
-            axes.pause = pause
-        try:
-            yield
-        finally:
-            for axes in every:
-                axes.pause = before
+    def overlapping(self, yield_turn: Callable[[], None]) -> AbstractContextManager[None]:
+        """Inside, ``yield_turn`` is called between the start of a collective and the wait for it."""
+        return self.state.overlapping(yield_turn)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axes:
-        """Return itself: a copy of a model works at the same place."""
+    def reset_counts(self) -> None:
+        """Set all counts to zero."""
+        self.state.counts.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshGroups:
+        """Return itself: a copy of a model uses the same groups."""
         return self
 
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of some ranks, in that order; None for one rank."""
+    def _make_group(self, names: tuple[str, ...], ranks: tuple[int, ...], index: int) -> AxisGroup:
+        group = self._process_group(ranks)
+        return AxisGroup(self.state, names, ranks, index, group, self.device, self.grid, self.rank)
+
+    def _process_group(self, ranks: tuple[int, ...]) -> Any:
+        """Return torch's process group of some ranks; None for a single rank."""
         if len(ranks) == 1:
             return None
         if list(ranks) == list(range(dist.get_world_size())):
             return dist.group.WORLD
-        if ranks not in self._groups:
-            # torch sorts the ranks of a group: see Axis._order
-            self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds, self)
-        return self._groups[ranks]
-
-    @contextmanager
-    def deferring(self) -> Iterator[list[Pending]]:
-        """
-        While this lasts, a collective whose result is whole as it comes is not waited for, but put
-        into the list.
-        """
-        self._deferred = []
-        try:
-            yield self._deferred
-        finally:
-            self._deferred = None
-
-    def forget(self) -> None:
-        """Set all counts to zero."""
-        self.counts.clear()
-
-
-def _go_on() -> None:
-    """Do nothing."""
+        if ranks not in self._process_groups:
+            # torch sorts the ranks of a group: see AxisTransport.group_positions
+            self._process_groups[ranks] = torch_compat.new_group(
+                sorted(ranks), self.watchdog.seconds, self
+            )
+        return self._process_groups[ranks]

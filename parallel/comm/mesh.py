@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 
-STAGES = "pp"
-DATA = ("dp", "cp")
-FIXED = (STAGES, *DATA)
+STAGE_AXIS = "pp"
+DATA_AXES = ("dp", "cp")
+FIXED_AXES = (STAGE_AXIS, *DATA_AXES)
 """Axes with a meaning of their own, outer to inner; every other axis is a tensor axis."""
 
 
@@ -47,7 +47,7 @@ class Mesh:
     @property
     def tensor_axes(self) -> tuple[str, ...]:
         """The axes over which operators may be cut, outer to inner."""
-        return tuple(name for name in self.grid.names if name not in FIXED)
+        return tuple(name for name in self.grid.names if name not in FIXED_AXES)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Mesh:
         The axes along which ranks compute other parts of the loss with the same weights, as far as
         there are any.
         """
-        return tuple(name for name in DATA if self.degree(name) > 1)
+        return tuple(name for name in DATA_AXES if self.degree(name) > 1)
 
     @property
     def pp(self) -> int:
@@ -86,14 +86,14 @@ class Mesh:
         return f"mesh({', '.join(named)})"
 
 
-def of(**degrees: int) -> Mesh:
+def make_mesh(**degrees: int) -> Mesh:
     """Return the mesh with these degrees; those that aren't given are 1."""
-    tensor = [axis for axis in degrees if axis not in FIXED] or ["tp"]
-    names = (*FIXED, *tensor)
+    tensor = [axis for axis in degrees if axis not in FIXED_AXES] or ["tp"]
+    names = (*FIXED_AXES, *tensor)
     return Mesh(Grid(names, tuple(degrees.get(name, 1) for name in names)))
 
 
-def solve(world: int, degrees: dict[str, int]) -> Mesh:
+def solve_mesh(world: int, degrees: dict[str, int]) -> Mesh:
     """
     Fill in the one degree that is -1, and hold the product against the number of devices.
 
@@ -121,7 +121,7 @@ def solve(world: int, degrees: dict[str, int]) -> Mesh:
             f"the product of ({given}), {fixed}, {verb} the number of devices, {world}",
             where="pdrun.mesh",
         )
-    return of(**degrees)
+    return make_mesh(**degrees)
 
 
 def mesh(**degrees: int) -> Mesh:
@@ -139,4 +139,4 @@ def mesh(**degrees: int) -> Mesh:
     """
     from pdrun.parallel.startup.init import init
 
-    return solve(init().world_size, dict(degrees) or {"dp": -1})
+    return solve_mesh(init().world_size, dict(degrees) or {"dp": -1})

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import DATA, STAGES, Mesh
-from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import DATA_AXES, STAGE_AXIS, Mesh
+from pdrun.parallel.comm.sharded import ShardedGroup
 
 
 @dataclass(frozen=True)
-class Place:
+class RankGroups:
     """
     Where a rank is, and the collectives there.
 
@@ -33,47 +33,47 @@ class Place:
     """
 
     mesh: Mesh
-    axes: Axes
-    whole: Comm
-    cut: Comm
-    gathers: Comm
-    model: Comm
-    job: Comm
-    tellers: list[int]
-    _sums: dict[str, Comm] = field(default_factory=dict)
-    _shared: dict[tuple[int, ...], Comm] = field(default_factory=dict)
+    axes: MeshGroups
+    data: ShardedGroup
+    sharded_data: ShardedGroup
+    weight_gathers: ShardedGroup
+    model: ShardedGroup
+    job: ShardedGroup
+    loss_ranks: list[int]
+    _sums: dict[str, ShardedGroup] = field(default_factory=dict)
+    _shared: dict[tuple[int, ...], ShardedGroup] = field(default_factory=dict)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Names of the model axes, outer to inner."""
-        return (STAGES, *self.mesh.tensor_axes)
+        return (STAGE_AXIS, *self.mesh.tensor_axes)
 
     @property
-    def leads(self) -> bool:
+    def is_first_on_tensor(self) -> bool:
         """Whether this rank is the first along the tensor axes."""
         return all(self.axes.coordinate[name] == 0 for name in self.mesh.tensor_axes)
 
-    def share(self, stages: Iterable[tuple[int, ...]]) -> None:
+    def make_shared_groups(self, stages: Iterable[tuple[int, ...]]) -> None:
         """
         Make the groups of stages that share weights; all ranks do, in one order, whether they are
         in them or not.
         """
         for some in sorted(stages):
-            axis = self.axes.among(STAGES, some)
+            axis = self.axes.make_subgroup(STAGE_AXIS, some)
             if axis is not None:
-                self._shared[some] = Comm(axis)
+                self._shared[some] = ShardedGroup(axis)
 
-    def across(self, sums: tuple[str, ...], stages: tuple[int, ...]) -> list[Comm]:
+    def sum_groups(self, sums: tuple[str, ...], stages: tuple[int, ...]) -> list[ShardedGroup]:
         """
         Return over what gradients are added up besides: tensor axes, and the stages that share a
         weight.
         """
         for name in sums:
-            self._sums.setdefault(name, Comm(self.axes[name]))
+            self._sums.setdefault(name, ShardedGroup(self.axes[name]))
         return [*(self._sums[name] for name in sums), *([self._shared[stages]] if stages else [])]
 
 
-def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
+def make_rank_groups(mesh: Mesh, axes: MeshGroups, shards: int, level: int) -> RankGroups:
     """
     Return this rank's place.
 
@@ -84,20 +84,20 @@ def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
     grid = mesh.grid
     for name in grid.names:
         axes[name]  # all groups now, and in the same order everywhere
-    data = axes[DATA]
+    data = axes[DATA_AXES]
     job = axes[grid.names]
-    whole = Comm(data)
-    cut = whole if shards == 1 else Comm(data, shards)
+    whole = ShardedGroup(data)
+    cut = whole if shards == 1 else ShardedGroup(data, shards)
     apart = level == 3 and shards > 1 and axes.device.type == "cpu"
-    gathers = Comm(data, shards, own=True) if apart else cut
-    last = grid.rank_at({STAGES: mesh.pp - 1})
-    return Place(
+    gathers = ShardedGroup(data, shards, own=True) if apart else cut
+    last = grid.rank_at({STAGE_AXIS: mesh.pp - 1})
+    return RankGroups(
         mesh,
         axes,
         whole,
         cut,
         gathers,
-        model=Comm(axes[(STAGES, *mesh.tensor_axes)]),
-        job=whole if data.size == job.size else Comm(job),
-        tellers=list(grid.group_ranks(DATA, last)),
+        model=ShardedGroup(axes[(STAGE_AXIS, *mesh.tensor_axes)]),
+        job=whole if data.size == job.size else ShardedGroup(job),
+        loss_ranks=list(grid.group_ranks(DATA_AXES, last)),
     )

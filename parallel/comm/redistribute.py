@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.redistribute import plan_redistribution
 from pdrun.parallel.layouts.steps import (
@@ -30,20 +30,20 @@ from pdrun.parallel.layouts.steps import (
     REDUCE_SCATTER,
     RESHAPE,
     SLICE,
-    RedistributionPlan,
     LayoutStep,
+    RedistributionPlan,
 )
 from pdrun.parallel.layouts.view import View
 
-WHERE = "redistribute"
-_route = lru_cache(maxsize=4096)(plan_redistribution)
+API_NAME = "redistribute"
+_cached_plan = lru_cache(maxsize=4096)(plan_redistribution)
 
 
 def redistribute(
     x: torch.Tensor,
     source: L | View,
     target: L | View,
-    axes: Axes,
+    axes: MeshGroups,
     shape: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """
@@ -59,11 +59,11 @@ def redistribute(
     Raises:
         UsageError: ``x`` is not this rank's part, or the two ends do not belong together.
     """
-    start = _view(source, axes, shape)
-    return follow(_route(start, _view(target, axes, shape or start.shape)), x, axes)
+    start = _as_view(source, axes, shape)
+    return run_plan(_cached_plan(start, _as_view(target, axes, shape or start.shape)), x, axes)
 
 
-def follow(plan: RedistributionPlan, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def run_plan(plan: RedistributionPlan, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
     """
     Carry out the steps of a plan on what this rank holds.
 
@@ -73,42 +73,42 @@ def follow(plan: RedistributionPlan, x: torch.Tensor, axes: Axes) -> torch.Tenso
     expected = plan.source.local_shape(axes.rank)
     if tuple(x.shape) != expected:
         what = f"rank {axes.rank} has {list(x.shape)}, which is not its part {list(expected)} of {plan.source}"
-        raise UsageError(what, where=WHERE)
+        raise UsageError(what, where=API_NAME)
     for step in plan.steps:
-        x = _taken(step, x, axes)
+        x = _run_step(step, x, axes)
     return x
 
 
-def _view(end: L | View, axes: Axes, shape: tuple[int, ...] | None) -> View:
+def _as_view(end: L | View, axes: MeshGroups, shape: tuple[int, ...] | None) -> View:
     if isinstance(end, View):
         return end
     if shape is None:
-        raise UsageError(f"the shape of the whole tensor is missing for {end}", where=WHERE)
+        raise UsageError(f"the shape of the whole tensor is missing for {end}", where=API_NAME)
     return View(axes.grid, end, tuple(shape))
 
 
-def _taken(step: LayoutStep, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def _run_step(step: LayoutStep, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
     local = step.after.local_shape(axes.rank)
     if step.kind == RESHAPE:
         return x.reshape(local)
-    axis = axes.on(step.after.grid)[step.axes]
+    axis = axes.on_grid(step.after.grid)[step.axes]
     if step.kind == SLICE:
-        return collectives.part(x, axis, step.dim)
+        return collectives.slice_to_shard(x, axis, step.dim)
     if step.kind == ALL_TO_ALL:
-        return collectives.swap(x, axis, step.dim, step.origin, local[step.origin])
+        return collectives.all_to_all(x, axis, step.dim, step.origin, local[step.origin])
     if step.kind == ALL_GATHER:
-        return collectives.gather(x, axis, step.dim, local[step.dim])
+        return collectives.all_gather(x, axis, step.dim, local[step.dim])
     if step.kind == ALL_REDUCE:
-        return collectives.add_up(x, axis)
+        return collectives.all_reduce(x, axis)
     if step.kind == REDUCE_SCATTER:
-        return collectives.scatter(x, axis, step.dim)
+        return collectives.reduce_scatter(x, axis, step.dim)
     if step.kind == FIRST:
-        return x if axis.size == 1 else _First.apply(x, axis.index == 0)
+        return x if axis.size == 1 else _FirstRankOnly.apply(x, axis.index == 0)
     assert step.kind == PAD, step.kind
-    return _padded(x, step, axes.rank)
+    return _pad_shard(x, step, axes.rank)
 
 
-def _padded(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
+def _pad_shard(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
     """Return a part at its place among zeros."""
     low, high = step.before.ranges_of(rank)[step.dim][0]
     first, last = step.after.ranges_of(rank)[step.dim][0]
@@ -116,7 +116,7 @@ def _padded(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
     return F.pad(x, around)
 
 
-class _First(torch.autograd.Function):
+class _FirstRankOnly(torch.autograd.Function):
     """
     A replicated tensor as terms of a sum, all of them zero but the first; each term has the sum's
     gradient.

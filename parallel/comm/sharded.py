@@ -21,17 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdrun.parallel import torch_compat as compat
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel import torch_compat
+from pdrun.parallel.comm.communicator import AxisGroup
 
 
-class Pending:
+class PendingResult:
     """
     A collective on its way: `wait` ends it and returns what it was for. May be waited for more than
     once.
     """
 
-    def __init__(self, comm: Comm, works: list[Any], label: str, then: Callable[[], Any]) -> None:
+    def __init__(
+        self, comm: ShardedGroup, works: list[Any], label: str, then: Callable[[], Any]
+    ) -> None:
         self._comm = comm
         self._works = works
         self._label = label
@@ -44,14 +46,14 @@ class Pending:
         """
         if self._then is not None:
             for work in self._works:
-                self._comm.watch.wait(work, self._label)
+                self._comm.watchdog.wait(work, self._label)
             self._result = self._then()
             self._then = None
             self._works = []
         return self._result
 
 
-class Comm:
+class ShardedGroup:
     """
     This process's place along some axes of the mesh, and the engine's collectives there.
 
@@ -65,54 +67,56 @@ class Comm:
         world, rank: how many ranks there are, and this one's index; ``ranks`` are their numbers in the job.
     """
 
-    def __init__(self, axis: Axis, shards: int = 1, *, own: bool = False) -> None:
+    def __init__(self, axis: AxisGroup, shards: int = 1, *, own: bool = False) -> None:
         self.ranks = axis.ranks
         self.world = axis.size
         self.rank = axis.index
         self.shards = shards
-        self.device = axis.axes.device
-        self.watch = axis.axes.watch
-        self.copies = self.world // shards
-        self.copy, self.shard = divmod(self.rank, shards)
+        self.device = axis.device
+        self.watchdog = axis.state.watchdog
+        self.replicas = self.world // shards
+        self.replica, self.shard = divmod(self.rank, shards)
         self.calls: dict[str, int] = {}
         """Collectives started so far, by name."""
         self.nbytes: dict[str, int] = {}
         """Bytes that this rank gave to sums and gathers, by name."""
-        self.group = self._group(self.ranks) if own and self.world > 1 else axis.group
-        self._shard_group, self._copy_group = self._subgroups()
+        self.group = self._make_group(self.ranks) if own and self.world > 1 else axis.group
+        self._shard_group, self._copy_group = self._make_subgroups()
         config = dist.get_backend_config() if self.world > 1 else ""
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
 
-    def _subgroups(self) -> tuple[Any, Any]:
+    def _make_subgroups(self) -> tuple[Any, Any]:
         """
         Return the groups of this rank's shards and of its replicas; None for one of a single rank.
         """
         everyone = self.group
-        if self.shards == 1 or self.copies == 1:
-            return (everyone if self.shards > 1 else None), (everyone if self.copies > 1 else None)
-        row = self.ranks[self.copy * self.shards :][: self.shards]
+        if self.shards == 1 or self.replicas == 1:
+            return (everyone if self.shards > 1 else None), (
+                everyone if self.replicas > 1 else None
+            )
+        row = self.ranks[self.replica * self.shards :][: self.shards]
         column = self.ranks[self.shard :: self.shards]
-        return self._group(row), self._group(column)
+        return self._make_group(row), self._make_group(column)
 
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        return compat.new_group(list(ranks), self.watch.seconds, self)
+    def _make_group(self, ranks: tuple[int, ...]) -> Any:
+        return torch_compat.new_group(list(ranks), self.watchdog.seconds, self)
 
-    def _start(
+    def _start_pending(
         self,
         name: str,
         label: str,
         works: list[Any],
         then: Callable[[], Any],
         sent: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> PendingResult:
         self.calls[name] = self.calls.get(name, 0) + bool(works)
         if sent is not None:
             self.nbytes[name] = self.nbytes.get(name, 0) + sent.numel() * sent.element_size()
-        return Pending(self, works, label, then)
+        return PendingResult(self, works, label, then)
 
     # ---- sums ---------------------------------------------------------------
 
-    def sum_shards(self, flat: torch.Tensor, label: str) -> Pending:
+    def sum_shards(self, flat: torch.Tensor, label: str) -> PendingResult:
         """
         Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where
         there is one shard).
@@ -121,21 +125,21 @@ class Comm:
         it.
         """
         if self.world == 1:
-            return self._start("none", label, [], lambda: flat)
+            return self._start_pending("none", label, [], lambda: flat)
         if self.shards == 1:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            return self._start("all_reduce", label, [work], lambda: flat, flat)
+            return self._start_pending("all_reduce", label, [work], lambda: flat, flat)
         own = flat.new_empty(flat.numel() // self.shards)
-        work = compat.reduce_scatter_flat(own, flat, self._shard_group)
-        if self.copies == 1:
-            return self._start("reduce_scatter", label, [work], lambda: own, flat)
-        self.watch.wait(work, label)
+        work = torch_compat.reduce_scatter_flat(own, flat, self._shard_group)
+        if self.replicas == 1:
+            return self._start_pending("reduce_scatter", label, [work], lambda: own, flat)
+        self.watchdog.wait(work, label)
         again = dist.all_reduce(own, group=self._copy_group, async_op=True)
-        return self._start("reduce_scatter", label, [again], lambda: own, flat)
+        return self._start_pending("reduce_scatter", label, [again], lambda: own, flat)
 
     def sum_parts(
         self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype
-    ) -> Pending:
+    ) -> PendingResult:
         """
         Sum a buffer over all ranks in their order; the result is this rank's part, one of ``world``
         equal ones.
@@ -146,36 +150,38 @@ class Comm:
                 wire.
         """
         if self.world == 1:
-            return self._start("none", label, [], lambda: _add_up([flat.to(dtype)], onto))
+            return self._start_pending(
+                "none", label, [], lambda: _add_in_order([flat.to(dtype)], onto)
+            )
         send = flat
         if (
             1 < self.shards < self.world
         ):  # the part of shard j that copy i sums belongs to rank i * shards + j
-            send = flat.view(self.shards, self.copies, -1).transpose(0, 1).contiguous().view(-1)
+            send = flat.view(self.shards, self.replicas, -1).transpose(0, 1).contiguous().view(-1)
         received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
-            return _add_up([part.to(dtype) for part in received.view(self.world, -1)], onto)
+            return _add_in_order([part.to(dtype) for part in received.view(self.world, -1)], onto)
 
-        return self._start("all_to_all", label, [work], finish, send)
+        return self._start_pending("all_to_all", label, [work], finish, send)
 
     def join_parts(
         self, part: torch.Tensor, label: str, out: torch.Tensor | None = None
-    ) -> Pending:
+    ) -> PendingResult:
         """
         Gather the parts of `sum_parts` into this rank's shard, which is ``out`` where that is
         given.
         """
-        if self.copies == 1:
-            return self._start("none", label, [], lambda: part)
-        own = part.new_empty(part.numel() * self.copies) if out is None else out
-        work = compat.all_gather_flat(own, part, self._copy_group)
-        return self._start("join", label, [work], lambda: own, part)
+        if self.replicas == 1:
+            return self._start_pending("none", label, [], lambda: part)
+        own = part.new_empty(part.numel() * self.replicas) if out is None else out
+        work = torch_compat.all_gather_flat(own, part, self._copy_group)
+        return self._start_pending("join", label, [work], lambda: own, part)
 
     # ---- gathers ------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
+    def gather_shards(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> PendingResult:
         """
         Fill a buffer from the shards of this rank's group; ``shard`` may be this rank's part of
         ``full`` itself.
@@ -183,19 +189,23 @@ class Comm:
         if self.shards == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
-            return self._start("none", label, [], lambda: full)
-        work = compat.all_gather_flat(full, shard, self._shard_group)
-        return self._start("all_gather", label, [work], lambda: full, shard)
+            return self._start_pending("none", label, [], lambda: full)
+        work = torch_compat.all_gather_flat(full, shard, self._shard_group)
+        return self._start_pending("all_gather", label, [work], lambda: full, shard)
 
-    def sum_small(self, value: torch.Tensor, label: str, *, shards_only: bool = False) -> Pending:
+    def sum_small(
+        self, value: torch.Tensor, label: str, *, shards_only: bool = False
+    ) -> PendingResult:
         """Sum a small tensor over the axis, or over this rank's shard group only."""
         group = self._shard_group if shards_only else self.group
         if group is None:
-            return self._start("none", label, [], lambda: value)
+            return self._start_pending("none", label, [], lambda: value)
         work = dist.all_reduce(value, group=group, async_op=True)
-        return self._start("sum_small", label, [work], lambda: value)
+        return self._start_pending("sum_small", label, [work], lambda: value)
 
-    def exchange(self, numbers: torch.Tensor, flags: list[bool], label: str) -> Pending:
+    def exchange_numbers(
+        self, numbers: torch.Tensor, flags: list[bool], label: str
+    ) -> PendingResult:
         """
         Return ``[world, *numbers.shape]``, the numbers of every rank, and which flags are set on
         any.
@@ -204,42 +214,46 @@ class Comm:
         device's queue.
         """
         if self.world == 1:
-            return self._start("none", label, [], lambda: (numbers.unsqueeze(0), flags))
+            return self._start_pending("none", label, [], lambda: (numbers.unsqueeze(0), flags))
         told = torch.tensor(flags, dtype=numbers.dtype)
         if self.device.type != "cpu":
             return self._exchange_apart(numbers, told, label)
         row = torch.cat([numbers.reshape(-1), told])
         rows = row.new_empty(self.world, row.numel())
-        work = compat.all_gather_flat(rows.view(-1), row, self.group)
+        work = torch_compat.all_gather_flat(rows.view(-1), row, self.group)
 
         def finish() -> tuple[torch.Tensor, list[bool]]:
             values, marks = rows.split([numbers.numel(), len(flags)], dim=1)
             return values.reshape(self.world, *numbers.shape), (marks.amax(0) > 0).tolist()
 
-        return self._start("exchange", label, [work], finish)
+        return self._start_pending("exchange", label, [work], finish)
 
-    def _exchange_apart(self, numbers: torch.Tensor, told: torch.Tensor, label: str) -> Pending:
+    def _exchange_apart(
+        self, numbers: torch.Tensor, told: torch.Tensor, label: str
+    ) -> PendingResult:
         rows = numbers.new_empty(self.world, *numbers.shape)
         works = [
-            compat.all_gather_flat(rows.view(-1), numbers.reshape(-1).contiguous(), self.group)
+            torch_compat.all_gather_flat(
+                rows.view(-1), numbers.reshape(-1).contiguous(), self.group
+            )
         ]
         there = told.to(torch.uint8) if self._host_group else told.to(self.device)
         works.append(dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
-        return self._start("exchange", label, works, lambda: (rows, (there > 0).tolist()))
+        return self._start_pending("exchange", label, works, lambda: (rows, (there > 0).tolist()))
 
-    def from_first(self, tensor: torch.Tensor, label: str) -> None:
+    def broadcast_first(self, tensor: torch.Tensor, label: str) -> None:
         """Give every rank what the one with index 0 has."""
-        self.give(tensor, 0, label).wait()
+        self.start_broadcast(tensor, 0, label).wait()
 
-    def give(self, tensor: torch.Tensor, index: int, label: str) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, index: int, label: str) -> PendingResult:
         """Start giving every rank what the one with that index has, in place."""
         if self.world == 1:
-            return self._start("none", label, [], lambda: tensor)
+            return self._start_pending("none", label, [], lambda: tensor)
         # the network knows memory, not strides: of a slice it would send and overwrite what lies
         # between, too
         sent = tensor.contiguous()
         work = dist.broadcast(
-            compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True
+            torch_compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True
         )
 
         def finish() -> torch.Tensor:
@@ -248,10 +262,10 @@ class Comm:
                     tensor.copy_(sent)
             return tensor
 
-        return self._start("broadcast", label, [work], finish)
+        return self._start_pending("broadcast", label, [work], finish)
 
 
-def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:
+def _add_in_order(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:
     """Add in order, in place, onto the first one where ``onto`` is None."""
     total = parts[0] if onto is None else onto.add_(parts[0])
     for part in parts[1:]:

@@ -26,46 +26,48 @@ from typing import Any
 
 from pdrun.errors import DeadlineExceeded, PeerLost
 
-POLL = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two looks at the store."""
-ANSWER = 5.0
+ANSWER_SECONDS = 5.0
 """Seconds that the others have for an answer."""
-ASK = 0.8
+ASK_FRACTION = 0.8
 """Part of the limit after which the others are asked."""
-QUESTION = "pdrun/watch/question"
-_GONE = re.compile(
+QUESTION_KEY = "pdrun/watch/question"
+_PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
 )
 """What gloo and NCCL say of a rank whose process has ended."""
-OURS = str(Path(__file__).parents[1])
+PACKAGE_ROOT = str(Path(__file__).parents[1])
 
 
-LEAVE = 5.0
+CLOSE_SECONDS = 5.0
 """Seconds at the end of the process in which a thread may come back from the store."""
 
-_running: set[Watch] = set()
+_running_watchdogs: set[CollectiveWatchdog] = set()
 """Watches whose threads have not ended."""
-_last: Watch | None = None
+_newest: CollectiveWatchdog | None = None
 """The watch of this process's newest run; an earlier one has nothing to watch any more."""
 
 
-def start(seconds: float, rank: int, world: int, store: Any, blocking: bool) -> Watch:
+def start_watchdog(
+    seconds: float, rank: int, world: int, store: Any, blocking: bool
+) -> CollectiveWatchdog:
     """Return a new watch and end the one before."""
-    global _last
-    if _last is not None:
-        _last.close()
-    _last = Watch(seconds, rank, world, store, blocking)
-    return _last
+    global _newest
+    if _newest is not None:
+        _newest.close()
+    _newest = CollectiveWatchdog(seconds, rank, world, store, blocking)
+    return _newest
 
 
 @atexit.register
 def _close_all() -> None:
     """Come before the interpreter's end."""
-    for watch in list(_running):
-        watch.close(LEAVE)
+    for watch in list(_running_watchdogs):
+        watch.close(CLOSE_SECONDS)
 
 
-class Watch:
+class CollectiveWatchdog:
     """
     Bounded waits for collectives.
 
@@ -88,11 +90,11 @@ class Watch:
         self.rank = rank
         self.world = world
         self.blocking = blocking
-        self._place = ""
-        self._since: float | None = None
-        self._waiting = ""
-        self._waits_since: float | None = None
-        self._told = ""
+        self._phase = ""
+        self._phase_start: float | None = None
+        self._wait_label = ""
+        self._wait_start: float | None = None
+        self._report = ""
         """What the others have answered."""
         self._main = threading.main_thread().ident or 0
         self._store = store
@@ -101,8 +103,10 @@ class Watch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and world > 1:
-            self._thread = threading.Thread(target=self._serve, name="pdrun-watch", daemon=True)
-            _running.add(self)
+            self._thread = threading.Thread(
+                target=self._run_thread, name="pdrun-watch", daemon=True
+            )
+            _running_watchdogs.add(self)
             self._thread.start()
 
     def close(self, wait: float = 0.0) -> None:
@@ -114,14 +118,14 @@ class Watch:
         if self._thread is not None:
             self._thread.join(wait)
 
-    def enter(self, place: str) -> None:
+    def enter_phase(self, place: str) -> None:
         """Note what begins; it is named where it doesn't end."""
-        self._place, self._since = place, time.monotonic()
+        self._phase, self._phase_start = place, time.monotonic()
 
-    def leave(self) -> None:
+    def leave_phase(self) -> None:
         """Note that it has ended."""
-        self._since = None
-        self._told = ""
+        self._phase_start = None
+        self._report = ""
 
     def wait(self, work: Any, label: str) -> None:
         """
@@ -136,114 +140,117 @@ class Watch:
         if self._store is None or not self.blocking:
             work.wait()
             return
-        self._waiting, self._waits_since = label, time.monotonic()
-        begin = self._waits_since
+        self._wait_label, self._wait_start = label, time.monotonic()
+        begin = self._wait_start
         try:
             work.wait(timedelta(seconds=self.seconds))
         except RuntimeError as error:
             if (
                 time.monotonic() - begin >= self.seconds * 0.9
             ):  # the first whose time is over leaves the others, too
-                raise self._error(self._ask(label)) from error
-            if gone := _GONE.search(str(error)):
+                raise self._deadline_error(self._ask_ranks(label)) from error
+            if gone := _PEER_GONE.search(str(error)):
                 what = f"{label} cannot come: {PeerLost.SIGN} ({gone[0]})"
                 raise PeerLost(
-                    what, where=self._place if self._since is not None else "pdrun.parallelize"
+                    what,
+                    where=self._phase if self._phase_start is not None else "pdrun.parallelize",
                 ) from error
             raise  # something else: the tensors differ, say
-        self._waiting = ""
-        self._waits_since = None
+        self._wait_label = ""
+        self._wait_start = None
 
-    def _error(self, told: str) -> DeadlineExceeded:
+    def _deadline_error(self, told: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"
         return DeadlineExceeded(
             f"no end after {self.seconds:g} s: {told}", where="pdrun.parallelize", hint=hint
         )
 
-    def _ask(self, label: str) -> str:
+    def _ask_ranks(self, label: str) -> str:
         """
         Return where every rank is; the thread and the process itself may both ask, the second gets
         the first's answer.
         """
         with self._lock:
-            if self._told:
-                return self._told
-            answers = {self.rank: f"waits for {label}{self._where()}"}
+            if self._report:
+                return self._report
+            answers = {self.rank: f"waits for {label}{self._phase_text()}"}
             try:
-                question = self._question()
+                question = self._read_question()
                 if not question or question in self._answered:
-                    self._store.set(QUESTION, f"{self.rank}-{len(self._answered)}")
-                self._collect(answers)
+                    self._store.set(QUESTION_KEY, f"{self.rank}-{len(self._answered)}")
+                self._collect_answers(answers)
             except RuntimeError:
                 pass  # the store went with rank 0
-            self._told = "; ".join(
+            self._report = "; ".join(
                 f"rank {r} {answers.get(r, 'does not answer')}" for r in range(self.world)
             )
-            return self._told
+            return self._report
 
-    def _collect(self, answers: dict[int, str]) -> None:
+    def _collect_answers(self, answers: dict[int, str]) -> None:
         """
         Wait for the others' answers to the newest question, which may be another's that came a
         moment later.
         """
-        end = time.monotonic() + ANSWER
+        end = time.monotonic() + ANSWER_SECONDS
         while len(answers) < self.world and time.monotonic() < end and not self._stop.is_set():
-            question = self._question()
+            question = self._read_question()
             if question not in self._answered:
                 self._answered.add(question)
-                self._store.set(f"{QUESTION}/{question}/{self.rank}", answers[self.rank])
+                self._store.set(f"{QUESTION_KEY}/{question}/{self.rank}", answers[self.rank])
             for rank in set(range(self.world)) - set(answers):
-                key = f"{QUESTION}/{question}/{rank}"
+                key = f"{QUESTION_KEY}/{question}/{rank}"
                 if self._store.check([key]):
                     answers[rank] = self._store.get(key).decode()
             time.sleep(0.05)
 
-    def _question(self) -> str:
-        if self._store.check([QUESTION]):
-            return str(self._store.get(QUESTION).decode())
+    def _read_question(self) -> str:
+        if self._store.check([QUESTION_KEY]):
+            return str(self._store.get(QUESTION_KEY).decode())
         return ""
 
-    def _where(self) -> str:
-        if self._place and self._since is not None:
-            return f" in {self._place}"
+    def _phase_text(self) -> str:
+        if self._phase and self._phase_start is not None:
+            return f" in {self._phase}"
         return ""
 
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            self._answer()
+            self._answer_questions()
         finally:
-            _running.discard(self)
+            _running_watchdogs.discard(self)
 
-    def _answer(self) -> None:
+    def _answer_questions(self) -> None:
         """Answer questions; ask one where this process has waited for long."""
-        while not self._stop.wait(min(POLL, self.seconds / 10)):
+        while not self._stop.wait(min(POLL_SECONDS, self.seconds / 10)):
             try:
-                question = self._question()
+                question = self._read_question()
                 if question and question not in self._answered:
                     self._answered.add(question)
-                    label = self._waiting
-                    place = f"waits for {label}" if label else f"is at {self._line()}"
-                    self._store.set(f"{QUESTION}/{question}/{self.rank}", place + self._where())
+                    label = self._wait_label
+                    place = f"waits for {label}" if label else f"is at {self._user_line()}"
+                    self._store.set(
+                        f"{QUESTION_KEY}/{question}/{self.rank}", place + self._phase_text()
+                    )
             except RuntimeError:
                 return  # the store is gone: there is nobody to answer
-            since = self._waits_since if self.blocking else self._since
+            since = self._wait_start if self.blocking else self._phase_start
             if (
                 since is not None
-                and time.monotonic() - since > ASK * self.seconds
-                and not self._told
+                and time.monotonic() - since > ASK_FRACTION * self.seconds
+                and not self._report
             ):
-                told = self._ask(
-                    self._waiting if self.blocking else f"its device at {self._line()}"
+                told = self._ask_ranks(
+                    self._wait_label if self.blocking else f"its device at {self._user_line()}"
                 )
                 if not self.blocking:
-                    print(f"pdrun: {self._error(told)}", file=sys.stderr, flush=True)
+                    print(f"pdrun: {self._deadline_error(told)}", file=sys.stderr, flush=True)
 
-    def _line(self) -> str:
+    def _user_line(self) -> str:
         """Return the innermost line of the main thread that is neither torch's nor pdrun's."""
         frame = sys._current_frames().get(self._main)
         while frame is not None:
             file = frame.f_code.co_filename
-            if "/torch/" not in file and not file.startswith((OURS, "<")):
+            if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
                 return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         return "an unknown line"

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from pdrun.parallel.comm import custom_ops as traced
+from pdrun.parallel.comm import custom_ops
 
-WORTH = 1 << 22
+MIN_BYTES = 1 << 22
 """Bytes of the whole from which on a product is taken apart for a collective."""
 ATEN = torch.ops.aten
 VIEWS = (ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default)
-MOVED = (*VIEWS, ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)
+WEIGHT_VIEWS = (*VIEWS, ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)
 """What a weight goes through before a product."""
-TAKEN = (ATEN.mm.default, ATEN.addmm.default)
+MATMULS = (ATEN.mm.default, ATEN.addmm.default)
 
 
 def value_of(node: Any) -> torch.Tensor | None:
@@ -34,32 +34,32 @@ def value_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def nbytes(value: torch.Tensor) -> float:
+def count_bytes(value: torch.Tensor) -> float:
     """Return the bytes of a tensor, about."""
-    return numel(value) * float(value.element_size())
+    return count_elements(value) * float(value.element_size())
 
 
-def numel(value: torch.Tensor) -> float:
+def count_elements(value: torch.Tensor) -> float:
     """Return the elements of a tensor, about."""
-    return math.prod(hint(size) for size in value.shape)
+    return math.prod(size_hint(size) for size in value.shape)
 
 
-def hint(size: Any) -> float:
+def size_hint(size: Any) -> float:
     """Return a size; one that is a symbol counts as large."""
     if isinstance(size, int):
         return float(size)
     return float(getattr(size.node, "hint", None) or 1024)
 
 
-def worth(node: fx.Node) -> bool:
+def is_worth_splitting(node: fx.Node) -> bool:
     """
     Whether a product is taken apart for a collective: on an accelerator, where it may hide enough.
     """
     value = value_of(node)
-    return value is not None and value.is_cuda and nbytes(value) >= WORTH
+    return value is not None and value.is_cuda and count_bytes(value) >= MIN_BYTES
 
 
-def readers(node: fx.Node) -> list[fx.Node]:
+def find_readers(node: fx.Node) -> list[fx.Node]:
     """
     Return the products that read what a node gathers, and could begin before it has come.
 
@@ -67,9 +67,9 @@ def readers(node: fx.Node) -> list[fx.Node]:
     """
     value = value_of(node)
     if (
-        node.target is not traced.GATHER
+        node.target is not custom_ops.ALL_GATHER_OP
         or value is None
-        or not worth(node)
+        or not is_worth_splitting(node)
         or not 0 <= node.args[2] < value.dim() - 1
     ):
         return []
@@ -77,10 +77,10 @@ def readers(node: fx.Node) -> list[fx.Node]:
     found = []
     for view in views:
         rows = value_of(view)
-        if rows is not None and rows.dim() == 2 and hint(rows.shape[1]) == hint(value.shape[-1]):
-            found += [user for user in view.users if user.target in TAKEN and user.args[-2] is view]
+        if rows is not None and rows.dim() == 2 and size_hint(rows.shape[1]) == size_hint(value.shape[-1]):
+            found += [user for user in view.users if user.target in MATMULS and user.args[-2] is view]
     return [
-        each for each in found if weight_of(each.args[-1]) and not each.kwargs and _is_row(each)
+        each for each in found if weight_chain(each.args[-1]) and not each.kwargs and _is_row(each)
     ]
 
 
@@ -89,7 +89,7 @@ def _is_row(product: fx.Node) -> bool:
     return len(product.args) == 2 or getattr(value_of(product.args[0]), "ndim", 0) == 1
 
 
-def weight_of(node: Any) -> list[fx.Node]:
+def weight_chain(node: Any) -> list[fx.Node]:
     """
     Return a node and what it is a view of, up to an input of the graph; empty: it is something
     else.
@@ -99,13 +99,13 @@ def weight_of(node: Any) -> list[fx.Node]:
         chain.append(node)
         if node.op == "placeholder":
             return chain
-        if node.target not in MOVED:
+        if node.target not in WEIGHT_VIEWS:
             break
         node = node.args[0]
     return []
 
 
-def join_gather(
+def fuse_gather(
     graph: fx.Graph, started: fx.Node, products: list[fx.Node], first: fx.Node
 ) -> list[fx.Node]:
     """
@@ -114,29 +114,29 @@ def join_gather(
     part, axis, dim = started.args[:3]
     with graph.inserting_before(first):
         weights = [product.args[-1] for product in products]
-        joint = graph.call_function(traced.PRODUCTS, (part, started, axis, dim, weights))
+        joint = graph.call_function(custom_ops.ALL_GATHER_MATMUL_OP, (part, started, axis, dim, weights))
         joint.meta["val"] = [product.meta["val"] for product in products]
         made = [
             graph.call_function(operator.getitem, (joint, number))
             for number in range(len(products))
         ]
     for product, result in zip(products, made, strict=True):
-        _describe(result, product)
+        _copy_meta(result, product)
         if product.target is ATEN.addmm.default:
             with graph.inserting_before(product):
                 result = graph.call_function(ATEN.add.Tensor, (result, product.args[0]))
-            _describe(result, product)
+            _copy_meta(result, product)
         product.replace_all_uses_with(result)
         graph.erase_node(product)
     return made
 
 
-def join_scatters(graph: fx.Graph) -> None:
+def fuse_scatters(graph: fx.Graph) -> None:
     """Have sums over the ranks of products, of which nobody needs the whole, made part by part."""
     for node in list(graph.nodes):
-        if node.target is not traced.SCATTER or not worth(node.args[0]):
+        if node.target is not custom_ops.REDUCE_SCATTER_OP or not is_worth_splitting(node.args[0]):
             continue
-        terms = _terms(node.args[0], node)
+        terms = _sum_terms(node.args[0], node)
         value = value_of(node.args[0])
         if not terms or value is None or not 0 <= node.args[2] < value.dim() - 1:
             continue
@@ -145,17 +145,17 @@ def join_scatters(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             axis, dim = node.args[1:3]
             joint = graph.call_function(
-                traced.PRODUCT_SCATTER, (list(inputs), axis, list(weights), shape, dim)
+                custom_ops.MATMUL_REDUCE_SCATTER_OP, (list(inputs), axis, list(weights), shape, dim)
             )
-            _describe(joint, node)
+            _copy_meta(joint, node)
         whole = node.args[0]
         node.replace_all_uses_with(joint)
         graph.erase_node(node)
-        for each in (*_sums(whole), *(each for way, product in terms for each in (*way, product))):
+        for each in (*_nested_sums(whole), *(each for way, product in terms for each in (*way, product))):
             graph.erase_node(each)
 
 
-def _describe(node: fx.Node, other: fx.Node) -> None:
+def _copy_meta(node: fx.Node, other: fx.Node) -> None:
     """
     Say of a node's result what is known of another's; what is known of its arguments is another
     matter.
@@ -163,14 +163,14 @@ def _describe(node: fx.Node, other: fx.Node) -> None:
     node.meta.update({key: other.meta[key] for key in ("val", "stack_trace") if key in other.meta})
 
 
-def _sums(node: Any) -> list[fx.Node]:
+def _nested_sums(node: Any) -> list[fx.Node]:
     """Return a sum and the sums that it is of, outer ones first."""
     if node.target is not ATEN.add.Tensor:
         return []
-    return [node, *(each for arg in node.args[:2] for each in _sums(arg))]
+    return [node, *(each for arg in node.args[:2] for each in _nested_sums(arg))]
 
 
-def _terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
+def _sum_terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
     """
     Return the products that a node is the sum of, each with the view of it; empty: it is something
     else.
@@ -188,7 +188,7 @@ def _terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
             return [([node], node.args[0])]
         return []
     if node.target is ATEN.add.Tensor and not node.kwargs and node.args[0] is not node.args[1]:
-        terms = [_terms(each, node) for each in node.args[:2]]
+        terms = [_sum_terms(each, node) for each in node.args[:2]]
         left, right = map(value_of, node.args[:2])
         if all(terms) and left is not None and right is not None and left.shape == right.shape:
             return [term for some in terms for term in some]

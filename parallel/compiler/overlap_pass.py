@@ -27,21 +27,22 @@ from typing import Any, cast
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from pdrun.parallel.comm import custom_ops as traced
-from pdrun.parallel.compiler import matmul_pass as joining
+from pdrun.parallel.comm import axis_members, custom_ops
+from pdrun.parallel.comm.axis_members import axis_size_of
+from pdrun.parallel.compiler import matmul_pass
 from pdrun.parallel.compiler.matmul_pass import (
-    hint,
-    join_gather,
-    join_scatters,
-    nbytes,
-    numel,
-    readers,
+    count_bytes,
+    count_elements,
+    find_readers,
+    fuse_gather,
+    fuse_scatters,
+    size_hint,
     value_of,
-    weight_of,
+    weight_chain,
 )
 
-COMPUTE = 7e14
-NETWORK = 2e11
+FLOPS_PER_SECOND = 7e14
+BYTES_PER_SECOND = 2e11
 """
 Operations a second and device, and bytes a second between two, at which the balance is struck:
 those seen of an H200.
@@ -49,39 +50,41 @@ those seen of an H200.
 A collective that finds all processors taken starts when the product before it ends: rather a
 product too many beside it than one too few.
 """
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm")
 
 
-class Overlap(CustomGraphPass):
+class OverlapPass(CustomGraphPass):
     """The pass; see `torch._inductor.config.post_grad_custom_post_pass`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder a graph, and part its collectives into start and wait."""
-        if not any(node.target in traced.STARTS for node in graph.nodes):
+        if not any(node.target in custom_ops.START_OPS for node in graph.nodes):
             return
-        join_scatters(graph)
-        collectives = [node for node in graph.nodes if node.target in traced.STARTS]
+        fuse_scatters(graph)
+        collectives = [node for node in graph.nodes if node.target in custom_ops.START_OPS]
         beside: dict[fx.Node, list[fx.Node]] = {node: [] for node in collectives}
-        order = list(_ordered(graph, beside))
+        order = list(_order_nodes(graph, beside))
         for before, after in pairwise(order):
             before.append(after)
         taken = {other for others in beside.values() for other in others}
         for node, others in beside.items():
-            _part(graph, node, others, [each for each in readers(node) if each not in taken])
+            _split_collective(graph, node, others, [each for each in find_readers(node) if each not in taken])
 
     def uuid(self) -> Any:
         """
         Return what compiled code is stored under: it depends on these files, and on what counts as
         worth it.
         """
-        return get_hash_for_files((__file__, joining.__file__, traced.__file__), str(joining.WORTH))
+        return get_hash_for_files(
+            (__file__, matmul_pass.__file__, custom_ops.__file__, axis_members.__file__), str(matmul_pass.MIN_BYTES)
+        )
 
 
-OVERLAP = Overlap()
+OVERLAP_PASS = OverlapPass()
 """The one that all compiled modules have: what was compiled with it is found again."""
 
 
-def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
+def _order_nodes(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
     """
     Yield the nodes in their new order: each as before, but what can wait beside a collective, or at
     the end.
@@ -90,7 +93,7 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
         collectives: of each, what is computed beside it is put into the list.
     """
     nodes = list(graph.nodes)
-    loose = _loose(nodes)
+    loose = _find_deferrable(nodes)
     waiting: list[fx.Node] = []
     on_way: dict[fx.Node, float] = {}
     """Collectives that nobody has waited for yet, and the seconds that they may take."""
@@ -102,7 +105,7 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
             if spent >= enough or blocked.intersection(node.all_input_nodes):
                 blocked.add(node)
                 continue
-            spent += _seconds(node)
+            spent += _matmul_seconds(node)
             waiting.remove(node)
             yield node
 
@@ -114,15 +117,15 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
             collectives[started] += beside(on_way[started])
             yield from collectives[started]
             del on_way[started]
-        if node.op == "output" or _writes(node):  # which may change what a product reads
+        if node.op == "output" or _is_mutating(node):  # which may change what a product reads
             on_way.clear()
             yield from beside(math.inf)
         yield node
         if node in collectives:
-            on_way[node] = _on_way(node, readers(node))
+            on_way[node] = _exposed_seconds(node, find_readers(node))
 
 
-def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
+def _find_deferrable(nodes: list[fx.Node]) -> set[fx.Node]:
     """
     Return the products that only the output needs, with what they are made into, and what only they
     need.
@@ -133,8 +136,8 @@ def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
             continue  # it needs everything
         if (
             node.op != "call_function"
-            or node.target in traced.STARTS
-            or _writes(node)
+            or node.target in custom_ops.START_OPS
+            or _is_mutating(node)
             or needed & set(node.users)
         ):
             needed.add(node)
@@ -143,7 +146,7 @@ def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
         if (
             node not in needed
             and node.op != "output"
-            and (_is_product(node) or loose & set(node.all_input_nodes))
+            and (_is_matmul(node) or loose & set(node.all_input_nodes))
         ):
             loose.add(node)
     for node in reversed(nodes):
@@ -152,46 +155,46 @@ def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
     return loose
 
 
-def _writes(node: fx.Node) -> bool:
+def _is_mutating(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
 
-def _is_product(node: fx.Node) -> bool:
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in PRODUCTS
+def _is_matmul(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in MATMUL_NAMES
 
 
-def _seconds(node: fx.Node) -> float:
-    if not _is_product(node):
+def _matmul_seconds(node: fx.Node) -> float:
+    if not _is_matmul(node):
         return 0.0
     value = value_of(node.args[-2])
     out = value_of(node)
     if value is None or out is None:
         return 0.0
-    return 2 * numel(out) * hint(value.shape[-1]) / COMPUTE
+    return 2 * count_elements(out) * size_hint(value.shape[-1]) / FLOPS_PER_SECOND
 
 
-def _on_way(node: fx.Node, products: list[fx.Node]) -> float:
+def _exposed_seconds(node: fx.Node, products: list[fx.Node]) -> float:
     """
     Return the seconds of a collective that something else has to hide.
 
     Args:
         products: those that begin before it has come, with this rank's part.
     """
-    size = traced.size_of(cast(int, node.args[1]))
-    if node.target is traced.PRODUCT_SCATTER:  # its last product, for this rank, hides some of it
+    size = axis_size_of(cast(int, node.args[1]))
+    if node.target is custom_ops.MATMUL_REDUCE_SCATTER_OP:  # its last product, for this rank, hides some of it
         out = value_of(node)
         widths = [value_of(each) for each in cast(list[fx.Node], node.args[0])]
         if out is None:
             return 0.0
-        own = sum(2 * numel(out) * hint(each.shape[-1]) for each in widths if each is not None)
-        return (size - 1) * nbytes(out) / NETWORK - own / COMPUTE
+        own = sum(2 * count_elements(out) * size_hint(each.shape[-1]) for each in widths if each is not None)
+        return (size - 1) * count_bytes(out) / BYTES_PER_SECOND - own / FLOPS_PER_SECOND
     values = [value_of(each) for each in (node, node.args[0])]
-    most = max((nbytes(one) for one in values if one is not None), default=0.0)
-    return most / NETWORK - sum(map(_seconds, products)) / size
+    most = max((count_bytes(one) for one in values if one is not None), default=0.0)
+    return most / BYTES_PER_SECOND - sum(map(_matmul_seconds, products)) / size
 
 
-def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
+def _split_collective(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
     """
     Replace a collective by its start, and wait before its first use, after what is computed beside
     it.
@@ -204,25 +207,25 @@ def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[
     if first is None:
         return
     with graph.inserting_before(node):
-        started = graph.call_function(traced.STARTS[node.target], node.args, node.kwargs)
+        started = graph.call_function(custom_ops.START_OPS[node.target], node.args, node.kwargs)
         started.meta.update(node.meta)
     for product in products:
-        for each in reversed(weight_of(product.args[-1])):
+        for each in reversed(weight_chain(product.args[-1])):
             if position[each] > position[first]:
                 first.prepend(each)
-    made = join_gather(graph, started, products, first) if products else []
+    made = fuse_gather(graph, started, products, first) if products else []
     # What is sent has to stay as it is until then. The code's own order is made anew, by what needs
     # what: the wait is said to need the products, since kernels that need it may be put before
     # them.
-    after = [*_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
+    after = [*_nodes_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
     with graph.inserting_before(first):
-        graph.call_function(traced.WAIT, (started, after, node.args[1]))
+        graph.call_function(custom_ops.WAIT_OP, (started, after, node.args[1]))
     node.replace_all_uses_with(started)
     graph.erase_node(node)
 
 
-def _sent(node: fx.Node) -> list[Any]:
+def _nodes_sent(node: fx.Node) -> list[Any]:
     """Return what a collective reads."""
-    if node.target is traced.PRODUCT_SCATTER:
+    if node.target is custom_ops.MATMUL_REDUCE_SCATTER_OP:
         return [*cast(list[fx.Node], node.args[0]), *cast(list[fx.Node], node.args[2])]
     return [node.args[0]]

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.context_parallel.sequences import WHERE, Sequences
 from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
 from pdrun.parallel.rng.shard_region import sharded_sequence
@@ -65,7 +65,7 @@ class ContextParallel:
     dims: Any = None
     tables: Mapping[str, int] = field(default_factory=dict)
     elsewhere: bool = False
-    _bound: WeakKeyDictionary[Axes, Sequences] = field(
+    _bound: WeakKeyDictionary[MeshGroups, Sequences] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
@@ -79,14 +79,14 @@ class ContextParallel:
             what = f"tables={self.tables!r} is no dict"
             raise UsageError(what, where=WHERE, hint='{"places.weight": 0}: the dim of the rows')
 
-    def sequences(self, axes: Axes) -> Sequences:
+    def sequences(self, axes: MeshGroups) -> Sequences:
         """Return how sequences lie on the ranks of a run."""
         if axes not in self._bound:
             ulysses = axes["cp"].size if self.ulysses == -1 else self.ulysses
             self._bound[axes] = Sequences(axes, ulysses, self.order, self.elsewhere)
         return self._bound[axes]
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any = None) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
         Return the model, whose tables give this rank's rows while a run computes.
 
@@ -111,7 +111,7 @@ class ContextParallel:
                 sequences.tables.append((module, attribute, name))
         return model
 
-    def part(self, batch: Any, axes: Axes) -> Any:
+    def part(self, batch: Any, axes: MeshGroups) -> Any:
         """
         Return this rank's part of the sequences of a batch; tensors without positions are passed
         on.
@@ -139,12 +139,12 @@ class ContextParallel:
         cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
         return pytree.tree_unflatten(cut, form)
 
-    def told(self, axes: Axes) -> str:
+    def told(self, axes: MeshGroups) -> str:
         """Return in words what a run does to sequences."""
         return str(self.sequences(axes))
 
     @contextmanager
-    def running(self, axes: Axes) -> Iterator[None]:
+    def running(self, axes: MeshGroups) -> Iterator[None]:
         """While this lasts, attention is over whole sequences and tables give this rank's rows."""
         global _current
         sequences = self.sequences(axes)

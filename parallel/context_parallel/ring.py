@@ -16,11 +16,19 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.block_attention import Finished
 from pdrun.parallel.context_parallel.ring_exchange import Drop, Gradients, Plan, Round, pair_of
-from pdrun.parallel.layouts.sequence_order import ZIGZAG, AttentionBlock, Ranges, attention_blocks, count_positions, positions_of, positions_within
+from pdrun.parallel.layouts.sequence_order import (
+    ZIGZAG,
+    AttentionBlock,
+    Ranges,
+    attention_blocks,
+    count_positions,
+    positions_of,
+    positions_within,
+)
 from pdrun.parallel.torch_compat import untraced
 
 WHERE = "ring_attention"
@@ -31,7 +39,7 @@ def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    axis: Axis,
+    axis: AxisGroup,
     *,
     length: int | None = None,
     order: str = ZIGZAG,
@@ -228,7 +236,9 @@ class _Ring(torch.autograd.Function):
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
                 if dbias is not None:
-                    _add_bias(dbias, parts[3], block, positions_within(plan.parts[source], first, last))
+                    _add_bias(
+                        dbias, parts[3], block, positions_within(plan.parts[source], first, last)
+                    )
             back.put(step, flat)
         dk, dv = pair.unpack(back.home(), k.shape[2])
         return (

@@ -13,9 +13,15 @@ from math import prod
 
 import torch
 
-from pdrun.parallel.comm.communicator import Axis, Pending
+from pdrun.parallel.comm.axis_transport import PendingTensor
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.context_parallel.block_attention import Extra
-from pdrun.parallel.layouts.sequence_order import AttentionBlock, Ranges, count_positions, positions_within
+from pdrun.parallel.layouts.sequence_order import (
+    AttentionBlock,
+    Ranges,
+    count_positions,
+    positions_within,
+)
 
 Drop = Callable[[Ranges, Ranges], torch.Tensor]
 """
@@ -27,7 +33,7 @@ Drop = Callable[[Ranges, Ranges], torch.Tensor]
 class Plan:
     """One attention over a ring: who holds what, and how it is computed."""
 
-    axis: Axis
+    axis: AxisGroup
     parts: tuple[Ranges, ...]
     """Positions of each rank of the axis, by index."""
     causal: bool
@@ -91,7 +97,7 @@ class Round:
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         self.plan = plan
         self.pair = pair_of(k, v)
-        self._next: Pending | None = None
+        self._next: PendingTensor | None = None
         self._here = (k, v)
         self._flat = self.pair.pack(k, v) if plan.axis.size > 1 else k
 
@@ -120,7 +126,7 @@ class Gradients:
     pair: Pair
     own: torch.Tensor | None = None
     _travelling: torch.Tensor | None = None
-    _pending: Pending | None = field(default=None)
+    _pending: PendingTensor | None = field(default=None)
 
     def expect(self, step: int) -> None:
         """
@@ -150,6 +156,6 @@ class Gradients:
             self.own += self._send(count_positions(self.plan.mine)).wait()
         return self.own
 
-    def _send(self, positions: int) -> Pending:
+    def _send(self, positions: int) -> PendingTensor:
         assert self._travelling is not None
         return self.plan.axis.start_shift(self._travelling, shape=(self.pair.size(positions),))

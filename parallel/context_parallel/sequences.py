@@ -14,13 +14,20 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ring_exchange import Drop
 from pdrun.parallel.context_parallel.ulysses import heads_of, ulysses_attention
 from pdrun.parallel.layouts.layout import shard_range
-from pdrun.parallel.layouts.sequence_order import CONTIGUOUS, ZIGZAG, Ranges, count_positions, positions_of, positions_within
+from pdrun.parallel.layouts.sequence_order import (
+    CONTIGUOUS,
+    ZIGZAG,
+    Ranges,
+    count_positions,
+    positions_of,
+    positions_within,
+)
 from pdrun.parallel.rng.shard_region import cuts_of
 from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.torch_compat import untraced
@@ -44,7 +51,7 @@ class Sequences:
         length: positions of the sequences of the current step, 0 before the first.
     """
 
-    def __init__(self, axes: Axes, ulysses: int, order: str | None, elsewhere: bool) -> None:
+    def __init__(self, axes: MeshGroups, ulysses: int, order: str | None, elsewhere: bool) -> None:
         self.axis = axes["cp"]
         self.elsewhere = elsewhere
         degree = self.axis.size
@@ -53,8 +60,10 @@ class Sequences:
             raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
-        ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
-        group = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        ring = axes.make_subgroup(
+            "cp", tuple(r * ulysses + member for r in range(degree // ulysses))
+        )
+        group = axes.make_subgroup("cp", tuple(place * ulysses + u for u in range(ulysses)))
         assert ring is not None and group is not None  # both hold this rank
         self.ring = ring
         self.ulysses = group
@@ -102,7 +111,9 @@ class Sequences:
         """Return the positions of a rank along cp."""
         place, member = divmod(index, self.ulysses.size)
         ranges = positions_of(length, self.ring.size, place, self.order)
-        return positions_within(ranges, *shard_range(count_positions(ranges), self.ulysses.size, member))
+        return positions_within(
+            ranges, *shard_range(count_positions(ranges), self.ulysses.size, member)
+        )
 
     def positions(self, device: Any = None) -> torch.Tensor:
         """Return this rank's positions as integers, in the order in which it holds them."""
@@ -207,7 +218,9 @@ class Sequences:
         if self.ulysses.size == 1:
             return attend(query, key, value, mask)
         held = count_positions(
-            positions_of(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order)
+            positions_of(
+                self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order
+            )
         )
         return ulysses_attention(
             query, key, value, self.ulysses, length=held, mask=mask, attend=attend
@@ -232,9 +245,19 @@ class Sequences:
         outer = (*query.shape[:-3], high - low)
 
         def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
-            dims = (positions_within(ranges, low, high), heads), (queries, self.length), (keys, self.length)
+            dims = (
+                (positions_within(ranges, low, high), heads),
+                (queries, self.length),
+                (keys, self.length),
+            )
             cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
-            keep = run.compute_mask(drawn, p, (*outer, count_positions(queries), count_positions(keys)), cuts, query.device)
+            keep = run.compute_mask(
+                drawn,
+                p,
+                (*outer, count_positions(queries), count_positions(keys)),
+                cuts,
+                query.device,
+            )
             return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
         return drop

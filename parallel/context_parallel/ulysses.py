@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.context_parallel.block_attention import spread
 from pdrun.parallel.layouts.layout import shard_range
 
@@ -25,7 +25,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 """(q, k, v, mask) of some heads and all positions -> attention."""
 
 
-def heads_of(axis: Axis, heads: int) -> tuple[int, int]:
+def heads_of(axis: AxisGroup, heads: int) -> tuple[int, int]:
     """Return which heads (low, high) a rank computes."""
     return shard_range(heads, axis.size, axis.index)
 
@@ -34,7 +34,7 @@ def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    axis: Axis,
+    axis: AxisGroup,
     *,
     length: int | None = None,
     causal: bool = False,
@@ -79,7 +79,7 @@ def ulysses_attention(
     times = repeats(q.shape[1], k.shape[1], axis)
     k = spread(k, k.shape[1] * times)
     v = spread(v, v.shape[1] * times)
-    q, k, v = (collectives.swap(x, axis, 1, 2, length) for x in (q, k, v))
+    q, k, v = (collectives.all_to_all(x, axis, 1, 2, length) for x in (q, k, v))
     mask = None if mask is None else rows_for_heads(mask, axis, heads, length)
     if attend is None:
         out = functional.scaled_dot_product_attention(
@@ -87,10 +87,10 @@ def ulysses_attention(
         )
     else:
         out = attend(q, k, v, mask)
-    return collectives.swap(out, axis, 2, 1, heads)
+    return collectives.all_to_all(out, axis, 2, 1, heads)
 
 
-def repeats(heads: int, key_heads: int, axis: Axis) -> int:
+def repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
     """
     Return how often keys and values have to be repeated so that their heads divide as those of the
     queries do.
@@ -115,14 +115,14 @@ def repeats(heads: int, key_heads: int, axis: Axis) -> int:
     return times
 
 
-def rows_for_heads(mask: torch.Tensor, axis: Axis, heads: int, length: int) -> torch.Tensor:
+def rows_for_heads(mask: torch.Tensor, axis: AxisGroup, heads: int, length: int) -> torch.Tensor:
     """Return a mask of this rank's rows as one of all rows, for this rank's heads."""
     mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
     if mask.shape[1] == 1:
         if mask.shape[2] == 1:
             return mask
-        return collectives.collect(mask, axis, 2, length)
+        return collectives.all_gather_sum_grad(mask, axis, 2, length)
     if mask.shape[2] == 1:
         low, high = heads_of(axis, heads)
         return mask[:, low:high]
-    return collectives.swap(mask, axis, 1, 2, length)
+    return collectives.all_to_all(mask, axis, 1, 2, length)

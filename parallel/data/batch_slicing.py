@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 
-WHERE = "dataset_strategy"
+DATASET_STRATEGY = "dataset_strategy"
 
 
-def cut_rows(rows: int, world: int, accumulate: int) -> list[list[range]]:
+def slice_rows(rows: int, world: int, accumulate: int) -> list[list[range]]:
     """Return ``[rank][micro-batch] -> range of global rows``; sizes differ by at most one."""
     parts = world * accumulate
     bounds = [rows * i // parts for i in range(parts + 1)]
@@ -31,7 +31,7 @@ def cut_rows(rows: int, world: int, accumulate: int) -> list[list[range]]:
     return [[pieces[a * world + rank] for a in range(accumulate)] for rank in range(world)]
 
 
-def cut_sizes(sizes: Sequence[int]) -> list[range]:
+def ranges_of_sizes(sizes: Sequence[int]) -> list[range]:
     """Return consecutive ranges of the given sizes, from 0."""
     found = []
     start = 0
@@ -42,7 +42,7 @@ def cut_sizes(sizes: Sequence[int]) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class BatchSlicing:
     """
     How the leaves of a batch are cut: for each leaf a dim, or None for one that every rank gets
     whole.
@@ -52,12 +52,12 @@ class Strategy:
     """
     In the order of the leaves; None cuts every tensor along dim 0, and what has as many entries.
     """
-    local: bool = False
+    data_parallel: bool = False
     """The batches that the user hands over are this rank's own rows already."""
-    whole: bool = False
+    full_batch: bool = False
     """Every rank computes all rows."""
 
-    def cuts(self, leaves: Sequence[Any]) -> list[int | None]:
+    def dims_of(self, leaves: Sequence[Any]) -> list[int | None]:
         """
         Return the dim along which each leaf is cut, or None.
 
@@ -65,22 +65,22 @@ class Strategy:
         rows: without a word about them they are cut where they have as many entries, or where there
         is no tensor.
         """
-        if self.whole:
+        if self.full_batch:
             return [None] * len(leaves)
         if self.dims is not None:
             return [
-                None if _shape(leaf) is None else dim
+                None if _shape_of(leaf) is None else dim
                 for leaf, dim in zip(leaves, self.dims, strict=True)
             ]
-        rows = _rows(leaves)
-        lengths = [_length(leaf) for leaf in leaves]
+        rows = _rows_of_first(leaves)
+        lengths = [_length_of(leaf) for leaf in leaves]
         return [
             0 if length is not None and (length == rows or isinstance(leaf, torch.Tensor)) else None
             for leaf, length in zip(leaves, lengths, strict=True)
         ]
 
 
-def words(value: Any) -> bool:
+def is_string_list(value: Any) -> bool:
     """
     Whether something is a list or tuple of strings, as torch's collate makes of the strings of
     samples.
@@ -92,38 +92,38 @@ def words(value: Any) -> bool:
     )
 
 
-def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def _flatten_batch(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Take a batch apart into tensors, arrays, lists of strings and whatever else there is."""
-    leaves, form = pytree.tree_flatten(batch, is_leaf=words)
+    leaves, form = pytree.tree_flatten(batch, is_leaf=is_string_list)
     return leaves, form
 
 
-def _shape(leaf: Any) -> tuple[int, ...] | None:
+def _shape_of(leaf: Any) -> tuple[int, ...] | None:
     """Return the shape of what can be cut, None of anything else."""
     numpy = sys.modules.get("numpy")
     if isinstance(leaf, torch.Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray)):
         return tuple(leaf.shape) or None
-    return (len(leaf),) if words(leaf) else None
+    return (len(leaf),) if is_string_list(leaf) else None
 
 
-def _length(leaf: Any) -> int | None:
-    shape = _shape(leaf)
+def _length_of(leaf: Any) -> int | None:
+    shape = _shape_of(leaf)
     return None if shape is None else shape[0]
 
 
-def _rows(leaves: Sequence[Any]) -> int | None:
+def _rows_of_first(leaves: Sequence[Any]) -> int | None:
     """
     Return the rows of the first tensor, or of the first array or list of strings where there is no
     tensor.
     """
-    sized = [leaf for leaf in leaves if _shape(leaf) is not None]
+    sized = [leaf for leaf in leaves if _shape_of(leaf) is not None]
     first = next(
         (leaf for leaf in sized if isinstance(leaf, torch.Tensor)), sized[0] if sized else None
     )
-    return _length(first)
+    return _length_of(first)
 
 
-def parse(value: Any, world: int) -> Strategy:
+def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
     """
     Return the strategy that a user's ``dataset_strategy`` means.
 
@@ -139,19 +139,19 @@ def parse(value: Any, world: int) -> Strategy:
             dims.
     """
     if value is None or value == "sliced":
-        return Strategy()
+        return BatchSlicing()
     if value in ("data_parallel", "full_batch"):
-        return Strategy(local=value == "data_parallel", whole=value == "full_batch")
+        return BatchSlicing(data_parallel=value == "data_parallel", full_batch=value == "full_batch")
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(
             f"{value!r} is no way to cut a batch",
-            where=WHERE,
+            where=DATASET_STRATEGY,
             hint="sliced, data_parallel, full_batch or dims",
         )
-    return Strategy(tuple(_entry(entry, world) for entry in value))
+    return BatchSlicing(tuple(_parse_entry(entry, world) for entry in value))
 
 
-def _entry(entry: Any, world: int) -> int | None:
+def _parse_entry(entry: Any, world: int) -> int | None:
     """Return the dim that one entry cuts."""
     if entry is None or (isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0):
         return entry
@@ -164,70 +164,70 @@ def _entry(entry: Any, world: int) -> int | None:
         if len(cut) <= 1 and all(entry[dim] == world for dim in cut):
             return cut[0] if cut else (0 if world == 1 and entry else None)
         raise UsageError(
-            f"{entry!r}: one dim may be cut, into {world} (the degree of dp)", where=WHERE
+            f"{entry!r}: one dim may be cut, into {world} (the degree of dp)", where=DATASET_STRATEGY
         )
-    raise UsageError(f"{entry!r} is neither a dim, None nor a tuple of counts", where=WHERE)
+    raise UsageError(f"{entry!r} is neither a dim, None nor a tuple of counts", where=DATASET_STRATEGY)
 
 
-def count_rows(batch: Any, strategy: Strategy) -> int:
+def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     """
     Return the number of rows of a batch.
 
     Raises:
         UsageError: it has no tensor to cut, or its tensors disagree.
     """
-    leaves, _ = _flatten(batch)
-    if strategy.whole:
-        rows = _rows(leaves)
+    leaves, _ = _flatten_batch(batch)
+    if strategy.full_batch:
+        rows = _rows_of_first(leaves)
         return 1 if rows is None else rows
     if strategy.dims is not None and len(strategy.dims) != len(leaves):
         raise UsageError(
-            f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves", where=WHERE
+            f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves", where=DATASET_STRATEGY
         )
     found = {}
-    for index, (leaf, dim) in enumerate(zip(leaves, strategy.cuts(leaves), strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, strategy.dims_of(leaves), strict=True)):
         if dim is None:
             continue
-        shape = _shape(leaf) or ()
+        shape = _shape_of(leaf) or ()
         if dim >= len(shape):
             raise UsageError(
-                f"leaf {index} has {len(shape)} dims, none of them dim {dim}", where=WHERE
+                f"leaf {index} has {len(shape)} dims, none of them dim {dim}", where=DATASET_STRATEGY
             )
         found[index] = shape[dim]
     if not found:
         raise UsageError(
             "the batch has no tensor to cut",
-            where=WHERE,
+            where=DATASET_STRATEGY,
             hint="a batch is a tensor, or tensors in a tuple or dict",
         )
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{rows} in leaf {index}" for index, rows in found.items())
+        row_counts = ", ".join(f"{rows} in leaf {index}" for index, rows in found.items())
         raise UsageError(
-            f"the tensors of the batch have different numbers of rows: {told}", where=WHERE
+            f"the tensors of the batch have different numbers of rows: {row_counts}", where=DATASET_STRATEGY
         )
     return int(next(iter(found.values())))
 
 
-def take(batch: Any, rows: range, strategy: Strategy) -> Any:
+def take_rows(batch: Any, rows: range, strategy: BatchSlicing) -> Any:
     """
     Return the rows of a batch, without copies of tensors and arrays; leaves that are not cut are
     passed on.
     """
-    leaves, form = _flatten(batch)
-    dims = strategy.cuts(leaves)
+    leaves, form = _flatten_batch(batch)
+    dims = strategy.dims_of(leaves)
     cut = [
-        leaf if dim is None else _narrow(leaf, dim, rows)
+        leaf if dim is None else _narrow_leaf(leaf, dim, rows)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return pytree.tree_unflatten(cut, form)
 
 
-def _narrow(leaf: Any, dim: int, rows: range) -> Any:
+def _narrow_leaf(leaf: Any, dim: int, rows: range) -> Any:
     """Return some rows of a tensor, an array or a list."""
     if isinstance(leaf, torch.Tensor):
         return leaf.narrow(dim, rows.start, len(rows))
     part = slice(rows.start, rows.stop)
-    return leaf[part] if words(leaf) else leaf[(slice(None),) * dim + (part,)]
+    return leaf[part] if is_string_list(leaf) else leaf[(slice(None),) * dim + (part,)]
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

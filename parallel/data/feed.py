@@ -17,18 +17,18 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import Strategy
-from pdrun.parallel.data.loader import Loader, Position, Shard, from_torch, read, same_source
+from pdrun.parallel.data.batch_slicing import BatchSlicing
+from pdrun.parallel.data.loader import Loader, Position, BatchShard, from_torch, read_batches, same_source
 
-LOOPS = 4
+MAX_NESTED_LOOPS = 4
 """Loops over Loaders that may lie in one another, each with a batch that can still be computed."""
-EVALUATE = (
+EVALUATE_HINT = (
     "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
 )
-WHERE = "pdrun.Run.data"
+RUN_DATA = "pdrun.Run.data"
 
 
-class Feed:
+class DataFeed:
     """
     The sources of one run.
 
@@ -40,26 +40,26 @@ class Feed:
     def __init__(self) -> None:
         self.position = Position()
         self.source: Loader | None = None
-        self._bound: Any = None
+        self._bound_source: Any = None
         """What the position is one of: what was last given for training, as it was given."""
         self._loop: object | None = None
         """The loop over training data that is under way."""
-        self._before: Position | None = None
+        self._unused_position: Position | None = None
         """
         Where the batch at hand lies, as long as no step has used it: a run that is resumed begins
         with it.
         """
-        self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
+        self._recent_batches: deque[tuple[object, Any, BatchShard]] = deque(maxlen=MAX_NESTED_LOOPS)
         """The last batch of each loop over a Loader, and what of it is this rank's."""
 
-    def data(
+    def iter_epoch(
         self,
         source: Any,
         training: bool,
         seed: int,
         ranks: tuple[int, int],
         accumulate: int,
-        strategy: Strategy,
+        strategy: BatchSlicing,
     ) -> Iterator[Any]:
         """
         Yield the batches of one epoch (see `Run.data`).
@@ -75,37 +75,37 @@ class Feed:
                 this one.
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
-        if isinstance(loader, Loader) and strategy != Strategy():
-            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where=WHERE)
+        if isinstance(loader, Loader) and strategy != BatchSlicing():
+            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where=RUN_DATA)
         batches = source if loader is None else loader
         if not training:
-            yield from self._epoch(batches, Position(), object(), seed, ranks, accumulate)
+            yield from self._iter_batches(batches, Position(), object(), seed, ranks, accumulate)
             return
-        self._bind(source, loader)
+        self._bind_source(source, loader)
         loop = self._loop = object()
         try:
             before = replace(self.position)
-            for batch in self._epoch(batches, self.position, loop, seed, ranks, accumulate):
-                self._before = before
+            for batch in self._iter_batches(batches, self.position, loop, seed, ranks, accumulate):
+                self._unused_position = before
                 yield batch
                 if self._loop is not loop:
                     what = "another loop over training data has begun inside this one, and has moved its position"
-                    raise UsageError(what, where=WHERE, hint=EVALUATE)
+                    raise UsageError(what, where=RUN_DATA, hint=EVALUATE_HINT)
                 before = replace(self.position)
-                self._before = None
+                self._unused_position = None
         finally:
             if (
                 self._loop is loop
             ):  # left with a batch that no step has used: the next loop begins with it
                 self._loop = None
-                self.position.epoch, self.position.batch = self.standing()
-                self._before = None
+                self.position.epoch, self.position.batch = self.next_position()
+                self._unused_position = None
 
-    def shard(self, batch: Any) -> Shard | None:
+    def shard_of(self, batch: Any) -> BatchShard | None:
         """Return which rows a batch has that was read for this rank; None of any other."""
-        return next((shard for _, handed, shard in self._handed if handed is batch), None)
+        return next((shard for _, handed, shard in self._recent_batches if handed is batch), None)
 
-    def check(self, batch: Any) -> None:
+    def check_batch(self, batch: Any) -> None:
         """
         Refuse to step on another batch than the one that the loop over a training Loader has just
         yielded.
@@ -113,7 +113,7 @@ class Feed:
         Raises:
             UsageError: it was changed, kept for later, or comes from elsewhere.
         """
-        if self.shard(batch) is None and any(loop is self._loop for loop, _, _ in self._handed):
+        if self.shard_of(batch) is None and any(loop is self._loop for loop, _, _ in self._recent_batches):
             raise UsageError(
                 "this is not the batch that run.data has just yielded: of that one each rank has its own rows, and of "
                 "any other they would be cut once more",
@@ -121,36 +121,36 @@ class Feed:
                 hint="give step the very batch; what changes it belongs into the dataset, collate or forward=",
             )
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         """Note that a step has used the batch at hand."""
-        self._before = None
+        self._unused_position = None
 
-    def stand(self, epoch: int, batch: int) -> None:
+    def set_position(self, epoch: int, batch: int) -> None:
         """Take up a position, of a source that is yet to be given."""
         self.position.epoch = epoch
         self.position.batch = batch
-        self._bound = self._before = None
+        self._bound_source = self._unused_position = None
 
-    def standing(self) -> tuple[int, int]:
+    def next_position(self) -> tuple[int, int]:
         """Return epoch and batch of the first batch that no step has used."""
-        at = self._before or self.position
+        at = self._unused_position or self.position
         return at.epoch, at.batch
 
-    def _bind(self, source: Any, loader: Any) -> None:
+    def _bind_source(self, source: Any, loader: Any) -> None:
         """
         Have the position be one of a source; refuse it while an epoch of another one is under way.
         """
         middle = self.position.batch or self._loop is not None
-        if middle and self._bound is not None and not same_source(self._bound, source):
+        if middle and self._bound_source is not None and not same_source(self._bound_source, source):
             at = self.position
             what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
-            hint = f"{EVALUATE}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
-            raise UsageError(what, where=WHERE, hint=hint)
-        self._bound = source
+            hint = f"{EVALUATE_HINT}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
+            raise UsageError(what, where=RUN_DATA, hint=hint)
+        self._bound_source = source
         if isinstance(loader, Loader):
             self.source = loader
 
-    def _epoch(
+    def _iter_batches(
         self,
         source: Any,
         position: Position,
@@ -161,10 +161,10 @@ class Feed:
     ) -> Iterator[Any]:
         """Yield the batches of one epoch from a position, which moves on."""
         if isinstance(source, Loader):
-            for batch, shard in read(source, seed, position, *ranks, accumulate):
-                for old in [entry for entry in self._handed if entry[0] is loop]:
-                    self._handed.remove(old)
-                self._handed.append((loop, batch, shard))
+            for batch, shard in read_batches(source, seed, position, *ranks, accumulate):
+                for old in [entry for entry in self._recent_batches if entry[0] is loop]:
+                    self._recent_batches.remove(old)
+                self._recent_batches.append((loop, batch, shard))
                 yield batch
             return
         epoch = position.epoch

@@ -23,10 +23,10 @@ from torch.utils.data import (
 )
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import cut_rows
+from pdrun.parallel.data.batch_slicing import slice_rows
 from pdrun.parallel.rng.hashing import mix_bits
 
-WHERE = "pdrun.Run.data"
+RUN_DATA = "pdrun.Run.data"
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Loader:
         """Return the dataset's indices in the order of an epoch."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
-        dice = torch.Generator().manual_seed(mix_bits(seed, epoch, 3))
-        found: list[int] = torch.randperm(len(self.dataset), generator=dice).tolist()
+        generator = torch.Generator().manual_seed(mix_bits(seed, epoch, 3))
+        found: list[int] = torch.randperm(len(self.dataset), generator=generator).tolist()
         return found
 
 
@@ -103,13 +103,13 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         raise UsageError(
             f"the DataLoader has a {type(sampler).__name__} of its own",
-            where=WHERE,
+            where=RUN_DATA,
             hint="pdrun.Loader(dataset, batch, shuffle=True); or dataset_strategy='data_parallel' for sliced batches",
         )
     if isinstance(sampler, RandomSampler) and (
         sampler.replacement or len(sampler) != len(loader.dataset)
     ):
-        raise UsageError("a RandomSampler that leaves samples out or repeats them", where=WHERE)
+        raise UsageError("a RandomSampler that leaves samples out or repeats them", where=RUN_DATA)
     return Loader(
         loader.dataset,
         loader.batch_size,
@@ -143,7 +143,7 @@ def same_source(one: Any, other: Any) -> bool:
 
 
 @dataclass
-class Shard:
+class BatchShard:
     """One rank's rows of a global batch, as `Run.step` wants them."""
 
     rows: int
@@ -155,9 +155,9 @@ class Shard:
     """
 
 
-def read(
+def read_batches(
     loader: Loader, seed: int, position: Position, world: int, rank: int, accumulate: int
-) -> Iterator[tuple[Any, Shard]]:
+) -> Iterator[tuple[Any, BatchShard]]:
     """
     Yield this rank's part of each batch, from the position to the end of the epoch, which it moves
     on.
@@ -166,12 +166,12 @@ def read(
     first = position.batch
     order = loader.order(seed, epoch)
     batches = [order[i * loader.batch : (i + 1) * loader.batch] for i in range(len(loader))][first:]
-    cuts = [cut_rows(len(batch), world, accumulate)[rank] for batch in batches]
+    cuts = [slice_rows(len(batch), world, accumulate)[rank] for batch in batches]
     mine = [
         [batch[i] for part in cut for i in part] or batch[:1]
         for batch, cut in zip(batches, cuts, strict=True)
     ]
-    source: Any = _Seeded(loader.dataset, seed, epoch) if loader.seeded else loader.dataset
+    source: Any = _SeededDataset(loader.dataset, seed, epoch) if loader.seeded else loader.dataset
     feed: Iterable[Any] = (
         DataLoader(
             source,
@@ -186,10 +186,10 @@ def read(
     )
     for done, (batch, indices, cut) in enumerate(zip(feed, batches, cuts, strict=True), first + 1):
         position.epoch, position.batch = (epoch, done) if done < len(loader) else (epoch + 1, 0)
-        yield batch, Shard(len(indices), [len(part) for part in cut])
+        yield batch, BatchShard(len(indices), [len(part) for part in cut])
 
 
-class _Seeded(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """A dataset whose randomness depends on the sample, not on who reads it when."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:

@@ -121,7 +121,9 @@ def axis_spans(grid: Grid) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _name_axis(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
+def _name_axis(
+    span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]
+) -> str:
     """
     Return what an axis of the common grid is called: as the axis that it is, or after the one that
     it is part of.
@@ -172,7 +174,9 @@ def _on_common_grid(view: View, split: AxisSplits, grid: Grid) -> DimPieces:
             [view.degree(axis) for axis in stack],
             [view.virtual if a == VIRTUAL_AXIS else grid.degree(a) for a in fine],
         )
-        if size % math.prod(sizes[0]) and _part_bounds(size, sizes[0]) != _part_bounds(size, sizes[1]):
+        if size % math.prod(sizes[0]) and _part_bounds(size, sizes[0]) != _part_bounds(
+            size, sizes[1]
+        ):
             raise _NoCommonForm
         dims.append((size, fine))
     return dims
@@ -226,7 +230,9 @@ def _common_dims(
                 continue
             try:
                 found += _refine_shapes(
-                    _expand_dims(here, grid, virtual[0]), _expand_dims(there, grid, virtual[1]), grid
+                    _expand_dims(here, grid, virtual[0]),
+                    _expand_dims(there, grid, virtual[1]),
+                    grid,
                 )
             except _NoCommonForm:
                 if VIRTUAL_AXIS in (*pair[1], *pair[2]):
@@ -291,7 +297,9 @@ def _expand_dims(dims: DimPieces, grid: Grid, virtual: int) -> DimPieces:
     return [piece for piece in found if piece[0] != 1] or [(1, ())]
 
 
-def _refine_shapes(source: DimPieces, target: DimPieces, grid: Grid) -> list[tuple[int, AxisStack, AxisStack]]:
+def _refine_shapes(
+    source: DimPieces, target: DimPieces, grid: Grid
+) -> list[tuple[int, AxisStack, AxisStack]]:
     """Return the dims of the shape that refines both."""
     strides = sorted({1, *_dim_strides(source), *_dim_strides(target)})
     if any(high % low for low, high in pairwise(strides)):

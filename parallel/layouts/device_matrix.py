@@ -271,7 +271,8 @@ def to_mesh_layout(bound: DeviceMatrixLayout, grid: Grid) -> L:
     if VIRTUAL_AXIS in bound.layout.axes:
         raise UsageError(f"{VIRTUAL_AXIS!r} is no axis of the mesh ({grid})", where="Layout")
     named = {
-        axis: _axes_within(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)
+        axis: _axes_within(bound.grid, axis, grid)
+        for axis in (*bound.layout.axes, *bound.layout.sums)
     }
     dims = [tuple(name for axis in dim for name in named[axis]) for dim in bound.layout.dims]
     return L(*dims, sums=tuple(name for axis in bound.layout.sums for name in named[axis]))

@@ -42,7 +42,9 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
     """
     try:
         items: dict[str, Any] = value[LAYOUT_KEY]
-        stages = {name: int(one.get("stage", 0)) for name, one in value.get(STRATEGY_KEY, {}).items()}
+        stages = {
+            name: int(one.get("stage", 0)) for name, one in value.get(STRATEGY_KEY, {}).items()
+        }
         if min(stages.values(), default=0) < 0:
             raise ValueError("a stage below 0")
         own = {name: _read_parameter(name, item) for name, item in items.items()}
@@ -141,10 +143,14 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
     return {"current_stage": 0, STRATEGY_KEY: strategies, LAYOUT_KEY: layouts}
 
 
-def _single_axis_dims(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int, ...], L]:
+def _single_axis_dims(
+    name: str, grid: Grid, layout: L
+) -> tuple[tuple[str, ...], tuple[int, ...], L]:
     """Return a device matrix on which no dim is cut by more than one axis."""
     axes = [
-        (axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGE_AXIS
+        (axis, size)
+        for axis, size in zip(grid.names, grid.sizes, strict=True)
+        if axis != STAGE_AXIS
     ]
     dims = []
     for dim in layout.dims:

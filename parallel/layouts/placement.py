@@ -236,7 +236,9 @@ def rank_list(
 # ---- from what ranks hold ---------------------------------------------------
 
 
-def layout_from_shards(grid: Grid, shape: tuple[int, ...], parts: Sequence[ShardRanges | None]) -> WeightLayout:
+def layout_from_shards(
+    grid: Grid, shape: tuple[int, ...], parts: Sequence[ShardRanges | None]
+) -> WeightLayout:
     """
     Return the layout that gives each rank of a grid the part that it holds.
 

@@ -91,12 +91,16 @@ def plan_redistribution(source: View, target: View) -> RedistributionPlan:
         for pair in (unify_views(source, target, expand) for expand in (False, True))
         if pair is not None
     ]
-    plans = [*(_plan_by_rules(source, target, pair) for pair in pairs), plan_full_gather(source, target)]
+    plans = [
+        *(_plan_by_rules(source, target, pair) for pair in pairs),
+        plan_full_gather(source, target),
+    ]
     best = min(plans, key=lambda plan: (plan.sent_bytes(), len(plan.collectives), len(plan.steps)))
     if best.sent_bytes() > LATENCY_ELEMENTS and is_roundabout(best.steps):
         found = [best, *(_plan_by_search(source, target, pair) for pair in pairs)]
         best = min(
-            (plan for plan in found if plan.sent_bytes() <= best.sent_bytes()), key=lambda plan: plan.search_cost
+            (plan for plan in found if plan.sent_bytes() <= best.sent_bytes()),
+            key=lambda plan: plan.search_cost,
         )
     return best
 
@@ -107,7 +111,9 @@ def plan_full_gather(source: View, target: View) -> RedistributionPlan:
     after = View(target.grid, L(*[None] * len(target.shape)), target.shape)
     gathered = _plan_same_grid(source, before).steps
     turned = _reshape_step(before, after) if before.shape != after.shape else ()
-    return RedistributionPlan(source, target, (*gathered, *turned, *_plan_same_grid(after, target).steps))
+    return RedistributionPlan(
+        source, target, (*gathered, *turned, *_plan_same_grid(after, target).steps)
+    )
 
 
 def _plan_same_grid(source: View, target: View) -> RedistributionPlan:
@@ -128,10 +134,14 @@ def _plan_by_search(source: View, target: View, pair: ViewPair) -> Redistributio
     """Return the way by a search, or that by the rules where it is given up."""
     moves = find_cheapest(pair.source, pair.target)
     walk = _LayoutWalk(pair.source, pair.target)
-    return _make_plan(source, target, pair, walk.apply_rules() if moves is None else walk.follow_moves(moves))
+    return _make_plan(
+        source, target, pair, walk.apply_rules() if moves is None else walk.follow_moves(moves)
+    )
 
 
-def _make_plan(source: View, target: View, pair: ViewPair, steps: list[LayoutStep]) -> RedistributionPlan:
+def _make_plan(
+    source: View, target: View, pair: ViewPair, steps: list[LayoutStep]
+) -> RedistributionPlan:
     """Return a plan of steps in the common form, with what leads there and back."""
     if source.local_shape() != pair.source.local_shape():
         steps = [*_reshape_step(source, pair.source), *steps]

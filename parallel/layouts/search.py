@@ -77,7 +77,9 @@ def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
     return None
 
 
-def _trace_path(came: dict[LayoutState, tuple[LayoutState, LayoutMove]], state: LayoutState) -> list[LayoutMove]:
+def _trace_path(
+    came: dict[LayoutState, tuple[LayoutState, LayoutMove]], state: LayoutState
+) -> list[LayoutMove]:
     found = []
     while state in came:
         state, move = came[state]
@@ -109,7 +111,11 @@ class _LayoutGraph:
         for axis in self.needed:
             if axis not in used and axis not in state.sums:
                 for dim in every:
-                    yield LayoutMove(SLICE, axis, dim), 1, LayoutState(_with_axis(dims, dim, axis), state.sums)
+                    yield (
+                        LayoutMove(SLICE, axis, dim),
+                        1,
+                        LayoutState(_with_axis(dims, dim, axis), state.sums),
+                    )
         for axis in state.sums:
             if axis in self.sums:
                 continue
@@ -133,7 +139,9 @@ class _LayoutGraph:
             for dim in every if axis in self.needed else ():
                 if dim != origin:
                     after = _with_axis(bare, dim, axis)
-                    sent = max(before, self._part_elements(after)) - self._shared_elements(dims, after)
+                    sent = max(before, self._part_elements(after)) - self._shared_elements(
+                        dims, after
+                    )
                     yield (
                         LayoutMove(ALL_TO_ALL, axis, dim, origin),
                         sent + LATENCY_ELEMENTS,
@@ -155,7 +163,8 @@ class _LayoutGraph:
     def _shared_elements(self, before: Dims, after: Dims) -> int:
         pairs = zip(before, after, strict=True)
         return math.prod(
-            min(self._part_size(dim, a), self._part_size(dim, b)) for dim, (a, b) in enumerate(pairs)
+            min(self._part_size(dim, a), self._part_size(dim, b))
+            for dim, (a, b) in enumerate(pairs)
         )
 
 

@@ -41,7 +41,12 @@ def positions_of(length: int, parts: int, index: int, order: str) -> Ranges:
         )
     if order == CONTIGUOUS:
         return merge_ranges([shard_range(length, parts, index)])
-    return merge_ranges([shard_range(length, 2 * parts, index), shard_range(length, 2 * parts, 2 * parts - 1 - index)])
+    return merge_ranges(
+        [
+            shard_range(length, 2 * parts, index),
+            shard_range(length, 2 * parts, 2 * parts - 1 - index),
+        ]
+    )
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> Ranges:

@@ -166,7 +166,9 @@ class RedistributionPlan:
         """
         return itemsize * sum(step.sent_elements(backward) for step in self.steps)
 
-    def estimate_seconds(self, alpha: float, beta: float, itemsize: int, backward: bool = False) -> float:
+    def estimate_seconds(
+        self, alpha: float, beta: float, itemsize: int, backward: bool = False
+    ) -> float:
         """
         Return the time by the alpha-beta model: a latency for each round and a time for each byte.
 

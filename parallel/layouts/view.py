@@ -51,7 +51,9 @@ class View:
         L(*dims, sums=self.layout.sums).check(self.grid, self.shape)
         for dim, size in zip(self.layout.dims, self.shape, strict=True):
             if VIRTUAL_AXIS in dim and (size == 0 or size % self.parts_along(dim)):
-                what = f"a dim of {size} is not cut evenly over {dim}, {self.parts_along(dim)} parts"
+                what = (
+                    f"a dim of {size} is not cut evenly over {dim}, {self.parts_along(dim)} parts"
+                )
                 raise UsageError(what, where=WHERE, hint=f"{VIRTUAL_AXIS!r} needs equal parts")
 
     def degree(self, axis: str) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import param_hooks
 
 
 def blank(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters are on the meta device; buffers are copied."""
     memo: dict[int, Any] = {
-        id(param): hooks.carry(
+        id(param): param_hooks.carry(
             param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         )
         for param in model.parameters()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.model.shards import Ranges
 from pdrun.parallel.model.weights import WHERE, Weight
 
@@ -109,7 +109,7 @@ class Holders:
         parts: by place on the axis and index of a weight.
     """
 
-    def __init__(self, axis: Axis, stages: int, parts: Sequence[dict[int, Box]]) -> None:
+    def __init__(self, axis: AxisGroup, stages: int, parts: Sequence[dict[int, Box]]) -> None:
         self.axis = axis
         self.parts = parts
         self._per_stage = axis.size // stages
@@ -180,14 +180,14 @@ def volume(box: Box) -> int:
     return prod(sum(high - low for low, high in ranges) for ranges in box)
 
 
-def tell(axis: Axis, stages: int, weights: Sequence[Weight]) -> Holders:
+def tell(axis: AxisGroup, stages: int, weights: Sequence[Weight]) -> Holders:
     """Have all ranks of the model axes tell each other what they hold."""
     mine = {weight.index: weight.tile.ranges for weight in weights}
     if axis.size == 1:
         return Holders(axis, stages, [mine])
     numbers = [number for index, box in mine.items() for number in _encode(index, box)]
-    told = torch.tensor(numbers, dtype=torch.int64, device=axis.axes.device)
-    length = int(axis.all_reduce(torch.tensor([len(numbers)], device=axis.axes.device), "max"))
+    told = torch.tensor(numbers, dtype=torch.int64, device=axis.device)
+    length = int(axis.all_reduce(torch.tensor([len(numbers)], device=axis.device), "max"))
     padded = torch.cat([told, told.new_full((length - len(numbers),), -1)])
     rows = axis.all_gather(padded.unsqueeze(0), 0).tolist()
     return Holders(axis, stages, [_decode(row) for row in rows])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -82,10 +82,10 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 _alone = False
-_axis: Axis | None = None
+_axis: AxisGroup | None = None
 
 
-def place(axis: Axis) -> None:
+def place(axis: AxisGroup) -> None:
     """
     Have statistics be those of the rows of all ranks along some axes, from now on in this process.
     """
@@ -93,7 +93,7 @@ def place(axis: Axis) -> None:
     _axis = axis
 
 
-def _rows() -> Axis:
+def _rows() -> AxisGroup:
     assert _axis is not None
     return _axis
 

@@ -12,12 +12,12 @@ from typing import Any
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.graph import Graph, Operator
-from pdrun.parallel.operators.plan import Choice, states_of
+from pdrun.parallel.operators.graph.graph import OperatorGraph, Operator
+from pdrun.parallel.operators.plan import OperatorSharding, states_of
 from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split
 
-WHERE = "pdrun.Operators"
-Counts = tuple[int, ...]
+OPERATORS_API = "pdrun.Operators"
+DimCounts = tuple[int, ...]
 
 
 class SplitChooser:
@@ -29,20 +29,20 @@ class SplitChooser:
         mesh: all axes.
     """
 
-    def __init__(self, graph: Graph, grid: Grid, mesh: Grid) -> None:
+    def __init__(self, graph: OperatorGraph, grid: Grid, mesh: Grid) -> None:
         self.graph = graph
         self.grid = grid
         self.mesh = mesh
 
-    def by_layouts(
+    def choose_by_layouts(
         self,
         operator: Operator,
         splits: list[Split],
         layouts: list[L | None],
         out: L | None,
-        said: str,
+        entry_name: str,
         by_weight: bool = False,
-    ) -> Choice:
+    ) -> OperatorSharding:
         """
         Return the choice for an operator whose inputs have these layouts.
 
@@ -57,83 +57,83 @@ class SplitChooser:
         """
         found = {}
         for axis in self.grid.names:
-            split = _matching(splits, axis, layouts, out)
+            split = _find_matching_split(splits, axis, layouts, out)
             if split is None:
-                raise self._refusal(operator, splits, axis, layouts, said)
+                raise self._layout_error(operator, splits, axis, layouts, entry_name)
             if not split.is_whole:
                 found[axis] = split
-        self._divides(operator, found, said)
+        self._check_divisible(operator, found, entry_name)
         fixed = tuple(found) if by_weight else self.grid.names
-        return Choice(found, _order(self.grid, [*layouts, out]), fixed)
+        return OperatorSharding(found, _nest_axes(self.grid, [*layouts, out]), fixed)
 
-    def _refusal(
-        self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], said: str
+    def _layout_error(
+        self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], entry_name: str
     ) -> UsageError:
-        told = "; ".join(describe(split) for split in splits)
+        told = "; ".join(describe_split(split) for split in splits)
         where = f" at {operator.source}" if operator.source else ""
         asked = ", ".join(str(layout) for layout in layouts)
-        what = f"{said}: {_kind(operator)}{where} can't take ({asked}) along {axis}"
-        return UsageError(what, where=WHERE, hint=f"along one axis its inputs may be {told}")
+        what = f"{entry_name}: {_describe_kind(operator)}{where} can't take ({asked}) along {axis}"
+        return UsageError(what, where=OPERATORS_API, hint=f"along one axis its inputs may be {told}")
 
-    def _divides(self, operator: Operator, found: dict[str, Split], said: str) -> None:
-        for split in found.values():
-            parts = self.grid.group_size(tuple(axis for axis, other in found.items() if other == split))
+    def _check_divisible(self, operator: Operator, splits: dict[str, Split], entry_name: str) -> None:
+        for split in splits.values():
+            parts = self.grid.group_size(tuple(axis for axis, other in splits.items() if other == split))
             if split.divides and split.divides % parts:
-                what = f"{said}: {_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
-                raise UsageError(what, where=operator.source or WHERE)
+                what = f"{entry_name}: {_describe_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
+                raise UsageError(what, where=operator.source or OPERATORS_API)
 
     # ---- counts a dim -------------------------------------------------------
 
-    def by_counts(
-        self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], said: str
-    ) -> Choice:
+    def choose_by_counts(
+        self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], entry_name: str
+    ) -> OperatorSharding:
         """
         Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the
         computation.
         """
         counts = []
         for at, one in enumerate(wanted):
-            shape = self.graph.shape(operator.inputs[at])
+            shape = self.graph.shape_of(operator.inputs[at])
             if one is not None and (not isinstance(one, tuple) or len(one) != len(shape)):
-                what = f"{said}: input {at} of {_kind(operator)} is {list(shape)}, {one!r} has not a count for each dim"
-                raise UsageError(what, where=WHERE)
+                what = f"{entry_name}: input {at} of {_describe_kind(operator)} is {list(shape)}, {one!r} has not a count for each dim"
+                raise UsageError(what, where=OPERATORS_API)
             counts.append(one)
         data = self.mesh.degree("dp") if "dp" in self.mesh.names else 1
         for names in (self.grid.names, ("dp", *self.grid.names) if data > 1 else ()):
-            found = self._assign(names, splits, counts, {})
+            found = self._assign_axes(names, splits, counts, {})
             if found is not None and names:
                 chosen = {axis: split for axis, split in found.items() if axis != "dp"}
-                self._divides(operator, chosen, said)
-                return Choice(chosen, self.grid.names, self.grid.names)
-        told = "; ".join(describe(split) for split in splits)
-        what = f"{said}: no way to cut {_kind(operator)} into {tuple(wanted)} on a mesh of ({self.mesh})"
+                self._check_divisible(operator, chosen, entry_name)
+                return OperatorSharding(chosen, self.grid.names, self.grid.names)
+        told = "; ".join(describe_split(split) for split in splits)
+        what = f"{entry_name}: no way to cut {_describe_kind(operator)} into {tuple(wanted)} on a mesh of ({self.mesh})"
         hint = f"a mesh has an axis for each count, as pdrun.mesh(x=2, y=4); along one axis its inputs may be {told}"
-        raise UsageError(what, where=WHERE, hint=hint)
+        raise UsageError(what, where=OPERATORS_API, hint=hint)
 
-    def _assign(
+    def _assign_axes(
         self,
-        names: tuple[str, ...],
+        axes: tuple[str, ...],
         splits: list[Split],
-        counts: list[Counts | None],
-        found: dict[str, Split],
+        counts: list[DimCounts | None],
+        chosen: dict[str, Split],
     ) -> dict[str, Split] | None:
         """Return the first assignment of a split to each axis, by depth, that makes the counts."""
-        if not names:
-            return found if self._product(counts, found) == 0 else None
-        axis, *rest = names
+        if not axes:
+            return chosen if self._compare_counts(counts, chosen) == 0 else None
+        axis, *rest = axes
         for split in (*splits[1:], splits[0]):
             if PARTIAL in split.ins or (axis == "dp" and split.ins[0] != 0):
                 continue
             if axis != "dp" and self.grid.degree(axis) == 1 and not split.is_whole:
                 continue
-            more = found if split.is_whole else {**found, axis: split}
-            if self._product(counts, more) <= 0:
-                result = self._assign(tuple(rest), splits, counts, more)
+            more = chosen if split.is_whole else {**chosen, axis: split}
+            if self._compare_counts(counts, more) <= 0:
+                result = self._assign_axes(tuple(rest), splits, counts, more)
                 if result is not None:
                     return result
         return None
 
-    def _product(self, counts: list[Counts | None], found: dict[str, Split]) -> int:
+    def _compare_counts(self, counts: list[DimCounts | None], chosen: dict[str, Split]) -> int:
         """
         Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where
         they can't.
@@ -142,7 +142,7 @@ class SplitChooser:
         for at, wanted in enumerate(counts):
             for dim, count in enumerate(wanted or ()):
                 have = self.mesh.group_size(
-                    tuple(axis for axis, split in found.items() if split.ins[at] == dim)
+                    tuple(axis for axis, split in chosen.items() if split.ins[at] == dim)
                 )
                 if count % have:
                     return 1
@@ -150,7 +150,7 @@ class SplitChooser:
         return -1 if short else 0
 
 
-def _matching(
+def _find_matching_split(
     splits: list[Split], axis: str, layouts: list[L | None], out: L | None
 ) -> Split | None:
     """
@@ -173,7 +173,7 @@ def _matching(
     return fitting[0] if fitting else None
 
 
-def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
+def _nest_axes(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
     """Return the axes, major first, as some layouts nest them; else as the grid does."""
     order = list(grid.names)
     for layout in layouts:
@@ -185,23 +185,23 @@ def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
     return tuple(order)
 
 
-def _kind(operator: Operator) -> str:
+def _describe_kind(operator: Operator) -> str:
     """Return the kind of an operator, with its name and stage in a pipeline."""
     if operator.stage is None:
         return operator.kind
-    return f"{operator.kind} ({operator.told})"
+    return f"{operator.kind} ({operator.display_name})"
 
 
-def missing(operator: Operator) -> UsageError:
+def missing_rule_error(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
-    what = f"there is no rule for cutting {operator.kind} ({operator.told})"
+    what = f"there is no rule for cutting {operator.kind} ({operator.display_name})"
     hint = (
         f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
     )
-    return UsageError(what, where=operator.source or WHERE, hint=hint)
+    return UsageError(what, where=operator.source or OPERATORS_API, hint=hint)
 
 
-def describe(split: Split) -> str:
+def describe_split(split: Split) -> str:
     """Return a split as text: what is cut where."""
     names = {WHOLE: "whole", PARTIAL: "a sum"}
     ins = [names.get(state, f"cut on dim {state}") for state in split.ins]

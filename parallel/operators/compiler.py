@@ -17,28 +17,28 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import FIXED
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.operators.choose_splits import WHERE
-from pdrun.parallel.operators.graph.constraints import Said, Sharding
-from pdrun.parallel.operators.graph.export import trace
-from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.partition import partition
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.program import Program
-from pdrun.parallel.operators.propagate import propagate
-from pdrun.parallel.operators.replan import wishes_like
-from pdrun.parallel.operators.segments import called
-from pdrun.parallel.operators.stages import Part, holders, locate, parts
-from pdrun.parallel.operators.strategy import Entry, resolve
+from pdrun.parallel.operators.choose_splits import OPERATORS_API
+from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
+from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.partition import build_local_program
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.program import LocalProgram
+from pdrun.parallel.operators.propagate import propagate_layouts
+from pdrun.parallel.operators.replan import layouts_like
+from pdrun.parallel.operators.segments import find_called_modules
+from pdrun.parallel.operators.stages import StagePlan, assign_weights, assign_stages, stage_plans
+from pdrun.parallel.operators.strategy import StrategyEntry, resolve_entries
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import Split
     from pdrun.parallel.pipeline.stage import Stages
 
 
-class Engine:
+class OperatorEngine:
     """
     Plans and programs of one model on one rank, by the shapes that they are for.
 
@@ -52,8 +52,8 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        axes: Axes,
-        entries: Mapping[str, Entry],
+        axes: MeshGroups,
+        entries: Mapping[str, StrategyEntry],
         *,
         gather: bool = True,
         split: Split | None = None,
@@ -62,83 +62,83 @@ class Engine:
         self.entries = entries
         self.gather = gather
         self._split = split
-        self.shadow = meta_copy(model)
-        self.inner = inner(model)
-        self.names = _names(self.shadow)
-        self.plans: dict[Any, Plan] = {}
-        self.programs: dict[Any, Program] = {}
-        self.first: Plan | None = None
+        self.meta_model = meta_copy(model)
+        self.weight_layouts = find_weight_layouts(model)
+        self.all_names = _names_of_tensors(self.meta_model)
+        self.plans: dict[Any, OperatorPlan] = {}
+        self.programs: dict[Any, LocalProgram] = {}
+        self.first_plan: OperatorPlan | None = None
         self.stages: Stages | None = None
         """Those that this rank runs, once the pipeline has made them."""
 
-    def __deepcopy__(self, memo: Any) -> Engine:
+    def __deepcopy__(self, memo: Any) -> OperatorEngine:
         return self
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Plan:
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> OperatorPlan:
         """Return the plan for a call, made now where there is none for its shapes yet."""
-        key = _key(args, kwargs, training)
+        key = _call_key(args, kwargs, training)
         if key not in self.plans:
-            self.shadow.train(training)
-            graph = trace(self.shadow, *on_meta((args, kwargs)))
+            self.meta_model.train(training)
+            graph = export_graph(self.meta_model, *on_meta((args, kwargs)))
             if self._split is not None:
-                locate(graph, self._split)
-            if self.first is None:
-                self.first = plan_graph(
-                    graph, self.axes.grid, self.entries, self.inner, gather=self.gather
+                assign_stages(graph, self._split)
+            if self.first_plan is None:
+                self.first_plan = plan_graph(
+                    graph, self.axes.grid, self.entries, self.weight_layouts, gather=self.gather
                 )
-                self.plans[key] = self.first
+                self.plans[key] = self.first_plan
             else:
-                self.plans[key] = again(self.first, graph)
+                self.plans[key] = replan(self.first_plan, graph)
                 if not self.gather:
-                    self.plans[key].keep()
+                    self.plans[key].keep_results_sharded()
         return self.plans[key]
 
-    def program(
+    def program_for(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int = 0
-    ) -> Program:
+    ) -> LocalProgram:
         """Return what runs for a call, made now where there is nothing for its shapes yet."""
-        key = (stage, _key(args, kwargs, model.training))
+        key = (stage, _call_key(args, kwargs, model.training))
         if key not in self.programs:
-            plan = self.plan(args, kwargs, model.training)
-            part = parts(plan)[stage]
-            held = str if self._split is None else functools.partial(self._held, model, part)
-            self.programs[key] = partition(plan, self.axes, part, called(model), held)
+            plan = self.plan_call(args, kwargs, model.training)
+            part = stage_plans(plan)[stage]
+            held = str if self._split is None else functools.partial(self._local_name, model, part)
+            self.programs[key] = build_local_program(plan, self.axes, part, find_called_modules(model), held)
         return self.programs[key]
 
     def split(self) -> Split | None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
-        assert self.first is not None
+        assert self.first_plan is not None
         if self._split is None:
             return None
-        return holders(self.first, self._split, self.names)
+        return assign_weights(self.first_plan, self._split, self.all_names)
 
     def enter(self, stages: Stages) -> None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         self.stages = stages
 
-    def _held(self, model: nn.Module, part: Part, first: str) -> str:
+    def _local_name(self, model: nn.Module, part: StagePlan, first_name: str) -> str:
         """
         Return the name under which this rank has a weight or buffer, which in the whole model may
         have several.
         """
-        for name in self.names[first]:
+        for name in self.all_names[first_name]:
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             if own in module._parameters or own in module._buffers:
                 return name
-        what = f"stage {part.stage} uses {first}, which for the first batch it did not"
-        hint = f"Pipeline(shared={{{first!r}: [{part.stage}]}})"
-        raise UsageError(what, where=WHERE, hint=hint)
+        what = f"stage {part.stage} uses {first_name}, which for the first batch it did not"
+        hint = f"Pipeline(shared={{{first_name!r}: [{part.stage}]}})"
+        raise UsageError(what, where=OPERATORS_API, hint=hint)
 
 
 def plan_graph(
-    graph: Graph,
+    graph: OperatorGraph,
     mesh: Grid,
-    entries: Mapping[str, Entry],
-    inner: Mapping[str, Said],
+    entries: Mapping[str, StrategyEntry],
+    weight_layouts: Mapping[str, LayoutSpec],
     *,
     gather: bool = True,
-) -> Plan:
+) -> OperatorPlan:
     """
     Return the plan for a graph.
 
@@ -152,40 +152,40 @@ def plan_graph(
             result is cut along its last dim.
     """
     grid = tensor_grid(mesh)
-    plan = propagate(graph, grid, resolve(graph, grid, mesh, entries, inner))
+    plan = propagate_layouts(graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts))
     if not gather:
-        plan.keep()
-        if not plan.kept and grid.size > 1:
+        plan.keep_results_sharded()
+        if not plan.sharded_results and grid.size > 1:
             what = "gather=False, and no result of the model is cut along its last dim"
             hint = 'cut the head by words: {"head.weight": pdrun.L("tp", None)}'
-            raise UsageError(what, where=WHERE, hint=hint)
+            raise UsageError(what, where=OPERATORS_API, hint=hint)
     return plan
 
 
 def tensor_grid(mesh: Grid) -> Grid:
     """Return the tensor axes of a mesh."""
-    names = tuple(name for name in mesh.names if name not in FIXED)
+    names = tuple(name for name in mesh.names if name not in FIXED_AXES)
     return Grid(names, tuple(mesh.degree(name) for name in names))
 
 
-def again(first: Plan, graph: Graph) -> Plan:
+def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
     """
     Return the plan for the same model on other shapes: the layouts of the first plan, by name.
 
     An operator that the first plan lacks, or whose way needs other sizes, follows by propagation.
     """
-    plan = propagate(graph, first.grid, wishes_like(first, graph))
-    sums = {first.graph.tensors[index].name: axes for index, axes in first.sums.items()}
-    plan.sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.sums}
+    plan = propagate_layouts(graph, first.grid, layouts_like(first, graph))
+    sums = {first.graph.tensors[index].name: axes for index, axes in first.grad_sums.items()}
+    plan.grad_sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.grad_sums}
     return plan
 
 
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
     flat, structure = pytree.tree_flatten((args, kwargs))
-    return (training, str(structure), *map(_part, flat))
+    return (training, str(structure), *map(_value_key, flat))
 
 
-def _part(value: Any) -> Any:
+def _value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, (int, float, str, bool, type(None))):
@@ -211,7 +211,7 @@ def on_meta(values: Any) -> Any:
     )
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def _names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each weight and buffer, by the first."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
@@ -224,7 +224,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def inner(model: nn.Module) -> dict[str, Said]:
+def find_weight_layouts(model: nn.Module) -> dict[str, LayoutSpec]:
     """
     Return the layouts of weights that `shard` set on modules, by the first name of the weight.
     """
@@ -232,7 +232,7 @@ def inner(model: nn.Module) -> dict[str, Said]:
     found = {}
     for module in model.modules():
         sharding = getattr(module, "_pdrun_sharding", None)
-        if isinstance(sharding, Sharding):
+        if isinstance(sharding, ModuleSharding):
             params = dict(module.named_parameters())
             found.update(
                 {first[id(params[name])]: layout for name, layout in sharding.weights.items()}

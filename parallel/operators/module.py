@@ -24,18 +24,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.choose_splits import WHERE
-from pdrun.parallel.operators.compiler import Engine, inner, meta_copy, on_meta, plan_graph
-from pdrun.parallel.operators.graph.constraints import Said
-from pdrun.parallel.operators.graph.export import trace
-from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.segments import derived, prepare
-from pdrun.parallel.operators.strategy import Entry
+from pdrun.parallel.operators.choose_splits import OPERATORS_API
+from pdrun.parallel.operators.compiler import OperatorEngine, find_weight_layouts, meta_copy, on_meta, plan_graph
+from pdrun.parallel.operators.graph.constraints import LayoutSpec
+from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.segments import derive_class, accept_segments
+from pdrun.parallel.operators.strategy import StrategyEntry
 from pdrun.parallel.tensor.vocab_cross_entropy import mark
 
 if TYPE_CHECKING:
@@ -55,17 +55,17 @@ class Operators:
             `pdrun.cross_entropy`; otherwise every rank returns all of them.
     """
 
-    def __init__(self, entries: Mapping[str, Entry] | None = None, *, gather: bool = True) -> None:
+    def __init__(self, entries: Mapping[str, StrategyEntry] | None = None, *, gather: bool = True) -> None:
         if entries is not None and not (
             isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
         ):
             hint = '{"fc1.weight": pdrun.L("tp", None)}'
             raise UsageError(
-                f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint
+                f"{entries!r} is no dict of layouts and cuts by name", where=OPERATORS_API, hint=hint
             )
         if not isinstance(gather, bool):
             hint = "gather=False leaves logits cut by words, for pdrun.cross_entropy"
-            raise UsageError(f"gather={gather!r} is neither True nor False", where=WHERE, hint=hint)
+            raise UsageError(f"gather={gather!r} is neither True nor False", where=OPERATORS_API, hint=hint)
         self.entries = dict(entries or {})
         self.gather = gather
 
@@ -75,7 +75,7 @@ class Operators:
         mesh: Grid,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
-    ) -> Plan:
+    ) -> OperatorPlan:
         """
         Return the plan for a model, for all ranks; nothing is computed, and no device is needed.
 
@@ -90,13 +90,13 @@ class Operators:
         """
         shadow = meta_copy(model)
         args, kwargs = on_meta((args, kwargs or {}))
-        return self.plan_of(trace(shadow, args, kwargs), mesh, inner(model))
+        return self.plan_of(export_graph(shadow, args, kwargs), mesh, find_weight_layouts(model))
 
-    def plan_of(self, graph: Graph, mesh: Grid, inner: Mapping[str, Said]) -> Plan:
+    def plan_of(self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]) -> OperatorPlan:
         """Return the plan for a graph (see `plan`)."""
         return plan_graph(graph, mesh, self.entries, inner, gather=self.gather)
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
         Cut a model: its weights become this rank's tiles, its forward this rank's share.
 
@@ -110,17 +110,17 @@ class Operators:
         """
         if axes.grid.degree("pp") > 1:
             told = f"pp={axes.grid.degree('pp')} without a pipeline that says which module is on which stage"
-            raise UsageError(told, where=WHERE, hint="pipeline=pdrun.Pipeline(microbatches=8)")
-        return self._apply(model, axes, sample, None)
+            raise UsageError(told, where=OPERATORS_API, hint="pipeline=pdrun.Pipeline(microbatches=8)")
+        return self._check_and_cut(model, axes, sample, None)
 
-    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+    def apply_in_stages(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split) -> nn.Module:
         """
         Cut a model that a pipeline will cut besides: see
         `pdrun.parallel.interfaces.StagedCutter`.
         """
-        return self._apply(model, axes, sample, split)
+        return self._check_and_cut(model, axes, sample, split)
 
-    def _apply(self, model: nn.Module, axes: Axes, sample: Any, split: Split | None) -> nn.Module:
+    def _check_and_cut(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split | None) -> nn.Module:
         parts = axes.grid.degree("cp")
         if parts > 1:
             told = f"cp={parts} beside a strategy of operators, which cuts sequences over tensor axes itself"
@@ -128,30 +128,30 @@ class Operators:
                 f"leave context= out, name the axis as you like, mesh(..., sp={parts}), and lay the sequence out over"
                 ' it: {"emb": (None, pdrun.L("dp", "sp"))}, or pdrun.constrain(x, pdrun.L("dp", "sp", None)) in forward'
             )
-            raise UsageError(told, where=WHERE, hint=hint)
+            raise UsageError(told, where=OPERATORS_API, hint=hint)
         if sample is None:
             raise UsageError(
                 "a strategy of operators needs a batch to see shapes",
-                where=WHERE,
+                where=OPERATORS_API,
                 hint="give sample=batch",
             )
-        return self.cut(model, axes, *arguments(model, sample), split)
+        return self.cut(model, axes, *call_arguments(model, sample), split)
 
     def cut(
         self,
         model: nn.Module,
-        axes: Axes,
+        axes: MeshGroups,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         split: Split | None = None,
     ) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
-        engine = Engine(model, axes, self.entries, gather=self.gather, split=split)
-        plan = engine.plan(args, kwargs, model.training)
+        engine = OperatorEngine(model, axes, self.entries, gather=self.gather, split=split)
+        plan = engine.plan_call(args, kwargs, model.training)
         params = dict(model.named_parameters())
         for index, layout in plan.weights.items():
             tensor = plan.graph.tensors[index]
-            sums = plan.sums[index]
+            sums = plan.grad_sums[index]
             if layout.axes or sums:
                 cut = tile(tensor.shape, layout, axes.grid, axes.rank, sums)
                 param = params[tensor.name]
@@ -160,8 +160,8 @@ class Operators:
                 else:
                     param.data = cut.take(param.data)
                 set_tile(param, cut)
-        derived(model, PartitionedModule)
-        prepare(model)
+        derive_class(model, PartitionedModule)
+        accept_segments(model)
         model._pdrun_engine = engine
         return model
 
@@ -169,7 +169,7 @@ class Operators:
 class PartitionedModule(nn.Module):
     """What a model's class gets as a base: its forward is this rank's share of the model's."""
 
-    _pdrun_engine: Engine
+    _pdrun_engine: OperatorEngine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -179,28 +179,28 @@ class PartitionedModule(nn.Module):
         engine = self._pdrun_engine
         leaves = pytree.tree_leaves((args, kwargs))
         if engine.stages is None:
-            program = engine.program(self, args, kwargs)
+            program = engine.program_for(self, args, kwargs)
             results = program.run(self, leaves)
         else:
             one = engine.stages.going()
-            program = engine.program(self, args, kwargs, one.stage)
+            program = engine.program_for(self, args, kwargs, one.stage)
             results = one.through(functools.partial(program.run, self, leaves))
-        for place, words in program.words.items():
+        for place, words in program.vocab_shards.items():
             mark(results[place], words)
-        return pytree.tree_unflatten(results, program.plan.graph.structure)
+        return pytree.tree_unflatten(results, program.plan.graph.result_structure)
 
     def explain(self) -> str:
         """
         Return each operator's layout, its collectives and their bytes, as text; those of every
         stage.
         """
-        from pdrun.parallel.operators.explain import explain
+        from pdrun.parallel.operators.explain import explain_plan
 
-        assert self._pdrun_engine.first is not None
-        return explain(self._pdrun_engine.first)
+        assert self._pdrun_engine.first_plan is not None
+        return explain_plan(self._pdrun_engine.first_plan)
 
 
-def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     Return how `parallelize` calls a model on a batch; see
     `pdrun.parallel.training.loss.call_model`.
@@ -211,6 +211,6 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
         return (), {key: value for key, value in batch.items() if takes_all or key in known}
     if isinstance(batch, (tuple, list)) and not batch:
         raise UsageError(
-            "the sample is empty", where=WHERE, hint="sample= is a batch as run.step takes it"
+            "the sample is empty", where=OPERATORS_API, hint="sample= is a batch as run.step takes it"
         )
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}

@@ -17,30 +17,30 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators import redistribute as convert
-from pdrun.parallel.operators.graph.graph import Operator, Ref, refs, substitute
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.program import MoveModule, Program
-from pdrun.parallel.operators.redistribute import Move, way
+from pdrun.parallel.operators.graph.graph import Operator, TensorRef, iter_refs, replace_refs
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.program import MoveModule, LocalProgram
+from pdrun.parallel.operators.redistribute import LayoutMove, redistribution_path
 from pdrun.parallel.operators.rules.rule import Place, call_of
-from pdrun.parallel.operators.segments import UNIT, item, segmented, unit_of
-from pdrun.parallel.operators.stages import Part
+from pdrun.parallel.operators.segments import UNIT_KEY, get_item, extract_segments, find_unit
+from pdrun.parallel.operators.stages import StagePlan
 from pdrun.parallel.tensor.vocab_cross_entropy import Words
 
-NOTHING = ("constrain", "stop", "detach")
+NO_OP_KINDS = ("constrain", "stop", "detach")
 """Kinds that a rank has nothing to compute for; the last two end gradients."""
 
 
-def partition(
-    plan: Plan,
-    axes: Axes,
-    part: Part,
+def build_local_program(
+    plan: OperatorPlan,
+    axes: MeshGroups,
+    stage: StagePlan,
     units: list[str] | None = None,
-    held: Callable[[str], str] = str,
-) -> Program:
+    local_name: Callable[[str], str] = str,
+) -> LocalProgram:
     """
     Return what this rank runs.
 
@@ -50,175 +50,175 @@ def partition(
         held: from the first name of a weight or buffer to the one that this rank's model has it
             under.
     """
-    return _Partition(plan, axes, part, units or [], held).run()
+    return _ProgramBuilder(plan, axes, stage, units or [], local_name).build()
 
 
-class _Partition:
+class _ProgramBuilder:
     def __init__(
-        self, plan: Plan, axes: Axes, part: Part, units: list[str], held: Callable[[str], str]
+        self, plan: OperatorPlan, axes: MeshGroups, stage: StagePlan, units: list[str], local_name: Callable[[str], str]
     ) -> None:
         self.plan = plan
         self.axes = axes
         self.graph = plan.graph
         self.units = units
-        self.part = part
-        self.held = held
+        self.stage = stage
+        self.local_name = local_name
         self.grid: Grid = axes.grid
         self.root = nn.Module()
-        self.local = fx.Graph()
-        self.nodes: dict[tuple[int, tuple[Move, ...]], fx.Node] = {}
-        self.count = 0
+        self.local_graph = fx.Graph()
+        self.nodes: dict[tuple[int, tuple[LayoutMove, ...]], fx.Node] = {}
+        self.move_count = 0
 
-    def run(self) -> Program:
+    def build(self) -> LocalProgram:
         """Build the local graph."""
-        self.local.placeholder("model")
-        names = self._placeholders()
-        for place in self.part.places:
-            before = self.local._root.prev
-            self._operator(place, self.graph.operators[place])
-            self._mark(before, unit_of(self.graph.operators[place].module, self.units))
-        self.local.output(self._results())
-        self.local.eliminate_dead_code(_is_impure)
+        self.local_graph.placeholder("model")
+        names = self._add_placeholders()
+        for place in self.stage.operators:
+            before = self.local_graph._root.prev
+            self._add_operator(place, self.graph.operators[place])
+            self._mark_unit(before, find_unit(self.graph.operators[place].module, self.units))
+        self.local_graph.output(self._build_results())
+        self.local_graph.eliminate_dead_code(_is_impure)
         graph, names = (
-            segmented(self.root, self.local, names) if self.units else (self.local, names)
+            extract_segments(self.root, self.local_graph, names) if self.units else (self.local_graph, names)
         )
         graph.lint()
         words = {
-            place: self._words(value.index)
-            for place, value in enumerate(self.graph.results if self.part.ends else ())
-            if isinstance(value, Ref) and value.index in self.plan.kept
+            place: self._vocab_shard(value.index)
+            for place, value in enumerate(self.graph.results if self.stage.is_last else ())
+            if isinstance(value, TensorRef) and value.index in self.plan.sharded_results
         }
-        return Program(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names, words)
+        return LocalProgram(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names, words)
 
-    def _results(self) -> list[Any]:
-        if not self.part.ends:
-            return [self._as(index, layout, ()) for index, layout in self.part.given.items()]
+    def _build_results(self) -> list[Any]:
+        if not self.stage.is_last:
+            return [self._in_layout(index, layout, ()) for index, layout in self.stage.sent.items()]
         return [
-            self._as(value.index, self.plan.result(value.index), ())
-            if isinstance(value, Ref)
+            self._in_layout(value.index, self.plan.result_layout(value.index), ())
+            if isinstance(value, TensorRef)
             else value
             for value in self.graph.results
         ]
 
-    def _words(self, index: int) -> Words:
-        layout = self.plan.kept[index]
-        shape = self.graph.shape(index)
+    def _vocab_shard(self, index: int) -> Words:
+        layout = self.plan.sharded_results[index]
+        shape = self.graph.shape_of(index)
         return Words(
             self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1]
         )
 
-    def _mark(self, before: fx.Node, unit: str) -> None:
+    def _mark_unit(self, before: fx.Node, unit: str) -> None:
         """Note on all nodes behind one which submodule they belong to."""
         node = before.next
-        while unit and node is not self.local._root:
-            node.meta[UNIT] = unit
+        while unit and node is not self.local_graph._root:
+            node.meta[UNIT_KEY] = unit
             node = node.next
 
-    def _placeholders(self) -> list[str]:
-        used = {index for place in self.part.places for index in self.graph.operators[place].inputs}
+    def _add_placeholders(self) -> list[str]:
+        used = {index for place in self.stage.operators for index in self.graph.operators[place].inputs}
         used |= (
-            {value.index for value in self.graph.results if isinstance(value, Ref)}
-            if self.part.ends
+            {value.index for value in self.graph.results if isinstance(value, TensorRef)}
+            if self.stage.is_last
             else set()
         )
-        used |= set(self.part.given)
+        used |= set(self.stage.sent)
         names: list[str] = []
         for index, tensor in enumerate(self.graph.tensors):
             if (
                 tensor.kind in ("param", "buffer")
                 and index in used
-                and index not in self.part.taken
+                and index not in self.stage.received
             ):
-                self.nodes[index, ()] = self.local.placeholder(f"w_{len(names)}")
-                names.append(self.held(tensor.name))
+                self.nodes[index, ()] = self.local_graph.placeholder(f"w_{len(names)}")
+                names.append(self.local_name(tensor.name))
         for index, tensor in enumerate(self.graph.tensors):
             if tensor.kind == "constant" and index in used:
                 self.root.register_buffer(
                     f"c_{index}", self.graph.constants[index].to(self.axes.device)
                 )
-                self.nodes[index, ()] = self.local.get_attr(f"c_{index}")
+                self.nodes[index, ()] = self.local_graph.get_attr(f"c_{index}")
         for place, known in enumerate(self.graph.inputs):
-            node = self.local.placeholder(f"x_{place}")
+            node = self.local_graph.placeholder(f"x_{place}")
             if known is not None:
                 self.nodes[known, ()] = node
-        for place, index in enumerate(self.part.taken):
-            self.nodes[index, ()] = self.local.placeholder(f"t_{place}")
+        for place, index in enumerate(self.stage.received):
+            self.nodes[index, ()] = self.local_graph.placeholder(f"t_{place}")
         return names
 
-    def _as(
-        self, index: int, target: L, fans: tuple[str, ...], shares: tuple[str, ...] = ()
+    def _in_layout(
+        self, index: int, target: L, grad_sum_axes: tuple[str, ...], grad_share_axes: tuple[str, ...] = ()
     ) -> fx.Node:
         """
         Return a tensor in a layout; the moves that lead there are inserted where they haven't been
         yet.
         """
-        moves = way(self.part.source(self.plan, index), target, fans, shares)
-        return self._moved(index, (), moves)
+        moves = redistribution_path(self.stage.source_layout(self.plan, index), target, grad_sum_axes, grad_share_axes)
+        return self._apply_moves(index, (), moves)
 
-    def _moved(self, index: int, done: tuple[Move, ...], rest: tuple[Move, ...]) -> fx.Node:
+    def _apply_moves(self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]) -> fx.Node:
         node = self.nodes[index, done]
         for move in rest:
             done = (*done, move)
             if (index, done) not in self.nodes:
-                self.nodes[index, done] = self._insert(node, move, self.graph.shape(index))
+                self.nodes[index, done] = self._insert_move(node, move, self.graph.shape_of(index))
             node = self.nodes[index, done]
         return node
 
-    def _insert(self, node: fx.Node, move: Move, shape: tuple[int, ...]) -> fx.Node:
+    def _insert_move(self, node: fx.Node, move: LayoutMove, shape: tuple[int, ...]) -> fx.Node:
         total = 0
-        if move.kind in (convert.GATHER, convert.COLLECT):
-            total = self._size(move.after, shape, move.dim)
-        elif move.kind == convert.SWAP:
-            total = self._size(move.after, shape, move.origin)
-        name = f"{move.kind}_{self.count}"
-        self.count += 1
+        if move.kind in (convert.ALL_GATHER, convert.ALL_GATHER_SUM_GRAD):
+            total = self._local_size(move.after, shape, move.dim)
+        elif move.kind == convert.ALL_TO_ALL:
+            total = self._local_size(move.after, shape, move.origin_dim)
+        name = f"{move.kind}_{self.move_count}"
+        self.move_count += 1
         self.root.add_module(name, MoveModule(move, self.axes[move.axis], total))
-        return self.local.call_module(name, (node,))
+        return self.local_graph.call_module(name, (node,))
 
-    def _size(self, layout: L, shape: tuple[int, ...], dim: int) -> int:
+    def _local_size(self, layout: L, shape: tuple[int, ...], dim: int) -> int:
         low, high = layout.box(self.grid, shape, self.axes.rank)[dim]
         return high - low
 
     # ---- operators ----------------------------------------------------------
 
-    def _operator(self, place: int, operator: Operator) -> None:
-        choice = self.plan.choices[place]
+    def _add_operator(self, position: int, operator: Operator) -> None:
+        choice = self.plan.shardings[position]
         inputs = []
         for at, index in enumerate(operator.inputs):
-            wanted = choice.layout_in(at, len(self.graph.shape(index)))
+            wanted = choice.input_layout(at, len(self.graph.shape_of(index)))
             inputs.append(
-                self._as(index, wanted, self.plan.fans(place, at), self.plan.shares(place, at))
+                self._in_layout(index, wanted, self.plan.grad_sum_axes(position, at), self.plan.grad_share_axes(position, at))
             )
-        if operator.kind in NOTHING:
+        if operator.kind in NO_OP_KINDS:
             made: Any = (
                 inputs[0]
                 if operator.kind == "constrain"
-                else self.local.call_method("detach", (inputs[0],))
+                else self.local_graph.call_method("detach", (inputs[0],))
             )
         else:
-            made = self._call(place, operator, inputs)
+            made = self._call_operator(position, operator, inputs)
         for at, index in enumerate(operator.outputs):
-            node = self.local.call_function(item, (made, at)) if operator.many else made
-            raw = choice.layout_out(at, len(self.graph.shape(index)))
+            node = self.local_graph.call_function(get_item, (made, at)) if operator.returns_list else made
+            raw = choice.output_layout(at, len(self.graph.shape_of(index)))
             self.nodes[index, ()] = node
-            if index in self.plan.placed:
-                moves = way(raw, self.plan.placed[index])
-                self.nodes[index, ()] = self._moved(index, (), moves)
+            if index in self.plan.out_layouts:
+                moves = redistribution_path(raw, self.plan.out_layouts[index])
+                self.nodes[index, ()] = self._apply_moves(index, (), moves)
 
-    def _call(self, place: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
-        target, args, kwargs = call_of(place_of(self.plan, place, self.grid, self.axes.rank))
-        rest = dict(zip(_positions(operator), inputs, strict=True))
+    def _call_operator(self, position: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
+        target, args, kwargs = call_of(local_context(self.plan, position, self.grid, self.axes.rank))
+        rest = dict(zip(_ref_ids(operator), inputs, strict=True))
 
-        def take(ref: Ref) -> fx.Node:
+        def take(ref: TensorRef) -> fx.Node:
             return rest[id(ref)]
 
         args, kwargs = (
-            _placed(substitute(some, take), self.axes.device) for some in (args, kwargs)
+            _on_device(replace_refs(some, take), self.axes.device) for some in (args, kwargs)
         )
-        return self.local.call_function(target, tuple(args), dict(kwargs))
+        return self.local_graph.call_function(target, tuple(args), dict(kwargs))
 
 
-def _placed(value: Any, device: torch.device) -> Any:
+def _on_device(value: Any, device: torch.device) -> Any:
     """
     Return arguments with this rank's device in place of those that they name: it was exported on
     none.
@@ -226,24 +226,24 @@ def _placed(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.device):
         return device
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(one, device) for one in value)
+        return type(value)(_on_device(one, device) for one in value)
     if isinstance(value, dict):
-        return {key: _placed(one, device) for key, one in value.items()}
+        return {key: _on_device(one, device) for key, one in value.items()}
     return value
 
 
-def _positions(operator: Operator) -> list[int]:
+def _ref_ids(operator: Operator) -> list[int]:
     """Return the identities of an operator's references, in order."""
-    return [id(ref) for ref in refs(operator.args, operator.kwargs)]
+    return [id(ref) for ref in iter_refs(operator.args, operator.kwargs)]
 
 
-def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
+def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> Place:
     """Return one rank's share of an operator."""
     graph = plan.graph
-    operator = plan.graph.operators[place]
-    choice = plan.choices[place]
-    ins = tuple(graph.shape(index) for index in operator.inputs)
-    outs = tuple(graph.shape(index) for index in operator.outputs)
+    operator = plan.graph.operators[position]
+    choice = plan.shardings[position]
+    ins = tuple(graph.shape_of(index) for index in operator.inputs)
+    outs = tuple(graph.shape_of(index) for index in operator.outputs)
     here = grid.coordinate(rank)
     return Place(
         operator,
@@ -251,10 +251,10 @@ def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
         ins,
         outs,
         tuple(
-            choice.layout_in(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)
+            choice.input_layout(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)
         ),
         tuple(
-            choice.layout_out(at, len(shape)).box(grid, shape, rank)
+            choice.output_layout(at, len(shape)).box(grid, shape, rank)
             for at, shape in enumerate(outs)
         ),
         {axis: here[axis] for axis in choice.splits},

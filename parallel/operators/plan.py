@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.graph import Graph, Ref
+from pdrun.parallel.operators.graph.graph import OperatorGraph, TensorRef
 from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperatorSharding:
     """
     How one operator is cut.
 
@@ -27,43 +27,43 @@ class Choice:
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
-    order: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
+    axis_order: tuple[str, ...] = ()
+    fixed_axes: tuple[str, ...] = ()
 
-    def state(self, axis: str, place: int) -> State:
+    def input_state(self, axis: str, position: int) -> State:
         """Return what the operator wants of an input along an axis."""
         split = self.splits.get(axis)
-        return WHOLE if split is None else split.ins[place]
+        return WHOLE if split is None else split.ins[position]
 
-    def result(self, axis: str, place: int) -> State:
+    def output_state(self, axis: str, position: int) -> State:
         """Return what the operator makes of an output along an axis."""
         split = self.splits.get(axis)
-        return WHOLE if split is None else split.outs[place]
+        return WHOLE if split is None else split.outs[position]
 
-    def fans(self, axis: str, place: int) -> bool:
+    def sums_input_grad(self, axis: str, position: int) -> bool:
         """
         Whether an input is whole and each rank along the axis uses it for another part: its
         gradient is a term.
         """
         split = self.splits.get(axis)
-        return split is not None and not split.is_whole and split.ins[place] is WHOLE
+        return split is not None and not split.is_whole and split.ins[position] is WHOLE
 
-    def layout_in(self, place: int, rank: int) -> L:
+    def input_layout(self, position: int, ndim: int) -> L:
         """Return the layout that an input of ``rank`` dims has to have."""
         return layout_of(
-            {axis: split.ins[place] for axis, split in self.splits.items()}, self.order, rank
+            {axis: split.ins[position] for axis, split in self.splits.items()}, self.axis_order, ndim
         )
 
-    def layout_out(self, place: int, rank: int) -> L:
+    def output_layout(self, position: int, ndim: int) -> L:
         """Return the layout that an output of ``rank`` dims has."""
         return layout_of(
-            {axis: split.outs[place] for axis, split in self.splits.items()}, self.order, rank
+            {axis: split.outs[position] for axis, split in self.splits.items()}, self.axis_order, ndim
         )
 
 
-def layout_of(states: dict[str, State], order: tuple[str, ...], rank: int) -> L:
+def layout_of(states: dict[str, State], order: tuple[str, ...], ndim: int) -> L:
     """Return the layout of a tensor from its state along each axis."""
-    dims: list[list[str]] = [[] for _ in range(rank)]
+    dims: list[list[str]] = [[] for _ in range(ndim)]
     sums = []
     for axis in order:
         state = states.get(axis)
@@ -81,7 +81,7 @@ def states_of(layout: L) -> dict[str, State]:
 
 
 @dataclass
-class Plan:
+class OperatorPlan:
     """
     A whole graph, cut.
 
@@ -98,68 +98,68 @@ class Plan:
         notes: what a reader should know: inconsistencies that cost communication.
     """
 
-    graph: Graph
+    graph: OperatorGraph
     grid: Grid
-    choices: list[Choice]
+    shardings: list[OperatorSharding]
     weights: dict[int, L] = field(default_factory=dict)
-    sums: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    placed: dict[int, L] = field(default_factory=dict)
-    kept: dict[int, L] = field(default_factory=dict)
+    grad_sums: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    out_layouts: dict[int, L] = field(default_factory=dict)
+    sharded_results: dict[int, L] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def source(self, index: int) -> L:
+    def source_layout(self, index: int) -> L:
         """Return how a tensor lies where it comes from."""
-        for given in (self.weights, self.placed):
+        for given in (self.weights, self.out_layouts):
             if index in given:
                 return given[index]
-        return self._made.get(index) or L(*[None] * len(self.graph.shape(index)))
+        return self._output_layouts.get(index) or L(*[None] * len(self.graph.shape_of(index)))
 
-    def result(self, index: int) -> L:
+    def result_layout(self, index: int) -> L:
         """Return the layout in which a tensor that the model returns leaves it."""
-        return self.kept.get(index) or L(*[None] * len(self.graph.shape(index)))
+        return self.sharded_results.get(index) or L(*[None] * len(self.graph.shape_of(index)))
 
-    def keep(self) -> None:
+    def keep_results_sharded(self) -> None:
         """
         Leave results that are cut along their last dim (the words of logits) cut there, and there
         alone.
         """
         for value in self.graph.results:
-            if isinstance(value, Ref) and len(self.graph.shape(value.index)) > 1:
-                *dims, last = self.source(value.index).dims
+            if isinstance(value, TensorRef) and len(self.graph.shape_of(value.index)) > 1:
+                *dims, last = self.source_layout(value.index).dims
                 if last and self.graph.tensors[value.index].dtype.is_floating_point:
-                    self.kept[value.index] = L(*[None] * len(dims), last)
+                    self.sharded_results[value.index] = L(*[None] * len(dims), last)
 
-    def fans(self, place: int, at: int) -> tuple[str, ...]:
+    def grad_sum_axes(self, position: int, input_position: int) -> tuple[str, ...]:
         """
         Return the axes along which an input of an operator has to fan out, because its gradients
         are terms of a sum.
 
         Those of weights are added up by whoever updates them (`sums`).
         """
-        index = self.graph.operators[place].inputs[at]
-        if not self.graph.tensors[index].grad:
+        index = self.graph.operators[position].inputs[input_position]
+        if not self.graph.tensors[index].requires_grad:
             return ()
-        choice = self.choices[place]
-        summed = self.sums.get(index, ())
+        choice = self.shardings[position]
+        summed = self.grad_sums.get(index, ())
         return tuple(
-            axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed
+            axis for axis in self.grid.names if choice.sums_input_grad(axis, input_position) and axis not in summed
         )
 
-    def shares(self, place: int, at: int) -> tuple[str, ...]:
+    def grad_share_axes(self, position: int, input_position: int) -> tuple[str, ...]:
         """
         Return the axes over which gradients of a weight are added up though this use computes no
         other part.
         """
-        summed = self.sums.get(self.graph.operators[place].inputs[at], ())
-        return tuple(axis for axis in summed if not self.choices[place].fans(axis, at))
+        summed = self.grad_sums.get(self.graph.operators[position].inputs[input_position], ())
+        return tuple(axis for axis in summed if not self.shardings[position].sums_input_grad(axis, input_position))
 
     @property
-    def _made(self) -> dict[int, L]:
+    def _output_layouts(self) -> dict[int, L]:
         found = self.__dict__.get("_layouts")
         if found is None:
             found = {}
-            for operator, choice in zip(self.graph.operators, self.choices, strict=True):
+            for operator, choice in zip(self.graph.operators, self.shardings, strict=True):
                 for place, index in enumerate(operator.outputs):
-                    found[index] = choice.layout_out(place, len(self.graph.shape(index)))
+                    found[index] = choice.output_layout(place, len(self.graph.shape_of(index)))
             self.__dict__["_layouts"] = found
         return found

@@ -11,15 +11,15 @@ import torch
 from torch import fx, nn
 
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.operators import redistribute as convert
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.redistribute import Move
-from pdrun.parallel.operators.segments import tensor_at
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.redistribute import LayoutMove
+from pdrun.parallel.operators.segments import get_tensor
 from pdrun.parallel.tensor.vocab_cross_entropy import Words
 
 
-class Program:
+class LocalProgram:
     """
     What one rank runs for one set of shapes.
 
@@ -33,15 +33,15 @@ class Program:
     """
 
     def __init__(
-        self, plan: Plan, module: fx.GraphModule, names: list[str], words: dict[int, Words]
+        self, plan: OperatorPlan, module: fx.GraphModule, names: list[str], words: dict[int, Words]
     ) -> None:
         self.plan = plan
         self.module = module
-        self.names = names
-        self.words = words
+        self.weight_names = names
+        self.vocab_shards = words
 
     def run(
-        self, model: nn.Module, inputs: list[Any], taken: Sequence[torch.Tensor] = ()
+        self, model: nn.Module, inputs: list[Any], received: Sequence[torch.Tensor] = ()
     ) -> list[Any]:
         """
         Return what ``module`` returns.
@@ -51,12 +51,12 @@ class Program:
             inputs: the leaves of the call's arguments.
             taken: what the stage before has sent.
         """
-        weights = [tensor_at(model, name) for name in self.names]
-        results: list[Any] = self.module(model, *weights, *inputs, *taken)
+        weights = [get_tensor(model, name) for name in self.weight_names]
+        results: list[Any] = self.module(model, *weights, *inputs, *received)
         return results
 
 
-class _Share(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
         ctx.size = size
@@ -70,7 +70,7 @@ class _Share(torch.autograd.Function):
 class MoveModule(nn.Module):
     """One move of a tensor, between the operators of a local graph."""
 
-    def __init__(self, move: Move, axis: Axis, total: int) -> None:
+    def __init__(self, move: LayoutMove, axis: AxisGroup, total: int) -> None:
         super().__init__()
         self.move = move
         self.axis = axis
@@ -80,27 +80,27 @@ class MoveModule(nn.Module):
         """Return the tensor in the layout after the move."""
         move = self.move
         axis = self.axis
-        if move.kind == convert.FAN_OUT:
-            return collectives.fan_out(x, axis) if x.requires_grad else x
-        if move.kind == convert.SHARE:
-            return _Share.apply(x, axis.size)
-        if move.kind == convert.ADD_UP:
-            return collectives.add_up(x, axis)
-        if move.kind == convert.GATHER:
-            return collectives.gather(x, axis, move.dim, self.total)
-        if move.kind == convert.COLLECT:
-            return collectives.collect(x, axis, move.dim, self.total)
-        if move.kind == convert.PART:
-            return collectives.part(x, axis, move.dim)
-        if move.kind == convert.SCATTER:
-            return collectives.scatter(x, axis, move.dim)
-        return collectives.swap(x, axis, move.dim, move.origin, self.total)
+        if move.kind == convert.COPY_TO_AXIS:
+            return collectives.copy_to_axis(x, axis) if x.requires_grad else x
+        if move.kind == convert.SCALE_GRAD:
+            return _ScaleGradient.apply(x, axis.size)
+        if move.kind == convert.ALL_REDUCE:
+            return collectives.all_reduce(x, axis)
+        if move.kind == convert.ALL_GATHER:
+            return collectives.all_gather(x, axis, move.dim, self.total)
+        if move.kind == convert.ALL_GATHER_SUM_GRAD:
+            return collectives.all_gather_sum_grad(x, axis, move.dim, self.total)
+        if move.kind == convert.SLICE:
+            return collectives.slice_to_shard(x, axis, move.dim)
+        if move.kind == convert.REDUCE_SCATTER:
+            return collectives.reduce_scatter(x, axis, move.dim)
+        return collectives.all_to_all(x, axis, move.dim, move.origin_dim, self.total)
 
     @property
-    def same(self) -> tuple[Any, ...]:
+    def compute_key(self) -> tuple[Any, ...]:
         """What is equal of two that do the same."""
         return self.move, id(self.axis), self.total
 
     def extra_repr(self) -> str:
         """Return the move as text."""
-        return self.move.told()
+        return self.move.describe()

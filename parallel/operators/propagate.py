@@ -18,14 +18,14 @@ from collections import deque
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.choose_splits import missing
-from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.plan import Choice, Plan, layout_of, states_of
+from pdrun.parallel.operators.choose_splits import missing_rule_error
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.plan import OperatorSharding, OperatorPlan, layout_of, states_of
 from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, splits_of, view_of
-from pdrun.parallel.operators.strategy import Wishes
+from pdrun.parallel.operators.strategy import UserLayouts
 
 
-def propagate(graph: Graph, grid: Grid, wishes: Wishes) -> Plan:
+def propagate_layouts(graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> OperatorPlan:
     """
     Return the plan for a graph under what the user configured.
 
@@ -35,183 +35,183 @@ def propagate(graph: Graph, grid: Grid, wishes: Wishes) -> Plan:
     Raises:
         UsageError: an operator has no rule, and isn't to be replicated.
     """
-    return _Propagation(graph, grid, wishes).run()
+    return _Propagation(graph, grid, wishes).make_plan()
 
 
-Key = tuple[int, float, float, int, int]
+CostKey = tuple[int, float, float, int, int]
 
 
 class _Propagation:
-    def __init__(self, graph: Graph, grid: Grid, wishes: Wishes) -> None:
+    def __init__(self, graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> None:
         self.graph = graph
         self.grid = grid
-        self.wishes = wishes
+        self.user_layouts = wishes
         self.options: list[list[Split]] = []
         for place, operator in enumerate(graph.operators):
             view = view_of(graph, operator)
             options = splits_of(view)
-            if place in wishes.whole:
+            if place in wishes.replicated:
                 options = [Split((WHOLE,) * len(view.ins), (WHOLE,) * len(view.outs))]
             if options is None:
-                raise missing(operator)
+                raise missing_rule_error(operator)
             self.options.append(options)
-        self.users = graph.users()
-        self.makers = graph.makers()
+        self.users = graph.tensor_users()
+        self.makers = graph.tensor_producers()
         self.chosen: list[dict[str, Split]] = [{} for _ in graph.operators]
-        self.weights: dict[int, dict[str, State]] = {}
-        self.placed = {
-            graph.operators[place].outputs[0]: layout for place, layout in wishes.outs.items()
+        self.weight_states: dict[int, dict[str, State]] = {}
+        self.out_layouts = {
+            graph.operators[place].outputs[0]: layout for place, layout in wishes.results.items()
         }
-        self.placed_states = {index: states_of(layout) for index, layout in self.placed.items()}
+        self.out_states = {index: states_of(layout) for index, layout in self.out_layouts.items()}
         for index, layout in wishes.weights.items():
-            self.weights[index] = {axis: states_of(layout).get(axis) for axis in grid.names}
+            self.weight_states[index] = {axis: states_of(layout).get(axis) for axis in grid.names}
 
-    def run(self) -> Plan:
+    def make_plan(self) -> OperatorPlan:
         """Return the plan."""
-        for place, choice in self.wishes.choices.items():
+        for place, choice in self.user_layouts.shardings.items():
             self.chosen[place] = dict(choice.splits)
         for axis in self.grid.names:
             if self.grid.degree(axis) > 1:
-                _Axis(self, axis).run()
-        choices: list[Choice] = []
+                _AxisPropagation(self, axis).choose_splits()
+        choices: list[OperatorSharding] = []
         for place in range(len(self.graph.operators)):
-            choices.append(self._choice(place, choices))
-        plan = Plan(self.graph, self.grid, choices, placed=self.placed)
+            choices.append(self._make_sharding(place, choices))
+        plan = OperatorPlan(self.graph, self.grid, choices, out_layouts=self.out_layouts)
         for index, tensor in enumerate(self.graph.tensors):
             if tensor.kind == "param":
-                plan.weights[index] = self._stored(index, plan)
-        sums_of_weights(plan, self.users)
+                plan.weights[index] = self._weight_layout(index, plan)
+        find_grad_sums(plan, self.users)
         return plan
 
-    def _choice(self, place: int, before: list[Choice]) -> Choice:
+    def _make_sharding(self, position: int, before: list[OperatorSharding]) -> OperatorSharding:
         """
         Return an operator's choice; axes that cut one dim are nested as the user said, or as in its
         first input.
         """
-        given = self.wishes.choices.get(place)
+        given = self.user_layouts.shardings.get(position)
         splits = {
-            axis: self.chosen[place][axis] for axis in self.grid.names if axis in self.chosen[place]
+            axis: self.chosen[position][axis] for axis in self.grid.names if axis in self.chosen[position]
         }
-        if given is not None and given.order:
-            return Choice(splits, given.order, given.fixed)
-        makers = [
+        if given is not None and given.axis_order:
+            return OperatorSharding(splits, given.axis_order, given.fixed_axes)
+        producers = [
             self.makers[index]
-            for index in self.graph.operators[place].inputs
+            for index in self.graph.operators[position].inputs
             if index in self.makers
         ]
-        return Choice(splits, before[makers[0]].order if makers else self.grid.names)
+        return OperatorSharding(splits, before[producers[0]].axis_order if producers else self.grid.names)
 
-    def _stored(self, index: int, plan: Plan) -> L:
-        if index in self.wishes.weights:
-            return self.wishes.weights[index]
-        states = self.weights.get(index, {})
+    def _weight_layout(self, index: int, plan: OperatorPlan) -> L:
+        if index in self.user_layouts.weights:
+            return self.user_layouts.weights[index]
+        states = self.weight_states.get(index, {})
         order = self.grid.names
         if self.users[index]:
-            order = plan.choices[self.users[index][0]].order
-        return layout_of(states, order, len(self.graph.shape(index)))
+            order = plan.shardings[self.users[index][0]].axis_order
+        return layout_of(states, order, len(self.graph.shape_of(index)))
 
 
-class _Axis:
+class _AxisPropagation:
     """Propagation along one axis."""
 
     def __init__(self, whole: _Propagation, axis: str) -> None:
-        self.whole = whole
+        self.parent = whole
         self.axis = axis
-        self.n = whole.grid.degree(axis)
+        self.degree = whole.grid.degree(axis)
         self.graph = whole.graph
         self.options = whole.options
         self.known: dict[int, Split] = {}
-        self.fanned: set[int] = set()
-        for place, choice in whole.wishes.choices.items():
-            if axis in choice.fixed:
+        self.summed_inputs: set[int] = set()
+        for place, choice in whole.user_layouts.shardings.items():
+            if axis in choice.fixed_axes:
                 self.known[place] = choice.splits.get(axis, self.options[place][0])
 
-    def run(self) -> None:
+    def choose_splits(self) -> None:
         """Choose a split for every operator that can be reached."""
         queue = deque(sorted(self.known))
         for place in queue:
-            self._settle(place)
+            self._record_choice(place)
         while queue:
-            for place in self._neighbours(queue.popleft()):
+            for place in self._find_neighbours(queue.popleft()):
                 if place not in self.known:
-                    self.known[place] = self._best(place)
-                    self._settle(place)
+                    self.known[place] = self._best_split(place)
+                    self._record_choice(place)
                     queue.append(place)
         for place, split in self.known.items():
             if not split.is_whole:
-                self.whole.chosen[place][self.axis] = split
+                self.parent.chosen[place][self.axis] = split
 
-    def _settle(self, place: int) -> None:
+    def _record_choice(self, position: int) -> None:
         """Note what a choice means for weights, and for inputs that are used for other parts."""
-        split = self.known[place]
-        for at, index in enumerate(self.graph.operators[place].inputs):
+        split = self.known[position]
+        for at, index in enumerate(self.graph.operators[position].inputs):
             if self.graph.tensors[index].kind == "param":
-                self.whole.weights.setdefault(index, {}).setdefault(
-                    self.axis, _stored(split.ins[at])
+                self.parent.weight_states.setdefault(index, {}).setdefault(
+                    self.axis, _weight_state(split.ins[at])
                 )
             if split.ins[at] is WHOLE and not split.is_whole:
-                self.fanned.add(index)
+                self.summed_inputs.add(index)
 
-    def _neighbours(self, place: int) -> list[int]:
+    def _find_neighbours(self, position: int) -> list[int]:
         """
         Return the operators after one, those before it, and those that share a weight with it.
         """
-        operator = self.graph.operators[place]
-        after = [user for index in operator.outputs for user in self.whole.users[index]]
+        operator = self.graph.operators[position]
+        after = [user for index in operator.outputs for user in self.parent.users[index]]
         before = [
-            self.whole.makers[index] for index in operator.inputs if index in self.whole.makers
+            self.parent.makers[index] for index in operator.inputs if index in self.parent.makers
         ]
         shared = [
             user
             for index in operator.inputs
             if self.graph.tensors[index].kind == "param"
-            for user in self.whole.users[index]
+            for user in self.parent.users[index]
         ]
         return list(dict.fromkeys((*sorted(after), *before, *shared)))
 
-    def _best(self, place: int) -> Split:
-        keys = [(self._key(place, split, at), at) for at, split in enumerate(self.options[place])]
+    def _best_split(self, position: int) -> Split:
+        keys = [(self._cost_key(position, split, at), at) for at, split in enumerate(self.options[position])]
         allowed = [(key, at) for key, at in keys if key is not None]
-        return self.options[place][min(allowed)[1]]
+        return self.options[position][min(allowed)[1]]
 
     # ---- costs, in bytes of whole tensors -----------------------------------
 
-    def _key(self, place: int, split: Split, at: int) -> Key | None:
+    def _cost_key(self, position: int, split: Split, option: int) -> CostKey | None:
         """Return what a split costs, in the order of the criteria; None where it can't be."""
-        operator = self.graph.operators[place]
-        if split.takes_partial() or not self._fits(place, split):
+        operator = self.graph.operators[position]
+        if split.takes_partial() or not self._can_use(position, split):
             return None
         moved = own = grads = 0.0
         for input_at, index in enumerate(operator.inputs):
             tensor = self.graph.tensors[index]
             wanted = split.ins[input_at]
-            have, known = self._state(index)
-            fans = wanted is WHOLE and not split.is_whole and tensor.grad
+            have, decided = self._tensor_state(index)
+            fans = wanted is WHOLE and not split.is_whole and tensor.requires_grad
             if tensor.kind == "param":
-                if known and have != wanted:
-                    moved += self._cost(have, wanted, tensor.nbytes, True)
+                if decided and have != wanted:
+                    moved += self._redistribution_bytes(have, wanted, tensor.nbytes, True)
                 grads += tensor.nbytes if fans else 0
-            elif known:
-                moved += self._cost(have, wanted, tensor.nbytes, tensor.grad)
-            if fans and tensor.kind != "param" and index not in self.fanned:
-                own += 2 * tensor.nbytes * (self.n - 1) / self.n
+            elif decided:
+                moved += self._redistribution_bytes(have, wanted, tensor.nbytes, tensor.requires_grad)
+            if fans and tensor.kind != "param" and index not in self.summed_inputs:
+                own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
         for output_at, index in enumerate(operator.outputs):
             tensor = self.graph.tensors[index]
             state = split.outs[output_at]
             if state == PARTIAL:
-                own += 2 * tensor.nbytes * (self.n - 1) / self.n
+                own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
                 state = WHOLE
-            if index in self.whole.placed:
-                state = self.whole.placed_states[index].get(self.axis)
-            for user in self.whole.users[index]:
+            if index in self.parent.out_layouts:
+                state = self.parent.out_states[index].get(self.axis)
+            for user in self.parent.users[index]:
                 if user in self.known:
                     for input_at, other in enumerate(self.graph.operators[user].inputs):
                         if other == index:
                             wanted = self.known[user].ins[input_at]
-                            moved += self._cost(state, wanted, tensor.nbytes, tensor.grad)
-        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_whole), at)
+                            moved += self._redistribution_bytes(state, wanted, tensor.nbytes, tensor.requires_grad)
+        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_whole), option)
 
-    def _fits(self, place: int, split: Split) -> bool:
+    def _can_use(self, position: int, split: Split) -> bool:
         """
         Whether a split may be used along this axis too, beside those along the axes before it.
         """
@@ -219,37 +219,37 @@ class _Axis:
             return True
         others = [
             axis
-            for axis, other in self.whole.chosen[place].items()
+            for axis, other in self.parent.chosen[position].items()
             if other == split and axis != self.axis
         ]
-        if split.divides and split.divides % (self.whole.grid.group_size(tuple(others)) * self.n):
+        if split.divides and split.divides % (self.parent.grid.group_size(tuple(others)) * self.degree):
             return False
         return all(
-            state is None or state == PARTIAL or self.graph.shape(index)[state] >= self.n
+            state is None or state == PARTIAL or self.graph.shape_of(index)[state] >= self.degree
             for states, tensors in (
-                (split.ins, self.graph.operators[place].inputs),
-                (split.outs, self.graph.operators[place].outputs),
+                (split.ins, self.graph.operators[position].inputs),
+                (split.outs, self.graph.operators[position].outputs),
             )
             for state, index in zip(states, tensors, strict=True)
         )
 
-    def _state(self, index: int) -> tuple[State, bool]:
+    def _tensor_state(self, index: int) -> tuple[State, bool]:
         """Return how a tensor lies along the axis, and whether that is settled."""
-        if index in self.whole.placed:
-            return self.whole.placed_states[index].get(self.axis), True
-        if index in self.whole.makers:
-            place = self.whole.makers[index]
+        if index in self.parent.out_layouts:
+            return self.parent.out_states[index].get(self.axis), True
+        if index in self.parent.makers:
+            place = self.parent.makers[index]
             if place not in self.known:
                 return WHOLE, False
             return self.known[place].outs[self.graph.operators[place].outputs.index(index)], True
         if self.graph.tensors[index].kind == "param":
-            states = self.whole.weights.get(index, {})
+            states = self.parent.weight_states.get(index, {})
             return states.get(self.axis), self.axis in states
         return WHOLE, True
 
-    def _cost(self, have: State, wanted: State, nbytes: int, grad: bool) -> float:
+    def _redistribution_bytes(self, have: State, wanted: State, nbytes: int, grad: bool) -> float:
         """Return the bytes of a redistribution, forward and backward; adding up is the maker's."""
-        part = nbytes * (self.n - 1) / self.n
+        part = nbytes * (self.degree - 1) / self.degree
         if have == wanted or (have == PARTIAL and wanted is WHOLE):
             return 0.0
         if wanted == PARTIAL:
@@ -258,14 +258,14 @@ class _Axis:
             return part if grad else 0.0
         if have == PARTIAL:
             return part
-        return part if wanted is WHOLE else 2 * part / self.n
+        return part if wanted is WHOLE else 2 * part / self.degree
 
 
-def _stored(state: State) -> State:
+def _weight_state(state: State) -> State:
     return WHOLE if state == PARTIAL else state
 
 
-def sums_of_weights(plan: Plan, users: list[list[int]]) -> None:
+def find_grad_sums(plan: OperatorPlan, users: list[list[int]]) -> None:
     """
     Note the axes over which gradients of weights are sums: those along which some user computes
     another part.
@@ -276,11 +276,11 @@ def sums_of_weights(plan: Plan, users: list[list[int]]) -> None:
         axes = []
         for axis in plan.grid.names:
             uses = [
-                plan.choices[place].fans(axis, at)
+                plan.shardings[place].sums_input_grad(axis, at)
                 for place in users[index]
                 for at, other in enumerate(plan.graph.operators[place].inputs)
                 if other == index
             ]
-            if any(uses) and axis not in layout.axes and plan.graph.tensors[index].grad:
+            if any(uses) and axis not in layout.axes and plan.graph.tensors[index].requires_grad:
                 axes.append(axis)
-        plan.sums[index] = tuple(axes)
+        plan.grad_sums[index] = tuple(axes)

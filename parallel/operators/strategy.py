@@ -25,10 +25,10 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.choose_splits import WHERE, Counts, SplitChooser, missing
-from pdrun.parallel.operators.graph.constraints import Said, decode, is_layout
-from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.plan import Choice
+from pdrun.parallel.operators.choose_splits import OPERATORS_API, DimCounts, SplitChooser, missing_rule_error
+from pdrun.parallel.operators.graph.constraints import LayoutSpec, decode_layout, is_layout
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.plan import OperatorSharding
 from pdrun.parallel.operators.rules.rule import splits_of, view_of
 from pdrun.parallel.tensor.sequence_parallel import Replicate
 
@@ -44,24 +44,24 @@ class OpLayout:
         out: the layout of its (first) result, where it isn't what comes out by itself.
     """
 
-    in_: tuple[Said | None, ...] = ()
-    out: Said | None = None
+    in_: tuple[LayoutSpec | None, ...] = ()
+    out: LayoutSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.in_, tuple) or not (self.out is None or is_layout(self.out)):
             hint = 'OpLayout(in_=(L("dp", "tp"), None), out=L("dp", None))'
             raise UsageError(
-                f"{self} has no tuple of inputs, or no layout as its result", where=WHERE, hint=hint
+                f"{self} has no tuple of inputs, or no layout as its result", where=OPERATORS_API, hint=hint
             )
 
 
 Cut = OpLayout
 """The former name of `OpLayout`; it will be removed in 0.2."""
-Entry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | Replicate
+StrategyEntry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | Replicate
 
 
 @dataclass
-class Wishes:
+class UserLayouts:
     """
     What the user wants of a graph.
 
@@ -73,16 +73,16 @@ class Wishes:
         said: for each operator and weight the name under which it was configured.
     """
 
-    choices: dict[int, Choice] = field(default_factory=dict)
+    shardings: dict[int, OperatorSharding] = field(default_factory=dict)
     weights: dict[int, L] = field(default_factory=dict)
-    outs: dict[int, L] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
-    said: dict[int, str] = field(default_factory=dict)
+    results: dict[int, L] = field(default_factory=dict)
+    replicated: set[int] = field(default_factory=set)
+    entry_names: dict[int, str] = field(default_factory=dict)
 
 
-def resolve(
-    graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, Said]
-) -> Wishes:
+def resolve_entries(
+    graph: OperatorGraph, grid: Grid, mesh: Grid, entries: Mapping[str, StrategyEntry], weight_layouts: Mapping[str, LayoutSpec]
+) -> UserLayouts:
     """
     Return what the entries of a strategy and the constraints inside a model mean for a graph.
 
@@ -95,22 +95,22 @@ def resolve(
         UsageError: a name that matches nothing, a layout that an operator can't have, or a weight
             with two layouts.
     """
-    resolver = _Resolver(graph, grid, mesh)
-    for name, layout in inner.items():
-        resolver.weight(name, layout, f"pdrun.shard of {name}")
+    resolver = _EntryResolver(graph, grid, mesh)
+    for name, layout in weight_layouts.items():
+        resolver.set_weight(name, layout, f"pdrun.shard of {name}")
     for pattern, entry in entries.items():
-        resolver.entry(pattern, entry)
-    resolver.constraints()
-    resolver.weights_decide()
-    return resolver.wishes
+        resolver.apply_entry(pattern, entry)
+    resolver.apply_constraints()
+    resolver.follow_weights()
+    return resolver.layouts
 
 
-class _Resolver:
-    def __init__(self, graph: Graph, grid: Grid, mesh: Grid) -> None:
+class _EntryResolver:
+    def __init__(self, graph: OperatorGraph, grid: Grid, mesh: Grid) -> None:
         self.graph = graph
         self.grid = grid
         self.mesh = mesh
-        self.wishes = Wishes()
+        self.layouts = UserLayouts()
         self.chooser = SplitChooser(graph, grid, mesh)
         self.params = {
             tensor.name: index
@@ -125,7 +125,7 @@ class _Resolver:
 
     # ---- names --------------------------------------------------------------
 
-    def entry(self, pattern: str, entry: Entry) -> None:
+    def apply_entry(self, pattern: str, entry: StrategyEntry) -> None:
         """Apply one entry to everything that its name matches."""
         for kind, known in (
             ("param", self.params),
@@ -135,7 +135,7 @@ class _Resolver:
             names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
             if names and (kind == "param") == is_layout(entry):
                 for name in names:
-                    self._apply(kind, name, entry)
+                    self._apply_to_name(kind, name, entry)
                 return
         if is_layout(entry) and any(
             fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
@@ -144,10 +144,10 @@ class _Resolver:
             hint = (
                 "give a tuple with an entry for each, as ((2, 4),), or OpLayout(in_=..., out=...)"
             )
-            raise UsageError(what, where=WHERE, hint=hint)
+            raise UsageError(what, where=OPERATORS_API, hint=hint)
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
             what = f"{pattern} names a weight, and {entry!r} is no layout"
-            raise UsageError(what, where=WHERE, hint='for example L("tp", None)')
+            raise UsageError(what, where=OPERATORS_API, hint='for example L("tp", None)')
         every = [*self.modules, *self.params, *self.operators]
         near = difflib.get_close_matches(pattern, every, n=1)
         what = f"nothing is called {pattern!r} (modules, weights and operators of the model)"
@@ -156,16 +156,16 @@ class _Resolver:
             if near
             else f"there are, for example, {', '.join(every[:4])}"
         )
-        raise UsageError(what, where=WHERE, hint=hint)
+        raise UsageError(what, where=OPERATORS_API, hint=hint)
 
-    def _apply(self, kind: str, name: str, entry: Any) -> None:
+    def _apply_to_name(self, kind: str, name: str, entry: Any) -> None:
         if kind == "param":
-            self.weight(name, entry, name)
+            self.set_weight(name, entry, name)
             return
-        place = self.operators[name] if kind == "operator" else self._main(name)
-        self.operator(place, entry, name)
+        place = self.operators[name] if kind == "operator" else self._main_operator(name)
+        self.set_operator(place, entry, name)
 
-    def _main(self, module: str) -> int:
+    def _main_operator(self, module: str) -> int:
         """
         Return the operator that a module's name stands for: the only one, or the first that has a
         weight.
@@ -183,107 +183,107 @@ class _Resolver:
             return (weighted or places)[0]
         told = ", ".join(self.graph.operators[place].name for place in places)
         raise UsageError(
-            f"{module} has {len(places)} operators", where=WHERE, hint=f"name one of {told}"
+            f"{module} has {len(places)} operators", where=OPERATORS_API, hint=f"name one of {told}"
         )
 
     # ---- weights ------------------------------------------------------------
 
-    def weight(self, name: str, given: Said, said: str) -> None:
+    def set_weight(self, name: str, given: LayoutSpec, entry_name: str) -> None:
         """Set the layout of a weight."""
         index = self.params.get(name)
         if index is None:
-            raise UsageError(f"no operator uses the weight {name}", where=WHERE)
-        layout = self._inner(
-            self._named(given, name, batch=False), self.graph.shape(index), name, batch=False
+            raise UsageError(f"no operator uses the weight {name}", where=OPERATORS_API)
+        layout = self._drop_data_axes(
+            self._to_mesh_axes(given, name, has_batch=False), self.graph.shape_of(index), name, has_batch=False
         )
         if layout.sums:
-            raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=WHERE)
-        old = self.wishes.weights.setdefault(index, layout)
+            raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=OPERATORS_API)
+        old = self.layouts.weights.setdefault(index, layout)
         if old != layout:
-            first = self.wishes.said.get(-1 - index, name)
-            raise UsageError(f"{name} is {old} for {first} and {layout} for {said}", where=WHERE)
-        self.wishes.said.setdefault(-1 - index, said)
+            first = self.layouts.entry_names.get(-1 - index, name)
+            raise UsageError(f"{name} is {old} for {first} and {layout} for {entry_name}", where=OPERATORS_API)
+        self.layouts.entry_names.setdefault(-1 - index, entry_name)
 
-    def weights_decide(self) -> None:
+    def follow_weights(self) -> None:
         """
         Configure the operators that use a weight with a layout, and weights of configured
         operators.
         """
-        for place, choice in self.wishes.choices.items():
+        for place, choice in self.layouts.shardings.items():
             operator = self.graph.operators[place]
             for at, index in enumerate(operator.inputs):
                 if self.graph.tensors[index].kind == "param":
-                    layout = choice.layout_in(at, len(self.graph.shape(index)))
-                    self.weight(
+                    layout = choice.input_layout(at, len(self.graph.shape_of(index)))
+                    self.set_weight(
                         self.graph.tensors[index].name,
                         layout,
-                        self.wishes.said.get(place, operator.name),
+                        self.layouts.entry_names.get(place, operator.name),
                     )
         for place, operator in enumerate(self.graph.operators):
-            cut = [index for index in operator.inputs if self.wishes.weights.get(index, L()).axes]
-            if cut and place not in self.wishes.choices and place not in self.wishes.whole:
+            cut = [index for index in operator.inputs if self.layouts.weights.get(index, L()).axes]
+            if cut and place not in self.layouts.shardings and place not in self.layouts.replicated:
                 wanted = tuple(
-                    self.wishes.weights.get(index) if index in cut else None
+                    self.layouts.weights.get(index) if index in cut else None
                     for index in operator.inputs
                 )
-                said = self.wishes.said.get(-1 - cut[0], "")
-                self.wishes.choices[place] = self._choose(place, wanted, None, said, by_weight=True)
+                said = self.layouts.entry_names.get(-1 - cut[0], "")
+                self.layouts.shardings[place] = self._choose_sharding(place, wanted, None, said, by_weight=True)
 
     # ---- operators ----------------------------------------------------------
 
-    def operator(self, place: int, entry: Entry, said: str) -> None:
+    def set_operator(self, position: int, entry: StrategyEntry, entry_name: str) -> None:
         """Configure one operator."""
-        if place in self.wishes.said:
-            what = f"{self.graph.operators[place].told} is configured by {self.wishes.said[place]} and by {said}"
-            raise UsageError(what, where=WHERE)
-        self.wishes.said[place] = said
+        if position in self.layouts.entry_names:
+            what = f"{self.graph.operators[position].display_name} is configured by {self.layouts.entry_names[position]} and by {entry_name}"
+            raise UsageError(what, where=OPERATORS_API)
+        self.layouts.entry_names[position] = entry_name
         if isinstance(entry, Replicate):
-            self.wishes.whole.add(place)
-            self.wishes.choices[place] = Choice({}, (), self.grid.names)
+            self.layouts.replicated.add(position)
+            self.layouts.shardings[position] = OperatorSharding({}, (), self.grid.names)
             return
         if not isinstance(entry, (OpLayout, tuple)):
-            what = f"{said}: {entry!r} is no way to cut an operator"
+            what = f"{entry_name}: {entry!r} is no way to cut an operator"
             raise UsageError(
                 what,
-                where=WHERE,
+                where=OPERATORS_API,
                 hint="give a tuple with an entry for each input, or OpLayout(in_=..., out=...)",
             )
         cut = entry if isinstance(entry, OpLayout) else OpLayout(tuple(entry))
-        if len(cut.in_) > len(self.graph.operators[place].inputs):
-            count = len(self.graph.operators[place].inputs)
+        if len(cut.in_) > len(self.graph.operators[position].inputs):
+            count = len(self.graph.operators[position].inputs)
             raise UsageError(
-                f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE
+                f"{entry_name} has {count} inputs, {len(cut.in_)} are described", where=OPERATORS_API
             )
         for one in cut.in_:
             if not (one is None or is_layout(one)) or (
                 isinstance(one, tuple) and not all(map(_is_count, one))
             ):
-                what = f"{said}: {one!r} is neither a layout nor a tuple of counts"
+                what = f"{entry_name}: {one!r} is neither a layout nor a tuple of counts"
                 raise UsageError(
-                    what, where=WHERE, hint="an operator of one input has ((2, 4),), with a comma"
+                    what, where=OPERATORS_API, hint="an operator of one input has ((2, 4),), with a comma"
                 )
         out = None
         if cut.out is not None:
-            shape = self.graph.shape(self.graph.operators[place].outputs[0])
-            out = self._inner(self._named(cut.out, said), shape, said)
-            self.wishes.outs[place] = out
+            shape = self.graph.shape_of(self.graph.operators[position].outputs[0])
+            out = self._drop_data_axes(self._to_mesh_axes(cut.out, entry_name), shape, entry_name)
+            self.layouts.results[position] = out
         if cut.in_:
             wanted = tuple(
-                self._named(one, said) if isinstance(one, DeviceMatrixLayout) else one for one in cut.in_
+                self._to_mesh_axes(one, entry_name) if isinstance(one, DeviceMatrixLayout) else one for one in cut.in_
             )
-            self.wishes.choices[place] = self._choose(place, wanted, out, said)
+            self.layouts.shardings[position] = self._choose_sharding(position, wanted, out, entry_name)
 
-    def constraints(self) -> None:
+    def apply_constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""
         for place, operator in enumerate(self.graph.operators):
             if operator.kind == "constrain":
                 said = f"pdrun.constrain at {operator.source or operator.name}"
-                given = self._named(decode(operator.args[1]), said)
-                layout = self._inner(given, self.graph.shape(operator.inputs[0]), said)
-                self.wishes.choices[place] = self._choose(place, (layout,), None, said)
-                self.wishes.said[place] = said
+                given = self._to_mesh_axes(decode_layout(operator.args[1]), said)
+                layout = self._drop_data_axes(given, self.graph.shape_of(operator.inputs[0]), said)
+                self.layouts.shardings[place] = self._choose_sharding(place, (layout,), None, said)
+                self.layouts.entry_names[place] = said
 
-    def _named(self, given: Said, said: str, batch: bool = True) -> L:
+    def _to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
         """
         Return a layout by the axes of the mesh; counts in dim 0 may stand for dp where it is a
         batch's.
@@ -296,52 +296,52 @@ class _Resolver:
             try:
                 return match_counts(given, self.grid)
             except UsageError:
-                if not batch or "dp" not in self.mesh.names:
+                if not has_batch or "dp" not in self.mesh.names:
                     raise
             return match_counts(given, self.mesh, ("dp", *self.grid.names))
         except UsageError as error:
-            raise UsageError(f"{said}: {error.what}", where=WHERE, hint=error.hint) from None
+            raise UsageError(f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint) from None
 
-    def _inner(self, layout: L, shape: tuple[int, ...], said: str, batch: bool = True) -> L:
+    def _drop_data_axes(self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True) -> L:
         """Return a layout without data axes, which cut the batch anyway."""
         try:
             layout.check(self.mesh, shape)
         except UsageError as error:
-            raise UsageError(f"{said}: {error.what}", where=WHERE, hint=error.hint) from None
+            raise UsageError(f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint) from None
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
-                if axis not in self.grid.names and not (axis == "dp" and dim == 0 and batch):
-                    what = f"{said}: {layout} has {axis} cut dim {dim}"
+                if axis not in self.grid.names and not (axis == "dp" and dim == 0 and has_batch):
+                    what = f"{entry_name}: {layout} has {axis} cut dim {dim}"
                     hint = "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
-                    raise UsageError(what, where=WHERE, hint=hint)
-        plain = tuple(tuple(axis for axis in axes if self._real(axis)) for axes in layout.dims)
-        return L(*plain, sums=tuple(axis for axis in layout.sums if self._real(axis)))
+                    raise UsageError(what, where=OPERATORS_API, hint=hint)
+        plain = tuple(tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims)
+        return L(*plain, sums=tuple(axis for axis in layout.sums if self._is_tensor_axis(axis)))
 
-    def _real(self, axis: str) -> bool:
+    def _is_tensor_axis(self, axis: str) -> bool:
         return axis in self.grid.names and self.grid.degree(axis) > 1
 
-    def _choose(
+    def _choose_sharding(
         self,
-        place: int,
-        wanted: tuple[L | Counts | None, ...],
+        position: int,
+        wanted: tuple[L | DimCounts | None, ...],
         out: L | None,
-        said: str,
+        entry_name: str,
         by_weight: bool = False,
-    ) -> Choice:
-        operator = self.graph.operators[place]
+    ) -> OperatorSharding:
+        operator = self.graph.operators[position]
         view = view_of(self.graph, operator)
         splits = splits_of(view)
         if splits is None:
-            raise missing(operator)
+            raise missing_rule_error(operator)
         if any(isinstance(one, tuple) for one in wanted):
-            return self.chooser.by_counts(operator, splits, wanted, said)
+            return self.chooser.choose_by_counts(operator, splits, wanted, entry_name)
         layouts: list[L | None] = []
         for at, one in enumerate(wanted):
             batch = self.graph.tensors[operator.inputs[at]].kind != "param"
             layouts.append(
-                self._inner(one, view.ins[at], said, batch) if isinstance(one, L) else None
+                self._drop_data_axes(one, view.ins[at], entry_name, batch) if isinstance(one, L) else None
             )
-        return self.chooser.by_layouts(operator, splits, layouts, out, said, by_weight)
+        return self.chooser.choose_by_layouts(operator, splits, layouts, out, entry_name, by_weight)
 
 
 def _is_count(value: Any) -> bool:

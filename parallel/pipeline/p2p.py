@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdrun.parallel import torch_compat as compat
-from pdrun.parallel.comm.communicator import Count
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel import torch_compat
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.pipeline.metadata import Record
 
 AXIS = "pp"
@@ -42,7 +41,7 @@ class Links:
         wanted: pairs of places that have to be joined.
     """
 
-    def __init__(self, axes: Axes, wanted: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, axes: MeshGroups, wanted: Iterable[tuple[int, int]]) -> None:
         self.axes = axes
         self.axis = axes[AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
@@ -55,7 +54,7 @@ class Links:
             if self.axis.index in (low, high):
                 ranks = sorted((self.axis.ranks[low], self.axis.ranks[high]))
                 for way in ((low, high), (high, low)):
-                    self._groups[way] = compat.new_group(ranks, axes.watch.seconds, self)
+                    self._groups[way] = torch_compat.new_group(ranks, axes.watchdog.seconds, self)
         self._meet()
 
     def _meet(self) -> None:
@@ -70,7 +69,7 @@ class Links:
             mine = source == self.axis.index
             other = self.axis.ranks[target if mine else source]
             work = (dist.isend if mine else dist.irecv)(one, other, group=group)
-            self.axes.watch.wait(work, f"first contact along {AXIS}")
+            self.axes.watchdog.wait(work, f"first contact along {AXIS}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Links:
         """Return itself."""
@@ -105,7 +104,7 @@ class Links:
     def wait(self, arriving: Arriving, label: str) -> list[torch.Tensor]:
         """Return the tensors when they are there."""
         for work in arriving.works:
-            self.axes.watch.wait(work, label)
+            self.axes.watchdog.wait(work, label)
         return arriving.tensors
 
     def send_record(self, record: Record, place: int, label: str) -> None:
@@ -122,10 +121,8 @@ class Links:
     def settle(self) -> None:
         """Wait until everything has been sent."""
         for work, _, label in self._sending:
-            self.axes.watch.wait(work, label)
+            self.axes.watchdog.wait(work, label)
         self._sending.clear()
 
     def _count(self, x: torch.Tensor) -> None:
-        count = self.axes.counts.setdefault(("send", self.axis.names), Count())
-        count.calls += 1
-        count.nbytes += x.numel() * x.element_size()
+        self.axes.state.count_collective("send", self.axis.names, x.nbytes)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.pipeline.p2p import AXIS, Links
 from pdrun.parallel.pipeline.runner import Runner
 from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make
@@ -130,7 +130,7 @@ class Pipeline:
         validate(found)
         return found
 
-    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
+    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> Split:
         """
         Return which module belongs to which stage; see `pdrun.parallel.interfaces.StageSplitter`.
 
@@ -140,7 +140,7 @@ class Pipeline:
         stages = self.plan(axes[AXIS].size).stages
         return split(model, stages, self.stages, self.balance, self.shared, sample)
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> tuple[nn.Module, Runner]:
         """
         Return this rank's stage of a model and what drives it; see
         `pdrun.parallel.interfaces.Pipeline`.

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 from pdrun.parallel.model.weights import MIB, tied_names
 from pdrun.parallel.report import memory
 from pdrun.parallel.report import traffic as volume
-from pdrun.parallel.report.placement import weights_of
+from pdrun.parallel.report.placement import weight_layouts
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
-LEVELS = (
+LEVEL_TEXTS = (
     "nothing is cut over the data",
     "optimizer state is cut",
     "optimizer state and gradients are cut",
     "state, gradients and weights are cut",
 )
 
-GATHERS = {
+GATHER_TEXTS = {
     "pass": "a unit's weights are gathered for each forward and each backward through it",
     "step": "weights are gathered once a step, and stay from a unit's first forward to its last backward",
 }
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Where everything goes: plain data, the same on every rank of a pipeline's stage."""
 
     mesh: dict[str, int]
@@ -70,7 +70,7 @@ class Plan:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def plan_of(state: RunState) -> Plan:
+def build_plan(state: RunState) -> RunPlan:
     """Return a run's plan."""
     settings = state.settings
     transfers = tuple(
@@ -89,12 +89,12 @@ def plan_of(state: RunState) -> Plan:
         if w.sums or w.tile.shape != w.shape
     }
     alone = tuple(weight.name for weight in state.engine.weights if weight.alone)
-    return Plan(
+    return RunPlan(
         mesh,
         settings.level,
         settings.shard_group,
         settings.accumulate,
-        weights_of(state),
+        weight_layouts(state),
         state.copies,
         settings.exact,
         settings.gather if settings.level == 3 else None,
@@ -106,10 +106,10 @@ def plan_of(state: RunState) -> Plan:
     )
 
 
-def explain(state: RunState, batch: Any = None) -> str:
+def explain_run(state: RunState, batch: Any = None) -> str:
     """Return what the run does, a fact a line."""
     settings = state.settings
-    plan = plan_of(state)
+    plan = build_plan(state)
     world = state.data_group.world
     rows = state.rows.size
     trained = [weight for weight in state.engine.weights if weight.trained]
@@ -117,13 +117,13 @@ def explain(state: RunState, batch: Any = None) -> str:
     slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
     lines = [
         f"{state.mesh} on {state.context.backend}: each batch is cut into {slices}",
-        f"level {settings.level}: {LEVELS[settings.level]}"
+        f"level {settings.level}: {LEVEL_TEXTS[settings.level]}"
         + (f" over groups of {settings.shard_group} of {world} ranks" if settings.level else ""),
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
-    lines += [GATHERS[settings.gather]] if settings.level == 3 else []
-    lines += _model_axes(state, plan)
+    lines += [GATHER_TEXTS[settings.gather]] if settings.level == 3 else []
+    lines += _describe_model_axes(state, plan)
     lines += [told] if (told := state.driver.explain()) else []
     lines += [
         f"tied, counted once: {' = '.join(names)}"
@@ -135,7 +135,7 @@ def explain(state: RunState, batch: Any = None) -> str:
         lines.append(f"computed again in the backward pass: {', '.join(state.recomputed)}")
     if state.compiled:
         lines.append(f"compiled: {', '.join(state.compiled)}")
-    lines.append(_numbers(state))
+    lines.append(_describe_exactness(state))
     if state.objective.plain:
         lines.append(
             "the loss returns one number: it is taken for the mean over the rows of its slice"
@@ -144,15 +144,15 @@ def explain(state: RunState, batch: Any = None) -> str:
         lines.append(
             f"{len(state.buffers)} buffers; those that a forward pass changes are rank 0's"
         )
-    lines += [sent] if (sent := volume.told(state)) else []
-    found = memory.estimate(state, batch)
+    lines += [sent] if (sent := volume.describe_traffic(state)) else []
+    found = memory.estimate_memory(state, batch)
     lines.append(
         str(found) + ("; activations are not counted: this is a stage" if state.mesh.pp > 1 else "")
     )
     return "\n".join(lines)
 
 
-def _model_axes(state: RunState, plan: Plan) -> list[str]:
+def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
     """
     Return what is cut over the model axes, and what is summed there: layouts with the weights that
     have them.
@@ -185,7 +185,7 @@ def _model_axes(state: RunState, plan: Plan) -> list[str]:
     return lines
 
 
-def _numbers(state: RunState) -> str:
+def _describe_exactness(state: RunState) -> str:
     settings = state.settings
     low = settings.precision.compute or settings.precision.reduce or settings.wire
     if settings.exact and not low:

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take
-from pdrun.parallel.report.model_copies import shell
+from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, take_rows
+from pdrun.parallel.report.model_copies import meta_copy
 from pdrun.parallel.zero.offload import AHEAD
 from pdrun.parallel.zero.optimizer import state_bytes
 
@@ -30,7 +30,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes on one device."""
 
     weights: int
@@ -57,7 +57,7 @@ class Estimate:
         return f"peak {self.peak / MIB:,.1f} MiB a device: {', '.join(parts)}"
 
 
-class Ledger(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """
     Counts the bytes of all storages that operators make while it is on: ``now``, and the most at
     any moment, ``peak``.
@@ -68,12 +68,12 @@ class Ledger(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: dict[int, Any] = {}
 
-    def forget(self, tensors: Any) -> None:
+    def ignore_existing(self, tensors: Any) -> None:
         """Leave out storages that were there before."""
         for tensor in tensors:
             self._known[id(tensor.untyped_storage())] = tensor.untyped_storage()
 
-    def was_there(self, tensor: torch.Tensor) -> bool:
+    def is_existing(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage was there before."""
         return self._known.get(id(tensor.untyped_storage())) is not None
 
@@ -83,10 +83,10 @@ class Ledger(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+                self._count_storage(leaf.untyped_storage())
         return result
 
-    def _count(self, storage: Any) -> None:
+    def _count_storage(self, storage: Any) -> None:
         key = id(storage)
         size = storage.nbytes()
         if key in self._known:
@@ -94,14 +94,14 @@ class Ledger(TorchDispatchMode):
         self._known[key] = None
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._on_freed, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _on_freed(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.now -= size
 
 
-class Away:
+class FakeOffload:
     """
     Stands in for `pdrun.parallel.zero.offload.Saver` where tensors are fake: what would go to the
     host is let go.
@@ -110,39 +110,39 @@ class Away:
         least: bytes below which a tensor stays.
     """
 
-    def __init__(self, ledger: Ledger, least: int) -> None:
+    def __init__(self, ledger: StorageCounter, least: int) -> None:
         self._ledger = ledger
         self._least = least
         self._largest = 0
 
     @property
-    def ahead(self) -> int:
+    def prefetch_bytes(self) -> int:
         """Bytes that are on their way back at most while one tensor is used."""
         return AHEAD * self._largest
 
-    def around(self) -> AbstractContextManager[Any]:
+    def saved_tensors_hooks(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
         hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
+            self._pack_tensor, self._unpack_tensor
         )
         return hooks
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
         size = tensor.numel() * tensor.element_size()
-        if size < self._least or not tensor.is_floating_point() or self._ledger.was_there(tensor):
+        if size < self._least or not tensor.is_floating_point() or self._ledger.is_existing(tensor):
             return tensor
         self._largest = max(self._largest, size)
         return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
     @staticmethod
-    def _unpack(saved: Any) -> torch.Tensor:
+    def _unpack_tensor(saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         shape, stride, dtype, device = saved
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
+def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -> int:
     """
     Return the most bytes that passes hold at once, weights and gradients left out: those of the
     largest micro-batch, as often as there are copies.
@@ -151,15 +151,15 @@ def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
         away: whether what autograd saves leaves the device; default: where it is offloaded and the
             host is another.
     """
-    if away is None:
-        away = state.offload.activations and state.device.type != "cpu"
+    if offloads is None:
+        offloads = state.offload.activations and state.device.type != "cpu"
     times = state.settings.accumulate
     rows = count_rows(batch, state.batch_slicing)
     pieces = [
         piece
-        for rank in cut_rows(
+        for rank in slice_rows(
             rows,
-            1 if state.batch_slicing.whole or state.batch_slicing.local else state.rows.size,
+            1 if state.batch_slicing.full_batch or state.batch_slicing.data_parallel else state.rows.size,
             times,
         )
         for piece in rank
@@ -169,15 +169,15 @@ def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
         state.rng.isolate_generators(state.device),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
-        model = shell(state, fake)
+        model = meta_copy(state, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            take(batch, largest, Strategy(dims=state.batch_slicing.dims)),
+            take_rows(batch, largest, BatchSlicing(dims=state.batch_slicing.dims)),
         )
         if state.sequences is not None:
             part = state.sequences.part(part, state.axes)
-        ledger = Ledger()
-        ledger.forget(
+        ledger = StorageCounter()
+        ledger.ignore_existing(
             [
                 *model.parameters(),
                 *model.buffers(),
@@ -186,21 +186,21 @@ def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
         )
         for param in model.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop)
-        host = Away(ledger, state.offload.least) if away else None
-        with ledger, state.engine.paused(), state.axes.pretending():
+                param.register_post_accumulate_grad_hook(_drop_grad)
+        host = FakeOffload(ledger, state.offload.least) if offloads else None
+        with ledger, state.engine.paused(), state.axes.dry_run():
             with state.computing():
-                with host.around() if host is not None else nullcontext():
+                with host.saved_tensors_hooks() if host is not None else nullcontext():
                     total, _ = state.objective_of(model, part, largest, 0)
                 total.backward()
-        return (ledger.peak + (host.ahead if host is not None else 0)) * state.copies
+        return (ledger.peak + (host.prefetch_bytes if host is not None else 0)) * state.copies
 
 
-def _drop(param: torch.Tensor) -> None:
+def _drop_grad(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def estimate(state: RunState, batch: Any = None) -> Estimate:
+def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     """Return what a step will take; without a batch, what stays only."""
     engine = state.engine
     cut = {weight.name for part in engine.cuts for weight in part.weights}
@@ -213,7 +213,7 @@ def estimate(state: RunState, batch: Any = None) -> Estimate:
     whole = [
         part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released
     ]
-    gathered = _gathered(state)
+    gathered = _gathered_bytes(state)
     here = state.device.type  # what is offloaded lives elsewhere
     wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
     masters = sum(
@@ -223,14 +223,14 @@ def estimate(state: RunState, batch: Any = None) -> Estimate:
     trained = sum(param.numel() for param in params if param.device.type == here)
     optimizer_state = int(trained * state_bytes(state.optimizer, state.device))
     activations = (
-        passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
+        estimate_passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
     )  # a stage's depend on others
-    return Estimate(
-        kept + sum(whole) + gathered, masters, _gradients(state), optimizer_state, activations
+    return MemoryEstimate(
+        kept + sum(whole) + gathered, masters, _gradient_bytes(state), optimizer_state, activations
     )
 
 
-def _gathered(state: RunState) -> int:
+def _gathered_bytes(state: RunState) -> int:
     """
     Return the bytes of what lies outside of units and of the two largest units: one computes while
     the next is on its way. Where units are kept for a step, all are there at once.
@@ -245,7 +245,7 @@ def _gathered(state: RunState) -> int:
     return root + sum(units if state.settings.keeps else units[-2:])
 
 
-def _gradients(state: RunState) -> int:
+def _gradient_bytes(state: RunState) -> int:
     """
     Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for
     their bundle.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.checkpoint.export import full_buffers
-from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model import recompute
 from pdrun.parallel.model.forward_wrapper import unwrap
 from pdrun.parallel.model.shards import set_tile
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 
-def plain_copy(state: RunState) -> nn.Module:
+def reference_copy(state: RunState) -> nn.Module:
     """Return the model as it would be in one process; every rank must call this."""
     memo: dict[int, Any] = {}
     full = weights_by_name(state.engine)
 
     def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
         dtype = state.settings.precision.weights(weight.dtype, weight.wide)
-        return hooks.carry(
+        return param_hooks.carry(
             param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
         )
 
@@ -50,7 +50,7 @@ def plain_copy(state: RunState) -> nn.Module:
     return made
 
 
-def shell(state: RunState, fake: Any) -> nn.Module:
+def meta_copy(state: RunState, fake: Any) -> nn.Module:
     """
     Return the model with fake weights and buffers, which have shapes and no data; recomputation
     works in it.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 
-def weights_of(state: RunState) -> dict[str, Any]:
+def weight_layouts(state: RunState) -> dict[str, Any]:
     """
     Return each weight's shape, layout, stages and blocks, alike on all ranks: the ``weights`` of a
     plan's file.
@@ -31,12 +31,12 @@ def weights_of(state: RunState) -> dict[str, Any]:
     for entry in state.engine.catalogue.entries:
         parts = tuple(held.get(entry.index) for held in state.engine.holders.parts)
         if (entry.shape, parts) not in known:
-            known[entry.shape, parts] = _told(grid, entry.shape, parts)
+            known[entry.shape, parts] = _describe_layout(grid, entry.shape, parts)
         found[entry.name] = {"shape": list(entry.shape), **known[entry.shape, parts]}
     return found
 
 
-def _told(
+def _describe_layout(
     grid: Grid, shape: tuple[int, ...], parts: tuple[ShardRanges | None, ...]
 ) -> dict[str, Any]:
     """

@@ -26,24 +26,24 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Volume:
+class TrafficVolume:
     """Collectives of one kind in a step."""
 
     calls: int = 0
     nbytes: int = 0
     """That this rank gives to them."""
 
-    def __add__(self, other: Volume) -> Volume:
+    def __add__(self, other: TrafficVolume) -> TrafficVolume:
         """Return both together."""
-        return Volume(self.calls + other.calls, self.nbytes + other.nbytes)
+        return TrafficVolume(self.calls + other.calls, self.nbytes + other.nbytes)
 
 
-def volumes(state: RunState) -> dict[str, Volume]:
+def count_traffic(state: RunState) -> dict[str, TrafficVolume]:
     """
     Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and
     `Comm.nbytes`.
     """
-    found: dict[str, Volume] = {}
+    found: dict[str, TrafficVolume] = {}
     passes = state.settings.accumulate // state.copies
     for cut in state.engine.cuts:
         if cut.comm.shards > 1:
@@ -52,29 +52,29 @@ def volumes(state: RunState) -> dict[str, Volume]:
                 if cut.released and cut.weights[0].unit and not state.settings.keeps
                 else 1
             )
-            _add(found, "all_gather", times, _shard(cut))
+            _add_volume(found, "all_gather", times, _shard_bytes(cut))
     for part in state.engine.bundles:
         if part.comm.world > 1:
-            _sums(found, part, passes if part.each else 1)
+            _count_sums(found, part, passes if part.each else 1)
     return found
 
 
-def told(state: RunState) -> str:
+def describe_traffic(state: RunState) -> str:
     """Return the volumes in words; nothing where there is one rank on the data axes."""
     kinds = [
         f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB"
-        for name, one in sorted(volumes(state).items())
+        for name, one in sorted(count_traffic(state).items())
     ]
     if kinds:
         return f"a step sends over the data axes, on this rank: {', '.join(kinds)}"
     return ""
 
 
-def _shard(cut: Cut) -> int:
+def _shard_bytes(cut: Cut) -> int:
     return cut.layout.length * int(cut.compute.itemsize)
 
 
-def _sums(found: dict[str, Volume], part: GradBundle, times: int) -> None:
+def _count_sums(found: dict[str, TrafficVolume], part: GradBundle, times: int) -> None:
     numel = part.layout.numel
     wire = part.policy.wire or part.dtype
     name = (
@@ -84,10 +84,10 @@ def _sums(found: dict[str, Volume], part: GradBundle, times: int) -> None:
         if part.comm.shards == 1
         else "reduce_scatter"
     )
-    _add(found, name, times, numel * wire.itemsize)
-    if part.ordered and part.comm.copies > 1:
-        _add(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)
+    _add_volume(found, name, times, numel * wire.itemsize)
+    if part.ordered and part.comm.replicas > 1:
+        _add_volume(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)
 
 
-def _add(found: dict[str, Volume], name: str, times: int, nbytes: int) -> None:
-    found[name] = found.get(name, Volume()) + Volume(times, times * nbytes)
+def _add_volume(found: dict[str, TrafficVolume], name: str, times: int, nbytes: int) -> None:
+    found[name] = found.get(name, TrafficVolume()) + TrafficVolume(times, times * nbytes)

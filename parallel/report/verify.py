@@ -21,28 +21,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take, to_device
+from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, take_rows, to_device
 from pdrun.parallel.data.loader import Loader
-from pdrun.parallel.model import sync_batchnorm as norm_sync
-from pdrun.parallel.report.model_copies import plain_copy
+from pdrun.parallel.model import sync_batchnorm
+from pdrun.parallel.report.model_copies import reference_copy
 from pdrun.parallel.training.step import probe_gradients
 from pdrun.parallel.zero.grad_norm import square_sum
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
-FINE = 1e-5
-COARSE = 3e-2
+FP32_TOLERANCE = 1e-5
+LOW_PRECISION_TOLERANCE = 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
-ROWS = 1e-4
+ROW_DEPENDENCE_TOLERANCE = 1e-4
 """From which on two slices that are computed at once have another loss than one after the other."""
-TENSOR = 1e-6
-STAGES = 2e-6
+TENSOR_PARALLEL_TOLERANCE = 1e-6
+PIPELINE_TOLERANCE = 2e-6
 """Largest relative difference of a loss where operators are cut, and where there are stages."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class StepComparison:
     """One step in both ways."""
 
     loss: float
@@ -72,10 +72,10 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What `Run.verify` has found."""
 
-    steps: tuple[Compared, ...]
+    steps: tuple[StepComparison, ...]
 
     @property
     def same_bits(self) -> bool:
@@ -98,7 +98,7 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(state: RunState, source: Iterable[Any] | None, steps: int) -> Report:
+def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> VerifyReport:
     """
     Compare the run with one process on some global batches.
 
@@ -108,22 +108,22 @@ def verify(state: RunState, source: Iterable[Any] | None, steps: int) -> Report:
     """
     found = []
     buffers = [buffer.clone() for buffer in state.model.buffers()]
-    for batch in _batches(state, source, steps):
+    for batch in _iter_batches(state, source, steps):
         state.steps += 1  # for the dice
         try:
             with state.rng.isolate_generators(state.device):
-                numbers, norm, grads = _probe(state, batch)
-            _put_back(state, buffers)
+                numbers, norm, grads = _probe_run(state, batch)
+            _restore_buffers(state, buffers)
             with state.engine.paused(), state.rng.isolate_generators(state.device):
-                found.append(_compare(numbers, norm, grads, _alone(state, batch)))
+                found.append(_compare_results(numbers, norm, grads, _compute_reference(state, batch)))
         finally:
             state.steps -= 1
-            _put_back(state, buffers)
+            _restore_buffers(state, buffers)
     if not found:
         raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
-    limit, of_loss = _limits(state)
+    limit, of_loss = _tolerances(state)
     across = max(step.rows for step in found)
-    report = Report(tuple(found), across if across > (ROWS if limit < COARSE else COARSE) else 0.0)
+    report = VerifyReport(tuple(found), across if across > (ROW_DEPENDENCE_TOLERANCE if limit < LOW_PRECISION_TOLERANCE else LOW_PRECISION_TOLERANCE) else 0.0)
     for place, step in enumerate(found, 1):
         close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
         # weights are each within the limit, plus a hundredth of the norm for those that vanish: so
@@ -142,16 +142,16 @@ def verify(state: RunState, source: Iterable[Any] | None, steps: int) -> Report:
     return report
 
 
-def _limits(state: RunState) -> tuple[float, float]:
+def _tolerances(state: RunState) -> tuple[float, float]:
     """Return how far gradients and losses may be off."""
     if state.settings.precision.compute or state.settings.wire:
-        return COARSE, COARSE
+        return LOW_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.mesh.pp > 1:
-        return FINE, STAGES
-    return FINE, FINE if state.mesh.size == state.mesh.dp else TENSOR
+        return FP32_TOLERANCE, PIPELINE_TOLERANCE
+    return FP32_TOLERANCE, FP32_TOLERANCE if state.mesh.size == state.mesh.dp else TENSOR_PARALLEL_TOLERANCE
 
 
-def _probe(
+def _probe_run(
     state: RunState, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """
@@ -171,7 +171,7 @@ def _probe(
         state.scale.value = before
 
 
-def _batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
+def _iter_batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
     """Yield global batches."""
     source = state.feed.source if source is None else source
     if isinstance(source, Loader):
@@ -182,7 +182,7 @@ def _batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
                 [source.dataset[index] for index in order[start : start + source.batch]]
             )
         return
-    if source is None or state.batch_slicing.local:
+    if source is None or state.batch_slicing.data_parallel:
         raise UsageError(
             "no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])"
         )
@@ -190,43 +190,43 @@ def _batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
         yield batch
 
 
-def _put_back(state: RunState, buffers: list[torch.Tensor]) -> None:
+def _restore_buffers(state: RunState, buffers: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for buffer, old in zip(state.model.buffers(), buffers, strict=True):
             buffer.copy_(old)
 
 
-def _alone(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
+def _compute_reference(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """
     Return loss, norm and gradients of a batch, computed slice by slice in this process, and how
     much the loss of the first two slices changes where they are one.
     """
-    model = plain_copy(state)
+    model = reference_copy(state)
     world = state.rows.size
     times = state.settings.accumulate
-    strategy = Strategy(dims=state.batch_slicing.dims)
-    pieces = cut_rows(count_rows(batch, strategy), world, times)
-    if state.batch_slicing.whole:
-        pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
+    strategy = BatchSlicing(dims=state.batch_slicing.dims)
+    pieces = slice_rows(count_rows(batch, strategy), world, times)
+    if state.batch_slicing.full_batch:
+        pieces = [slice_rows(count_rows(batch, strategy), 1, times)[0]] * world
     order = [
         (place * world + rank, pieces[rank][place])
         for place in range(times)
         for rank in range(world)
     ]
-    joined = any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules())
+    joined = any(isinstance(module, sync_batchnorm.SyncedBatchNorm) for module in model.modules())
     if joined:
         order = [
-            (place, _joined([pieces[rank][place] for rank in range(world)]))
+            (place, _join_ranges([pieces[rank][place] for rank in range(world)]))
             for place in range(times)
         ]
     totals = []
     counts = []
     rows_of = []
-    with norm_sync.alone():
+    with sync_batchnorm.alone():
         for index, rows in order:
             if len(rows):
                 part = to_device(
-                    take(batch, rows, strategy), state.device, state.settings.precision.inputs
+                    take_rows(batch, rows, strategy), state.device, state.settings.precision.inputs
                 )
                 total, count = state.objective_of(model, part, rows, index)
                 total.backward()
@@ -235,9 +235,9 @@ def _alone(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.T
                 rows_of.append(rows)
         across = 0.0
         if len(rows_of) > 1 and not joined:
-            both = _joined(rows_of[:2])
+            both = _join_ranges(rows_of[:2])
             part = to_device(
-                take(batch, both, strategy), state.device, state.settings.precision.inputs
+                take_rows(batch, both, strategy), state.device, state.settings.precision.inputs
             )
             with torch.no_grad():
                 at_once = float(state.objective_of(model, part, both, 0)[0])
@@ -256,11 +256,11 @@ def _alone(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.T
     return sum(totals) / sum(counts), norm, grads, across
 
 
-def _joined(ranges: list[range]) -> range:
+def _join_ranges(ranges: list[range]) -> range:
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))
 
 
-def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> Compared:
+def _compare_results(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> StepComparison:
     worst = 0.0
     name = ""
     for key, expected in want[2].items():
@@ -279,4 +279,4 @@ def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any)
         worst = float("inf")
         name = key
     total, count = numbers.tolist()
-    return Compared(total / count, want[0], float(norm), want[1], worst, name, want[3])
+    return StepComparison(total / count, want[0], float(norm), want[1], worst, name, want[3])

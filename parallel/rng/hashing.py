@@ -50,11 +50,15 @@ def hash_uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.
 
 def keep_mask(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """Return where `uniform31` is at least ``limit``; on a CPU in pieces that stay in its cache."""
-    piece = len(rows) if rows.device.type != "cpu" else max(1, CHUNK_ELEMENTS // max(len(places), 1))
+    piece = (
+        len(rows) if rows.device.type != "cpu" else max(1, CHUNK_ELEMENTS // max(len(places), 1))
+    )
     return torch.cat([hash_uniform31(key, some, places) >= limit for some in rows.split(piece)])
 
 
 def keep_elements(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """Return where the hash of each element's own row and place is at least ``limit``."""
     row = _scramble_bits(rows ^ ((key & MASK_64_BITS) >> 32))
-    return (_scramble_bits(_scramble_bits(places + (key & _MASK_31_BITS)) ^ row) & _MASK_31_BITS) >= limit
+    return (
+        _scramble_bits(_scramble_bits(places + (key & _MASK_31_BITS)) ^ row) & _MASK_31_BITS
+    ) >= limit

@@ -91,7 +91,10 @@ def apply_sequence(
     if size == held:
         return shape, {
             **cuts,
-            1: (tuple(one for low, high in inner for one in positions_within(ranges, low, high)), total),
+            1: (
+                tuple(one for low, high in inner for one in positions_within(ranges, low, high)),
+                total,
+            ),
         }
     if rows and shape[0] == rows * held and 0 not in cuts:
         apart = {dim + 1: cut for dim, cut in cuts.items()}

@@ -30,7 +30,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
-from pdrun.parallel import torch_compat as compat
+from pdrun.parallel import torch_compat
 from pdrun.parallel.layouts.sequence_order import Ranges
 from pdrun.parallel.rng.dropout_functions import REPLACEMENTS
 from pdrun.parallel.rng.hashing import keep_mask, keep_elements, mix_bits
@@ -125,7 +125,9 @@ class StepRNG:
             self._step = step
         old = self._forwards.get((index, part))
         if old is not None:
-            self._calls_by_number = {drawn: call for drawn, call in self._calls_by_number.items() if call[0] is not old}
+            self._calls_by_number = {
+                drawn: call for drawn, call in self._calls_by_number.items() if call[0] is not old
+            }
         numbers = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
         self._forward = self._forwards[index, part] = DropoutState(step, numbers, calls)
 
@@ -170,7 +172,7 @@ class StepRNG:
             for name, function in old.items():
                 setattr(functional, name, function)
 
-    @compat.untraced
+    @torch_compat.untraced
     def draw_keep_mask(
         self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:

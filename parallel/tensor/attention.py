@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.model.shards import Tile
 from pdrun.parallel.tensor import linear, multihead
 from pdrun.parallel.tensor.sequence_parallel import make_region
@@ -144,7 +144,7 @@ class Heads(Style):
             return multihead.tiles(name, module, self.axis, seat)
         return {}
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Have the module count this rank's heads."""
         counts = self.count(name, module, axis.size)
         for key, value in self._attributes(name, module, counts).items():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.model.shards import Tile, tile_of
 from pdrun.parallel.tensor.style import (
     Entry,
@@ -152,13 +152,13 @@ class Col(Style):
             for key, param in module.named_parameters(recurse=False)
         }
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Compute a part of the output; gather it where that was asked for."""
         into, out = whole_sizes(name, module)
         local = int(module.weight.shape[out_dim(name, module)])
         note_sizes(module, into, out if self.gather and not is_transposed(module) else local)
         leave = (
-            functools.partial(collectives.gather, axis=axis, dim=-1, total=out)
+            functools.partial(collectives.all_gather, axis=axis, dim=-1, total=out)
             if self.gather
             else same
         )
@@ -216,7 +216,7 @@ class Shared(Style):
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Compute this rank's head."""
         into, out = whole_sizes(name, module)
         width = out // self.heads
@@ -282,7 +282,7 @@ class Row(Style):
             found["bias"] = seat.kept(tuple(module.bias.shape))
         return found
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """
         Take a part of the input, or cut it first; add up, or add up into parts of the sequence.
         """
@@ -290,7 +290,7 @@ class Row(Style):
         into, out = whole_sizes(name, module)
         part = int(module.weight.shape[0 if transposed else 1])
         note_sizes(module, into if self.cut else part, out)
-        enter = functools.partial(collectives.part, axis=axis, dim=-1) if self.cut else same
+        enter = functools.partial(collectives.slice_to_shard, axis=axis, dim=-1) if self.cut else same
         enter = functools.partial(
             brought,
             enter=enter,
@@ -298,7 +298,7 @@ class Row(Style):
             width=part,
             hint="row takes a part: col before it, or row(axis, cut=True) of what is whole",
         )
-        leave = functools.partial(collectives.add_up, axis=axis)
+        leave = functools.partial(collectives.all_reduce, axis=axis)
         if self.sequence is not None:
             leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
         become(

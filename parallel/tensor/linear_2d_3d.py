@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.redistribute import redistribute
 from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import Tile, tile
@@ -148,11 +148,11 @@ class HighDim(Style):
             found[key] = tile(tuple(param.shape), layout, seat.grid, seat.rank, sums=sums)
         return found
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Gather, multiply and scatter."""
         into = int(module.in_features)
         out = int(module.out_features)
-        become(module, HighDimLinear, Cube(self, axis.axes, name, into, out))
+        become(module, HighDimLinear, Cube(self, entry.axes, name, into, out))
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Cube:
     """
 
     style: HighDim
-    axes: Axes
+    axes: MeshGroups
     name: str
     into: int
     out: int
@@ -187,14 +187,14 @@ class Cube:
                 self._check(x, style.rows, layout.dims[style.rows])
             x = redistribute(x, whole, layout, self.axes, tuple(x.shape))
         if style.rows is not None:
-            return collectives.collect(x, y, style.rows)
-        return collectives.collect(x, y, -1, self._part(self.into, style.axis[0]))
+            return collectives.all_gather_sum_grad(x, y, style.rows)
+        return collectives.all_gather_sum_grad(x, y, -1, self._part(self.into, style.axis[0]))
 
     def whole_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight gathered over z."""
         x, _, *z = self.style.axis
         if z:
-            return collectives.collect(weight, self.axes[z[0]], 1, self._part(self.into, x))
+            return collectives.all_gather_sum_grad(weight, self.axes[z[0]], 1, self._part(self.into, x))
         return weight
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ class Cube:
         x = self.axes[self.style.axis[0]]
         if style.rows is not None:
             self._check(y, style.rows, (style.axis[0],))
-        return collectives.scatter(y, x, -1 if style.rows is None else style.rows)
+        return collectives.reduce_scatter(y, x, -1 if style.rows is None else style.rows)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output, whole where that was asked for."""

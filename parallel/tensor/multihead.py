@@ -44,7 +44,7 @@ class MultiheadParallel:
             raise UsageError("is_causal says what attn_mask is, which is missing", where=WHERE)
         axis = self._place.axis
         module = _plain(self)
-        entered = {id(x): collectives.fan_out(x, axis) for x in (query, key, value)}
+        entered = {id(x): collectives.copy_to_axis(x, axis) for x in (query, key, value)}
         inputs = [_rows_first(entered[id(x)], module.batch_first) for x in (query, key, value)]
         q, k, v = (
             functional.linear(x, weight, bias).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
@@ -60,7 +60,7 @@ class MultiheadParallel:
                 mixed = weights @ v
             else:
                 mixed = functional.scaled_dot_product_attention(q, k, v, mask, drop)
-        out = collectives.add_up(
+        out = collectives.all_reduce(
             functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis
         )
         out = out if module.out_proj.bias is None else out + module.out_proj.bias
@@ -74,9 +74,9 @@ class MultiheadParallel:
         if not need_weights:
             return out, None
         if average_attn_weights:
-            weights = collectives.add_up(weights.sum(1), axis) / self._heads[1]
+            weights = collectives.all_reduce(weights.sum(1), axis) / self._heads[1]
         else:
-            weights = collectives.gather(weights, axis, 1)
+            weights = collectives.all_gather(weights, axis, 1)
         return out, weights.squeeze(0) if query.dim() == 2 else weights
 
     def _mask(

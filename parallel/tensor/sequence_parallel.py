@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model.shards import Tile
 from pdrun.parallel.rng.shard_region import shard_region
@@ -71,7 +71,7 @@ def drops(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) or any(True for _ in module.children())
 
 
-def parts_along(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> Cuts:
+def parts_along(x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None) -> Cuts:
     """Return which part of the whole a tensor is; without ``total`` all parts have its size."""
     if axis.size == 1:
         return {}
@@ -79,15 +79,15 @@ def parts_along(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> Cut
         size = x.shape[dim]
         return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
     ((here,),) = L(axis.names).ranges(
-        axis.axes.grid, (total,), axis.axes.rank
+        axis.grid, (total,), axis.rank
     )  # axis after axis, as weights are cut
     return {dim: (*here, total)}
 
 
-def part_of(x: torch.Tensor, axis: Axis, dim: int, name: str) -> torch.Tensor:
+def part_of(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
     """Return this rank's part of a replicated sequence."""
     check_parts(x, axis, dim, name)
-    return collectives.part(x, axis, dim)
+    return collectives.slice_to_shard(x, axis, dim)
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ class Seq(Style):
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """
         Cut what comes in, gather what goes out, and have masks be parts, where there is any of it.
         """
         if not (self.cut or self.gather or drops(module)):
             return
         enter = functools.partial(part_of, axis=axis, dim=self.dim, name=name) if self.cut else same
-        leave = functools.partial(collectives.gather, axis=axis, dim=self.dim, total=self.total)
+        leave = functools.partial(collectives.all_gather, axis=axis, dim=self.dim, total=self.total)
         cuts = functools.partial(parts_along, axis=axis, dim=self.dim, total=self.total)
         make_region(module, Place(axis, enter, leave if self.gather else same, cuts))
 
@@ -149,7 +149,7 @@ class Replicate(Style):
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Leave the module as it is; what a dropout gets is whole, whatever is cut around it."""
         if isinstance(module, _DropoutNd) and not self.axis:
             make_region(module, Place(axis, same))

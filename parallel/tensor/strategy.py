@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import FIXED
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import Tile, set_tile, whole
 from pdrun.parallel.tensor.attention import Heads
@@ -104,7 +104,7 @@ class Strategy:
         for style in self.rules.values():
             for axis in names(style.axis):
                 grid.degree(axis)
-                if axis in FIXED:
+                if axis in FIXED_AXES:
                     raise UsageError(
                         f"{axis} is no tensor axis: weights are not cut over it", where=WHERE
                     )
@@ -121,7 +121,7 @@ class Strategy:
         _check_said(sites, unmatched)
         return Plan(tuple(sites), tiles, unmatched)
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any = None) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
         Cut a model in place: its weights become tiles, its modules compute with them. Return the
         model.
@@ -257,7 +257,7 @@ def _has_region(style: Style) -> bool:
     return getattr(style, "sequence", None) is not None or (isinstance(style, Seq) and style.cut)
 
 
-def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:
+def _entries(sites: tuple[Site, ...], axes: MeshGroups) -> dict[str, Entry]:
     """
     Return each site's way in: linear modules of one parent that are cut alike share one.
 
@@ -275,7 +275,7 @@ def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:
         groups.setdefault((group, style.axis, sequence), []).append(site.name)
     found = {}
     for (_, axis, dim), members in groups.items():
-        found.update(dict.fromkeys(members, Entry(axes[names(axis)], dim, len(members))))
+        found.update(dict.fromkeys(members, Entry(axes, names(axis), dim, len(members))))
     return found
 
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model.shards import Tile, tile
@@ -106,7 +107,7 @@ class Style(ABC):
         """
 
     @abstractmethod
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Have the module compute with its tiles, which it holds already."""
 
 
@@ -130,14 +131,18 @@ class Entry:
     tensor share one collective, forward and backward.
 
     Args:
-        axis: over which the modules are cut.
-        dim: along which the tensor is cut over the same axis; None: it is replicated.
+        axes: this rank's groups.
+        names: axes over which the modules are cut.
+        dim: along which the tensor is cut over the same axes; None: it is replicated.
         members: how many modules share the entry; when so many have come, nothing is kept any
             longer.
     """
 
-    def __init__(self, axis: Axis, dim: int | None, members: int = 1) -> None:
-        self.axis = axis
+    def __init__(
+        self, axes: MeshGroups, names: tuple[str, ...], dim: int | None, members: int = 1
+    ) -> None:
+        self.axes = axes
+        self.axis = axes[names]
         self.dim = dim
         self.members = members
         self._key: tuple[Any, ...] | None = None
@@ -164,8 +169,8 @@ class Entry:
 
     def _make(self, x: torch.Tensor) -> torch.Tensor:
         if self.dim is None:
-            return collectives.fan_out(x, self.axis)
-        return collectives.collect(x, self.axis, self.dim)
+            return collectives.copy_to_axis(x, self.axis)
+        return collectives.all_gather_sum_grad(x, self.axis, self.dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # it holds a process group, which has no copy; a copied model computes in the same place
@@ -201,7 +206,7 @@ class Place:
         cuts: from the input, which dims of the tensors in it are cut.
     """
 
-    axis: Axis
+    axis: AxisGroup
     enter: Callable[[torch.Tensor], torch.Tensor]
     leave: Callable[[torch.Tensor], torch.Tensor] = same
     cuts: Callable[[torch.Tensor], Cuts] = nothing_cut
@@ -240,7 +245,7 @@ def check_forward(name: str, module: nn.Module) -> None:
         )
 
 
-def check_parts(x: torch.Tensor, axis: Axis, dim: int, name: str) -> None:
+def check_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> None:
     """
     Refuse a sequence whose parts would differ: modules further on could not tell where it is cut.
     """
@@ -251,7 +256,7 @@ def check_parts(x: torch.Tensor, axis: Axis, dim: int, name: str) -> None:
         raise refuse(name, what, f"pad to a multiple of {axis.size}")
 
 
-def scatter_parts(x: torch.Tensor, axis: Axis, dim: int, name: str) -> torch.Tensor:
+def scatter_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
     """Return this rank's part of the sequence of a sum over the ranks."""
     check_parts(x, axis, dim, name)
-    return collectives.scatter(x, axis, dim)
+    return collectives.reduce_scatter(x, axis, dim)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 
 WHERE = "cross_entropy"
 
@@ -22,7 +22,7 @@ WHERE = "cross_entropy"
 class Words:
     """This rank's words of a vocabulary of ``total``: ``low`` up to ``high``."""
 
-    axis: Axis
+    axis: AxisGroup
     total: int
     low: int
     high: int

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.model.shards import Tile, tile_of
 from pdrun.parallel.tensor import linear
@@ -74,13 +74,13 @@ class Vocab(Style):
         found = module.named_parameters(recurse=False)
         return {key: seat.tile(name, tuple(param.shape), 0, self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
         """Look up or compute this rank's words."""
         total = tile_of(module.weight).shape[0]
         words = Words(axis, total, *shard_range(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):
             leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(
-                collectives.add_up, axis=axis
+                collectives.all_reduce, axis=axis
             )
             if self.sequence is not None:
                 leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
@@ -91,7 +91,7 @@ class Vocab(Style):
             become(module, VocabularyParallelEmbedding, Place(axis, entry, leave))
             return
         if self.gather:
-            leave = functools.partial(collectives.gather, axis=axis, dim=-1, total=total)
+            leave = functools.partial(collectives.all_gather, axis=axis, dim=-1, total=total)
         else:
             leave = functools.partial(mark, words=words)
             module.out_features = words.high - words.low

@@ -23,7 +23,7 @@ from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss import check_trains
 
 if TYPE_CHECKING:
-    from pdrun.parallel.comm.groups import Axes
+    from pdrun.parallel.comm.groups import MeshGroups
     from pdrun.parallel.rng.step_rng import StepRNG
     from pdrun.parallel.training.loss import Objective
     from pdrun.parallel.zero.engine import Engine
@@ -76,7 +76,7 @@ class StepContext(Protocol):
         ...
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshGroups:
         """This rank's position along each axis of the mesh."""
         ...
 

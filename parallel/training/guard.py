@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.model import param_hooks as hooks
-from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model import param_hooks
+from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.zero.engine import Engine
 
 WHERE = "pdrun.Run.step"
@@ -30,9 +30,9 @@ class Guard:
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        self._resting = norm_sync.resting(model) if ranks > 1 else []
+        self._resting = sync_batchnorm.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
-        self._hooks = hooks.counts(engine.weights)
+        self._hooks = param_hooks.counts(engine.weights)
         self._own = [after for _, after in self._hooks]
         self.torn = ""
         """The checkpoint of which only a part may have been taken up."""
@@ -54,10 +54,10 @@ class Guard:
                 would make each rank compute by its own rows.
         """
         self.check_whole(WHERE)
-        norm_sync.check_resting(self._resting)
-        found = hooks.counts(self._engine.weights)
+        sync_batchnorm.check_resting(self._resting)
+        found = param_hooks.counts(self._engine.weights)
         if found != self._hooks:
-            hooks.check(self._engine.weights, self._own, WHERE)
+            param_hooks.check(self._engine.weights, self._own, WHERE)
             self._hooks = found
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.driver import MicroBatch, Plain, StepContext
 from pdrun.parallel.training.loss import check_trains
@@ -82,7 +82,7 @@ class Interleaved(Plain):
     def _together(self, run: StepContext, parts: Sequence[Part]) -> list[Any]:
         """Run the copies' parts in turns, each on its stream where the device has some."""
         baton = Baton(len(parts), lambda: _leave(run), lambda kept: _enter(run, kept))
-        with run.axes.pausing(baton.pause), self._beside(run, parts) as found:
+        with run.axes.overlapping(baton.pause), self._beside(run, parts) as found:
             results = baton.run(found)
         self.turns += baton.turns
         return results
@@ -131,9 +131,9 @@ def _leave(run: StepContext) -> Any:
     Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
     of its rows.
     """
-    return run.rng.save_state(run.device), norm_sync.SyncedBatchNorm.weight_of_rows
+    return run.rng.save_state(run.device), sync_batchnorm.SyncedBatchNorm.weight_of_rows
 
 
 def _enter(run: StepContext, kept: Any) -> None:
-    place, norm_sync.SyncedBatchNorm.weight_of_rows = kept
+    place, sync_batchnorm.SyncedBatchNorm.weight_of_rows = kept
     run.rng.restore_state(place, run.device)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import words
+from pdrun.parallel.data.batch_slicing import is_string_list
 
 Loss = Callable[[Any, Any], Any]
 Forward = Callable[[nn.Module, Any], Any]
@@ -127,4 +127,4 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 hint="forward=lambda model, batch: ...",
             )
         return model(**named)
-    return model(batch[0] if isinstance(batch, (tuple, list)) and not words(batch) else batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) and not is_string_list(batch) else batch)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import Mesh
-from pdrun.parallel.comm.sharded import Comm
-from pdrun.parallel.data.batch_slicing import Strategy, to_device
-from pdrun.parallel.data.feed import Feed
+from pdrun.parallel.comm.sharded import ShardedGroup
+from pdrun.parallel.data.batch_slicing import BatchSlicing, to_device
+from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
@@ -35,18 +35,18 @@ from pdrun.parallel.zero.settings import Settings
 class SequenceSlicer(Protocol):
     """Gives each rank along cp its part of every sequence; see `pdrun.ContextParallel`."""
 
-    def part(self, batch: Any, axes: Axes) -> Any:
+    def part(self, batch: Any, axes: MeshGroups) -> Any:
         """
         Return this rank's part along cp of every sequence of a micro-batch. Losses are summed over
         these parts.
         """
         ...
 
-    def told(self, axes: Axes) -> str:
+    def told(self, axes: MeshGroups) -> str:
         """Return a line for `Run.explain`: how sequences are sliced."""
         ...
 
-    def running(self, axes: Axes) -> AbstractContextManager[None]:
+    def running(self, axes: MeshGroups) -> AbstractContextManager[None]:
         """Return the context manager of forwards and backwards on parts; it can be nested."""
         ...
 
@@ -61,7 +61,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     objective: Objective
     rng: StepRNG
-    batch_slicing: Strategy
+    batch_slicing: BatchSlicing
     """How the user's batches are sliced over dp."""
     scheduler: Any = None
     original: nn.Module | None = None
@@ -86,7 +86,7 @@ class RunState:
 
     steps: int = field(default=0, init=False)
     """Steps made so far."""
-    feed: Feed = field(default_factory=Feed, init=False)
+    feed: DataFeed = field(default_factory=DataFeed, init=False)
     """The batches that were handed out, and the position in the data."""
     persistent: set[str] = field(init=False)
     """Names of the buffers that are in the model's state dict."""
@@ -116,7 +116,7 @@ class RunState:
         return self.engine.settings
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshGroups:
         """This rank's position along each axis of the mesh."""
         return self.engine.place.axes
 
@@ -126,7 +126,7 @@ class RunState:
         return self.axes["dp"]
 
     @property
-    def data_group(self) -> Comm:
+    def data_group(self) -> ShardedGroup:
         """The data axes, dp and cp: gradients are summed over them."""
         return self.engine.whole
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, cut_sizes, take
+from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, ranges_of_sizes, take_rows
 from pdrun.parallel.training.driver import MicroBatch
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.rank_agreement import of_batch
@@ -29,17 +29,17 @@ def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -
         on_gradients: called when the gradients are reduced and clipped, before they are used.
     """
     state.guard.check()
-    state.feed.check(batch)
+    state.feed.check_batch(batch)
     _compare_first_batch(state, batch)
     state.steps += 1
-    watch = state.data_group.watch
-    watch.enter(f"step {state.steps}")
+    watch = state.data_group.watchdog
+    watch.enter_phase(f"step {state.steps}")
     versions = [buffer._version for buffer in state.buffers]
     with state.rng.isolate_generators(state.device):
         sums = compute_gradients(state, batch)
     metrics = _apply_gradients(state, sums, versions, on_gradients)
-    state.feed.used()
-    watch.leave()
+    state.feed.mark_used()
+    watch.leave_phase()
     state.guard.note()
     return metrics
 
@@ -108,24 +108,24 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     rank = state.rows.index
     times = state.settings.accumulate
     slicing = state.batch_slicing
-    shard = state.feed.shard(batch)
+    shard = state.feed.shard_of(batch)
     if shard is not None:
-        pieces = cut_rows(shard.rows, world, times)[rank]
-        local = cut_sizes(shard.sizes)
-        slicing = Strategy(dims=slicing.dims)
-    elif slicing.local or slicing.whole:
+        pieces = slice_rows(shard.rows, world, times)[rank]
+        local = ranges_of_sizes(shard.sizes)
+        slicing = BatchSlicing(dims=slicing.dims)
+    elif slicing.data_parallel or slicing.full_batch:
         rows = count_rows(batch, slicing)
-        local = cut_rows(rows, 1, times)[0]
-        offset = rank * rows if slicing.local else 0
-        slicing = Strategy(dims=slicing.dims)
+        local = slice_rows(rows, 1, times)[0]
+        offset = rank * rows if slicing.data_parallel else 0
+        slicing = BatchSlicing(dims=slicing.dims)
         pieces = [range(piece.start + offset, piece.stop + offset) for piece in local]
     else:
-        local = pieces = cut_rows(count_rows(batch, slicing), world, times)[rank]
+        local = pieces = slice_rows(count_rows(batch, slicing), world, times)[rank]
     if count_rows(batch, slicing) == 0:
         raise UsageError("the batch has no rows", where="pdrun.Run.step")
     found = []
     for place, (piece, where) in enumerate(zip(pieces, local, strict=True)):
-        part = take(batch, where if len(where) else range(1), slicing)
+        part = take_rows(batch, where if len(where) else range(1), slicing)
         found.append(
             MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place)
         )
@@ -136,11 +136,11 @@ def _compare_first_batch(state: RunState, batch: Any) -> None:
     """Refuse a first batch that differs from that of ranks which must share it."""
     agreement = state.agreement
     state.agreement = None
-    if agreement is None or state.feed.shard(batch) is not None:
+    if agreement is None or state.feed.shard_of(batch) is not None:
         return
     grid = state.mesh.grid
     rank = state.context.rank
-    if state.batch_slicing.local:
+    if state.batch_slicing.data_parallel:
         alike = grid.group_ranks(tuple(name for name in grid.names if name != "dp"), rank)
         hint = "ranks that differ along other axes than dp take the same rows"
     else:
@@ -176,7 +176,7 @@ def _apply_gradients(
     state.engine.step_done()
     for buffer, version in zip(state.buffers, versions, strict=True):
         if buffer._version != version:
-            state.data_group.from_first(buffer, "a buffer")
+            state.data_group.broadcast_first(buffer, "a buffer")
     return Metrics(state.steps, numbers, norm, skipped)
 
 

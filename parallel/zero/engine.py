@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.rank_groups import Place
-from pdrun.parallel.comm.sharded import Comm, Pending
+from pdrun.parallel.comm.rank_groups import RankGroups
+from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
 from pdrun.parallel.model.shard_map import Catalogue, Holders
 from pdrun.parallel.model.weights import Weight, assign_units, bundle
 from pdrun.parallel.zero.bucket_order import BucketOrder
@@ -57,7 +57,7 @@ class Engine:
         self,
         model: nn.Module,
         weights: list[Weight],
-        place: Place,
+        place: RankGroups,
         holders: Holders,
         catalogue: Catalogue,
         settings: Settings,
@@ -70,9 +70,9 @@ class Engine:
         self.holders = holders
         self.catalogue = catalogue
         self.settings = settings
-        self.whole = place.whole
-        self.cut = place.cut
-        self.gathers = place.gathers
+        self.whole = place.data
+        self.cut = place.sharded_data
+        self.gathers = place.weight_gathers
         self._policy = Policy(
             settings.level, settings.exact, settings.accumulate, settings.wire, settings.keeps
         )
@@ -96,8 +96,8 @@ class Engine:
         # gather that they need
         may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
         self._order = BucketOrder(self.bundles, self._unit_indices(), self.gatherer, may_wait)
-        only = len(place.tellers) < place.job.world
-        self._tellers = torch.tensor(place.tellers, device=self.whole.device) if only else None
+        only = len(place.loss_ranks) < place.job.world
+        self._tellers = torch.tensor(place.loss_ranks, device=self.whole.device) if only else None
         self.used = [False] * len(catalogue.entries)
         """Which weights of the whole model had a gradient in the last step, on any rank."""
 
@@ -132,12 +132,12 @@ class Engine:
                 model, by_unit, self._units, self.gathers, settings.keeps, self._skip_unit
             )
 
-    def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
+    def _add_bundle(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
         label = (
             f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
         )
         dtype = self.settings.precision.sums(group[0].dtype)
-        across = self.place.across(group[0].sums, group[0].stages)
+        across = self.place.sum_groups(group[0].sums, group[0].stages)
         self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
@@ -348,13 +348,13 @@ class Engine:
         self._hand_over()
         return numbers, norm
 
-    def _tell(self, sums: torch.Tensor) -> Pending:
+    def _tell(self, sums: torch.Tensor) -> PendingResult:
         """Start exchanging every slice's loss, and which weights had a gradient on any rank."""
         flags = [False] * len(self.used)
         for part in self.bundles:
             for weight, used in zip(part.weights, part.used, strict=True):
                 flags[weight.index] = used
-        return self.place.job.exchange(sums, flags, "the losses")
+        return self.place.job.exchange_numbers(sums, flags, "the losses")
 
     def _totals(self) -> list[torch.Tensor]:
         """

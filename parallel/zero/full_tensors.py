@@ -172,7 +172,7 @@ class _Bundle:
 def _gathering(cut: Cut) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
         full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
-        cut.comm.gather(full, cut.master.detach().to(full.device), cut.label).wait()
+        cut.comm.gather_shards(full, cut.master.detach().to(full.device), cut.label).wait()
         return full
 
     return gather
@@ -185,7 +185,7 @@ def _totalling(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
         if index not in engine.cut_of:
             return total
         full = total.new_empty(part.layout.numel)
-        part.comm.gather(full, total, "the gradients").wait()
+        part.comm.gather_shards(full, total, "the gradients").wait()
         return full
 
     return gather
@@ -237,7 +237,7 @@ def _assembled(
             data = part.contiguous()
         else:
             data = torch.empty(shape, dtype=dtype, device=comm.device)
-        received.append((box, comm.give(data, place, f"a part of {entry.name}")))
+        received.append((box, comm.start_broadcast(data, place, f"a part of {entry.name}")))
     out = torch.empty(entry.shape, dtype=dtype, device=comm.device)
     for box, pending in received:
         Tile(entry.shape, L(*[None] * len(entry.shape)), box).put(pending.wait(), out)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.zero.shards import Cut
 
 
@@ -97,7 +97,7 @@ class Lane:
         for cuts in self.units.values():
             close(cuts)
 
-    def agree(self, comm: Comm) -> None:
+    def agree(self, comm: ShardedGroup) -> None:
         """
         Take over the order in which rank 0 ran the units, after the first forward pass; one that it
         left out follows the unit registered before it.
@@ -111,7 +111,7 @@ class Lane:
                 order.insert(order.index(registered[place - 1]) + 1 if place else 0, index)
         told = torch.tensor(order, dtype=torch.int64, device=comm.device)
         if order:
-            comm.from_first(told, "the order of the units")
+            comm.broadcast_first(told, "the order of the units")
         self._order = told.tolist()
         self._place = {index: place for place, index in enumerate(self._order)}
         self._seen = None

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel import torch_compat as compat
-from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel import torch_compat
+from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.zero.gather_order import Lane, close, ready, start
 from pdrun.parallel.zero.shards import Cut
 
@@ -44,7 +44,7 @@ class Gatherer:
         model: nn.Module,
         cuts: Mapping[str, Sequence[Cut]],
         units: Sequence[str],
-        comm: Comm,
+        comm: ShardedGroup,
         keeps: bool,
         left_out: Callable[[int], None],
     ) -> None:
@@ -268,7 +268,7 @@ def _on_grad(values: Any, call: Callable[[], None]) -> None:
             call()
 
     for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and compat.is_transformed(leaf):
+        if isinstance(leaf, torch.Tensor) and torch_compat.is_transformed(leaf):
             what = "a unit is called inside torch.func (vmap, grad), which does not tell when its backward begins"
             hint = 'gather="step" has units there from their first forward to their last backward'
             raise UsageError(what, where="pdrun.Run.step", hint=hint)

@@ -10,7 +10,7 @@ import torch
 from pdrun.parallel.torch_compat import widest_float
 
 if TYPE_CHECKING:
-    from pdrun.parallel.comm.rank_groups import Place
+    from pdrun.parallel.comm.rank_groups import RankGroups
     from pdrun.parallel.model.weights import Weight
     from pdrun.parallel.zero.gradients import GradBundle
 
@@ -54,7 +54,7 @@ def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
 def global_norm(
     totals: Sequence[tuple[GradBundle, torch.Tensor]],
     alone: Sequence[Weight],
-    place: Place,
+    place: RankGroups,
     exact: bool,
 ) -> torch.Tensor:
     """
@@ -67,7 +67,7 @@ def global_norm(
         place: the groups to sum over.
         exact: see `square_sum`.
     """
-    device = place.whole.device
+    device = place.data.device
     square = torch.zeros((), dtype=widest_float(device), device=device)
     for shared in (True, False):
         some = [(part, total) for part, total in totals if (part.comm.shards > 1) == shared]
@@ -75,14 +75,14 @@ def global_norm(
             mine = [tensor for part, total in some for tensor in _counted(part, total)]
             found = square_sum(mine, exact) if mine else torch.zeros_like(square)
             if shared:
-                found = place.cut.sum_small(found, "the norm", shards_only=True).wait()
+                found = place.sharded_data.sum_small(found, "the norm", shards_only=True).wait()
             square += found
     if alone:
         loose = [
             grad for weight in alone if weight.counted and (grad := weight.param.grad) is not None
         ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
-        square += place.whole.sum_small(found, "the norm of the layerwise weights").wait()
+        square += place.data.sum_small(found, "the norm of the layerwise weights").wait()
     total: torch.Tensor = place.model.sum_small(square, "the norm over the model axes").wait()
     return total.sqrt()
 

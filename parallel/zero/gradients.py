@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.comm.sharded import Comm, Pending
+from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
 
@@ -100,12 +100,12 @@ class GradBundle:
     def __init__(
         self,
         weights: Sequence[Weight],
-        comm: Comm,
+        comm: ShardedGroup,
         policy: Policy,
         pool: Pool,
         dtype: torch.dtype,
         label: str,
-        across: Sequence[Comm] = (),
+        across: Sequence[ShardedGroup] = (),
     ) -> None:
         self.weights = list(weights)
         self.comm = comm
@@ -130,7 +130,7 @@ class GradBundle:
         self._pool = pool
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._pending: Pending | None = None
+        self._pending: PendingResult | None = None
         self._total: torch.Tensor | None = None
         self._keep = comm.shards == 1
         """The total is as large as the flat buffer, which then stays and holds it."""

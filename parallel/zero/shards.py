@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pdrun.parallel.comm.sharded import Comm, Pending
+from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
 
@@ -40,7 +40,7 @@ class Cut:
     def __init__(
         self,
         weights: Sequence[Weight],
-        comm: Comm,
+        comm: ShardedGroup,
         *,
         compute: torch.dtype,
         train: torch.dtype,
@@ -60,7 +60,7 @@ class Cut:
         )
         self.segments: list[Segment] = self.layout.segments(comm.shard)
         self.home = home
-        self._pending: Pending | None = None
+        self._pending: PendingResult | None = None
         self.full = torch.zeros(self.layout.numel, dtype=compute, device=comm.device)
         self._own = self.full.narrow(0, comm.shard * self.layout.length, self.layout.length)
         self.shared = compute == train and not released and home == comm.device
@@ -154,4 +154,4 @@ class Cut:
                 if shard.data_ptr() != self._own.data_ptr():
                     self._own.copy_(shard)
                 shard = self._own
-            self._pending = self.comm.gather(self.full, shard, self.label)
+            self._pending = self.comm.gather_shards(self.full, shard, self.label)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdrun.rendezvous.protocol.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.chaos.jobs import PORT, Bed
 from tests.chaos.processes import BedError
 from tests.e2e.conftest import until
@@ -122,7 +122,7 @@ def test_another_token_is_told_on_both_sides_within_five_seconds(bed: Bed) -> No
     first.expect("1 of 2 nodes")
     wrong = bed.folder / "wrong"
     wrong.touch(0o600)
-    wrong.write_text(token_text(Secret.random()) + "\n")
+    wrong.write_text(format_token(Secret.random()) + "\n")
     started = time.monotonic()
     second = bed.start("h2", nodes="2", token=wrong)
     assert second.wait(20) == 77 and "token" in second.err, second.err

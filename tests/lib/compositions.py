@@ -96,7 +96,7 @@ class Place:
     def mesh(self) -> mesh.Mesh:
         """Return the devices; linears over two axes have two."""
         tensor = {"x": 2, "y": self.tp // 2} if self.kind == "2d" else {"tp": self.tp}
-        return mesh.of(pp=self.pp, dp=self.dp, cp=self.cp, **tensor)
+        return mesh.make_mesh(pp=self.pp, dp=self.dp, cp=self.cp, **tensor)
 
     def __str__(self) -> str:
         return "-".join(
@@ -245,7 +245,7 @@ def collectives(task: Task, place: Place) -> dict[str, int]:
     """Prove a run; return how many collectives of each kind over tp a step has."""
     run = make(task, place)
     run.verify([batch_of(12, 9)])
-    run.axes.forget()
+    run.axes.reset_counts()
     run.step(batch_of(12, 0))
     return {
         kind: count.calls for (kind, names), count in run.axes.counts.items() if names == ("tp",)
@@ -258,7 +258,7 @@ def words_over_two_axes() -> tuple[int, int]:
         Model(False, 0.0, 2),
         OPTIMIZERS["SGD"],
         token_loss,
-        mesh=mesh.of(x=2, y=2),
+        mesh=mesh.make_mesh(x=2, y=2),
         sample=batch_of(12, 0),
         strategy=Operators({"head.weight": L(("y", "x"), None)}, gather=False),
     )

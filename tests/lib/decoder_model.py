@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import tile_of
 from pdrun.parallel.tensor import Strategy, col, heads, row, seq, vocab
@@ -133,10 +133,10 @@ def strategy(
     )
 
 
-def axes_of(grid: Grid) -> Axes:
+def axes_of(grid: Grid) -> MeshGroups:
     """Return this process's place."""
     rank = torch.distributed.get_rank()
-    return Axes(grid, rank, torch.device("cpu"), Watch(30.0, rank, grid.size))
+    return MeshGroups(grid, rank, torch.device("cpu"), CollectiveWatchdog(30.0, rank, grid.size))
 
 
 def tokens(words: int = 37, rows: int = ROWS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def plain_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
 
 
-def whole_gradients(model: nn.Module, axes: Axes) -> dict[str, Tensor]:
+def whole_gradients(model: nn.Module, axes: MeshGroups) -> dict[str, Tensor]:
     """
     Return the gradients of whole weights, put together from all ranks' tiles, after the sums that
     tiles ask for.
@@ -185,7 +185,7 @@ def compare(
     loss: Callable[[nn.Module, Any], Tensor] = plain_loss,
     cut_loss: Callable[[nn.Module, Any], Tensor] | None = None,
     exact: bool | None = None,
-) -> tuple[nn.Module, Axes]:
+) -> tuple[nn.Module, MeshGroups]:
     """
     Compare loss and gradients of a model and of its cut copy, which is returned with its counted
     axes.
@@ -195,7 +195,7 @@ def compare(
     """
     cut, axes = copy.deepcopy(model), axes_of(grid)
     assert how.apply(cut, axes) is cut
-    axes.forget()
+    axes.reset_counts()
     mine = (cut_loss or loss)(cut, batch)
     mine.backward()
     counts = copy.deepcopy(axes.counts)
@@ -222,5 +222,5 @@ def compare(
             atol=(1e-12 if exact else 1e-6) * scale,
             msg=lambda text, told=told: f"{told}: {text}",
         )
-    axes.counts = counts
+    axes.state.counts = counts
     return cut, axes

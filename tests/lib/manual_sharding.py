@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.parallel.comm import autograd as c
-from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import set_tile, tile, tile_of
 from pdrun.parallel.rng.shard_region import shard_region
@@ -26,11 +26,11 @@ class CutBlock(Block):
     the sequence.
     """
 
-    axis: Axis
+    axis: AxisGroup
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
-        h = c.fan_out(self.norm1(x), self.axis)
+        h = c.copy_to_axis(self.norm1(x), self.axis)
         heads = self.qkv.weight.shape[0] // (3 * (WIDTH // 4))
         q, k, v = (
             F.linear(h, self.qkv.weight, self.qkv.bias)
@@ -42,35 +42,35 @@ class CutBlock(Block):
             .transpose(1, 2)
             .reshape(rows, length, -1)
         )
-        x = x + self.drop(c.add_up(F.linear(mixed, self.proj.weight), self.axis) + self.proj.bias)
-        part = c.part(x, self.axis, 1)
-        h = c.collect(self.norm2(part), self.axis, 1, length)
+        x = x + self.drop(c.all_reduce(F.linear(mixed, self.proj.weight), self.axis) + self.proj.bias)
+        part = c.slice_to_shard(x, self.axis, 1)
+        h = c.all_gather_sum_grad(self.norm2(part), self.axis, 1, length)
         hidden = F.gelu(F.linear(h, self.up.weight, self.up.bias))
-        y = c.scatter(F.linear(hidden, self.down.weight), self.axis, 1) + self.down.bias
+        y = c.reduce_scatter(F.linear(hidden, self.down.weight), self.axis, 1) + self.down.bias
         with shard_region({1: (*shard_range(length, self.axis.size, self.axis.index), length)}):
             y = self.drop(y)
-        return x + c.gather(y, self.axis, 1, length)
+        return x + c.all_gather(y, self.axis, 1, length)
 
 
 class CutWords(nn.Embedding):
     """A part of the vocabulary."""
 
-    axis: Axis
+    axis: AxisGroup
 
     def forward(self, x: Tensor) -> Tensor:
         low, high = shard_range(WORDS, self.axis.size, self.axis.index)
         mine = (x >= low) & (x < high)
         found = F.embedding((x - low).masked_fill(~mine, 0), self.weight)
-        return c.add_up(found * mine.unsqueeze(-1), self.axis)
+        return c.all_reduce(found * mine.unsqueeze(-1), self.axis)
 
 
 class CutHead(nn.Linear):
     """Logits of a part of the vocabulary, gathered."""
 
-    axis: Axis
+    axis: AxisGroup
 
     def forward(self, x: Tensor) -> Tensor:
-        return c.gather(F.linear(c.fan_out(x, self.axis), self.weight), self.axis, -1, WORDS)
+        return c.all_gather(F.linear(c.copy_to_axis(x, self.axis), self.weight), self.axis, -1, WORDS)
 
 
 class Megatron:
@@ -79,7 +79,7 @@ class Megatron:
     def __init__(self, *names: str) -> None:
         self.names = names or ("tp",)
 
-    def apply(self, model: Any, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: Any, axes: MeshGroups, sample: Any) -> nn.Module:
         """See `tiles.Cutter`."""
         axis = axes[self.names]
         done: dict[int, nn.Parameter] = {}

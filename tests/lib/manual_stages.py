@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.driver import MicroBatch, StepContext
@@ -38,7 +38,7 @@ class Stages:
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
 
-    def apply(self, model: Any, axes: Axes, sample: Any) -> tuple[nn.Module, Fill]:
+    def apply(self, model: Any, axes: MeshGroups, sample: Any) -> tuple[nn.Module, Fill]:
         """Keep this rank's stage."""
         axis = axes["pp"]
         model.__class__ = Stage

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import checkpoint as checkpoint
+from torch.utils import checkpoint
 
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model.shards import tile_of
@@ -216,9 +216,9 @@ def inputs(name: str, rows: int, dtype: torch.dtype = torch.float64) -> tuple[Te
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in NETS[name][1](rows))
 
 
-def axes_of(grid: Grid) -> Axes:
+def axes_of(grid: Grid) -> MeshGroups:
     rank = torch.distributed.get_rank()
-    return Axes(grid, rank, torch.device("cpu"), Watch(30.0, rank, grid.size))
+    return MeshGroups(grid, rank, torch.device("cpu"), CollectiveWatchdog(30.0, rank, grid.size))
 
 
 def judged(output: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def compare(
         torch.manual_seed(100 + step)
         wanted = judged(reference(*data))
         torch.manual_seed(100 + step)
-        places.forget()
+        places.reset_counts()
         loss = judged(cut(*data))
         forward = {str(key): (c.calls, c.nbytes) for key, c in places.counts.items()}
         if dtype == torch.float64:
@@ -359,7 +359,7 @@ def copied(axes: dict[str, int], entries: Any) -> None:
 
 
 def apply(
-    strategy: Operators, model: nn.Module, places: Axes, sample: tuple[Tensor, ...]
+    strategy: Operators, model: nn.Module, places: MeshGroups, sample: tuple[Tensor, ...]
 ) -> nn.Module:
     """Cut a model for a call with several arguments."""
     return strategy.cut(model, places, sample, {})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.mesh import solve
+from pdrun.parallel.comm.mesh import solve_mesh
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.strategy import OpLayout
@@ -233,7 +233,7 @@ def make(case: Case) -> Run:
         case.build(),
         lambda params: torch.optim.SGD(params, lr=0.1),
         token_loss,
-        mesh=solve(case.world, {"pp": case.pp, "dp": case.dp, **tensor}),
+        mesh=solve_mesh(case.world, {"pp": case.pp, "dp": case.dp, **tensor}),
         pipeline=Pipeline(case.microbatches, **dict(case.more)),
         norm=True,
         seed=5,
@@ -464,7 +464,7 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
         )
         for kind in KINDS
     }
-    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.volumes(run.state).items()}
+    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.count_traffic(run.state).items()}
     return {kind: count for kind, count in counted.items() if count[0]}, predicted
 
 
@@ -496,7 +496,7 @@ def gathered(case: Case) -> tuple[int, int, int]:
     for cut in run.state.engine.cuts:
         cut.start = watched(cut.start)  # type: ignore[method-assign]
     run.step(batch_of(case.rows[-1], 1))
-    return most, memory._gathered(run.state), now()
+    return most, memory._gathered_bytes(run.state), now()
 
 
 def outputs(case: Case) -> list[Any]:

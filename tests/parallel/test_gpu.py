@@ -14,7 +14,7 @@ import pytest
 
 import pdrun
 from pdrun.parallel.comm import communicator as axis
-from pdrun.parallel.compiler import matmul_pass as joining
+from pdrun.parallel.compiler import matmul_pass
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
 
@@ -101,7 +101,7 @@ def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
     """Prove, train, save, and take up again; return what went wrong."""
     wrong = []
     if kind == "joined":  # however little it is worth with tensors of these sizes
-        axis.LEAST = axis.ROW = joining.WORTH = 0
+        axis.MIN_SHARD_BYTES = axis.ROW = matmul_pass.MIN_BYTES = 0
     for number, (task, place) in enumerate(cases):
         try:
             before = mixed.first(task, place, f"{folder}/{number}")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import pdrun
-from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm import mesh
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.parallelize import parallelize
@@ -38,10 +38,10 @@ Degrees = dict[str, int]
 
 def make(case: Case, degrees: Degrees, **more: Any) -> Run:
     """Return a case's run on a mesh; ``case.world`` is that of all its ranks."""
-    names = [name for name in degrees if name not in mesh.FIXED]
+    names = [name for name in degrees if name not in mesh.FIXED_AXES]
     if degrees.get("pp", 1) > 1:
         more["pipeline"], case = Stages(case.accumulate), dataclasses.replace(case, accumulate=1)
-    return zoo.make(case, mesh=mesh.of(**degrees), strategy=Megatron(*names), **more)
+    return zoo.make(case, mesh=mesh.make_mesh(**degrees), strategy=Megatron(*names), **more)
 
 
 def proven(case: Case, degrees: Degrees) -> Any:
@@ -186,7 +186,7 @@ def grouped(degrees: Degrees | None, layerwise: tuple[str, ...]) -> Any:
             made.state[param]["sum"].uniform_(
                 generator=torch.Generator().manual_seed(param.numel())
             )
-    where = {"mesh": mesh.of(**degrees), "strategy": Megatron()} if degrees else {}
+    where = {"mesh": mesh.make_mesh(**degrees), "strategy": Megatron()} if degrees else {}
     run = parallelize(
         model, made, zoo.token_loss, optimizer_level=1, layerwise=layerwise, clip=0.2, **where
     )
@@ -280,20 +280,20 @@ def test_saved_on_one_mesh_taken_up_on_another(
     again = worlds(two.world).run(saved, two, after[2], str(tmp_path / "b"), found[0][1])
     assert all(told[0] == found[0][0] for told in [*found, *again])
     assert [told[2] for told in again] == pytest.approx([found[0][2]] * two.world, rel=1e-5)
-    first, second = Reader(Path(found[0][1])), Reader(Path(again[0][1]))
-    names = {name for name in first.names() if not name.startswith("rng/")}
-    assert names == {name for name in second.names() if not name.startswith("rng/")}
+    first, second = CheckpointReader(Path(found[0][1])), CheckpointReader(Path(again[0][1]))
+    names = {name for name in first.tensor_names() if not name.startswith("rng/")}
+    assert names == {name for name in second.tensor_names() if not name.startswith("rng/")}
     assert "state/blocks.0.qkv.weight/exp_avg" in names
     for name in names:
-        assert torch.equal(first.read(name), second.read(name)), name
+        assert torch.equal(first.read_tensor(name), second.read_tensor(name)), name
         for reader in (first, second):
             assert (
-                sum(piece.box.numel for piece in reader.pieces(name)) == first.read(name).numel()
+                sum(piece.region.numel for piece in reader.pieces_of(name)) == first.read_tensor(name).numel()
             ), name
 
 
 def exported(degrees: Degrees, path: str) -> bool:
-    world = mesh.of(**degrees).size
+    world = mesh.make_mesh(**degrees).size
     run = make(Case(world, 1), degrees)
     run.step(zoo.batch_of(24, 0))
     run.export(path)
@@ -319,7 +319,7 @@ def fill(module: nn.Module) -> None:
 
 
 def filled(level: int, degrees: Degrees) -> Any:
-    names = [name for name in degrees if name not in mesh.FIXED]
+    names = [name for name in degrees if name not in mesh.FIXED_AXES]
     with pdrun.empty_init():
         model = zoo.Tiny(tied=True)
     stages = {"pipeline": Stages(1)} if degrees.get("pp", 1) > 1 else {}
@@ -327,7 +327,7 @@ def filled(level: int, degrees: Degrees) -> Any:
         model,
         zoo.OPTIMIZERS["AdamW"],
         zoo.token_loss,
-        mesh=mesh.of(**degrees),
+        mesh=mesh.make_mesh(**degrees),
         strategy=Megatron(*names),
         optimizer_level=level,
         init=fill,
@@ -401,8 +401,8 @@ class OddPart(Odd):
     """One output here, the other on the next rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = c.fan_out(self.inner(x), self.axis)
-        return c.add_up(self.outs[self.axis.index](h), self.axis)
+        h = c.copy_to_axis(self.inner(x), self.axis)
+        return c.all_reduce(self.outs[self.axis.index](h), self.axis)
 
 
 class Shares:
@@ -414,7 +414,7 @@ class Shares:
     def __init__(self, honest: bool = True) -> None:
         self.honest = honest
 
-    def apply(self, model: Any, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: Any, axes: MeshGroups, sample: Any) -> nn.Module:
         """See `tiles.Cutter`."""
         model.__class__, model.axis = OddPart, axes["tp"]
         for out in model.outs if self.honest else []:
@@ -431,14 +431,14 @@ def odd(level: int, honest: bool) -> Any:
         Odd(),
         sgd,
         square_loss,
-        mesh=mesh.of(dp=2, tp=2),
+        mesh=mesh.make_mesh(dp=2, tp=2),
         strategy=Shares(honest),
         optimizer_level=level,
         clip=0.1,
     )
     run.verify([pair(12)])
     run.step(pair(12))
-    sums = run.state.engine.place.across(("tp",), ())[0].calls["all_reduce"]
+    sums = run.state.engine.place.sum_groups(("tp",), ())[0].calls["all_reduce"]
     return [value.tolist() for value in run.full_weights().values()], sums
 
 
@@ -474,20 +474,20 @@ class Halves:
     itself.
     """
 
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """Leave the model as it is."""
         return model
 
-    def part(self, batch: Any, axes: Axes) -> Any:
+    def part(self, batch: Any, axes: MeshGroups) -> Any:
         """Cut dim 1."""
         low, high = shard_range(batch[0].shape[1], axes["cp"].size, axes["cp"].index)
         return tuple(leaf[:, low:high] for leaf in batch)
 
-    def told(self, axes: Axes) -> str:
+    def told(self, axes: MeshGroups) -> str:
         """See `pdrun.parallel.interfaces.SequenceCutter`."""
         return "positions are cut"
 
-    def running(self, axes: Axes) -> Any:
+    def running(self, axes: MeshGroups) -> Any:
         """Nothing."""
         return nullcontext()
 
@@ -502,7 +502,7 @@ def along_cp(level: int) -> Any:
         words_only(),
         sgd,
         zoo.token_loss,
-        mesh=mesh.of(dp=2, cp=2),
+        mesh=mesh.make_mesh(dp=2, cp=2),
         context=Halves(),
         optimizer_level=level,
         norm=True,
@@ -575,7 +575,7 @@ def test_explain_tells_of_stages(worlds: Worlds) -> None:
 class Elsewhere(Megatron):
     """Cuts over the data."""
 
-    def apply(self, model: Any, axes: Axes, sample: Any) -> nn.Module:
+    def apply(self, model: Any, axes: MeshGroups, sample: Any) -> nn.Module:
         """See `tiles.Cutter`."""
         old = model.never
         part = tile(tuple(old.shape), L("dp"), axes.grid, axes.rank)
@@ -590,17 +590,17 @@ def refused(what: str) -> None:
         "pipeline": {"pp": 2},
     }
     options: dict[str, Any] = {
-        "mesh": mesh.of(**degrees.get(what, {"tp": 2})),
+        "mesh": mesh.make_mesh(**degrees.get(what, {"tp": 2})),
         "strategy": Megatron(),
     }
     if what in degrees:
         del options["strategy"]
     elif what == "accumulate":
-        options = {"mesh": mesh.of(pp=2), "pipeline": Stages(2), "accumulate": 2}
+        options = {"mesh": mesh.make_mesh(pp=2), "pipeline": Stages(2), "accumulate": 2}
     elif what == "dropout":
         options["native_dropout"] = True
     elif what == "data":
-        options = {"mesh": mesh.of(dp=2), "strategy": Elsewhere()}
+        options = {"mesh": mesh.make_mesh(dp=2), "strategy": Elsewhere()}
     optimizer: Any = torch.optim.Muon if what == "muon" else torch.optim.SGD
     model = zoo.build()
     chosen = [param for param in model.parameters() if param.dim() == 2]

@@ -35,15 +35,15 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize(
     ("world", "degrees", "want"),
     [
-        (4, {"dp": -1}, mesh.of(dp=4)),
-        (1, {"dp": -1, "tp": 1}, mesh.of()),
-        (8, {"dp": 8, "pp": 1}, mesh.of(dp=8)),
-        (8, {"tp": 2, "dp": -1, "pp": 2}, mesh.of(pp=2, dp=2, tp=2)),
-        (8, {"dp": 2, "x": 2, "y": -1}, mesh.of(dp=2, x=2, y=2)),
+        (4, {"dp": -1}, mesh.make_mesh(dp=4)),
+        (1, {"dp": -1, "tp": 1}, mesh.make_mesh()),
+        (8, {"dp": 8, "pp": 1}, mesh.make_mesh(dp=8)),
+        (8, {"tp": 2, "dp": -1, "pp": 2}, mesh.make_mesh(pp=2, dp=2, tp=2)),
+        (8, {"dp": 2, "x": 2, "y": -1}, mesh.make_mesh(dp=2, x=2, y=2)),
     ],
 )
 def test_degrees_are_solved(world: int, degrees: dict[str, int], want: mesh.Mesh) -> None:
-    assert mesh.solve(world, degrees) == want
+    assert mesh.solve_mesh(world, degrees) == want
     assert want.size == world
 
 
@@ -59,7 +59,7 @@ def test_degrees_are_solved(world: int, degrees: dict[str, int], want: mesh.Mesh
 )
 def test_wrong_degrees_are_refused(world: int, degrees: dict[str, int], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        mesh.solve(world, degrees)
+        mesh.solve_mesh(world, degrees)
 
 
 # ---- slices -----------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_wrong_degrees_are_refused(world: int, degrees: dict[str, int], text: st
 
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 5))
 def test_slices_cover_the_rows_once_and_evenly(rows: int, world: int, times: int) -> None:
-    cut = slicing.cut_rows(rows, world, times)
+    cut = slicing.slice_rows(rows, world, times)
     in_order = [cut[rank][a] for a in range(times) for rank in range(world)]
     assert [row for piece in in_order for row in piece] == list(range(rows))
     assert max(map(len, in_order)) - min(map(len, in_order)) <= 1
@@ -75,8 +75,8 @@ def test_slices_cover_the_rows_once_and_evenly(rows: int, world: int, times: int
 
 @given(st.integers(0, 100), st.integers(1, 4), st.integers(1, 4))
 def test_slices_do_not_depend_on_who_computes_them(rows: int, world: int, times: int) -> None:
-    alone = slicing.cut_rows(rows, 1, world * times)[0]
-    cut = slicing.cut_rows(rows, world, times)
+    alone = slicing.slice_rows(rows, 1, world * times)[0]
+    cut = slicing.slice_rows(rows, world, times)
     assert [cut[rank][a] for a in range(times) for rank in range(world)] == alone
 
 
@@ -90,19 +90,19 @@ def test_slices_do_not_depend_on_who_computes_them(rows: int, world: int, times:
     ],
 )
 def test_dataset_strategies(value: Any, dims: Any) -> None:
-    assert slicing.parse(value, 4).dims == dims
+    assert slicing.parse_batch_slicing(value, 4).dims == dims
 
 
 @pytest.mark.parametrize("value", ["fullbatch", 3, ((2, 1),), ((4, 4),), (True,), (-1,), ("dp",)])
 def test_wrong_dataset_strategies(value: Any) -> None:
     with pytest.raises(UsageError, match="dataset_strategy"):
-        slicing.parse(value, 4)
+        slicing.parse_batch_slicing(value, 4)
 
 
 def test_batches_are_cut_by_dim() -> None:
     batch = {"image": torch.arange(24).view(2, 3, 4), "label": torch.arange(4), "name": "x"}
-    strategy = slicing.parse((2, 0, None), 2)
-    part = slicing.take(batch, range(1, 3), strategy)
+    strategy = slicing.parse_batch_slicing((2, 0, None), 2)
+    part = slicing.take_rows(batch, range(1, 3), strategy)
     assert slicing.count_rows(batch, strategy) == 4
     assert part["image"].tolist() == batch["image"][:, :, 1:3].tolist()
     assert (part["label"].tolist(), part["name"]) == ([1, 2], "x")
@@ -119,8 +119,8 @@ def test_strings_and_arrays_go_with_the_rows() -> None:
         "other": numpy.arange(3),
         "n": [1, 2, 3, 4],
     }
-    part = slicing.take(batch, range(1, 3), slicing.Strategy())
-    assert slicing.count_rows(batch, slicing.Strategy()) == 4
+    part = slicing.take_rows(batch, range(1, 3), slicing.BatchSlicing())
+    assert slicing.count_rows(batch, slicing.BatchSlicing()) == 4
     assert (part["x"].tolist(), part["id"], part["both"]) == (
         [1, 2],
         ["b", "c"],
@@ -128,11 +128,11 @@ def test_strings_and_arrays_go_with_the_rows() -> None:
     )
     assert (part["array"].tolist(), part["other"].tolist()) == ([[2, 3], [4, 5]], [0, 1, 2])
     assert (part["classes"], part["n"]) == (("cat", "dog"), [1, 2, 3, 4])
-    assert slicing.take(batch, range(2), slicing.Strategy(whole=True))["id"] == ["a", "b", "c", "d"]
+    assert slicing.take_rows(batch, range(2), slicing.BatchSlicing(full_batch=True))["id"] == ["a", "b", "c", "d"]
     pair = (["a", "b"], numpy.arange(6).reshape(3, 2))
-    assert slicing.take(pair, range(1), slicing.Strategy((0, 1)))[1].tolist() == [[0], [2], [4]]
-    assert slicing.take(pair, range(1), slicing.Strategy((None, 1)))[0] == ["a", "b"]
-    assert slicing.count_rows(["a", "b", "c"], slicing.Strategy()) == 3
+    assert slicing.take_rows(pair, range(1), slicing.BatchSlicing((0, 1)))[1].tolist() == [[0], [2], [4]]
+    assert slicing.take_rows(pair, range(1), slicing.BatchSlicing((None, 1)))[0] == ["a", "b"]
+    assert slicing.count_rows(["a", "b", "c"], slicing.BatchSlicing()) == 3
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_strings_and_arrays_go_with_the_rows() -> None:
 )
 def test_wrong_batches(batch: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        slicing.count_rows(batch, slicing.Strategy())
+        slicing.count_rows(batch, slicing.BatchSlicing())
 
 
 # ---- flat buffers -----------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.async_file import BackgroundFileWriter
-from pdrun.eventlog import EVENT_KINDS, LogEvent, EventLog, JobStatus, read_events, replay_events
+from pdrun.eventlog import EVENT_KINDS, EventLog, JobStatus, LogEvent, read_events, replay_events
 from pdrun.launcher.jobs.status import encode_status
-from pdrun.ui.status import plain
+from pdrun.ui.status import format_plain
 from tests.e2e.conftest import until
 
 STORY = [
@@ -99,7 +99,7 @@ def test_lines_that_are_no_event_of_their_kind_change_nothing(tmp_path: Path) ->
     status = replay_events(read_events(log))
     assert (status.job, status.code, status.ended_at) == ("gpt", 3, 110.3)
     assert [status.ranks[rank].state for rank in (0, 1, 2)] == ["failed", "running", "failed"]
-    assert damaged.started_at == 1.0 and plain([damaged], 2.0) and encode_status(damaged)
+    assert damaged.started_at == 1.0 and format_plain([damaged], 2.0) and encode_status(damaged)
 
 
 def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:

@@ -10,24 +10,24 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.eventlog import Event, JobStatus, NodeStatus, RankStatus, apply, replay
+from pdrun.eventlog import JobStatus, LogEvent, NodeStatus, RankStatus, apply_event, replay_events
 from pdrun.ui import live, status
 
 
 def job(**changes: object) -> JobStatus:
     events = [
-        Event("created", 1000.0, {"job": "demo", "run": "demo-1", "nodes": 2}),
-        Event("joined", 1001.0, {"node": "node0", "workers": 2}),
-        Event("joined", 1001.0, {"node": "node1", "workers": 1}),
-        Event("assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}),
-        Event("started", 1002.0, {"generation": 0}),
+        LogEvent("created", 1000.0, {"job": "demo", "run": "demo-1", "nodes": 2}),
+        LogEvent("joined", 1001.0, {"node": "node0", "workers": 2}),
+        LogEvent("joined", 1001.0, {"node": "node1", "workers": 1}),
+        LogEvent("assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}),
+        LogEvent("started", 1002.0, {"generation": 0}),
     ]
-    return replace(replay(events), **changes)  # type: ignore[arg-type]
+    return replace(replay_events(events), **changes)  # type: ignore[arg-type]
 
 
 def plain(*found: JobStatus, now: float = 1065.0) -> str:
     out = io.StringIO()
-    status.show(found, out=out, now=now)
+    status.show_status(found, out=out, now=now)
     return out.getvalue()
 
 
@@ -67,22 +67,22 @@ def test_one_job_in_plain_lines() -> None:
 
 def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     ended = [
-        Event(
+        LogEvent(
             "exited",
             1010.0,
             {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: b"},
         ),
-        Event(
+        LogEvent(
             "exited",
             1010.0,
             {"rank": 0, "node": "node0", "code": 143, "how": "stopped", "cause": "ended by pdrun"},
         ),
-        Event("warning", 1010.0, {"text": "clock differs"}),
-        Event("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
+        LogEvent("warning", 1010.0, {"text": "clock differs"}),
+        LogEvent("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
     ]
     found = job()
     for event in ended:
-        found = apply(found, event)
+        found = apply_event(found, event)
     text = plain(found)
     assert "state     failed, exit code 1\n" in text
     assert "reason    rank 2 failed\n" in text
@@ -116,39 +116,39 @@ def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:
         status.job_state(job(state="done", code=124, reason="the time limit of 5 s has passed"))
         == "stopped"
     )
-    left = apply(job(), Event("left", 1010.0, {"node": "node0"}))
+    left = apply_event(job(), LogEvent("left", 1010.0, {"node": "node0"}))
     assert "nodes     2 of 2: 1 ended, 1 running\n" in plain(left)
     assert "node      node0  ended    ranks 0-1\n" in plain(left)
 
 
 def test_who_came_and_went_is_told_apart_from_who_is_there() -> None:
     events = [
-        Event("lost", 1010.0, {"node": "node1", "reason": "silent"}),
-        Event("assigned", 1011.0, {"generation": 1, "nodes": [["node0", 0, 2]]}),
-        Event("started", 1012.0, {"generation": 1}),
-        Event("joined", 1013.0, {"node": "node2", "workers": 1}),
-        Event("standby", 1013.0, {"node": "node2"}),
+        LogEvent("lost", 1010.0, {"node": "node1", "reason": "silent"}),
+        LogEvent("assigned", 1011.0, {"generation": 1, "nodes": [["node0", 0, 2]]}),
+        LogEvent("started", 1012.0, {"generation": 1}),
+        LogEvent("joined", 1013.0, {"node": "node2", "workers": 1}),
+        LogEvent("standby", 1013.0, {"node": "node2"}),
     ]
     found = job()
-    found = apply(found, events[0])
+    found = apply_event(found, events[0])
     assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(found), (
         "until there is another generation"
     )
     for event in events[1:]:
-        found = apply(found, event)
+        found = apply_event(found, event)
     assert "nodes     2 of 2: 1 running, 1 standby; gone: 1 lost\n" in plain(found)
     for event in (
-        Event("left", 1020.0, {"node": "node2"}),
-        Event("left", 1021.0, {"node": "node0"}),
-        Event("verdict", 1021.0, {"code": 0, "reason": "done"}),
+        LogEvent("left", 1020.0, {"node": "node2"}),
+        LogEvent("left", 1021.0, {"node": "node0"}),
+        LogEvent("verdict", 1021.0, {"code": 0, "reason": "done"}),
     ):
-        found = apply(found, event)
+        found = apply_event(found, event)
     assert "nodes     1 of 2: 1 ended; gone: 1 lost, 1 ended\n" in plain(found)
 
 
 def test_a_dead_job_grows_no_older() -> None:
-    assert status.age(job(state="dead", ended_at=1003.0), 9999.0) == "0:00:03"
-    assert status.age(job(state="dead"), 9999.0) == "-"
+    assert status.format_age(job(state="dead", ended_at=1003.0), 9999.0) == "0:00:03"
+    assert status.format_age(job(state="dead"), 9999.0) == "-"
 
 
 def test_a_thousand_nodes_fit_a_screen() -> None:
@@ -165,10 +165,10 @@ def test_a_thousand_nodes_fit_a_screen() -> None:
 
 
 def test_a_terminal_gets_a_table_with_colours() -> None:
-    text = on_terminal(lambda out: status.show([job()], out=out, now=1065.0))
+    text = on_terminal(lambda out: status.show_status([job()], out=out, now=1065.0))
     assert "\x1b[" in text
     assert all(word in text for word in ("demo-1", "running", "node1", "ranks 0-1"))
-    text = on_terminal(lambda out: status.show([job(), job(run="demo-2")], out=out, now=1065.0))
+    text = on_terminal(lambda out: status.show_status([job(), job(run="demo-2")], out=out, now=1065.0))
     assert "demo-2" in text
 
 
@@ -177,7 +177,7 @@ def test_names_from_elsewhere_are_shown_not_obeyed() -> None:
     found = job(
         job=evil, reason=evil, warnings=(evil,), nodes={evil: NodeStatus(evil, "lost", 0, 1)}
     )
-    for text in (plain(found), on_terminal(lambda out: status.show([found], out=out, now=0.0))):
+    for text in (plain(found), on_terminal(lambda out: status.show_status([found], out=out, now=0.0))):
         assert "\x1b[2J" not in text
         assert text.count("\\x1b[2J[red]x\\n") == 4
 
@@ -190,7 +190,7 @@ def test_following_elsewhere_than_on_a_terminal_prints_what_changes() -> None:
         job(state="done", code=0, reason="by bob"),
     ]
     out = io.StringIO()
-    assert live.follow(lambda: [states.pop(0)], out=out, sleep=lambda seconds: None) == 0
+    assert live.follow_status(lambda: [states.pop(0)], out=out, sleep=lambda seconds: None) == 0
     assert states == []
     assert out.getvalue().splitlines() == [
         "demo: state running",
@@ -213,14 +213,14 @@ def test_following_ends_with_its_reader_though_nothing_changes() -> None:
         assert len(waits) < 5
 
     with os.fdopen(write, "w") as out, pytest.raises(BrokenPipeError):
-        live.follow(lambda: [JobStatus("demo", "demo-1", state="running")], out=out, sleep=sleep)
+        live.follow_status(lambda: [JobStatus("demo", "demo-1", state="running")], out=out, sleep=sleep)
     assert len(waits) == 2
 
 
 def test_following_on_a_terminal_ends_with_the_job() -> None:
     states = [job(), job(state="done", code=7)]
     text = on_terminal(
-        lambda out: live.follow(
+        lambda out: live.follow_status(
             lambda: [states.pop(0)], out=out, clock=lambda: 1065.0, sleep=lambda seconds: None
         )
     )
@@ -232,4 +232,4 @@ def test_ctrl_c_ends_following() -> None:
     def interrupted() -> list[JobStatus]:
         raise KeyboardInterrupt
 
-    assert live.follow(interrupted, out=io.StringIO()) == 130
+    assert live.follow_status(interrupted, out=io.StringIO()) == 130

@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.operators.graph.export_hooks import looked_at
-from pdrun.parallel.operators.graph.fold_layers import Unlike, folding
-from pdrun.parallel.operators.graph.graph import Graph, kind_of
-from pdrun.parallel.operators.graph.read_export import WHERE, ExportReader
+from pdrun.parallel.operators.graph.export_hooks import without_hooks
+from pdrun.parallel.operators.graph.fold_layers import FoldError, fold_equal_layers
+from pdrun.parallel.operators.graph.graph import OperatorGraph, operator_kind
+from pdrun.parallel.operators.graph.read_export import OPERATOR_ENGINE, ExportReader
 from pdrun.parallel.rng.dropout_functions import REPLACEMENTS
 
 
-def trace(
+def export_graph(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, fold: bool = True
-) -> Graph:
+) -> OperatorGraph:
     """
     Export the forward pass of a model.
 
@@ -41,47 +41,47 @@ def trace(
     if fold:
         with (
             contextlib.suppress(Exception),
-            folding(model) as folded,
+            fold_equal_layers(model) as folded,
         ):  # what is wrong is said without folding
             if folded:
-                return _exported(model, args, kwargs or {}, True)
+                return _export_once(model, args, kwargs or {}, True)
     try:
-        return _exported(model, args, kwargs or {}, False)
+        return _export_once(model, args, kwargs or {}, False)
     except UsageError:
         raise
     except Exception as error:
         what = f"{type(model).__name__} does not export: {str(error).strip().splitlines()[0]}"
         hint = "control flow that depends on data has to go, or give a strategy of module styles instead"
-        raise UsageError(what, where=WHERE, hint=hint) from error
+        raise UsageError(what, where=OPERATOR_ENGINE, hint=hint) from error
 
 
-def _exported(
+def _export_once(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folded: bool
-) -> Graph:
-    with looked_at(model), _plain_torch(), warnings.catch_warnings():
+) -> OperatorGraph:
+    with without_hooks(model), _unpatched_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):
             if folded:
-                raise Unlike(
+                raise FoldError(
                     "what is written in place can't be followed through a layer that isn't there"
                 )
             _stop_gradients(program)
             program = program.run_decompositions({})
-    return ExportReader(model, program).read()
+    return ExportReader(model, program).read_graph()
 
 
-_DROPOUTS = {name: getattr(functional, name) for name in REPLACEMENTS}
+_TORCH_DROPOUTS = {name: getattr(functional, name) for name in REPLACEMENTS}
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
+def _unpatched_torch() -> Iterator[None]:
     """
     Export what the model says, in the middle of a step too: without its dropout, its autocast, its
     gradient mode.
     """
-    placed = {name: getattr(functional, name) for name in _DROPOUTS}
-    for name, function in _DROPOUTS.items():
+    placed = {name: getattr(functional, name) for name in _TORCH_DROPOUTS}
+    for name, function in _TORCH_DROPOUTS.items():
         setattr(functional, name, function)
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
@@ -114,7 +114,7 @@ def _stop_gradients(program: Any) -> None:
     for node in list(graph.nodes):
         if (
             node.op != "call_function"
-            or kind_of(node.target) != "wrap_with_set_grad_enabled"
+            or operator_kind(node.target) != "wrap_with_set_grad_enabled"
             or node.args[0]
         ):
             continue

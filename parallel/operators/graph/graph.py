@@ -17,14 +17,14 @@ import torch
 
 
 @dataclass(frozen=True)
-class Ref:
+class TensorRef:
     """Stands for a tensor in the arguments of an operator: an index into `Graph.tensors`."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GraphTensor:
     """
     One tensor of the graph.
 
@@ -39,7 +39,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool
+    requires_grad: bool
 
     @property
     def nbytes(self) -> int:
@@ -73,27 +73,27 @@ class Operator:
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    many: bool = False
+    returns_list: bool = False
     module: str = ""
     source: str = ""
     stage: int | None = None
 
     @property
-    def told(self) -> str:
+    def display_name(self) -> str:
         """The name, and the stage if there is one: for errors."""
         if self.stage is None:
             return self.name
         return f"{self.name} of stage {self.stage}"
 
-    def arg(self, place: int, name: str, default: Any = None) -> Any:
+    def get_arg(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument by place or by name."""
-        if place < len(self.args):
-            return self.args[place]
+        if position < len(self.args):
+            return self.args[position]
         return self.kwargs.get(name, default)
 
 
 @dataclass
-class Graph:
+class OperatorGraph:
     """
     A model's forward pass.
 
@@ -106,20 +106,20 @@ class Graph:
             stage.
     """
 
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[GraphTensor] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     inputs: list[int | None] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
-    structure: Any = None
+    result_structure: Any = None
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    stages: int = 0
-    origins: dict[int, int] = field(default_factory=dict)
+    stage_count: int = 0
+    tensor_stages: dict[int, int] = field(default_factory=dict)
 
-    def shape(self, index: int) -> tuple[int, ...]:
+    def shape_of(self, index: int) -> tuple[int, ...]:
         """Return the whole shape of a tensor."""
         return self.tensors[index].shape
 
-    def users(self) -> list[list[int]]:
+    def tensor_users(self) -> list[list[int]]:
         """Return for each tensor the operators that read it, in order."""
         found: list[list[int]] = [[] for _ in self.tensors]
         for place, operator in enumerate(self.operators):
@@ -127,7 +127,7 @@ class Graph:
                 found[index].append(place)
         return found
 
-    def makers(self) -> dict[int, int]:
+    def tensor_producers(self) -> dict[int, int]:
         """Return for each tensor that an operator makes, which."""
         return {
             index: place
@@ -136,30 +136,30 @@ class Graph:
         }
 
 
-def kind_of(target: Any) -> str:
+def operator_kind(target: Any) -> str:
     """Return the name of an operator without library and overload."""
     packet = getattr(target, "overloadpacket", None)
     name = getattr(packet, "__name__", None) or getattr(target, "__name__", str(target))
     return str(name)
 
 
-def refs(*values: Any) -> Iterator[Ref]:
+def iter_refs(*values: Any) -> Iterator[TensorRef]:
     """Return all references in some arguments, in order."""
     for value in values:
-        if isinstance(value, Ref):
+        if isinstance(value, TensorRef):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from refs(*value)
+            yield from iter_refs(*value)
         elif isinstance(value, dict):
-            yield from refs(*value.values())
+            yield from iter_refs(*value.values())
 
 
-def substitute(value: Any, take: Callable[[Ref], Any]) -> Any:
+def replace_refs(value: Any, take: Callable[[TensorRef], Any]) -> Any:
     """Return arguments with each reference replaced, in the order of `refs`."""
-    if isinstance(value, Ref):
+    if isinstance(value, TensorRef):
         return take(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(substitute(one, take) for one in value)
+        return type(value)(replace_refs(one, take) for one in value)
     if isinstance(value, dict):
-        return {key: substitute(one, take) for key, one in value.items()}
+        return {key: replace_refs(one, take) for key, one in value.items()}
     return value

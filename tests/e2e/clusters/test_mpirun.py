@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.config.spec import JobSpec, Program, Reach
-from pdrun.launcher.plan.find_launchers import look
+from pdrun.launcher.config.spec import JobSpec, Program, RemoteOptions
+from pdrun.launcher.plan.find_launchers import find_external_launcher
 from tests.e2e.clusters.conftest import Cluster
 from tests.e2e.clusters.test_ssh import SLEEP, up
 
@@ -392,7 +392,7 @@ def test_a_program_that_is_no_mpirun_is_refused(tmp_path: Path) -> None:
             tmp_path, sys.executable, "-m", "pdrun", "--mpirun", program, "--nodes", "2", "work.py"
         )
         assert done.returncode == 78 and text in done.stderr, done.stderr
-    spec = JobSpec(Program("script", "x.py"), reach=Reach(mpirun=""))
-    assert look("mpirun", spec, {"PATH": "/nowhere"}).fault.startswith(
+    spec = JobSpec(Program("script", "x.py"), reach=RemoteOptions(mpirun=""))
+    assert find_external_launcher("mpirun", spec, {"PATH": "/nowhere"}).error.startswith(
         "there is no mpirun or mpiexec or jsrun"
     )

@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.adapters.detect import detect
-from pdrun.launcher.adapters.model import Found, Probes
+from pdrun.launcher.adapters.detect import detect_launcher
+from pdrun.launcher.adapters.model import LauncherInfo, Probes
 
 HERE = Path(__file__).parent
 MARK = "expect: |\n"
@@ -62,10 +62,10 @@ def probes(case: dict[str, Any]) -> Probes:
             None if above is None else any(name in above for name in commands)
         ),
         is_open=lambda descriptor: descriptor in case.get("open", ()),
-        answers=lambda address, port: port in case.get("listening", ()),
-        word_above=lambda commands, option: str(case.get("words", {}).get(option, "")),
+        accepts_connections=lambda address, port: port in case.get("listening", ()),
+        option_above=lambda commands, option: str(case.get("words", {}).get(option, "")),
         peer_above=lambda commands, descriptor: str(case.get("peers", {}).get(descriptor, "")),
-        read=read,
+        read_file=read,
     )
 
 
@@ -83,16 +83,16 @@ def environ_of(case: dict[str, Any]) -> dict[str, str]:
 def outcome(case: dict[str, Any]) -> str:
     """Return what is found, as text, or the error."""
     try:
-        found = detect(environ_of(case), probes(case), case.get("launcher", ""))
+        found = detect_launcher(environ_of(case), probes(case), case.get("launcher", ""))
     except PdrunError as error:
         return f"exit {error.exit_code}\npdrun: error: {error}\n"
     return found_text(found)
 
 
-def found_text(found: Found) -> str:
+def found_text(found: LauncherInfo) -> str:
     """Return a finding as lines, each value with its source; what is not known is left out."""
     lines = [f"{found.launcher}: {found.title} ({found.kind})"]
-    for field in fields(Found):
+    for field in fields(LauncherInfo):
         value = getattr(found, field.name)
         if field.name in ("launcher", "title", "kind", "sources", "ignored", "notes") or value in (
             None,

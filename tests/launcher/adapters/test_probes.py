@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.adapters.probes import real
+from pdrun.launcher.adapters.probes import make_probes
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 ENV = [sys.executable, "-P", "-m", "pdrun", "env", "--json"]
@@ -51,7 +51,7 @@ def needs(program: str) -> str:
 
 
 def test_this_process_and_those_above_it_are_ancestors() -> None:
-    probes = real()
+    probes = make_probes()
     assert probes.is_ancestor(os.getpid()) is True
     assert probes.is_ancestor(os.getppid()) is True
     sibling = subprocess.Popen(["sleep", "60"])
@@ -65,10 +65,10 @@ def test_this_process_and_those_above_it_are_ancestors() -> None:
 
 
 def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
-    probes = real(root=tmp_path)
+    probes = make_probes(root=tmp_path)
     assert probes.is_ancestor(1) is None
     assert probes.is_under(("init",)) is None
-    assert probes.word_above(("init",), "--x") == ""
+    assert probes.option_above(("init",), "--x") == ""
     assert probes.peer_above(("init",), 3) == ""
 
 
@@ -85,9 +85,9 @@ def test_the_other_end_of_a_connection_is_found(address: str) -> None:
     me = (Path("/proc/self/comm").read_text().strip(),)
     with server, socket.socket(server.family) as near:
         near.connect((address, server.getsockname()[1]))
-        assert real().peer_above(me, near.fileno()) == address.removeprefix("::ffff:")
-        assert real().peer_above(("no-such-command",), near.fileno()) == ""
-    assert real().peer_above(me, 10**6) == ""
+        assert make_probes().peer_above(me, near.fileno()) == address.removeprefix("::ffff:")
+        assert make_probes().peer_above(("no-such-command",), near.fileno()) == ""
+    assert make_probes().peer_above(me, 10**6) == ""
 
 
 def test_a_word_of_a_process_above_is_found() -> None:
@@ -107,7 +107,7 @@ def test_a_word_of_a_process_above_is_found() -> None:
 
 
 def test_descriptors_ports_and_files(tmp_path: Path) -> None:
-    probes = real()
+    probes = make_probes()
     with (tmp_path / "f").open("w") as file:
         assert probes.is_open(file.fileno())
         number = file.fileno()
@@ -115,16 +115,16 @@ def test_descriptors_ports_and_files(tmp_path: Path) -> None:
     assert not probes.is_open(10**18)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert probes.answers("127.0.0.1", port)
-    assert not probes.answers("127.0.0.1", port)
+        assert probes.accepts_connections("127.0.0.1", port)
+    assert not probes.accepts_connections("127.0.0.1", port)
     (tmp_path / "hosts").write_text("n1\n")
-    assert probes.read(str(tmp_path / "hosts")) == "n1\n"
+    assert probes.read_file(str(tmp_path / "hosts")) == "n1\n"
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "nope", "."):
         with pytest.raises((OSError, ValueError)):
-            probes.read(str(tmp_path / name))
+            probes.read_file(str(tmp_path / name))
     with pytest.raises(ValueError, match="not a regular file"):
-        probes.read("/dev/zero")
+        probes.read_file("/dev/zero")
 
 
 @pytest.mark.slow

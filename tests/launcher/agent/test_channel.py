@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pdrun.launcher.agent import channel as module
 from pdrun.launcher.agent.channel import MAX_REPORTS_PER_READ, MAX_DATAGRAM_BYTES, WorkerChannel, WorkerReport, parse_report
-from pdrun.rendezvous.transport.ready import wait_readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 SENDER = """
 import os, socket, sys

@@ -11,8 +11,8 @@ import pytest
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
 from pdrun.launcher.config import job_file as specfile
-from pdrun.launcher.config.resolve import build
-from pdrun.launcher.config.spec import JobSpec, field_paths
+from pdrun.launcher.config.resolve import resolve_spec
+from pdrun.launcher.config.spec import JobSpec, list_field_paths
 from tests.launcher.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -100,7 +100,7 @@ def test_a_bad_file_is_refused_with_its_line(
         (b"job: x\0\n", "holds NUL bytes or is UTF-16"),
         ("job: x\n".encode("utf-16"), "holds NUL bytes or is UTF-16"),
         (b"a: b\njob: \xff\n", "job.yaml:2: is not UTF-8"),
-        (b"#" * (specfile.LIMIT + 1), "is larger than"),
+        (b"#" * (specfile.MAX_FILE_BYTES + 1), "is larger than"),
     ],
 )
 def test_bytes_that_are_no_text(pdrun: Call, folder: Path, data: bytes, message: str) -> None:
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text(pdrun: Call, folder: Path, data: bytes, message:
 def read(folder: Path, text: str | bytes) -> JobSpec:
     path = folder / "job.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return build(specfile.load(str(path))).spec
+    return resolve_spec(specfile.load_job_file(str(path))).spec
 
 
 def test_values_mean_what_stands_there(folder: Path) -> None:
@@ -152,7 +152,7 @@ def test_the_example_that_ships_holds_every_key(folder: Path) -> None:
     assert spec.resources == JobSpec(spec.program).resources
     assert spec.policy == JobSpec(spec.program).policy
     assert spec.output == JobSpec(spec.program).output
-    for group, keys in specfile.GROUPS.items():
+    for group, keys in specfile.KEY_PARSERS.items():
         for key in keys:
             assert f"{key}:" in text, f"{group}.{key}"
     everything = re.sub(r"(?m)^( *)# (\w+: )", r"\1\2", text)
@@ -160,17 +160,17 @@ def test_the_example_that_ships_holds_every_key(folder: Path) -> None:
 
 
 def test_every_field_of_the_specification_has_its_key() -> None:
-    keys = {f"{group}.{key}" for group, known in specfile.GROUPS.items() for key in known}
-    apart = {"program.script", "program.module", "program.command", *specfile.PATHS}
-    keys = (keys - apart) | {"program.args", "env", "place.hosts", *specfile.SINGLE}
-    assert keys | set(specfile.REASONS) == set(field_paths())
+    keys = {f"{group}.{key}" for group, known in specfile.KEY_PARSERS.items() for key in known}
+    apart = {"program.script", "program.module", "program.command", *specfile.FIELD_PATHS}
+    keys = (keys - apart) | {"program.args", "env", "place.hosts", *specfile.TOP_LEVEL_PARSERS}
+    assert keys | set(specfile.REFUSAL_REASONS) == set(list_field_paths())
 
 
 def test_a_file_that_cannot_be_opened_names_itself(folder: Path) -> None:
     (folder / "dir.yaml").mkdir()
     for name, words in (("nope.yaml", "no such file"), ("dir.yaml", "is not a regular file")):
         with pytest.raises(Exception, match=words):
-            specfile.load(str(folder / name))
+            specfile.load_job_file(str(folder / name))
 
 
 def test_a_complaint_of_the_parsers_is_one_of_set_up(folder: Path) -> None:

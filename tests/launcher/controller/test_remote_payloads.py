@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pdrun.errors import ConfigError, RendezvousError, UsageError
 from pdrun.launcher.adapters import mpirun_command as mpicommand
 from pdrun.launcher.adapters import ssh_command as sshcommand
-from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
-from pdrun.launcher.common.signals import STOP
+from pdrun.launcher.adapters.mpirun_command import MpirunProgram, identify_mpirun
+from pdrun.launcher.common.signals import STOP_SIGNALS
 from pdrun.launcher.config.spec import JobSpec, Program
 from pdrun.launcher.controller import bundle as ship
 from pdrun.launcher.controller import frames
@@ -32,8 +32,8 @@ from pdrun.launcher.controller.external import _Tending
 from pdrun.launcher.controller.frames import Frames, Outbox, frame
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan import external as through
-from pdrun.launcher.plan.hosts import forwarded
-from pdrun.launcher.plan.model import Through
+from pdrun.launcher.plan.hosts import select_forwarded
+from pdrun.launcher.plan.model import ExternalLaunch
 
 ANY_TEXT = st.text(
     st.characters(), max_size=40
@@ -121,11 +121,11 @@ def test_an_order_that_is_too_long_is_refused_before_anything_starts() -> None:
 
 
 def test_the_command_of_a_connection() -> None:
-    argv = sshcommand.ssh_argv(
+    argv = sshcommand.build_ssh_argv(
         "ssh",
         ("-i", "key"),
         Host("h1", user="alice", port=2222),
-        sshcommand.remote_command("/a b/python"),
+        sshcommand.build_remote_command("/a b/python"),
     )
     assert argv[:3] == ("ssh", "-i", "key")
     assert argv[-7:] == (
@@ -143,7 +143,7 @@ def test_the_command_of_a_connection() -> None:
 @pytest.mark.parametrize("host", [Host("-oProxyCommand=touch x"), Host("h", user="-lroot")])
 def test_nothing_that_ssh_takes_for_an_option(host: Host) -> None:
     with pytest.raises(UsageError, match="begins with '-'"):
-        sshcommand.ssh_argv("ssh", (), host, "true")
+        sshcommand.build_ssh_argv("ssh", (), host, "true")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_login_shells_read_the_command_alike(shell: str, tmp_path: Path) -> None
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     sshcommand.check_python(str(python), where="--python")
-    for words in (("-c", "print(1)"), sshcommand.BOOTSTRAP):
-        command = sshcommand.remote_command(str(python), words)
+    for words in (("-c", "print(1)"), sshcommand.BOOTSTRAP_ARGS):
+        command = sshcommand.build_remote_command(str(python), words)
         done = subprocess.run(
             [shell, "-c", command], input=b"cHJpbnQoMSk=\n", capture_output=True, timeout=60
         )
@@ -175,8 +175,8 @@ def test_login_shells_read_the_command_alike(shell: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["host", "'open", "-p 22 --", "-- h"])
 def test_options_of_ssh_that_are_none(text: str) -> None:
     with pytest.raises(UsageError):
-        sshcommand.ssh_options(text, "--ssh-opts")
-    assert sshcommand.ssh_options("-p 22 -o 'User=a b'", "--ssh-opts") == (
+        sshcommand.split_ssh_options(text, "--ssh-opts")
+    assert sshcommand.split_ssh_options("-p 22 -o 'User=a b'", "--ssh-opts") == (
         "-p",
         "22",
         "-o",
@@ -233,7 +233,7 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
     ],
 )
 def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
-    assert what in sshcommand.failure(Host("x"), code, said, "/x/python")[0]
+    assert what in sshcommand.explain_failure(Host("x"), code, said, "/x/python")[0]
 
 
 def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
 
 
 def test_nodes_have_names_of_their_own() -> None:
-    from pdrun.launcher.plan.hosts import named
+    from pdrun.launcher.plan.hosts import name_hosts
 
     hosts = [Host("n.a"), Host("n_a"), Host("fd00::1"), Host("fd00--1"), Host("n.a-1")]
-    names = [name for _, name in named(hosts)]
+    names = [name for _, name in name_hosts(hosts)]
     assert len(set(names)) == len(hosts)
 
 
@@ -287,16 +287,16 @@ def test_what_is_forwarded() -> None:
         "OMPI_COMM_WORLD_RANK": "0",
         "RANK": "1",
     }
-    assert forwarded(("NCCL_*", "OTHER"), environ, "--forward") == {
+    assert select_forwarded(("NCCL_*", "OTHER"), environ, "--forward") == {
         "NCCL_A": "1",
         "NCCL_B": "2",
         "OTHER": "3",
     }
-    assert set(forwarded(("*",), environ, "--forward")) == {"NCCL_A", "NCCL_B", "OTHER"}
-    assert forwarded(("NONE_*",), environ, "--forward") == {}
+    assert set(select_forwarded(("*",), environ, "--forward")) == {"NCCL_A", "NCCL_B", "OTHER"}
+    assert select_forwarded(("NONE_*",), environ, "--forward") == {}
     for name in ("MISSING", "PDRUN_TOKEN", "RANK"):
         with pytest.raises(UsageError):
-            forwarded((name,), environ, "--forward")
+            select_forwarded((name,), environ, "--forward")
 
 
 # mpirun
@@ -318,13 +318,13 @@ def test_what_is_forwarded() -> None:
     ],
 )
 def test_which_mpirun_it_is(said: str, family: str) -> None:
-    assert recognise("/usr/bin/mpirun", said).family == family
+    assert identify_mpirun("/usr/bin/mpirun", said).family == family
 
 
 def test_what_is_no_mpirun() -> None:
-    assert recognise("/opt/ibm/jsrun", "").family == "jsrun"
+    assert identify_mpirun("/opt/ibm/jsrun", "").family == "jsrun"
     with pytest.raises(ConfigError, match="no mpirun that pdrun knows"):
-        recognise("/bin/true", "true (GNU coreutils) 9.1")
+        identify_mpirun("/bin/true", "true (GNU coreutils) 9.1")
 
 
 HOSTS = (Host("a.x.net"), Host("b"))
@@ -349,34 +349,34 @@ TASK = ("python", "-m", "t")
         ("jsrun", "-n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none -E A -E B --more python -m t"),
     ],
 )
-def test_the_words_of_each_mpirun(family: mpicommand.Family, words: str) -> None:
-    found = mpicommand.command(
-        Mpi("mpirun", family), HOSTS, 2, ("A", "B"), ("--more",), TASK, root=True
+def test_the_words_of_each_mpirun(family: mpicommand.MpiFamily, words: str) -> None:
+    found = mpicommand.build_mpirun_command(
+        MpirunProgram("mpirun", family), HOSTS, 2, ("A", "B"), ("--more",), TASK, root=True
     )
     assert " ".join(found) == f"mpirun {words}"
-    assert "--allow-run-as-root" not in mpicommand.command(
-        Mpi("m", family), HOSTS, 2, (), (), TASK, root=False
+    assert "--allow-run-as-root" not in mpicommand.build_mpirun_command(
+        MpirunProgram("m", family), HOSTS, 2, (), (), TASK, root=False
     )
-    assert mpicommand.environment(Mpi("m", family)) == (
+    assert mpicommand.mpirun_environment(MpirunProgram("m", family)) == (
         {"I_MPI_PIN": "0"} if family == "intelmpi" else {}
     )
 
 
 def test_what_an_mpirun_cannot_be_told() -> None:
     with pytest.raises(UsageError, match="has a port"):
-        mpicommand.command(Mpi("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False)
+        mpicommand.build_mpirun_command(MpirunProgram("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False)
     with pytest.raises(UsageError, match="has a user"):
-        mpicommand.command(Mpi("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
-    found = mpicommand.command(
-        Mpi("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False
+        mpicommand.build_mpirun_command(MpirunProgram("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
+    found = mpicommand.build_mpirun_command(
+        MpirunProgram("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False
     )
     assert "u@a:1" in found
 
 
 def test_a_tasks_place_is_its_hosts() -> None:
-    assert through.host_index(HOSTS, ("b",), 0) == 1
-    assert through.host_index(HOSTS, (), 1) == 1
-    assert through.host_index(HOSTS, ("a.x.net", "b"), 1) == 1
+    assert through.find_node_rank(HOSTS, ("b",), 0) == 1
+    assert through.find_node_rank(HOSTS, (), 1) == 1
+    assert through.find_node_rank(HOSTS, ("a.x.net", "b"), 1) == 1
 
 
 # --ship ---------------------------------------------------------------------------------------------------------------
@@ -432,11 +432,11 @@ def test_templates_are_shell_that_parses() -> None:
 def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
     argv: tuple[str, ...], message: str
 ) -> None:
-    before = {number: signal.getsignal(number) for number in STOP}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     plan = SimpleNamespace(
-        through=Through("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
+        through=ExternalLaunch("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
     )
     tending = _Tending(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         tending.run()
-    assert {number: signal.getsignal(number) for number in STOP} == before
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before

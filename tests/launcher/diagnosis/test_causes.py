@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import PeerLost
-from pdrun.launcher.diagnosis.causes import Evidence, cause_of
+from pdrun.launcher.diagnosis.causes import Evidence, find_cause
 from pdrun.launcher.supervisor.events import SpawnFailed
 from pdrun.rendezvous.policies.verdict import ReportedFailure, find_first_cause
 from pdrun.rendezvous.protocol.messages import Failure
@@ -113,7 +113,7 @@ EXCEPTIONS = [
     ("error", "frames", "kind", "summary"), EXCEPTIONS, ids=[case[0][:50] for case in EXCEPTIONS]
 )
 def test_exceptions(error, frames, kind, summary):
-    cause = cause_of(Evidence(status=1 << 8, at=20.0, traceback=(10.0, trace(error, *frames))))
+    cause = find_cause(Evidence(status=1 << 8, at=20.0, traceback=(10.0, trace(error, *frames))))
     assert (cause.kind, cause.code, cause.at, cause.retry) == (kind, 1, 10.0, True)
     assert summary is None or cause.summary == summary[:500]
     assert error in cause.traceback
@@ -135,31 +135,31 @@ STATUS = [
 
 @pytest.mark.parametrize(("status", "kind", "code", "number"), STATUS)
 def test_codes_and_signals(status, kind, code, number):
-    cause = cause_of(Evidence(status=status, at=5.0, tail=("last",), log="/log"))
+    cause = find_cause(Evidence(status=status, at=5.0, tail=("last",), log="/log"))
     assert (cause.kind, cause.code, cause.signal, cause.at) == (kind, code, number, 5.0)
     assert (cause.log, cause.tail) == ("/log", () if kind == "ok" else ("last",))
 
 
 def test_plain_words():
     assert (
-        cause_of(Evidence(signal.SIGSEGV, 1.0)).summary == "killed by SIGSEGV (segmentation fault)"
+        find_cause(Evidence(signal.SIGSEGV, 1.0)).summary == "killed by SIGSEGV (segmentation fault)"
     )
-    assert cause_of(Evidence(signal.SIGKILL, 1.0)).summary == "killed by SIGKILL, not by pdrun"
-    assert cause_of(Evidence(3 << 8, 1.0)).summary == "exit code 3"
-    said = cause_of(
+    assert find_cause(Evidence(signal.SIGKILL, 1.0)).summary == "killed by SIGKILL, not by pdrun"
+    assert find_cause(Evidence(3 << 8, 1.0)).summary == "exit code 3"
+    said = find_cause(
         Evidence(78 << 8, 1.0, tail=("a", "pdrun: error: RANK: 'x' is not a whole number"))
     )
     assert (said.kind, said.code, said.summary) == ("exit", 78, "RANK: 'x' is not a whole number")
 
 
 def test_out_of_memory_needs_proof():
-    assert cause_of(Evidence(signal.SIGKILL, 1.0, oom_kills=1)).kind == "oom"
-    assert cause_of(Evidence(signal.SIGSEGV, 1.0, oom_kills=1)).kind == "signal"
+    assert find_cause(Evidence(signal.SIGKILL, 1.0, oom_kills=1)).kind == "oom"
+    assert find_cause(Evidence(signal.SIGSEGV, 1.0, oom_kills=1)).kind == "signal"
 
 
 def test_a_traceback_counts_only_with_a_failing_exit():
-    assert cause_of(Evidence(0, 9.0, traceback=(1.0, trace("ValueError: caught")))).kind == "ok"
-    cause = cause_of(Evidence(3 << 8, 9.0, traceback=(1.0, trace("ValueError: caught"))))
+    assert find_cause(Evidence(0, 9.0, traceback=(1.0, trace("ValueError: caught")))).kind == "ok"
+    cause = find_cause(Evidence(3 << 8, 9.0, traceback=(1.0, trace("ValueError: caught"))))
     assert (cause.kind, cause.code, cause.at) == ("exception", 3, 1.0)
 
 
@@ -167,7 +167,7 @@ def test_a_traceback_counts_only_with_a_failing_exit():
     "status", [1 << 8, 0, signal.SIGTERM, signal.SIGKILL, 42 << 8, signal.SIGSEGV]
 )
 def test_what_ends_after_our_order_is_stopped(status):
-    cause = cause_of(
+    cause = find_cause(
         Evidence(
             status,
             9.0,
@@ -181,12 +181,12 @@ def test_what_ends_after_our_order_is_stopped(status):
 
 def test_what_began_before_our_order_is_its_own():
     before = (7.9, trace("ValueError: boom"))
-    cause = cause_of(
+    cause = find_cause(
         Evidence(1 << 8, 9.0, traceback=before, stopped_at=8.0)
     )  # while our signal was held back
     assert (cause.kind, cause.code, cause.at) == ("exception", 1, 7.9)
     # our SIGTERM caught it on its way out, before Python could leave with 1: or it had lived on
-    cause = cause_of(
+    cause = find_cause(
         Evidence(signal.SIGTERM, 9.0, traceback=before, stopped_at=8.0, stop_signals=(15,))
     )
     assert (cause.kind, cause.code, cause.signal) == ("suspect", 1, 0)
@@ -201,7 +201,7 @@ HANDLED = trace("ZeroDivisionError: division by zero")
 )
 @pytest.mark.parametrize("survived", [False, True])
 def test_an_end_by_our_order_never_proves_a_traceback(age, status, survived):
-    cause = cause_of(
+    cause = find_cause(
         Evidence(
             status,
             20.5,
@@ -231,7 +231,7 @@ OWN_END = [
 
 @pytest.mark.parametrize(("status", "age", "kills", "kind", "code"), OWN_END)
 def test_a_traceback_explains_a_death_that_is_near(status, age, kills, kind, code):
-    cause = cause_of(Evidence(status, 1000.0, traceback=(1000.0 - age, HANDLED), oom_kills=kills))
+    cause = find_cause(Evidence(status, 1000.0, traceback=(1000.0 - age, HANDLED), oom_kills=kills))
     assert (cause.kind, cause.code) == (kind, code)
     assert cause.at == (1000.0 - age if kind == "exception" else 1000.0)
 
@@ -252,22 +252,22 @@ def test_what_was_caught_explains_no_signal_of_others(status, kind):
     memory say.
     """
     assert (
-        cause_of(Evidence(status, 1000.0, traceback=(999.5, HANDLED), survived=True)).kind == kind
+        find_cause(Evidence(status, 1000.0, traceback=(999.5, HANDLED), survived=True)).kind == kind
     )
 
 
 def test_a_child_s_crash_long_ago_does_not_hide_our_order():
     stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
-    cause = cause_of(
+    cause = find_cause(
         Evidence(signal.SIGTERM, 9.0, traceback=(1.0, stack), stopped_at=8.0, stop_signals=(15,))
     )
     assert (cause.kind, cause.traceback) == ("stopped", "")
 
 
 def test_a_kill_by_others_is_no_stop_of_ours():
-    assert cause_of(Evidence(signal.SIGTERM, 9.0)).kind == "signal"
+    assert find_cause(Evidence(signal.SIGTERM, 9.0)).kind == "signal"
     assert (
-        cause_of(Evidence(signal.SIGKILL, 9.0, stopped_at=8.0, stop_signals=(15,))).kind
+        find_cause(Evidence(signal.SIGKILL, 9.0, stopped_at=8.0, stop_signals=(15,))).kind
         == "stopped"
     )
 
@@ -280,20 +280,20 @@ ABORT = (
 
 
 def test_an_abort_about_a_peer_is_communication():
-    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=ABORT)).kind == "communication"
-    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
+    assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=ABORT)).kind == "communication"
+    assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
     cuda = (
         "terminate called after throwing an instance of 'c10::Error'",
         "  what():  CUDA error: out of memory",
     )
-    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
+    assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
 
 
 def test_a_victim_of_the_parallel_runtime_says_so_in_one_line():
     said = f"step 3: the losses cannot come: {PeerLost.SIGN} (Broken pipe)"
-    cause = cause_of(Evidence(69 << 8, 9.0, tail=("step 2", f"pdrun: error: {said}")))
+    cause = find_cause(Evidence(69 << 8, 9.0, tail=("step 2", f"pdrun: error: {said}")))
     assert (cause.kind, cause.code, cause.summary) == ("communication", 69, said)
-    assert cause_of(Evidence(69 << 8, 9.0, tail=(said,))).kind == "exit", (
+    assert find_cause(Evidence(69 << 8, 9.0, tail=(said,))).kind == "exit", (
         "only pdrun's own words count"
     )
 
@@ -303,7 +303,7 @@ def test_an_aborts_reason_is_found_above_a_long_stack():
         f'  File "/a.py", line {number} in f\n' for number in range(60)
     )
     recent = "\n".join(ABORT) + "\n" + stack
-    cause = cause_of(
+    cause = find_cause(
         Evidence(
             signal.SIGABRT,
             9.0,
@@ -318,10 +318,10 @@ def test_an_aborts_reason_is_found_above_a_long_stack():
 
 def test_a_crash_keeps_faulthandlers_stack_and_its_earlier_time():
     stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
-    cause = cause_of(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))
+    cause = find_cause(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))
     assert (cause.kind, cause.at, cause.traceback) == ("signal", 7.0, stack)
     # the core was still being written when the others had already been stopped
-    cause = cause_of(
+    cause = find_cause(
         Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack), stopped_at=8.0, stop_signals=(15,))
     )
     assert (cause.kind, cause.code) == ("signal", 139)
@@ -331,7 +331,7 @@ def test_a_wrapped_communication_error_is_still_one():
     text = (
         trace(GLOO) + "\nThe above exception was the direct cause of the following exception:\n\n"
     )
-    cause = cause_of(
+    cause = find_cause(
         Evidence(1 << 8, 9.0, traceback=(1.0, text + trace("TrainingError: step 7 failed")))
     )
     assert (cause.kind, cause.summary) == ("communication", "TrainingError: step 7 failed")
@@ -347,7 +347,7 @@ def test_a_wrapped_communication_error_is_still_one():
     ],
 )
 def test_not_started(number, code, retry):
-    cause = cause_of(Evidence(None, 1.0, spawn_failure=SpawnFailed(0, number, "/x/tool: reason")))
+    cause = find_cause(Evidence(None, 1.0, spawn_failure=SpawnFailed(0, number, "/x/tool: reason")))
     assert (cause.kind, cause.code, cause.retry) == ("startup", code, retry)
     assert "/x/tool: reason" in cause.summary
 
@@ -378,7 +378,7 @@ HOPELESS = [
 
 @pytest.mark.parametrize(("text", "retry"), HOPELESS)
 def test_what_cannot_succeed_is_not_tried_again(text, retry):
-    cause = cause_of(Evidence(1 << 8, 2.0, traceback=(1.0, text)))
+    cause = find_cause(Evidence(1 << 8, 2.0, traceback=(1.0, text)))
     assert (cause.kind, cause.retry) == ("exception", retry)
 
 
@@ -395,18 +395,18 @@ def test_what_cannot_succeed_is_not_tried_again(text, retry):
     ],
 )
 def test_a_program_that_vanished_or_cannot_be_read_is_a_start_failure(line, status):
-    cause = cause_of(Evidence(status, 2.0, tail=(line,)))
+    cause = find_cause(Evidence(status, 2.0, tail=(line,)))
     assert (cause.kind, cause.retry, cause.summary) == ("startup", False, line)
 
 
 def test_unkillable():
-    cause = cause_of(Evidence(None, 9.0, stopped_at=1.0))
+    cause = find_cause(Evidence(None, 9.0, stopped_at=1.0))
     assert (cause.kind, cause.code) == ("stopped", 137)
 
 
 def test_a_cause_is_small_enough_to_travel():
     huge = trace("ValueError: " + "x" * 1000, *[("/a.py", f"f{number}") for number in range(5000)])
-    cause = cause_of(Evidence(1 << 8, 1.0, traceback=(1.0, huge), tail=("y" * 2000,) * 90))
+    cause = find_cause(Evidence(1 << 8, 1.0, traceback=(1.0, huge), tail=("y" * 2000,) * 90))
     assert len(cause.traceback) <= 65536 + 8
     assert len(cause.summary) <= 500
     assert (len(cause.tail), max(map(len, cause.tail))) == (20, 500)
@@ -425,7 +425,7 @@ OWN_DEATHS = st.one_of(
 def first(*seen: Evidence) -> int:
     found = find_first_cause(
         [
-            ReportedFailure(Failure(rank, "node0", cause_of(one)), rank, 0.0)
+            ReportedFailure(Failure(rank, "node0", find_cause(one)), rank, 0.0)
             for rank, one in enumerate(seen)
         ]
     )

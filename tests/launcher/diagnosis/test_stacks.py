@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.diagnosis.stacks import LONGEST, at_work, comparable, cut, grouped, threads
+from pdrun.launcher.diagnosis.stacks import MAX_STACK_BYTES, is_program_running, normalize_stack, truncate_text, group_stacks, parse_threads
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, StackGroup, Stacks
 
@@ -34,26 +34,26 @@ Thread 4711 (idle): "MainThread"
 
 
 def test_the_main_thread_of_each_tool():
-    assert comparable(FAULTHANDLER) == MAIN
-    assert comparable(PY_SPY).splitlines() == [
+    assert normalize_stack(FAULTHANDLER) == MAIN
+    assert normalize_stack(PY_SPY).splitlines() == [
         "__futex_abstimed_wait_common (libc.so.6)",
         "0x (libtorch_cpu.so)",
         "all_reduce (torch/distributed/distributed_c10d.py:3252)",
         "<module> (train.py:15)",
     ]
-    assert [thread.main for thread in threads(PY_SPY)] == [True, False]
+    assert [thread.is_main for thread in parse_threads(PY_SPY)] == [True, False]
 
 
 def test_what_differs_between_processes_is_blanked():
     other = FAULTHANDLER.replace("7f2b7", "7e000").replace("7f2b6", "7e111")
-    assert comparable(other) == comparable(FAULTHANDLER)
+    assert normalize_stack(other) == normalize_stack(FAULTHANDLER)
 
 
 def test_a_main_thread_that_waits_for_another_shows_it():
     text = FAULTHANDLER.replace(
         "/site-packages/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/queue.py"
     )
-    lines = comparable(text).splitlines()
+    lines = normalize_stack(text).splitlines()
     assert lines[3] == "thread 2:" and "threading.py" in lines[4]
 
 
@@ -63,7 +63,7 @@ def test_whether_the_program_is_still_at_work():
         '  File "/usr/lib/python3.11/threading.py", line 1560 in _shutdown\n'
     )
     nothing = ended[: ended.index("  File", ended.index("Current"))] + "  <no Python frame>\n"
-    assert [at_work(text) for text in (FAULTHANDLER, PY_SPY, ended, nothing, "")] == [
+    assert [is_program_running(text) for text in (FAULTHANDLER, PY_SPY, ended, nothing, "")] == [
         True,
         True,
         False,
@@ -73,11 +73,11 @@ def test_whether_the_program_is_still_at_work():
 
 
 def test_nothing_is_found_in_what_is_no_dump():
-    assert comparable("") == comparable("hello\nworld\n") == ""
+    assert normalize_stack("") == normalize_stack("hello\nworld\n") == ""
 
 
 def test_groups_are_in_order_of_size():
-    found = grouped([(3, "b"), (0, "a"), (2, "b"), (1, "c")])
+    found = group_stacks([(3, "b"), (0, "a"), (2, "b"), (1, "c")])
     assert found == (StackGroup((2, 3), "b"), StackGroup((0,), "a"), StackGroup((1,), "c"))
 
 
@@ -86,11 +86,11 @@ def test_many_different_stacks_still_fit_into_a_message():
         (rank, f'File "place{rank}.py", line 1 in wait\n' + 'File "x.py", line 2 in step\n' * 400)
         for rank in range(300)
     ]
-    found = grouped(stacks)
+    found = group_stacks(stacks)
     assert encode(Envelope("a" * 32, 0, 0, Stacks(0, found)))
-    assert len({group.stack for group in found}) == 300 and len(grouped(stacks[:3])[0].stack) > 1000
+    assert len({group.stack for group in found}) == 300 and len(group_stacks(stacks[:3])[0].stack) > 1000
 
 
 def test_a_long_stack_is_cut():
-    text = cut("ä" * LONGEST)
-    assert len(text.encode()) <= LONGEST and text.endswith("\n...")
+    text = truncate_text("ä" * MAX_STACK_BYTES)
+    assert len(text.encode()) <= MAX_STACK_BYTES and text.endswith("\n...")

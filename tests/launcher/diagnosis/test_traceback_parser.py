@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.diagnosis.traceback_parser import LAST_WORD_LINES, LIMIT, Found, TracebackFinder
+from pdrun.launcher.diagnosis.traceback_parser import LAST_WORD_LINES, MAX_TRACEBACK_BYTES, Traceback, TracebackFinder
 
 PLAIN = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -23,14 +23,14 @@ ValueError: boom
 """
 
 
-def read(data: bytes, at: float = 1.0) -> Found | None:
+def read(data: bytes, at: float = 1.0) -> Traceback | None:
     finder = TracebackFinder()
     finder.feed(data, at)
     finder.finish()
-    return finder.found
+    return finder.last_traceback
 
 
-def need(data: bytes) -> Found:
+def need(data: bytes) -> Traceback:
     found = read(data)
     assert found is not None
     return found
@@ -72,7 +72,7 @@ def test_what_python_prints(name: str, tmp_path: Path) -> None:
     assert found.summary == summary
     assert found.text.count("Traceback (most recent call last)") == headers
     assert found.text.strip() == data.decode().strip()
-    assert found.last_word
+    assert found.is_last_word
 
 
 def test_exception_groups(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_noise_of_a_shutdown_does_not_count() -> None:
 
 def test_own_lines_after_it_are_counted() -> None:
     found = need(PLAIN + b"\nretrying\n2026-01-01 going on\n")
-    assert (found.text, found.lines_after, found.last_word) == (PLAIN.decode(), 2, True)
-    assert not need(PLAIN + b"\n" + b"step\n" * (LAST_WORD_LINES + 1)).last_word
+    assert (found.text, found.lines_after, found.is_last_word) == (PLAIN.decode(), 2, True)
+    assert not need(PLAIN + b"\n" + b"step\n" * (LAST_WORD_LINES + 1)).is_last_word
 
 
 def test_one_that_is_long_past_is_forgotten() -> None:
@@ -149,7 +149,7 @@ def test_one_that_is_long_past_is_forgotten() -> None:
 
 def test_steps_printed_right_after_it_are_not_its_message_for_ever() -> None:
     found = read(PLAIN + b"".join(b"step %d loss 1.0\n" % step for step in range(150)))
-    assert found is None or not found.last_word
+    assert found is None or not found.is_last_word
 
 
 def test_the_last_of_several_counts_with_its_own_time() -> None:
@@ -157,8 +157,8 @@ def test_the_last_of_several_counts_with_its_own_time() -> None:
     finder.feed(PLAIN, 1.0)
     finder.feed(b"\nretrying\nTraceback (most", 2.0)
     finder.feed(b' recent call last):\n  File "x.py", line 1, in f\nTypeError: second\n', 3.0)
-    assert finder.found is not None
-    assert (finder.found.at, finder.found.summary, finder.found.lines_after) == (
+    assert finder.last_traceback is not None
+    assert (finder.last_traceback.at, finder.last_traceback.summary, finder.last_traceback.lines_after) == (
         2.0,
         "TypeError: second",
         0,
@@ -177,12 +177,12 @@ def test_a_data_loader_worker_s_traceback_is_part_of_the_message() -> None:
 def test_memory_is_bounded_and_the_end_is_kept() -> None:
     frames = b'  File "deep.py", line 1, in f\n    f()\n' * 20_000
     found = need(b"Traceback (most recent call last):\n" + frames + b"RecursionError: deep\n")
-    assert len(found.text) <= LIMIT + 1
+    assert len(found.text) <= MAX_TRACEBACK_BYTES + 1
     assert found.text.endswith("RecursionError: deep\n")
     finder = TracebackFinder()
     for _ in range(100):
         finder.feed(b"x" * 100_000, 1.0)
-    assert len(finder._half) <= LIMIT
+    assert len(finder._partial) <= MAX_TRACEBACK_BYTES
 
 
 @given(st.lists(st.integers(0, 2000), max_size=20))
@@ -194,7 +194,7 @@ def test_any_cutting_finds_the_same(cuts: list[int]) -> None:
     for low, high in pairwise(edges):
         finder.feed(data[low:high], 1.0)
     finder.finish()
-    assert finder.found == read(data)
+    assert finder.last_traceback == read(data)
 
 
 @given(
@@ -251,9 +251,9 @@ def test_one_behind_a_bar_is_found_whole_and_with_its_own_time(
         for low in range(0, len(data), size):
             finder.feed(data[low : low + size], at)
     finder.finish()
-    found = finder.found
+    found = finder.last_traceback
     assert found is not None
-    assert (found.text, found.at, found.last_word, found.survived) == (
+    assert (found.text, found.at, found.is_last_word, found.has_survived) == (
         plain.decode(),
         99.0,
         True,
@@ -269,27 +269,27 @@ def test_text_that_only_speaks_of_a_traceback_is_none() -> None:
     ):
         assert read(line + b"\nstep 2\nValueError: no\n") is None
         found = need(PLAIN + b"\n" + line + b"\nstep 2\n")
-        assert (found.text, found.last_word) == (PLAIN.decode(), True)
+        assert (found.text, found.is_last_word) == (PLAIN.decode(), True)
 
 
-def fed(*parts: tuple[float, bytes]) -> Found:
+def fed(*parts: tuple[float, bytes]) -> Traceback:
     finder = TracebackFinder()
     for at, data in parts:
         finder.feed(data, at)
-    assert finder.found is not None
-    return finder.found
+    assert finder.last_traceback is not None
+    return finder.last_traceback
 
 
 def test_the_signs_that_a_program_lived_on() -> None:
-    assert not fed((1.0, PLAIN), (2.0, b"giving up\n"), (9.0, NOISE)).survived
-    assert need(b"ERROR:root:handled\n" + PLAIN).survived
-    assert need(b"2026-01-01 10:00:00,1 - x - ERROR - handled\n" + PLAIN).survived
-    assert need(b"ERROR:root:" + PLAIN).survived
-    assert not need(b"2026-01-01 10:00:00,1 - x - INFO - step\n" + PLAIN).survived
+    assert not fed((1.0, PLAIN), (2.0, b"giving up\n"), (9.0, NOISE)).has_survived
+    assert need(b"ERROR:root:handled\n" + PLAIN).has_survived
+    assert need(b"2026-01-01 10:00:00,1 - x - ERROR - handled\n" + PLAIN).has_survived
+    assert need(b"ERROR:root:" + PLAIN).has_survived
+    assert not need(b"2026-01-01 10:00:00,1 - x - INFO - step\n" + PLAIN).has_survived
     for life in (b"step 2\n", b"\r 20%|##", b"step"):
         later = fed((1.0, PLAIN), (9.0, life))
-        assert (later.survived, later.last_word, later.text) == (True, True, PLAIN.decode())
-        assert not fed((1.0, PLAIN), (60.0, life)).last_word
+        assert (later.has_survived, later.is_last_word, later.text) == (True, True, PLAIN.decode())
+        assert not fed((1.0, PLAIN), (60.0, life)).is_last_word
 
 
 def test_a_message_ends_with_a_pause() -> None:

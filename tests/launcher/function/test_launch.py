@@ -357,9 +357,9 @@ def test_a_job_that_keeps_no_logs_leaves_no_entry_behind(tmp_path: Path) -> None
     pdrun.launch(rank_and)
     with pytest.raises(JobFailed):
         pdrun.launch(exec, "1 / 0")
-    assert jobs.jobs() == []
+    assert jobs.list_jobs() == []
     pdrun.launch(rank_and, log_dir=tmp_path / "logs")
-    assert [job.log_dir for job in jobs.jobs()] == [str(tmp_path / "logs")]
+    assert [job.log_dir for job in jobs.list_jobs()] == [str(tmp_path / "logs")]
 
 
 @pytest.mark.parametrize(

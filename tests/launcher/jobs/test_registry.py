@@ -16,31 +16,31 @@ from pdrun.errors import UsageError
 from pdrun.launcher.jobs import registry as jobs
 from pdrun.launcher.jobs.lookup import find_job, find_running_job
 from pdrun.launcher.jobs.registry import (
-    Job,
-    describe,
+    JobRecord,
+    make_job_record,
     is_alive,
-    prune,
-    register,
-    start_ticks,
+    prune_jobs,
+    register_job,
+    read_start_ticks,
 )
 
 
-def entry(run: str, job: str = "train", **changes: object) -> Job:
+def entry(run: str, job: str = "train", **changes: object) -> JobRecord:
     """An entry of a process that has ended."""
-    made = describe(run, job, events="/e", log_dir="/l", made=1.0, pid=os.getpid())
+    made = make_job_record(run, job, events="/e", log_dir="/l", made=1.0, pid=os.getpid())
     return replace(made, **{"ticks": made.ticks - 1, **changes})  # type: ignore[arg-type]
 
 
-def alive(run: str, job: str = "train") -> Job:
+def alive(run: str, job: str = "train") -> JobRecord:
     """An entry of this very process."""
-    return describe(run, job, events="/e", log_dir="/l", made=2.0)
+    return make_job_record(run, job, events="/e", log_dir="/l", made=2.0)
 
 
 def test_what_is_registered_is_listed_newest_first_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "jobs"
     one, two = entry("r1"), alive("r2")
-    assert register(one, folder) and register(two, folder)
-    assert jobs.jobs(folder) == [two, one]
+    assert register_job(one, folder) and register_job(two, folder)
+    assert jobs.list_jobs(folder) == [two, one]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
         "r1.json": 0o600,
@@ -62,9 +62,9 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_the_entry(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert register(entry("r1")) is False
-    assert jobs.jobs() == []
-    assert register(entry("../evil"), tmp_path / "jobs") is False
+    assert register_job(entry("r1")) is False
+    assert jobs.list_jobs() == []
+    assert register_job(entry("../evil"), tmp_path / "jobs") is False
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
@@ -76,13 +76,13 @@ def test_a_process_is_known_by_its_start_time_and_host_too() -> None:
 
 def test_a_process_that_has_gone_and_one_that_nobody_reaped() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    job = describe("r", "train", events="/e", log_dir="/l", made=1.0, pid=process.pid)
+    job = make_job_record("r", "train", events="/e", log_dir="/l", made=1.0, pid=process.pid)
     assert is_alive(job)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not is_alive(job)
     process.wait(10)
-    assert start_ticks(process.pid) is None
+    assert read_start_ticks(process.pid) is None
     process.stdin.close()  # type: ignore[union-attr]
 
 
@@ -102,13 +102,13 @@ def test_a_process_that_has_gone_and_one_that_nobody_reaped() -> None:
     ],
 )
 def test_files_that_are_no_entry_are_passed_over(tmp_path: Path, text: str) -> None:
-    register(entry("r2"), tmp_path)
+    register_job(entry("r2"), tmp_path)
     (tmp_path / "r1.json").write_text(text)
-    assert [job.run for job in jobs.jobs(tmp_path)] == ["r2"]
+    assert [job.run for job in jobs.list_jobs(tmp_path)] == ["r2"]
 
 
 def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path) -> None:
-    register(entry("r1"), tmp_path)
+    register_job(entry("r1"), tmp_path)
     good = json.loads((tmp_path / "r1.json").read_text())
     for name, value in (
         ("pid", "1"),
@@ -122,17 +122,17 @@ def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path
         ("events", "a\0"),
     ):
         (tmp_path / "r1.json").write_text(json.dumps({**good, name: value}))
-        assert jobs.jobs(tmp_path) == []
+        assert jobs.list_jobs(tmp_path) == []
     (tmp_path / "r2.json").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "r3.json")
-    assert jobs.jobs(tmp_path) == []
+    assert jobs.list_jobs(tmp_path) == []
 
 
 def test_an_entry_of_a_later_version_is_read(tmp_path: Path) -> None:
-    register(entry("r1"), tmp_path)
+    register_job(entry("r1"), tmp_path)
     data = json.loads((tmp_path / "r1.json").read_text())
     (tmp_path / "r1.json").write_text(json.dumps({**data, "colour": "blue"}))
-    assert len(jobs.jobs(tmp_path)) == 1
+    assert len(jobs.list_jobs(tmp_path)) == 1
 
 
 KNOWN = [
@@ -183,11 +183,11 @@ def test_of_several_runs_that_run_the_newest_can_be_asked_for() -> None:
 
 
 def test_entries_whose_logs_are_no_more_are_forgotten(tmp_path: Path) -> None:
-    register(entry("r1", log_dir="/gone"), tmp_path)
-    register(entry("r2"), tmp_path)
-    jobs.forget(Path("/gone"), tmp_path)
-    assert [job.run for job in jobs.jobs(tmp_path)] == ["r2"]
-    jobs.forget(Path("/gone"), tmp_path / "nowhere")
+    register_job(entry("r1", log_dir="/gone"), tmp_path)
+    register_job(entry("r2"), tmp_path)
+    jobs.remove_jobs(Path("/gone"), tmp_path)
+    assert [job.run for job in jobs.list_jobs(tmp_path)] == ["r2"]
+    jobs.remove_jobs(Path("/gone"), tmp_path / "nowhere")
 
 
 def test_the_one_that_runs() -> None:
@@ -200,10 +200,10 @@ def test_the_one_that_runs() -> None:
 
 def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:
     for number in range(12):
-        register(entry(f"r{number:02}", made=float(number)), tmp_path)
-    register(replace(alive("running"), made=0.0), tmp_path)
-    prune(tmp_path, kept=5)
-    assert [job.run for job in jobs.jobs(tmp_path)] == [
+        register_job(entry(f"r{number:02}", made=float(number)), tmp_path)
+    register_job(replace(alive("running"), made=0.0), tmp_path)
+    prune_jobs(tmp_path, max_ended=5)
+    assert [job.run for job in jobs.list_jobs(tmp_path)] == [
         "r11",
         "r10",
         "r09",
@@ -219,13 +219,13 @@ def test_many_that_register_list_and_prune_at_once(
     monkeypatch.setattr(jobs, "KEPT", 20)
 
     def work(number: int) -> int:
-        assert register(alive(f"run-{number}"), tmp_path)
-        for job in jobs.jobs(tmp_path):
+        assert register_job(alive(f"run-{number}"), tmp_path)
+        for job in jobs.list_jobs(tmp_path):
             assert job.log_dir == "/l"
-        prune(tmp_path, kept=20)
+        prune_jobs(tmp_path, max_ended=20)
         return number
 
     with ThreadPool(8) as pool:
         assert sum(pool.map(work, range(80))) == sum(range(80))
-    assert {job.run for job in jobs.jobs(tmp_path)} == {f"run-{number}" for number in range(80)}
+    assert {job.run for job in jobs.list_jobs(tmp_path)} == {f"run-{number}" for number in range(80)}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".draft-")]

@@ -27,7 +27,7 @@ from pdrun.launcher.jobs.stop import stop_job
 from pdrun.rendezvous.clients.viewer import Viewer
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict
-from pdrun.rendezvous.protocol.security import Secret, load_cookie, token_text
+from pdrun.rendezvous.protocol.security import Secret, format_token, load_cookie
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.ui import live
 from tests.rendezvous.helpers import Agent, agents, start_all, until
@@ -85,7 +85,7 @@ def running(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
     secret = Secret.random()
-    monkeypatch.setenv("PDRUN_TOKEN", token_text(secret))
+    monkeypatch.setenv("PDRUN_TOKEN", format_token(secret))
     child = SchedulerChild(
         SchedulerConfig("demo", "demo-1", 1), secret, endpoint=Endpoint("127.0.0.1", 0)
     )
@@ -103,7 +103,7 @@ def running(
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a viewer has had an answer: the scheduler has its request."""
-    event, asked = threading.Event(), Viewer.lines
+    event, asked = threading.Event(), Viewer.fetch_lines
 
     def lines(viewer: Viewer, timeout: float = 5.0) -> list[str] | None:
         found = asked(viewer, timeout)
@@ -205,7 +205,7 @@ def test_follow_outlasts_a_scheduler_that_stands_still(
         seen.extend(look())
         return 0
 
-    monkeypatch.setattr(live, "follow", watch)
+    monkeypatch.setattr(live, "follow_status", watch)
     assert show_status(scheduler=RemoteScheduler(child.endpoint), follow=True) == 0
     assert [one.state for one in seen] == ["running", "running", "running", "done"]
     assert [len(one.warnings) for one in seen] == [0, 1, 0, 0] and "no answer" in seen[1].warnings[

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.async_writer import HIGH, Speaker
-from pdrun.launcher.output.console import ERR, OUT, Console
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.async_writer import HIGH_WATER_BYTES, MessageWriter
+from pdrun.launcher.output.console import STDERR, STDOUT, Console
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.output.helpers import make_output, pump, start_worker
 
 
@@ -27,7 +27,7 @@ def until(condition, timeout: float = 10.0) -> None:
 def read_all(fd: int, wait: float = 0.2) -> bytes:
     """Return what comes until nothing came for ``wait`` seconds."""
     data = b""
-    while readable(fd, wait=wait):
+    while wait_readable(fd, wait=wait):
         try:
             data += os.read(fd, 1 << 16)
         except OSError:
@@ -48,9 +48,9 @@ def terminal():
 def test_order_over_both_streams_of_one_terminal(terminal: tuple[int, int]) -> None:
     console = Console(terminal[1], os.dup(terminal[1]), environ={})
     for number in range(50):
-        console.write(OUT, b"out %d\n" % number)
-        console.write(ERR, b"err %d\n" % number)
-    console.say("pdrun: done")
+        console.write(STDOUT, b"out %d\n" % number)
+        console.write(STDERR, b"err %d\n" % number)
+    console.print_line("pdrun: done")
     assert console.close() == ()
     expected = b"".join(b"out %d\nerr %d\n" % (number, number) for number in range(50))
     assert read_all(terminal[0]) == expected + b"pdrun: done\n"
@@ -58,8 +58,8 @@ def test_order_over_both_streams_of_one_terminal(terminal: tuple[int, int]) -> N
 
 def test_our_own_line_never_stands_behind_half_a_line(terminal: tuple[int, int]) -> None:
     console = Console(terminal[1], terminal[1], environ={})
-    console.write(OUT, b"10%")
-    console.say("pdrun: rank 0 said \x1b[2J")
+    console.write(STDOUT, b"10%")
+    console.print_line("pdrun: rank 0 said \x1b[2J")
     console.close()
     assert read_all(terminal[0]) == b"10%\npdrun: rank 0 said ^[[2J\n"
 
@@ -72,16 +72,16 @@ def test_escapes_of_a_worker_are_neutralised_on_a_terminal(
     pump(output, [start_worker(output, 1, code)])
     output.close()
     shown = read_all(terminal[0])
-    head = b"\x1b[33mnode0:1|\x1b[0m " if output.console.colour(OUT) else b"node0:1| "
+    head = b"\x1b[33mnode0:1|\x1b[0m " if output.console.has_colour(STDOUT) else b"node0:1| "
     assert shown == head + b"\x1b[31mred\x1b[0m ^[[2J^[]0;t^G \\x9b5n\x1b[0m\n" + head + b"^[[Aup\n"
 
 
 def test_no_color_and_dumb_terminals_are_respected(terminal: tuple[int, int]) -> None:
     end = terminal[1]
-    assert Console(end, end, environ={"TERM": "xterm"}).colour(OUT)
-    assert not Console(end, end, environ={"NO_COLOR": "1"}).colour(OUT)
-    assert not Console(end, end, environ={"TERM": "dumb"}).colour(OUT)
-    assert Console(end, end, environ={"NO_COLOR": ""}).colour(OUT)
+    assert Console(end, end, environ={"TERM": "xterm"}).has_colour(STDOUT)
+    assert not Console(end, end, environ={"NO_COLOR": "1"}).has_colour(STDOUT)
+    assert not Console(end, end, environ={"TERM": "dumb"}).has_colour(STDOUT)
+    assert Console(end, end, environ={"NO_COLOR": ""}).has_colour(STDOUT)
 
 
 def test_what_another_process_knows_of_its_terminal_is_believed() -> None:
@@ -90,7 +90,7 @@ def test_what_another_process_knows_of_its_terminal_is_believed() -> None:
     console = Console.from_json(front.to_json())
     os.close(read)
     os.close(write)
-    assert (console.tty(OUT), console.tty(ERR), console.colour(OUT), console.colour(ERR)) == (
+    assert (console.is_terminal(STDOUT), console.is_terminal(STDERR), console.has_colour(STDOUT), console.has_colour(STDERR)) == (
         True,
         False,
         True,
@@ -102,16 +102,16 @@ def test_above_the_limit_it_is_held_and_tells_when_there_is_room() -> None:
     read, write = os.pipe()
     console = Console(write, write)
     room = threading.Event()
-    console.on_room(room.set)
-    for _ in range(HIGH // 1000 + 200):
-        console.write(OUT, b"x" * 999 + b"\n")
-    assert console.held(OUT)
+    console.call_when_ready(room.set)
+    for _ in range(HIGH_WATER_BYTES // 1000 + 200):
+        console.write(STDOUT, b"x" * 999 + b"\n")
+    assert console.is_behind(STDOUT)
     assert not room.is_set()
     got = 0
     while not room.is_set():
         got += len(os.read(read, 1 << 20))
-    assert not console.held(OUT)
-    assert got > HIGH // 4
+    assert not console.is_behind(STDOUT)
+    assert got > HIGH_WATER_BYTES // 4
     os.close(read)
     assert console.close() == ()
     os.close(write)
@@ -120,20 +120,20 @@ def test_above_the_limit_it_is_held_and_tells_when_there_is_room() -> None:
 def test_a_reader_that_hangs_is_given_up_and_the_loss_is_said() -> None:
     read, write = os.pipe()
     console = Console(write, write)
-    console.write(OUT, b"x" * 300_000)
+    console.write(STDOUT, b"x" * 300_000)
     start = time.monotonic()
     (lost,) = console.close(timeout=0.3)
     assert time.monotonic() - start < 2
     assert "its reader took nothing for 0.3 s" in lost
     os.close(read)
-    until(lambda: console._out.off)
+    until(lambda: console._stdout.off_reason)
     os.close(write)
 
 
 def test_a_reader_that_is_only_slow_gets_everything_at_the_end() -> None:
     read, write = os.pipe()
     console = Console(write, write)
-    console.write(OUT, b"x" * 400_000)
+    console.write(STDOUT, b"x" * 400_000)
     got: list[int] = []
 
     def slow() -> None:
@@ -157,7 +157,7 @@ def test_closed_streams_are_left_alone() -> None:
     console = Console(write, write)
     read, again = os.pipe()
     try:
-        console.write(OUT, b"must not reach whatever uses this number now\n")
+        console.write(STDOUT, b"must not reach whatever uses this number now\n")
         assert console.close() == ()
         assert read_all(read, 0.05) == b""
     finally:
@@ -169,9 +169,9 @@ def test_a_full_disk_below_a_redirected_stdout_is_said_and_stderr_goes_on(tmp_pa
     full = os.open("/dev/full", os.O_WRONLY)
     err = os.open(tmp_path / "err", os.O_CREAT | os.O_WRONLY)
     console = Console(full, err)
-    console.write(OUT, b"lost\n")
-    until(lambda: console._out.off)
-    console.say("pdrun: still here")
+    console.write(STDOUT, b"lost\n")
+    until(lambda: console._stdout.off_reason)
+    console.print_line("pdrun: still here")
     (lost,) = console.close()
     assert lost == "stdout: No space left on device; output after that was not shown"
     assert (tmp_path / "err").read_text() == f"pdrun: still here\npdrun: {lost}\n"
@@ -182,7 +182,7 @@ def test_a_full_disk_below_a_redirected_stdout_is_said_and_stderr_goes_on(tmp_pa
 def test_a_terminal_that_somebody_made_non_blocking(terminal: tuple[int, int]) -> None:
     os.set_blocking(terminal[1], False)
     console = Console(terminal[1], terminal[1])
-    console.write(OUT, b"x" * 200_000 + b"\n")
+    console.write(STDOUT, b"x" * 200_000 + b"\n")
     got = b""
     while len(got) < 200_001:
         got += read_all(terminal[0], 1.0)
@@ -191,17 +191,17 @@ def test_a_terminal_that_somebody_made_non_blocking(terminal: tuple[int, int]) -
 
 def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
     read, write = os.pipe()
-    speaker = Speaker(write)
+    speaker = MessageWriter(write)
     line = "x" * 100_000
-    for number in range(2 * HIGH // len(line)):
-        speaker.say(f"{number} {line}")
+    for number in range(2 * HIGH_WATER_BYTES // len(line)):
+        speaker.write_message(f"{number} {line}")
     began = time.monotonic()
     speaker.flush(0.2)  # nobody reads
     assert time.monotonic() - began < 5.0
     threading.Thread(
         target=lambda: (
             speaker.flush(20.0),
-            speaker.say("again"),
+            speaker.write_message("again"),
             speaker.flush(),
             os.close(write),
         ),
@@ -213,7 +213,7 @@ def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
         "a line is missing before the gap"
     )
     assert gap == b"pdrun: %d line(s) are missing here: nobody read them" % (
-        2 * HIGH // len(line) - len(lines)
+        2 * HIGH_WATER_BYTES // len(line) - len(lines)
     )
     assert last == b"pdrun: again"
 
@@ -221,8 +221,8 @@ def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
 def test_a_speaker_outlives_its_reader() -> None:
     read, write = os.pipe()
     os.close(read)
-    speaker = Speaker(write)
+    speaker = MessageWriter(write)
     for _ in range(3):
-        speaker.say("is anybody there?")
+        speaker.write_message("is anybody there?")
         speaker.flush(5.0)
     os.close(write)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.output.line_splitter import LIMIT, Line, LineSplitter
+from pdrun.launcher.output.line_splitter import MAX_PIECE_BYTES, Line, LineSplitter
 
 PIECES = st.sampled_from(
     [b"a", b"bc", b"\n", b"\r", b"\r\n", "é".encode(), "█".encode(), b"\xff", b"x" * 9, b" "]
@@ -16,7 +16,7 @@ PIECES = st.sampled_from(
 STREAMS = st.lists(PIECES, max_size=40).map(b"".join)
 
 
-def split(chunks: list[bytes], limit: int = LIMIT) -> list[Line]:
+def split(chunks: list[bytes], limit: int = MAX_PIECE_BYTES) -> list[Line]:
     splitter = LineSplitter(limit)
     return [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.finish()
 
@@ -62,20 +62,20 @@ def test_what_ends_a_line(data: bytes, expected: list[tuple[bytes, bytes]]) -> N
 
 def test_a_long_line_comes_in_marked_pieces() -> None:
     lines = split([b"x" * 150_000 + b"\nshort\n"])
-    assert [(len(line.text), line.end, line.continued) for line in lines] == [
-        (LIMIT, b"", False),
-        (LIMIT, b"", True),
-        (150_000 - 2 * LIMIT, b"\n", True),
+    assert [(len(line.text), line.end, line.is_continued) for line in lines] == [
+        (MAX_PIECE_BYTES, b"", False),
+        (MAX_PIECE_BYTES, b"", True),
+        (150_000 - 2 * MAX_PIECE_BYTES, b"\n", True),
         (5, b"\n", False),
     ]
 
 
 def test_a_line_of_exactly_the_limit_is_not_cut() -> None:
-    assert split([b"x" * LIMIT, b"\n"]) == [Line(b"x" * LIMIT, b"\n")]
+    assert split([b"x" * MAX_PIECE_BYTES, b"\n"]) == [Line(b"x" * MAX_PIECE_BYTES, b"\n")]
 
 
 def test_a_cut_never_falls_inside_a_character() -> None:
-    text = "█" * LIMIT
+    text = "█" * MAX_PIECE_BYTES
     pieces = [line.text for line in split([text.encode() + b"\n"])]
     assert "".join(piece.decode() for piece in pieces) == text
 
@@ -84,4 +84,4 @@ def test_a_line_without_end_is_not_held_in_memory() -> None:
     splitter = LineSplitter()
     for _ in range(200):
         splitter.feed(b"x" * 100_000)
-    assert len(splitter.finish()[-1].text) <= LIMIT
+    assert len(splitter.finish()[-1].text) <= MAX_PIECE_BYTES

@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.output.log_files import LogFiles, size_text
-from pdrun.launcher.output.log_names import check_template, file_stem, prepare_root, stem_pattern
+from pdrun.launcher.output.log_files import LogWriter, format_size
+from pdrun.launcher.output.log_names import check_template, fill_template, prepare_log_folder, rank_pattern
 
 
 def test_what_is_written_is_there_when_closed(tmp_path: Path) -> None:
-    files = LogFiles()
-    one = files.open(tmp_path / "a" / "b" / "one.out", "rank 0's output")
-    two = files.open(tmp_path / "a" / "b" / "two.out", "rank 1's output")
+    files = LogWriter()
+    one = files.open_file(tmp_path / "a" / "b" / "one.out", "rank 0's output")
+    two = files.open_file(tmp_path / "a" / "b" / "two.out", "rank 1's output")
     for number in range(1000):
         files.write(one, b"%d\n" % number)
         files.write(two, b"x")
-    files.done(one)
+    files.end_file(one)
     assert files.close(2.0) == ()
     assert (tmp_path / "a/b/one.out").read_text() == "".join(
         f"{number}\n" for number in range(1000)
@@ -45,13 +45,13 @@ def test_a_disk_that_is_full_for_a_while_loses_only_what_it_refused(tmp_path: Pa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.write(fd, data)
 
-    files = LogFiles(write=write)
-    file = files.open(tmp_path / "x.out", "rank 7's output")
+    files = LogWriter(write=write)
+    file = files.open_file(tmp_path / "x.out", "rank 7's output")
     for phase in (b"before ", b"during ", b"after"):
         full.set() if phase == b"during " else full.clear()
         files.write(file, phase)
         deadline = time.monotonic() + 10
-        while files._backlog and time.monotonic() < deadline:
+        while files._backlog_bytes and time.monotonic() < deadline:
             time.sleep(0.001)
     (lost,) = files.close(2.0)
     assert (tmp_path / "x.out").read_bytes() == b"before after"
@@ -63,8 +63,8 @@ def test_a_disk_that_is_full_for_a_while_loses_only_what_it_refused(tmp_path: Pa
 def test_a_disk_that_fails_only_at_close_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = LogFiles()
-    file = files.open(tmp_path / "x.out", "rank 0's output")
+    files = LogWriter()
+    file = files.open_file(tmp_path / "x.out", "rank 0's output")
     files.write(file, b"data")
     real = os.close
 
@@ -74,7 +74,7 @@ def test_a_disk_that_fails_only_at_close_is_told(
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "close", close)
-    files.done(file)
+    files.end_file(file)
     assert files.close(2.0) == (
         f"log {tmp_path}/x.out: may be incomplete (Disk quota exceeded); the job went on",
     )
@@ -82,14 +82,14 @@ def test_a_disk_that_fails_only_at_close_is_told(
 
 def test_a_fifo_that_nobody_reads_hangs_the_thread_and_nobody_else(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.out")
-    files = LogFiles(high=1000, stuck=0.1)
-    file = files.open(tmp_path / "x.out", "rank 0's output")
+    files = LogWriter(max_backlog=1000, hung_seconds=0.1)
+    file = files.open_file(tmp_path / "x.out", "rank 0's output")
     start = time.monotonic()
     for _ in range(100):
         files.write(file, b"x" * 100)
     assert time.monotonic() - start < 0.1
     deadline = time.monotonic() + 10
-    while files.held():
+    while files.is_behind():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     files.write(file, b"y" * 500)
@@ -101,8 +101,8 @@ def test_a_fifo_that_nobody_reads_hangs_the_thread_and_nobody_else(tmp_path: Pat
 def test_a_symbolic_link_in_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "x.out").symlink_to(tmp_path / "precious")
-    files = LogFiles()
-    files.write(files.open(tmp_path / "x.out", "rank 0's output"), b"data")
+    files = LogWriter()
+    files.write(files.open_file(tmp_path / "x.out", "rank 0's output"), b"data")
     assert "4 bytes of rank 0's output not written" in files.close(2.0)[0]
     assert (tmp_path / "precious").read_text() == "mine"
 
@@ -115,15 +115,15 @@ def test_a_slow_disk_holds_the_workers_and_tells_when_there_is_room(tmp_path: Pa
         go.acquire(timeout=20)
         return os.write(fd, data[:100])
 
-    files = LogFiles(high=1000, stuck=30.0, write=write)
-    files.on_room = room.set
-    file = files.open(tmp_path / "x.out", "rank 0's output")
+    files = LogWriter(max_backlog=1000, hung_seconds=30.0, write=write)
+    files.on_ready = room.set
+    file = files.open_file(tmp_path / "x.out", "rank 0's output")
     for _ in range(20):
         files.write(file, b"x" * 100)
-    assert files.held()
+    assert files.is_behind()
     go.release(100)
     assert room.wait(10)
-    assert not files.held()
+    assert not files.is_behind()
     assert files.close(5.0) == ()
     assert (tmp_path / "x.out").stat().st_size == 2000
 
@@ -167,9 +167,9 @@ def test_a_mistyped_field_is_told_with_the_right_one() -> None:
     ],
 )
 def test_names(template: str, stem: str) -> None:
-    made = file_stem(template, rank=12, local_rank=4, node="n0", ip="10.0.0.1", hostname="gpu-a.x")
+    made = fill_template(template, rank=12, local_rank=4, node="n0", ip="10.0.0.1", hostname="gpu-a.x")
     assert made == stem
-    match = stem_pattern(template).fullmatch(made)
+    match = rank_pattern(template).fullmatch(made)
     assert match is not None
     assert match.groupdict().get("rank", "12") == "12"
 
@@ -177,7 +177,7 @@ def test_names(template: str, stem: str) -> None:
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
 def test_no_value_leaves_the_folder(node: str, ip: str, hostname: str) -> None:
     folder = Path("/logs/run/0")
-    stem = file_stem(
+    stem = fill_template(
         "{node}/{ip}_{hostname}_{rank}", rank=1, local_rank=1, node=node, ip=ip, hostname=hostname
     )
     assert os.path.normpath(folder / stem) == str(folder / stem)
@@ -185,17 +185,17 @@ def test_no_value_leaves_the_folder(node: str, ip: str, hostname: str) -> None:
 
 
 def test_a_root_that_is_made_here_is_private_and_stays_out_of_git(tmp_path: Path) -> None:
-    prepare_root(tmp_path / "deep" / "logs")
+    prepare_log_folder(tmp_path / "deep" / "logs")
     assert (tmp_path / "deep" / "logs" / ".gitignore").read_text() == "*\n"
     assert (tmp_path / "deep" / "logs").stat().st_mode & 0o777 == 0o700
     (tmp_path / "started" / "run").mkdir(parents=True)
     (tmp_path / "started" / "run" / "events.jsonl").write_text(
         "{}\n"
     )  # the event log may have come first
-    prepare_root(tmp_path / "started")
+    prepare_log_folder(tmp_path / "started")
     assert (tmp_path / "started" / ".gitignore").exists()
     (tmp_path / "mine").mkdir()
-    prepare_root(tmp_path / "mine")
+    prepare_log_folder(tmp_path / "mine")
     assert list((tmp_path / "mine").iterdir()) == []
 
 
@@ -210,4 +210,4 @@ def test_a_root_that_is_made_here_is_private_and_stays_out_of_git(tmp_path: Path
     ],
 )
 def test_sizes(count: int, text: str) -> None:
-    assert size_text(count) == text
+    assert format_size(count) == text

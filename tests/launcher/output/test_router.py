@@ -20,7 +20,7 @@ import pytest
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common.ranks import RankSet
-from pdrun.launcher.output.log_files import LogFiles
+from pdrun.launcher.output.log_files import LogWriter
 from tests.launcher.output.helpers import log, make_output, pump, pump_once, start_worker
 
 FLOOD = """
@@ -123,7 +123,7 @@ def test_a_slow_reader_loses_nothing_and_holds_the_workers(tmp_path: Path) -> No
     def reader() -> None:
         while data := os.read(read, 1 << 20):
             got.append(data)
-            held.append(output.console.held(1))
+            held.append(output.console.is_behind(1))
             if len(got) < 30:
                 time.sleep(0.02)
 
@@ -168,7 +168,7 @@ def test_a_hung_disk_never_keeps_a_worker_waiting_for_good(
         hang.wait(60)
         return len(data)
 
-    files = LogFiles(high=1 << 20, stuck=0.3, write=never)
+    files = LogWriter(max_backlog=1 << 20, hung_seconds=0.3, write=never)
     output = make_output(tmp_path, screen[1], screen[1], writer=files)
     worker = start_worker(
         output, 0, "import os\nfor i in range(8000): os.write(1, b'z' * 999 + b'\\n')"
@@ -230,9 +230,9 @@ def test_hidden_ranks_are_logged_and_revealed_when_they_fail(
         output,
         [start_worker(output, rank, "import sys; print('I am', sys.argv[1])") for rank in range(4)],
     )
-    output.reveal(1)
-    output.reveal(1)
-    output.reveal(0)
+    output.show_hidden_tail(1)
+    output.show_hidden_tail(1)
+    output.show_hidden_tail(0)
     output.close()
     shown = screen[0].read_text()
     assert sorted(re.findall(r"node0:(\d)\| I am", shown)) == ["0", "1", "2", "3"]
@@ -286,7 +286,7 @@ def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(
 ) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     code = "import os, sys, time\nif os.fork() == 0: time.sleep(60)\nos.write(2, b'last word'); os._exit(3)"
-    out, err = output.open(0, 0, 0)
+    out, err = output.open_pipes(0, 0, 0)
     worker = subprocess.Popen(
         [sys.executable, "-c", code], stdout=out, stderr=err, start_new_session=True
     )
@@ -295,10 +295,10 @@ def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(
     try:
         assert worker.wait(20) == 3
         start = time.monotonic()
-        output.drain(0, 0.3)
+        output.drain_worker(0, 0.3)
         assert 0.2 < time.monotonic() - start < 2
-        assert output.tail(0) == ("last word",)
-        assert [fd for fd in output.filenos() if fd in output._by_fd] == []
+        assert output.last_lines(0) == ("last word",)
+        assert [fd for fd in output.watched_fds() if fd in output._stream_of_fd] == []
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, 9)
@@ -312,11 +312,11 @@ def test_tail_and_traceback_are_what_a_summary_needs(
     output = make_output(tmp_path, screen[1], screen[1])
     code = "for i in range(100): print('out', i)\nraise ValueError('boom \\x1b]0;title\\x07' + 'x' * 900)"
     pump(output, [start_worker(output, 0, code)])
-    tail = output.tail(0)
+    tail = output.last_lines(0)
     assert len(tail) == 20
     assert tail[0].startswith("out ") and tail[-1].startswith("ValueError: boom ^[]0;title^G")
     assert max(map(len, tail)) == 500
-    at, text = output.traceback(0) or (0.0, "")
+    at, text = output.last_traceback(0) or (0.0, "")
     assert text.startswith("Traceback") and time.monotonic() - 30 < at <= time.monotonic()
     assert output.log_path(0).endswith("logs/run1/0/rank_0.err")
     output.close()
@@ -329,7 +329,7 @@ def test_the_tail_of_one_endless_line_and_of_a_bar(
     code = "import os; os.write(1, b'x' * 100_000); os.write(2, b'loading\\n1%\\r2%\\r')"
     pump(output, [start_worker(output, 0, code)])
     output.close()
-    assert output.tail(0) == ("x" * 500, "loading", "2%")
+    assert output.last_lines(0) == ("x" * 500, "loading", "2%")
 
 
 def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[Path, int]) -> None:
@@ -343,7 +343,7 @@ def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[P
             ConfigError,
             match=r"no pipe for rank 0: Too many open files; raise the limit .*ulimit -n",
         ):
-            output.open(0, 0, 0)
+            output.open_pipes(0, 0, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     pump(output, [])
@@ -353,11 +353,11 @@ def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[P
 def test_a_new_generation_has_new_files(tmp_path: Path, screen: tuple[Path, int]) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     for generation in (0, 1):
-        output.begin("run1", 2)
-        for end in output.open(0, 0, generation):
+        output.begin_generation("run1", 2)
+        for end in output.open_pipes(0, 0, generation):
             os.write(end, b"g%d\n" % generation)
             os.close(end)
-        output.drain(0, 5.0)
+        output.drain_worker(0, 5.0)
     output.close()
     folder = tmp_path / "logs" / "run1"
     assert [(folder / str(number) / "rank_0.out").read_text() for number in (0, 1)] == [
@@ -385,8 +385,8 @@ def test_sets_of_ranks_that_are_none(text: str) -> None:
 def test_sets_of_ranks() -> None:
     assert [rank for rank in range(12) if rank in RankSet("0,7-9")] == [0, 7, 8, 9]
     assert 10**6 in RankSet("all") and 0 not in RankSet("none")
-    assert RankSet("0,7-9, 4").without(range(2)) == "7-9,4"
-    assert [RankSet(text).without(range(2)) for text in ("all", "none", "1-5")] == [""] * 3
+    assert RankSet("0,7-9, 4").unmatched_parts(range(2)) == "7-9,4"
+    assert [RankSet(text).unmatched_parts(range(2)) for text in ("all", "none", "1-5")] == [""] * 3
 
 
 def test_the_agent_s_side_loads_nothing_heavy() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.supervisor.events import Exited, Spawned, StarterState, Swept
+from pdrun.launcher.supervisor.events import Exited, Spawned, ForkServerStatus, Swept
 from tests.launcher.stdlib_only.conftest import Bench, starter_of
-from tests.lib.supervisor_driver import alive, keeper_driver, until
+from tests.lib.supervisor_driver import is_alive, supervisor_driver, wait_until
 
 FORKED = "import gc, sys\nassert gc.get_freeze_count() > 10000 and 'torch' in sys.modules\n"
 CPUS = sorted(os.sched_getaffinity(0))
@@ -40,11 +40,11 @@ def test_numbers_drawn_by_an_import_are_drawn_by_nobody_else(script: Path, tmp_p
     script.write_text(
         "import plugin, random, numpy.random\nprint(random.random(), numpy.random.rand())\n"
     )
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
-        driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
-        assert driver.wait(StarterState, None, 30).why == ""
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("plugin",)))
+        assert driver.wait(ForkServerStatus, None, 30).why == ""
         drawn = [bench.run(str(script)).out.split() for _ in range(2)]
         assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
 
@@ -203,13 +203,13 @@ def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path:
         FORKED.replace(" and 'torch' in sys.modules", "").replace("10000", "100")
         + "print('mine')\n"
     )
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(site)
-        driver.keeper.prepare(
+        driver.supervisor.start_fork_server(
             starter_of(bench.env, ("random", "logging", "multiprocessing.process", "noisy"))
         )
-        assert driver.wait(StarterState, None, 30).why == ""
+        assert driver.wait(ForkServerStatus, None, 30).why == ""
         for _ in range(2):
             ended = bench.run(str(script))
             assert (ended.code, ended.out, ended.err) == (0, "mine\n", "a warning at import\n")
@@ -240,14 +240,14 @@ def test_an_unfit_starter_costs_speed_only(
 ) -> None:
     (tmp_path / "plugin.py").write_text(text + "\n")
     script.write_text("import gc\nprint(gc.get_freeze_count() > 100)\n")
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
-        driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("plugin",)))
         ended = bench.run(
             str(script), start="auto"
         )  # asked for before the starter has said anything
-        state = driver.wait(StarterState, None, 30)
+        state = driver.wait(ForkServerStatus, None, 30)
         assert why in state.why and ended.out == "False\n"
         failed = bench.refused(str(script))
         assert why in failed.message
@@ -263,11 +263,11 @@ def test_threads_that_come_later_are_seen_at_the_fork(script: Path, tmp_path: Pa
         "os.listdir = listdir\n"
     )
     script.write_text("import gc\nprint(gc.get_freeze_count() > 100)\n")
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
-        driver.keeper.prepare(starter_of(bench.env, ("late",)))
-        assert driver.wait(StarterState, None, 30).why == ""
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("late",)))
+        assert driver.wait(ForkServerStatus, None, 30).why == ""
         assert bench.run(str(script), start="auto", env={"PYTHONPATH": ""}).out == "False\n"
 
 
@@ -285,7 +285,7 @@ time.sleep(300)
 
 def pids(folder: Path, count: int) -> list[int]:
     path = folder / "pids"
-    until(lambda: path.exists() and path.read_text().count("\n") >= count, 20, f"{count} pids")
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, 20, f"{count} pids")
     return [int(word) for word in path.read_text().split()]
 
 
@@ -294,38 +294,38 @@ def test_nothing_outlives_a_killed_agent_or_keeper(script: Path) -> None:
     script.write_text(SLEEPER)
     for how in ("agent", "keeper"):
         (script.parent / "pids").unlink(missing_ok=True)
-        with keeper_driver() as driver:
+        with supervisor_driver() as driver:
             bench = Bench(driver)
-            driver.keeper.prepare(starter_of(bench.env, ("random",)))
+            driver.supervisor.start_fork_server(starter_of(bench.env, ("random",)))
             null = os.open(os.devnull, os.O_RDWR)
             for _ in range(2):
                 bench.start((sys.executable, str(script)), null, null, cwd=str(script.parent))
             os.close(null)
             started = pids(script.parent, 6)
             if how == "agent":
-                driver.keeper._socket.close()  # type: ignore[union-attr]
-                driver.keeper._socket = None
+                driver.supervisor._socket.close()  # type: ignore[union-attr]
+                driver.supervisor._socket = None
             else:
-                os.kill(driver.keeper.pid, signal.SIGKILL)
+                os.kill(driver.supervisor.pid, signal.SIGKILL)
                 with pytest.raises(Exception, match="keeper process"):
-                    until(lambda driver=driver: list(driver.keeper.events()) and False, 5)
-            until(lambda started=started: not any(map(alive, started)), 1.0, "everything gone")
+                    wait_until(lambda driver=driver: list(driver.supervisor.read_events()) and False, 5)
+            wait_until(lambda started=started: not any(map(is_alive, started)), 1.0, "everything gone")
 
 
 def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -> None:
     script.write_text(
         "import gc, os, time\nprint(gc.get_freeze_count() > 100, flush=True)\ntime.sleep(0.5)\nos._exit(9)\n"
     )
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
-        driver.keeper.prepare(starter_of(bench.env, ("random",)))
-        assert driver.wait(StarterState, None, 30).why == ""
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("random",)))
+        assert driver.wait(ForkServerStatus, None, 30).why == ""
         read, write = os.pipe()
         slot = bench.start((sys.executable, str(script)), write, write)
         assert driver.wait(Spawned, slot).pid > 0
         starter = next(
             int(child)
-            for child in Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children")
+            for child in Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
             .read_text()
             .split()
             if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
@@ -350,15 +350,15 @@ def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(
     slot = bench.start((sys.executable, str(script)), null, null, cwd=str(script.parent))
     os.close(null)
     bench.driver.wait(Exited, slot, 20)
-    bench.driver.keeper.sweep(slot)
+    bench.driver.supervisor.sweep_descendants(slot)
     swept = bench.driver.wait(Swept, slot, 20)
     assert len(swept.processes) == 2, (
         swept
     )  # the sleep, and the fork that shares its parent's memory
-    assert all(map(alive, kept))
-    bench.driver.keeper.signal(stays, signal.SIGKILL, group=True)
+    assert all(map(is_alive, kept))
+    bench.driver.supervisor.send_signal(stays, signal.SIGKILL, group=True)
     bench.driver.wait(Exited, stays, 20)
-    bench.driver.keeper.sweep(stays)
+    bench.driver.supervisor.sweep_descendants(stays)
     bench.driver.wait(Swept, stays, 20)
 
 
@@ -372,21 +372,21 @@ def test_workers_are_the_keepers_children_and_their_status_is_exact(
         ended = bench.run(str(script), str(int(number)))
         assert ended.code == -number
     script.write_text("import os\nprint(os.getppid(), flush=True)\n")
-    assert bench.run(str(script)).out == f"{bench.driver.keeper.pid}\n"
+    assert bench.run(str(script)).out == f"{bench.driver.supervisor.pid}\n"
 
 
 def test_a_stop_before_the_starter_is_ready_ends_the_worker_unstarted(
     script: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
-        driver.keeper.prepare(starter_of(bench.env, ("slow",)))
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("slow",)))
         null = os.open(os.devnull, os.O_RDWR)
         slot = bench.start((sys.executable, str(script)), null, null)
         os.close(null)
-        driver.keeper.signal(slot, signal.SIGTERM, group=False)
+        driver.supervisor.send_signal(slot, signal.SIGTERM, group=False)
         ended = driver.wait(Exited, slot, 5)
         assert os.WTERMSIG(ended.status) == signal.SIGTERM
 
@@ -402,9 +402,9 @@ def test_no_descriptor_of_a_neighbour_that_is_forked_with_it(script: Path) -> No
     script.write_text(
         "import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n"
     )
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         bench = Bench(driver)
-        driver.keeper.prepare(starter_of(bench.env, ("random",)))
+        driver.supervisor.start_fork_server(starter_of(bench.env, ("random",)))
         read, write = os.pipe()
         slots = [bench.start((sys.executable, str(script)), write, write) for _ in range(4)]
         os.close(write)

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, DeadlineExceeded
-from pdrun.launcher.plan.start_method import unfit
+from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.supervisor import warm_client as warm_module
-from pdrun.launcher.supervisor.events import Warm
+from pdrun.launcher.supervisor.events import WarmProcess
 from tests.launcher.plan.test_start_method import FIT, decided
 from tests.launcher.stdlib_only.conftest import plain_environment
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
-from tests.lib.supervisor_driver import alive, until
+from tests.lib.supervisor_driver import is_alive, wait_until
 
-FITTING = Warm(
+FITTING = WarmProcess(
     socket="/run/x.sock",
     pid=7,
     python="/p/python",
@@ -65,7 +65,7 @@ FITTING = Warm(
 def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
     warm = replace(FITTING, **changes)
     environ = {"HOME": "/h", **more}
-    found = unfit(
+    found = why_unusable(
         warm, ("/p/python", "train.py"), ("torch", "torch.distributed"), "2.13.0", environ
     )
     assert why in found and bool(found) == bool(why)
@@ -75,7 +75,7 @@ def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
 
 
 def test_functions_and_exec_do_without() -> None:
-    assert "-P" in unfit(FITTING, ("/p/python", "-P", "-m", "x"), (), "2.13.0", {"HOME": "/h"})
+    assert "-P" in why_unusable(FITTING, ("/p/python", "-P", "-m", "x"), (), "2.13.0", {"HOME": "/h"})
     assert decided(replace(FIT, warm=(FITTING,)), "exec", env={"HOME": "/h"}).warm == ""
 
 
@@ -167,7 +167,7 @@ def test_the_next_job_uses_it_and_says_so(node: Node, warm: int) -> None:
     assert f"start fork: from the warm process {warm}, which has imported torch" in err
     code, out, _ = node.job("--dry-run", script)
     assert f"start      fork: from the warm process {warm}" in out
-    until(lambda: node.status()[0]["running"] == 0, 20)
+    wait_until(lambda: node.status()[0]["running"] == 0, 20)
     assert node.status()[0]["served"] == before + 1
 
 
@@ -267,7 +267,7 @@ def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str)
         assert "1 job(s) go on" in node.run("warm", "stop")[2]
     else:
         os.kill(warm, signal.SIGKILL)
-    until(lambda: not alive(warm), 10)
+    wait_until(lambda: not is_alive(warm), 10)
     (node.folder / "go").write_text("")
     assert job.wait(60) == 5
     job.communicate()
@@ -338,8 +338,8 @@ def test_nothing_outlives_a_killed_launcher(node: Node, warm: int) -> None:
     started = pids(node.folder, 6)
     job.kill()
     job.communicate()
-    until(lambda: not any(map(alive, started)), 5.0, "everything gone")
-    assert alive(warm)
+    wait_until(lambda: not any(map(is_alive, started)), 5.0, "everything gone")
+    assert is_alive(warm)
 
 
 def test_a_token_and_the_jobs_variables_never_reach_it(node: Node, warm: int) -> None:
@@ -373,13 +373,13 @@ def test_another_pdrun_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, heard = tmp_path / "pdrun", list[str]()
-    monkeypatch.setattr(warm_module, "LOCKED", 0.2)
-    with warm_module.changing(folder, heard.append):
+    monkeypatch.setattr(warm_module, "LOCK_SECONDS", 0.2)
+    with warm_module.locked_dir(folder, heard.append):
         with pytest.raises(
             DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"
         ):
-            with warm_module.changing(folder, heard.append):
+            with warm_module.locked_dir(folder, heard.append):
                 pass
     assert len(heard) == 1
-    with warm_module.changing(folder, heard.append):
+    with warm_module.locked_dir(folder, heard.append):
         assert len(heard) == 1

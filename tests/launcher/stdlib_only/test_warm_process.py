@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher.plan.start_method import unfit
+from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import inherited_state
 from pdrun.launcher.supervisor import warm_client
-from pdrun.launcher.supervisor.events import Exited, Spawned, StarterState, Warm
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.launcher.supervisor.events import Exited, Spawned, ForkServerStatus, WarmProcess
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.stdlib_only.conftest import Bench, plain_environment, said, warm_process
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
-from tests.lib.supervisor_driver import alive, keeper_driver, until
+from tests.lib.supervisor_driver import is_alive, supervisor_driver, wait_until
 
 
 @pytest.fixture
@@ -36,23 +36,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def light(folder: Path) -> Iterator[Warm]:
+def light(folder: Path) -> Iterator[WarmProcess]:
     """One that has imported next to nothing."""
     with warm_process(folder, plain_environment(), ("random",)) as found:
         yield found
 
 
 @contextlib.contextmanager
-def borrowed(found: Warm) -> Iterator[Bench]:
+def borrowed(found: WarmProcess) -> Iterator[Bench]:
     """A bench on a keeper that was forked from a warm process."""
-    with keeper_driver(warm_client.borrow(found.socket)) as driver:
-        assert driver.wait(StarterState, None, 20).why == ""
+    with supervisor_driver(warm_client.borrow_supervisor(found.socket)) as driver:
+        assert driver.wait(ForkServerStatus, None, 20).why == ""
         yield Bench(driver)
 
 
-def connection(found: Warm) -> socket.socket:
-    with warm_client.opened(Path(found.socket).parent) as number:
-        return warm_client._connect(number, Path(found.socket).name)
+def connection(found: WarmProcess) -> socket.socket:
+    with warm_client.open_private_dir(Path(found.socket).parent) as number:
+        return warm_client._connect_to(number, Path(found.socket).name)
 
 
 def sleepers(bench: Bench, script: Path, count: int = 1) -> list[int]:
@@ -92,7 +92,7 @@ HOSTILE = (
 )
 
 
-def test_hostile_bytes_end_a_connection_and_nothing_else(light: Warm, folder: Path) -> None:
+def test_hostile_bytes_end_a_connection_and_nothing_else(light: WarmProcess, folder: Path) -> None:
     silent = [connection(light) for _ in range(10)]
     for data in HOSTILE:
         with connection(light) as client:
@@ -106,28 +106,28 @@ def test_hostile_bytes_end_a_connection_and_nothing_else(light: Warm, folder: Pa
         client.close()
     with connection(light) as client:
         client.send(b'{"ask": "hello"}')  # gone before the answer
-    until(lambda: said(folder).running == 0, 10, "the end of what began nevertheless")
+    wait_until(lambda: said(folder).running_jobs == 0, 10, "the end of what began nevertheless")
     assert said(folder).pid == light.pid
     held = sorted(os.listdir(f"/proc/{light.pid}/fd"), key=int)
     assert len(held) <= 5, held  # three streams, the listener, and what `said` has just left
 
 
-def test_more_connections_than_it_takes_are_closed_at_once(light: Warm, folder: Path) -> None:
+def test_more_connections_than_it_takes_are_closed_at_once(light: WarmProcess, folder: Path) -> None:
     many = []
     with contextlib.suppress(OSError):
         for _ in range(200):
             many.append(connection(light))
     for client in many:
         client.close()
-    until(
-        lambda: warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)}).found(), 10, "an answer"
+    wait_until(
+        lambda: warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}).collect_answers(), 10, "an answer"
     )
     assert said(folder).pid == light.pid
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
-def test_another_user_is_not_answered_and_not_asked(light: Warm, folder: Path) -> None:
+def test_another_user_is_not_answered_and_not_asked(light: WarmProcess, folder: Path) -> None:
     for path in (folder, *folder.parents):
         if path.stat().st_uid == os.geteuid() and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o011)
@@ -152,11 +152,11 @@ def test_another_user_is_not_answered_and_not_asked(light: Warm, folder: Path) -
     os.close(read), os.close(write)
     with (
         pytest.raises(ConfigError, match="not a folder of yours alone"),
-        warm_client.opened(folder),
+        warm_client.open_private_dir(folder),
     ):
         pass
     folder.chmod(0o700)
-    with warm_client.opened(
+    with warm_client.open_private_dir(
         folder
     ) as number:  # and the other way round: a socket that another user serves
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -165,13 +165,13 @@ def test_another_user_is_not_answered_and_not_asked(light: Warm, folder: Path) -
             listener.listen()
             os.seteuid(0)
             with pytest.raises(PermissionError, match="belongs to user 65534"):
-                warm_client._connect(number, "theirs.sock")
+                warm_client._connect_to(number, "theirs.sock")
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "pdrun").symlink_to("real")
-    with pytest.raises(OSError), warm_client.opened(tmp_path / "pdrun"):
+    with pytest.raises(OSError), warm_client.open_private_dir(tmp_path / "pdrun"):
         pass
 
 
@@ -179,7 +179,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
 # -----------------------------------------------------------------------------------------------------
 
 
-def test_jobs_at_once_do_not_see_each_other(light: Warm, folder: Path, script: Path) -> None:
+def test_jobs_at_once_do_not_see_each_other(light: WarmProcess, folder: Path, script: Path) -> None:
     """
     Environment, descriptors and memory: of a neighbour's, of the warm process's, of one before.
     """
@@ -189,7 +189,7 @@ def test_jobs_at_once_do_not_see_each_other(light: Warm, folder: Path, script: P
     secret = os.urandom(12).hex()
     with contextlib.ExitStack() as stack:
         benches = [stack.enter_context(borrowed(light)) for _ in range(8)]
-        assert said(folder).running == 8
+        assert said(folder).running_jobs == 8
         for number, bench in enumerate(benches):
             ended = bench.run(str(script), env={f"MINE{number}": secret})
             names = sorted({*bench.env, f"MINE{number}", "PDRUN_WORKER_OF"})
@@ -197,8 +197,8 @@ def test_jobs_at_once_do_not_see_each_other(light: Warm, folder: Path, script: P
         for path in Path("/proc").glob(f"{light.pid}/environ"):
             assert secret.encode() not in path.read_bytes()
         assert not _in_memory(light.pid, secret.encode())
-    until(lambda: said(folder).running == 0, 10, "the end of all jobs")
-    assert said(folder).served == 8
+    wait_until(lambda: said(folder).running_jobs == 0, 10, "the end of all jobs")
+    assert said(folder).served_jobs == 8
 
 
 def _in_memory(pid: int, word: bytes) -> bool:
@@ -224,7 +224,7 @@ def test_descriptors_of_whoever_started_it_are_closed(folder: Path) -> None:
     os.close(number), os.close(99)
 
 
-def test_what_was_inherited_is_taken_on_or_refused(light: Warm, script: Path) -> None:
+def test_what_was_inherited_is_taken_on_or_refused(light: WarmProcess, script: Path) -> None:
     script.write_text("""
 import json, os, resource
 status = dict(l.split(':', 1) for l in open('/proc/self/status') if ':' in l)
@@ -248,7 +248,7 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             with borrowed(light) as bench:
                 outs = [bench.run(str(script), start=start) for start in ("fork", "exec")]
-            with keeper_driver() as driver:
+            with supervisor_driver() as driver:
                 outs.append(Bench(driver).run(str(script), start="exec"))
             os.write(write, json.dumps([ended.out or ended.err for ended in outs]).encode())
         finally:
@@ -264,9 +264,9 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
 
     def refused(**changes: object) -> str:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
-            real = inherited_state.read()
-            patch.setattr(inherited_state, "read", lambda: {**real, **changes})
-            warm_client.borrow(light.socket)
+            real = inherited_state.read_state()
+            patch.setattr(inherited_state, "read_state", lambda: {**real, **changes})
+            warm_client.borrow_supervisor(light.socket)
         return caught.value.strerror or ""
 
     assert "namespace net cannot" in refused(**{"namespace net": "net:[1]"})
@@ -283,25 +283,25 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
 @pytest.mark.parametrize("warm_too", [False, True])
 @pytest.mark.parametrize("how", ["agent", "keeper"])
 def test_nothing_outlives_a_killed_agent_or_keeper(
-    light: Warm, script: Path, how: str, warm_too: bool
+    light: WarmProcess, script: Path, how: str, warm_too: bool
 ) -> None:
     with borrowed(light) as bench:
         started = sleepers(bench, script, 2)
         if warm_too:
             os.kill(light.pid, signal.SIGKILL)
         if how == "agent":
-            bench.driver.keeper._socket.close()  # type: ignore[union-attr]
-            bench.driver.keeper._socket = None
+            bench.driver.supervisor._socket.close()  # type: ignore[union-attr]
+            bench.driver.supervisor._socket = None
         else:
-            os.kill(bench.driver.keeper.pid, signal.SIGKILL)
-        until(lambda: not any(map(alive, started)), 5.0, "everything gone")
+            os.kill(bench.driver.supervisor.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, started)), 5.0, "everything gone")
         if how == "keeper":
             with pytest.raises(PdrunError, match="keeper process"):
-                until(lambda: list(bench.driver.keeper.events()) and False, 5)
+                wait_until(lambda: list(bench.driver.supervisor.read_events()) and False, 5)
 
 
 def test_what_hides_from_its_mark_is_ended_by_the_warm_process(
-    light: Warm, folder: Path, script: Path
+    light: WarmProcess, folder: Path, script: Path
 ) -> None:
     script.write_text("""
 import os, subprocess, time
@@ -313,33 +313,33 @@ time.sleep(300)
         null = os.open(os.devnull, os.O_RDWR)
         bench.start((sys.executable, str(script)), null, null, cwd=str(script.parent))
         started = pids(script.parent, 2)
-        os.kill(bench.driver.keeper.pid, signal.SIGKILL)
-        until(lambda: not any(map(alive, started)), 5.0, "everything gone")
-    assert said(folder).running == 0
+        os.kill(bench.driver.supervisor.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, started)), 5.0, "everything gone")
+    assert said(folder).running_jobs == 0
 
 
-def test_a_stopped_keeper_wakes_when_its_agent_is_gone(light: Warm, script: Path) -> None:
+def test_a_stopped_keeper_wakes_when_its_agent_is_gone(light: WarmProcess, script: Path) -> None:
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:
         try:
             with borrowed(light) as bench:
                 started = sleepers(bench, script)
-                os.kill(bench.driver.keeper.pid, signal.SIGSTOP)
+                os.kill(bench.driver.supervisor.pid, signal.SIGSTOP)
                 os.write(write, json.dumps(started).encode())
                 time.sleep(300)
         finally:
             os._exit(0)
     started = json.loads(os.read(read, 999))
-    assert all(map(alive, started))
+    assert all(map(is_alive, started))
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    until(lambda: not any(map(alive, started)), 5.0, "everything gone")
+    wait_until(lambda: not any(map(is_alive, started)), 5.0, "everything gone")
     os.close(read), os.close(write)
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_job_goes_on_when_the_warm_process_ends(light: Warm, script: Path, how: str) -> None:
+def test_a_job_goes_on_when_the_warm_process_ends(light: WarmProcess, script: Path, how: str) -> None:
     script.write_text(
         "import os, sys\nprint(os.getppid(), len(sys.stdin.readline()), flush=True)\nsys.exit(7)\n"
     )
@@ -349,20 +349,20 @@ def test_a_job_goes_on_when_the_warm_process_ends(light: Warm, script: Path, how
         slot = bench.start((sys.executable, str(script)), into, into, stdin=read)
         bench.driver.wait(Spawned, slot, 20)
         if how == "stop":
-            assert warm_client.stop(light)
+            assert warm_client.stop_warm(light)
         else:
             os.kill(light.pid, signal.SIGKILL)
-        until(lambda: not alive(light.pid), 5)
+        wait_until(lambda: not is_alive(light.pid), 5)
         os.write(write, b"on\n")
         assert os.waitstatus_to_exitcode(bench.driver.wait(Exited, slot, 20).status) == 7
-        assert os.read(out, 99) == f"{bench.driver.keeper.pid} 3\n".encode()
+        assert os.read(out, 99) == f"{bench.driver.supervisor.pid} 3\n".encode()
         assert (
             bench.run(str(script), stdin=os.open(os.devnull, os.O_RDONLY)).code == 7
         )  # its starter is there still
         for number in (read, write, out, into):
             os.close(number)
     with pytest.raises(OSError):
-        warm_client.borrow(light.socket)
+        warm_client.borrow_supervisor(light.socket)
 
 
 def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, script: Path) -> None:
@@ -372,42 +372,42 @@ def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, scri
         with borrowed(found) as bench:
             read, write = os.pipe()
             slot = bench.start((sys.executable, str(script)), write, write, stdin=read)
-            until(
-                lambda: said(folder).unused > found.idle, 20, "a job longer than that"
+            wait_until(
+                lambda: said(folder).unused_seconds > found.idle_seconds, 20, "a job longer than that"
             )  # each question wakes it
             os.write(write, b"\n")
             assert bench.driver.wait(Exited, slot, 20).status == 0
-            assert alive(found.pid)
+            assert is_alive(found.pid)
             os.close(read)
             os.close(write)
-        assert readable(handle, wait=20)
+        assert wait_readable(handle, wait=20)
         os.close(handle)
         assert not Path(found.socket).exists()
 
 
-def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: Warm) -> None:
+def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: WarmProcess) -> None:
     os.kill(light.pid, signal.SIGKILL)
-    until(lambda: not alive(light.pid), 5)
-    look = warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
-    assert look.found() == () and list(look.faults.values()) == [warm_client.DEAD]
+    wait_until(lambda: not is_alive(light.pid), 5)
+    look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
+    assert look.collect_answers() == () and list(look.faults.values()) == [warm_client.DEAD_REASON]
     with warm_process(folder, plain_environment(), ("random",)) as again:
         assert again.pid != light.pid and again.socket == light.socket
 
 
-def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: Warm) -> None:
+def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: WarmProcess) -> None:
     os.kill(light.pid, signal.SIGKILL)
-    until(lambda: not alive(light.pid), 5)
-    assert warm_client.clear(warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
+    wait_until(lambda: not is_alive(light.pid), 5)
+    assert warm_client.remove_dead(warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
         Path(light.socket).name
     ]
     assert not Path(light.socket).exists()
 
 
-def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
+def test_a_stopped_process_is_called_that(folder: Path, light: WarmProcess) -> None:
     os.kill(light.pid, signal.SIGSTOP)
     try:
-        look = warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
-        assert look.found() == () and warm_client.clear(look, print) == []
+        look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
+        assert look.collect_answers() == () and warm_client.remove_dead(look, print) == []
         (why,) = look.faults.values()
         assert (
             why.startswith(f"the warm process {light.pid} is stopped")
@@ -418,7 +418,7 @@ def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
 
 
 def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
-    folder: Path, light: Warm
+    folder: Path, light: WarmProcess
 ) -> None:
     """
     Nothing found it any more: no status, no stop; it held its memory until it had been idle for
@@ -426,18 +426,18 @@ def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
     """
     told: list[str] = []
 
-    def looked() -> warm_client.Look:
-        look = warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
-        look.found()
+    def looked() -> warm_client.WarmScan:
+        look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
+        look.collect_answers()
         warm_client.replace_silent(look, Path(light.socket).name, told.append)
         return look
 
-    assert not looked().faults and not told and alive(light.pid)
+    assert not looked().faults and not told and is_alive(light.pid)
     os.kill(light.pid, signal.SIGSTOP)
     looked()
-    until(lambda: not alive(light.pid), 5)
+    wait_until(lambda: not is_alive(light.pid), 5)
     assert told == [f"replacing the warm process {light.pid}, which does not answer"]
-    assert list(looked().faults.values()) == [warm_client.DEAD] and len(told) == 1
+    assert list(looked().faults.values()) == [warm_client.DEAD_REASON] and len(told) == 1
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_files_and_variables_of_the_import_are_known(folder: Path, tmp_path: Pat
             name: found.variables.get(name, "-")
             for name in ("LOOKED_UP", "ALSO", "UNRELATED", "PYTHONPATH")
         } == {"LOOKED_UP": None, "ALSO": "1", "UNRELATED": "-", "PYTHONPATH": str(site)}
-        assert found.variables["OMP_NUM_THREADS"] == "1" and not found.every_variable
+        assert found.variables["OMP_NUM_THREADS"] == "1" and not found.depends_on_all
         (site / "train.py").write_text("")  # a program beside it is no reason
         assert said(folder).unfit == ""
         (site / "socket.py").mkdir()  # what would be found first now
@@ -520,10 +520,10 @@ def test_a_walk_through_the_environment(folder: Path, tmp_path: Path, walk: str)
     (site / "mine.py").write_text(f"import os\n{more}\n{text}\n")
     env = {**plain_environment(), "PYTHONPATH": str(site), "OLDPWD": "/a", "OTHER": "1"}
     with warm_process(folder, env, ("mine",)) as found:
-        assert found.every_variable == every
+        assert found.depends_on_all == every
 
         def why(**changes: str) -> str:
-            return unfit(found, (sys.executable, "x.py"), ("mine",), "", {**env, **changes})
+            return why_unusable(found, (sys.executable, "x.py"), ("mine",), "", {**env, **changes})
 
         assert ("OLDPWD" in why(OLDPWD="/b")) == (walk == "by name")
         assert why(SSH_TTY="/dev/pts/7", SHLVL="9") == ""
@@ -535,14 +535,14 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
     said, inside = list[str](), threading.Event()
 
     def second() -> None:
-        with warm_client.changing(tmp_path / "w", said.append):
+        with warm_client.locked_dir(tmp_path / "w", said.append):
             inside.set()
 
     thread = threading.Thread(target=second, daemon=True)
-    with warm_client.changing(tmp_path / "w", said.append):
+    with warm_client.locked_dir(tmp_path / "w", said.append):
         assert said == []
         thread.start()
-        until(lambda: said, what="a word")
+        wait_until(lambda: said, what="a word")
         assert (
             "waiting for it" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
         )
@@ -551,11 +551,11 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_sockets_is_not_blamed_for_what_is_done_in_it(tmp_path: Path) -> None:
-    with pytest.raises(BlockingIOError), warm_client.changing(tmp_path / "w", print):
+    with pytest.raises(BlockingIOError), warm_client.locked_dir(tmp_path / "w", print):
         raise BlockingIOError(errno.EAGAIN, "no process is left")
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="cannot hold sockets"),
-        warm_client.changing(tmp_path / "file" / "w", print),
+        warm_client.locked_dir(tmp_path / "file" / "w", print),
     ):
         pass

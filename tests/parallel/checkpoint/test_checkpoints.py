@@ -18,7 +18,7 @@ import torch
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.plain_values import decode_value, encode_value
-from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.reader import CheckpointReader
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import RankError, Worlds
 from tests.lib.small_models import Case
@@ -72,8 +72,8 @@ def changed_while_saving(folder: str) -> Any:
     want = run.full_weights()["emb.weight"].clone()
     started = run.save(folder, wait=False)
     run.step(zoo.batch_of(8, 1))  # changes every weight
-    reader = Reader(started.wait())
-    return bool(torch.equal(reader.read("weights/emb.weight").view(want.shape), want))
+    reader = CheckpointReader(started.wait())
+    return bool(torch.equal(reader.read_tensor("weights/emb.weight").view(want.shape), want))
 
 
 def test_a_save_in_the_background_holds_the_weights_of_its_moment(
@@ -127,11 +127,11 @@ def test_killed_at_a_write_the_last_whole_checkpoint_stays(worlds: Worlds, tmp_p
         assert world.failures(save_twice, str(folder), point)[0][0] == "Died"
         world.processes[0].join()
         assert world.processes[0].exitcode == -signal.SIGKILL
-        found = storage.whole(folder)
+        found = storage.list_checkpoints(folder)
         assert found, point
-        reader = Reader(found[-1])
-        assert all(reader.read(name) is not None for name in reader.names())
-        assert reader.run["steps"] in (1, 2)
+        reader = CheckpointReader(found[-1])
+        assert all(reader.read_tensor(name) is not None for name in reader.tensor_names())
+        assert reader.run_json["steps"] in (1, 2)
 
 
 def one_checkpoint(folder: str) -> None:
@@ -164,7 +164,7 @@ def test_an_index_cannot_lead_out_of_its_folder(worlds: Worlds, tmp_path: Path) 
     (index,) = tmp_path.glob("step-*/rank-00000.json")
     index.write_text(index.read_text().replace("rank-00000.bin", "../../secret"))
     with pytest.raises(ConfigError, match="outside of the folder"):
-        Reader(index.parent)
+        CheckpointReader(index.parent)
 
 
 def test_nothing_to_resume(worlds: Worlds, tmp_path: Path) -> None:

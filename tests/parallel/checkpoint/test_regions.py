@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.reader import Reader
-from pdrun.parallel.checkpoint.regions import Box, common, everything, runs
-from pdrun.parallel.checkpoint.storage import Piece
+from pdrun.parallel.checkpoint.reader import CheckpointReader
+from pdrun.parallel.checkpoint.regions import Region, find_overlap, full_region, iter_spans
+from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import Tile, tile
@@ -61,8 +61,8 @@ def moves(draw: Any) -> tuple[tuple[int, ...], Any, Any]:
     return shape, draw(parted(shape)), draw(parted(shape))
 
 
-def box_of(part: tuple[Tile, int, int]) -> Box:
-    return Box(part[0].shape, part[0].ranges, part[1], part[2])
+def box_of(part: tuple[Tile, int, int]) -> Region:
+    return Region(part[0].shape, part[0].ranges, part[1], part[2])
 
 
 def values_of(part: tuple[Tile, int, int], whole: torch.Tensor) -> torch.Tensor:
@@ -74,10 +74,10 @@ def test_any_parts_are_made_of_any_others(move: Any) -> None:
     """Every part is whole, is made of nothing that it doesn't need, and takes no element twice."""
     shape, before, after = move
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    pieces = [Piece.of("x", whole.dtype, box_of(part)) for part in before]
+    pieces = [TensorPiece.for_region("x", whole.dtype, box_of(part)) for part in before]
     for part in after:
         box, out = box_of(part), torch.full((part[2] - part[1],), -1)
-        for piece, copies in storage.sources(pieces, box):
+        for piece, copies in storage.find_sources(pieces, box):
             held = values_of(before[pieces.index(piece)], whole)
             for copy in copies:
                 at, where = copy.source - piece.start, copy.target - box.start
@@ -92,17 +92,17 @@ def test_runs_are_the_elements_of_a_box(move: Any) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for part in parts:
         flat = [
-            place for run in runs(box_of(part)) for place in range(run.where, run.where + run.count)
+            place for run in iter_spans(box_of(part)) for place in range(run.tensor_offset, run.tensor_offset + run.count)
         ]
         assert flat == values_of(part, whole).tolist()
 
 
 def test_rows_that_follow_each_other_are_one() -> None:
-    rows = Box((8, 6), (((2, 5),), ((0, 6),)), 0, 18)
-    assert [(run.at, run.where, run.count) for run in runs(rows)] == [(0, 12, 18)]
-    assert len(common(everything((8, 6)), rows)) == 1
-    columns = Box((8, 6), (((0, 8),), ((0, 3),)), 0, 24)
-    assert len(common(everything((8, 6)), columns)) == 8
+    rows = Region((8, 6), (((2, 5),), ((0, 6),)), 0, 18)
+    assert [(run.region_offset, run.tensor_offset, run.count) for run in iter_spans(rows)] == [(0, 12, 18)]
+    assert len(find_overlap(full_region((8, 6)), rows)) == 1
+    columns = Region((8, 6), (((0, 8),), ((0, 3),)), 0, 24)
+    assert len(find_overlap(full_region((8, 6)), columns)) == 8
 
 
 # ---- files ------------------------------------------------------------------
@@ -110,11 +110,11 @@ def test_rows_that_follow_each_other_are_one() -> None:
 
 def write(folder: Path, parts: list[tuple[Tile, int, int]], whole: torch.Tensor) -> None:
     pieces = [
-        (Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts
+        (TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts
     ]
     storage.write_rank(folder, 0, pieces)
     storage.write_json(
-        folder / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]}
+        folder / "run.json", {"format": storage.FORMAT_VERSION, "indices": ["rank-00000.json"]}
     )
 
 
@@ -129,21 +129,21 @@ def test_only_what_is_needed_is_opened(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     for place, part in enumerate(quarters((9, 7))):
         storage.write_rank(
-            tmp_path, place, [(Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole))]
+            tmp_path, place, [(TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole))]
         )
     names = [f"rank-{place:05d}.json" for place in range(4)]
-    storage.write_json(tmp_path / "run.json", {"format": storage.FORMAT, "indices": names})
+    storage.write_json(tmp_path / "run.json", {"format": storage.FORMAT_VERSION, "indices": names})
     for place in (1, 3):
         (tmp_path / f"rank-{place:05d}.bin").unlink()
-    reader = Reader(tmp_path)
-    column = Box((9, 7), (((0, 9),), ((2, 3),)), 0, 9)
-    assert [piece.file for piece, _ in storage.sources(reader.pieces("x"), column)] == [
+    reader = CheckpointReader(tmp_path)
+    column = Region((9, 7), (((0, 9),), ((2, 3),)), 0, 9)
+    assert [piece.file for piece, _ in storage.find_sources(reader.pieces_of("x"), column)] == [
         "rank-00000.bin",
         "rank-00002.bin",
     ]
-    assert torch.equal(reader.read("x", column), whole[:, 2])
+    assert torch.equal(reader.read_tensor("x", column), whole[:, 2])
     with pytest.raises(ConfigError, match=r"rank-00001\.bin cannot be read"):
-        reader.read("x")
+        reader.read_tensor("x")
 
 
 def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
         del entry["ranges"]
     (tmp_path / "rank-00000.json").write_text(json.dumps(index))
     (tmp_path / "run.json").write_text('{"format": 1, "indices": ["rank-00000.json"]}')
-    assert torch.equal(Reader(tmp_path).read("x").view(9, 7), whole)
+    assert torch.equal(CheckpointReader(tmp_path).read_tensor("x").view(9, 7), whole)
     assert torch.equal(
-        Reader(tmp_path).read("x", Box((9, 7), (((3, 5),), ((1, 4),)), 0, 6)).view(2, 3),
+        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((3, 5),), ((1, 4),)), 0, 6)).view(2, 3),
         whole[3:5, 1:4],
     )
 
@@ -173,18 +173,18 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     write(tmp_path, quarters((9, 7))[:3], whole)
     assert torch.equal(
-        Reader(tmp_path).read("x", Box((9, 7), (((0, 5),), ((0, 7),)), 0, 35)).view(5, 7), whole[:5]
+        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((0, 5),), ((0, 7),)), 0, 35)).view(5, 7), whole[:5]
     )
     with pytest.raises(ConfigError, match="lacks elements 39 to 63 of x"):
-        Reader(tmp_path).read("x")
+        CheckpointReader(tmp_path).read_tensor("x")
     content = bytearray((tmp_path / "rank-00000.bin").read_bytes())
     content[3] ^= 1
     (tmp_path / "rank-00000.bin").write_bytes(content)
     with pytest.raises(ConfigError, match="wrong checksum"):
-        Reader(tmp_path).read("x", Box((9, 7), (((0, 5),), ((0, 7),)), 0, 35))
+        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((0, 5),), ((0, 7),)), 0, 35))
     (tmp_path / "rank-00000.bin").write_bytes(content[:20])
     with pytest.raises(ConfigError, match="too short"):
-        Reader(tmp_path).read("x", Box((9, 7), (((0, 2),), ((0, 2),)), 0, 4))
+        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((0, 2),), ((0, 2),)), 0, 4))
 
 
 # ---- masks of parts ---------------------------------------------------------

@@ -20,9 +20,9 @@ from torch.optim import lr_scheduler as rates
 import pdrun
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.reader import Reader
-from pdrun.parallel.checkpoint.regions import Box
-from pdrun.parallel.checkpoint.storage import Piece
+from pdrun.parallel.checkpoint.reader import CheckpointReader
+from pdrun.parallel.checkpoint.regions import Region
+from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.run import Run
 from tests.lib.rank_pool import Worlds
 from tests.lib.worker_processes import clean
@@ -220,24 +220,24 @@ def test_what_no_checkpoint_holds_is_refused_on_every_rank(worlds: Worlds, tmp_p
 # ---- damage -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("low", [0, storage.BLOCK // 4 - 5, 300_000])
+@pytest.mark.parametrize("low", [0, storage.BLOCK_BYTES // 4 - 5, 300_000])
 def test_a_flipped_bit_is_found_by_who_reads_a_part(low: int, tmp_path: Path) -> None:
-    value = torch.arange(2 * storage.BLOCK // 4, dtype=torch.float32).view(-1, 64)
-    whole = Box(tuple(value.shape), tuple(((0, size),) for size in value.shape), 0, value.numel())
-    storage.write_rank(tmp_path, 0, [(Piece.of("x", value.dtype, whole), value)])
+    value = torch.arange(2 * storage.BLOCK_BYTES // 4, dtype=torch.float32).view(-1, 64)
+    whole = Region(tuple(value.shape), tuple(((0, size),) for size in value.shape), 0, value.numel())
+    storage.write_rank(tmp_path, 0, [(TensorPiece.for_region("x", value.dtype, whole), value)])
     storage.write_json(
-        tmp_path / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]}
+        tmp_path / "run.json", {"format": storage.FORMAT_VERSION, "indices": ["rank-00000.json"]}
     )
-    part = Box(whole.shape, whole.ranges, low, low + 10)
-    assert torch.equal(Reader(tmp_path).read("x", part), value.view(-1)[low : low + 10])
-    column = Box(whole.shape, (((0, len(value)),), ((3, 5),)), 0, 2 * len(value))
-    assert torch.equal(Reader(tmp_path).read("x", column).view(-1, 2), value[:, 3:5])
+    part = Region(whole.shape, whole.ranges, low, low + 10)
+    assert torch.equal(CheckpointReader(tmp_path).read_tensor("x", part), value.view(-1)[low : low + 10])
+    column = Region(whole.shape, (((0, len(value)),), ((3, 5),)), 0, 2 * len(value))
+    assert torch.equal(CheckpointReader(tmp_path).read_tensor("x", column).view(-1, 2), value[:, 3:5])
     content = bytearray((tmp_path / "rank-00000.bin").read_bytes())
     content[low * 4] ^= 1
     (tmp_path / "rank-00000.bin").write_bytes(content)
     for box in (part, column, whole):
         with pytest.raises(ConfigError, match="x has a wrong checksum"):
-            Reader(tmp_path).read("x", box)
+            CheckpointReader(tmp_path).read_tensor("x", box)
 
 
 def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
@@ -250,15 +250,15 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
         run.step(rows(step))
         run.save(folder)
     if run.state.context.rank == 1:
-        new = Reader(Path(folder) / "step-00000002")
-        read = Reader.read
+        new = CheckpointReader(Path(folder) / "step-00000002")
+        read = CheckpointReader.read_tensor
 
-        def fails(self: Reader, name: str, box: Any = None) -> torch.Tensor:
+        def fails(self: CheckpointReader, name: str, box: Any = None) -> torch.Tensor:
             if self.folder == new.folder and name == "weights/0.weight":
                 raise ConfigError(f"{name} has a wrong checksum", where=str(self.folder))
             return read(self, name, box)
 
-        Reader.read = fails  # type: ignore[method-assign]
+        CheckpointReader.read_tensor = fails  # type: ignore[method-assign]
     told = []
     try:
         for call in (lambda: run.load(folder), lambda: run.step(rows()), lambda: run.save(folder)):
@@ -269,7 +269,7 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
         run.load(Path(folder) / "step-00000001")
     finally:
         if run.state.context.rank == 1:
-            Reader.read = read  # type: ignore[method-assign]
+            CheckpointReader.read_tensor = read  # type: ignore[method-assign]
     other = made(optimizer_level=level)
     other.load(Path(folder) / "step-00000001")
     return told[0], told[1], told[2], run.step(rows(7)).loss == other.step(rows(7)).loss
@@ -332,7 +332,7 @@ def test_the_newest_is_what_was_written_last(tmp_path: Path) -> None:
     run.step(rows(9))
     run.load(tmp_path / "step-00000002")
     run.save(tmp_path, keep=2)
-    assert [path.name for path in storage.whole(tmp_path)] == ["step-00000004", "step-00000002"]
+    assert [path.name for path in storage.list_checkpoints(tmp_path)] == ["step-00000004", "step-00000002"]
     other = made()
     assert other.resume(tmp_path) and other.steps == 2 and other.step(rows(9)).loss == want
 
@@ -407,7 +407,7 @@ def exported(folder: str, kind: str) -> str | bool:
         run.export(path)
     except UsageError as error:
         return str(error)
-    run.state.data_group.from_first(torch.zeros(()), "that the file is there")
+    run.state.data_group.broadcast_first(torch.zeros(()), "that the file is there")
     other = made(model=Kept(torch.zeros(3).to(dtype)))
     other.load_weights(path)
     return bool((other.model.kept.to(torch.float32) == value.to(torch.float32)).all())
@@ -470,4 +470,4 @@ def test_a_last_save_that_fails_is_not_silent(good: bool, tmp_path: Path) -> Non
     )
     told = f"pdrun: error: {folder}/step-00000001 was not saved: pdrun.Run.save: rank 0: "
     assert done.returncode == 0 and (told in done.stderr) == (not good), done.stderr
-    assert bool(storage.whole(folder)) == good
+    assert bool(storage.list_checkpoints(folder)) == good

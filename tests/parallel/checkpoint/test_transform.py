@@ -19,9 +19,9 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint import describe as offline_words
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint import transform as offline
-from pdrun.parallel.checkpoint.reader import Reader
-from pdrun.parallel.checkpoint.regions import Box, everything, volume
-from pdrun.parallel.checkpoint.storage import Piece
+from pdrun.parallel.checkpoint.reader import CheckpointReader
+from pdrun.parallel.checkpoint.regions import Region, full_region, count_elements
+from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
@@ -54,27 +54,27 @@ def write(folder: Path, placement: Placement) -> Path:
     made = folder / "step-00000007"
     made.mkdir(parents=True)
     ranks = range(placement.grid.size)
-    own: dict[int, list[tuple[Piece, torch.Tensor]]] = {rank: [] for rank in ranks}
+    own: dict[int, list[tuple[TensorPiece, torch.Tensor]]] = {rank: [] for rank in ranks}
     for turn, (name, value) in enumerate(values().items()):
-        shape = SHAPES.get(offline.weight_of(name))
+        shape = SHAPES.get(offline.weight_name_of(name))
         if shape is None or tuple(value.shape) != shape:
-            own[0].append((Piece.of(name, value.dtype, everything(value.shape)), value))
+            own[0].append((TensorPiece.for_region(name, value.dtype, full_region(value.shape)), value))
             continue
-        for part, holders in placement.holders_of(offline.weight_of(name), shape).items():
-            box = Box(shape, part, 0, volume(part))
+        for part, holders in placement.holders_of(offline.weight_name_of(name), shape).items():
+            box = Region(shape, part, 0, count_elements(part))
             data = value
             for dim, ranges in enumerate(part):
                 data = torch.cat([data.narrow(dim, low, high - low) for low, high in ranges], dim)
             own[holders[turn % len(holders)]].append(
-                (Piece.of(name, value.dtype, box), data.contiguous())
+                (TensorPiece.for_region(name, value.dtype, box), data.contiguous())
             )
     for rank in ranks:
         state = torch.tensor([rank], dtype=torch.uint8)
-        own[rank].append((Piece.of(f"rng/{rank}", state.dtype, everything(state.shape)), state))
+        own[rank].append((TensorPiece.for_region(f"rng/{rank}", state.dtype, full_region(state.shape)), state))
         storage.write_rank(made, rank, own[rank])
     names = [f"rank-{rank:05d}.json" for rank in ranks]
     plain = {
-        "format": storage.FORMAT,
+        "format": storage.FORMAT_VERSION,
         "steps": 7,
         "position": [1, 2],
         "seed": 3,
@@ -86,7 +86,7 @@ def write(folder: Path, placement: Placement) -> Path:
 
 def random_placement(dice: random.Random) -> Placement:
     degrees = {"pp": (1, 2), "dp": (1, 2), "x": (1, 2, 3), "y": (1, 2)}
-    grid = meshes.of(**{axis: dice.choice(found) for axis, found in degrees.items()}).grid
+    grid = meshes.make_mesh(**{axis: dice.choice(found) for axis, found in degrees.items()}).grid
     weights = {}
     for name, shape in SHAPES.items():
         stacks: list[list[str]] = [[] for _ in shape]
@@ -105,12 +105,12 @@ def test_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     source, target = random_placement(dice), random_placement(dice)
     folder = write(tmp_path / "old", source)
-    done = offline.transform(tmp_path / "old", tmp_path / "new", target)
+    done = offline.transform_checkpoint(tmp_path / "old", tmp_path / "new", target)
     assert done.folder == tmp_path / "new" / folder.name
-    reader = Reader(done.folder)
+    reader = CheckpointReader(done.folder)
     for name, value in values().items():
-        torch.testing.assert_close(reader.read(name).view(value.shape), value, rtol=0, atol=0)
-    assert [int(reader.read(f"rng/{rank}")) for rank in range(source.grid.size)] == list(
+        torch.testing.assert_close(reader.read_tensor(name).view(value.shape), value, rtol=0, atol=0)
+    assert [int(reader.read_tensor(f"rng/{rank}")) for rank in range(source.grid.size)] == list(
         range(source.grid.size)
     )
     assert {
@@ -118,7 +118,7 @@ def test_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
         "position": [1, 2],
         "seed": 3,
         "world": source.grid.size,
-    }.items() <= reader.run.items()
+    }.items() <= reader.run_json.items()
     for (
         name,
         shape,
@@ -126,9 +126,9 @@ def test_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
         SHAPES.items()
     ):  # each part of the new mesh is one piece, in the file of a rank that holds it
         held = target.holders_of(name, shape)
-        pieces = reader.pieces(f"weights/{name}")
-        assert {piece.box.ranges for piece in pieces} == set(held)
-        assert all(offline.rank_of(piece) in held[piece.box.ranges] for piece in pieces)
+        pieces = reader.pieces_of(f"weights/{name}")
+        assert {piece.region.ranges for piece in pieces} == set(held)
+        assert all(offline.rank_of_piece(piece) in held[piece.region.ranges] for piece in pieces)
     assert not list((tmp_path / "new").glob(".*"))
 
 
@@ -138,8 +138,8 @@ def test_the_list_of_ranks_is_enough_and_tight(tmp_path: Path, seed: int) -> Non
     dice = random.Random(100 + seed)
     source, target = random_placement(dice), random_placement(dice)
     folder = write(tmp_path, source)
-    reader = Reader(folder)
-    lists = offline.rank_lists(reader, target)
+    reader = CheckpointReader(folder)
+    lists = offline.needed_ranks(reader, target)
     files = {
         rank: (folder / f"rank-{rank:05d}.bin").read_bytes() for rank in range(source.grid.size)
     }
@@ -149,9 +149,9 @@ def test_the_list_of_ranks_is_enough_and_tight(tmp_path: Path, seed: int) -> Non
             path = folder / f"rank-{other:05d}.bin"
             path.write_bytes(files[other]) if other in ranks else path.unlink(missing_ok=True)
         try:
-            for share in offline.shares(reader, target):
+            for share in offline.place_tensors(reader, target):
                 if rank in share.ranks and not share.name.startswith("rng/"):
-                    reader.read(share.name, share.box)
+                    reader.read_tensor(share.name, share.region)
         except (ConfigError, OSError):
             return False
         return True
@@ -163,17 +163,17 @@ def test_the_list_of_ranks_is_enough_and_tight(tmp_path: Path, seed: int) -> Non
 
 def test_a_rank_reads_no_more_than_what_it_holds(tmp_path: Path) -> None:
     four = Placement(
-        meshes.of(tp=4).grid, {"w": WeightLayout(L("tp", None)), "b": WeightLayout(L("tp"))}
+        meshes.make_mesh(tp=4).grid, {"w": WeightLayout(L("tp", None)), "b": WeightLayout(L("tp"))}
     )
-    two = Placement(meshes.of(tp=2).grid, four.weights)
-    reader = Reader(write(tmp_path, four))
+    two = Placement(meshes.make_mesh(tp=2).grid, four.weights)
+    reader = CheckpointReader(write(tmp_path, four))
     named = {rank: set() for rank in range(2)}
-    for share in offline.shares(reader, two):
+    for share in offline.place_tensors(reader, two):
         if share.name == "weights/w":
             for rank in share.ranks:
                 named[rank] |= {
-                    offline.rank_of(p)
-                    for p, _ in storage.sources(reader.pieces(share.name), share.box)
+                    offline.rank_of_piece(p)
+                    for p, _ in storage.find_sources(reader.pieces_of(share.name), share.region)
                 }
     assert named == {0: {0, 1}, 1: {2, 3}}
 
@@ -184,7 +184,7 @@ def test_a_format_1_checkpoint_is_taken(tmp_path: Path) -> None:
     folder.mkdir()
     value = torch.arange(48.0).view(8, 6)
     for rank, (low, high) in enumerate(((0, 20), (20, 48))):
-        piece = Piece("weights/w", "float32", (8, 6), low, high)
+        piece = TensorPiece("weights/w", "float32", (8, 6), low, high)
         storage.write_rank(folder, rank, [(piece, value.view(-1)[low:high].contiguous())])
         index = json.loads((folder / f"rank-{rank:05d}.json").read_text())
         for entry in index:
@@ -194,13 +194,13 @@ def test_a_format_1_checkpoint_is_taken(tmp_path: Path) -> None:
     storage.write_json(
         folder / "run.json", {**plain, "indices": ["rank-00000.json", "rank-00001.json"]}
     )
-    target = Placement(meshes.of(tp=2).grid, {"w": WeightLayout(L(None, "tp"))})
-    done = offline.transform(folder, tmp_path / "new", target)
-    reader = Reader(done.folder)
-    assert reader.run["format"] == storage.FORMAT
-    torch.testing.assert_close(reader.read("weights/w").view(8, 6), value)
-    part = Box((8, 6), (((0, 8),), ((3, 6),)), 0, 24)
-    torch.testing.assert_close(reader.read("weights/w", part).view(8, 3), value[:, 3:])
+    target = Placement(meshes.make_mesh(tp=2).grid, {"w": WeightLayout(L(None, "tp"))})
+    done = offline.transform_checkpoint(folder, tmp_path / "new", target)
+    reader = CheckpointReader(done.folder)
+    assert reader.run_json["format"] == storage.FORMAT_VERSION
+    torch.testing.assert_close(reader.read_tensor("weights/w").view(8, 6), value)
+    part = Region((8, 6), (((0, 8),), ((3, 6),)), 0, 24)
+    torch.testing.assert_close(reader.read_tensor("weights/w", part).view(8, 3), value[:, 3:])
 
 
 # ---- with runs --------------------------------------------------------------
@@ -213,7 +213,7 @@ def run_on(folder: str, degrees: dict[str, int], level: int, steps: range, take:
     names = [name for name in degrees if name not in ("pp", "dp", "cp")]
     world = torch.distributed.get_world_size()
     case = zoo.Case(world, level, 1, None, True, True, (24, 24), None)
-    run = zoo.make(case, mesh=meshes.of(**degrees), strategy=Megatron(*names))
+    run = zoo.make(case, mesh=meshes.make_mesh(**degrees), strategy=Megatron(*names))
     if take:
         run.load(folder)
     losses = [run.step(zoo.batch_of(24, step)).loss for step in steps]
@@ -234,7 +234,7 @@ def test_a_run_goes_on_from_a_transformed_checkpoint(worlds: Any, tmp_path: Path
     placement = offline.placement_for("dp=1,tp=4", str(tmp_path / "plan.json"))
     assert placement.weights["blocks.0.qkv.weight"].layout == L("tp", None)
     assert len(placement.weights["blocks.0.qkv.weight"].blocks[0]) == 3
-    offline.transform(tmp_path / "old", tmp_path / "new", placement)
+    offline.transform_checkpoint(tmp_path / "old", tmp_path / "new", placement)
     wide = worlds(4).run(run_on, str(tmp_path / "new"), {"dp": 1, "tp": 4}, 0, range(2, 4), True)[
         0
     ][0]
@@ -277,16 +277,16 @@ def test_stages_are_told_and_kept_apart(worlds: Any, tmp_path: Path) -> None:
             if one.stages is None or rank in one.stages
         ]
         assert sorted(there) == sorted(held)
-    again = offline.transform(tmp_path / "old", tmp_path / "again", placement)
-    lists = offline.rank_lists(Reader(again.folder), placement)
+    again = offline.transform_checkpoint(tmp_path / "old", tmp_path / "again", placement)
+    lists = offline.needed_ranks(CheckpointReader(again.folder), placement)
     assert 0 in lists[0] and 1 in lists[1]
-    alone = offline.transform(
+    alone = offline.transform_checkpoint(
         tmp_path / "old", tmp_path / "alone", offline.placement_for("dp=1", "")
     )
-    reader = Reader(alone.folder)
+    reader = CheckpointReader(alone.folder)
     for name, value in told[0][1].items():
         torch.testing.assert_close(
-            reader.read(f"weights/{name}").view(value.shape), value, rtol=0, atol=0
+            reader.read_tensor(f"weights/{name}").view(value.shape), value, rtol=0, atol=0
         )
 
 
@@ -303,7 +303,7 @@ def pdrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     four = Placement(
-        meshes.of(tp=4).grid, {"w": WeightLayout(L("tp", None)), "b": WeightLayout(L("tp"))}
+        meshes.make_mesh(tp=4).grid, {"w": WeightLayout(L("tp", None)), "b": WeightLayout(L("tp"))}
     )
     write(tmp_path / "old", four)
     four.save(tmp_path / "plan.json")
@@ -325,28 +325,28 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_as_data(tmp_path: Path) -> None:
-    four = Placement(meshes.of(tp=4).grid, {"w": WeightLayout(L("tp", None))})
+    four = Placement(meshes.make_mesh(tp=4).grid, {"w": WeightLayout(L("tp", None))})
     write(tmp_path / "old", four)
     four.save(tmp_path / "plan.json")
     plain = json.loads(
-        offline_words.show(str(tmp_path / "old"), "tp=2", str(tmp_path / "plan.json"), as_json=True)
+        offline_words.show_checkpoint(str(tmp_path / "old"), "tp=2", str(tmp_path / "plan.json"), as_json=True)
     )
     assert plain["tensors"]["weights/w"]["parts"] == 4 and plain["steps"] == 7
     assert plain["needs"].keys() == {"0", "1"}
 
 
 def test_another_of_that_name_is_not_replaced(tmp_path: Path) -> None:
-    write(tmp_path, Placement(meshes.of(tp=2).grid, {}))
+    write(tmp_path, Placement(meshes.make_mesh(tp=2).grid, {}))
     with pytest.raises(UsageError, match=r"step-00000007 exists"):
-        offline_words.transformed(str(tmp_path), str(tmp_path), "tp=4", "")
+        offline_words.transform_and_report(str(tmp_path), str(tmp_path), "tp=4", "")
 
 
 def test_strategy_files_are_converted(tmp_path: Path) -> None:
     Placement(Grid(("tp",), (4,)), {"w": WeightLayout(L("tp", None))}).save(tmp_path / "plan.json")
-    there = offline_words.converted(str(tmp_path / "plan.json"), "mindspore")
+    there = offline_words.convert_layout_file(str(tmp_path / "plan.json"), "mindspore")
     assert json.loads(there)["parallel_layout_item"]["w"]["tensor_map"] == [0, -1]
     (tmp_path / "ms.json").write_text(there)
-    back = json.loads(offline_words.converted(str(tmp_path / "ms.json"), "pdrun"))
+    back = json.loads(offline_words.convert_layout_file(str(tmp_path / "ms.json"), "pdrun"))
     assert back == {"mesh": {"d0": 4}, "weights": {"w": {"layout": ["d0", None]}}}
 
 
@@ -377,11 +377,11 @@ def test_strategy_files_are_converted(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, mesh: str, strategy: str, told: str) -> None:
-    write(tmp_path / "old", Placement(meshes.of(tp=2).grid, {}))
+    write(tmp_path / "old", Placement(meshes.make_mesh(tp=2).grid, {}))
     path = tmp_path / "plan.json"
     path.write_text(strategy)
     with pytest.raises((UsageError, ConfigError)) as caught:
-        offline_words.transformed(
+        offline_words.transform_and_report(
             str(tmp_path / "old"), str(tmp_path / "new"), mesh, str(path) if strategy else ""
         )
     assert told in str(caught.value)
@@ -390,24 +390,24 @@ def test_what_is_refused(tmp_path: Path, mesh: str, strategy: str, told: str) ->
 
 def test_nothing_is_left_where_a_file_is_damaged(tmp_path: Path) -> None:
     folder = write(
-        tmp_path / "old", Placement(meshes.of(tp=2).grid, {"w": WeightLayout(L("tp", None))})
+        tmp_path / "old", Placement(meshes.make_mesh(tp=2).grid, {"w": WeightLayout(L("tp", None))})
     )
     data = bytearray((folder / "rank-00001.bin").read_bytes())
     data[:] = b"\xff" * len(data)
     (folder / "rank-00001.bin").write_bytes(data)
     with pytest.raises(ConfigError, match="wrong checksum"):
-        offline.transform(folder, tmp_path / "new", Placement(meshes.of(dp=1).grid, {}))
+        offline.transform_checkpoint(folder, tmp_path / "new", Placement(meshes.make_mesh(dp=1).grid, {}))
     assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
-        offline_words.show(str(tmp_path))
+        offline_words.show_checkpoint(str(tmp_path))
 
 
 def test_the_steps_between_two_placements_of_a_weight() -> None:
     """What a job that goes on with other layouts does in memory is what the layouts say, too."""
-    grid = meshes.of(tp=4).grid
+    grid = meshes.make_mesh(tp=4).grid
     plan = plan_redistribution(View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"]))
     assert [step.kind for step in plan.steps] == ["all_to_all"]
 
@@ -423,7 +423,7 @@ def test_files_with_other_json_in_them_are_no_checkpoint(
     (folder / "rank-00000.json").write_text("[]")
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="is no whole checkpoint"):
-        Reader(folder)
+        CheckpointReader(folder)
 
 
 @pytest.mark.parametrize(
@@ -450,4 +450,4 @@ def test_a_target_that_is_a_file(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"format": 2, "indices": []}')
     with pytest.raises(ConfigError, match="no folder can be made"):
-        offline.transform(folder, tmp_path / "target", offline.placement_for("tp=2", ""))
+        offline.transform_checkpoint(folder, tmp_path / "target", offline.placement_for("tp=2", ""))

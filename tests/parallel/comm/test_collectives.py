@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from pdrun.parallel.comm import autograd as c
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, shard_range
 
 pytestmark = pytest.mark.torch
 
 
-def axes_of(grid: Grid) -> Axes:
+def axes_of(grid: Grid) -> MeshGroups:
     rank = torch.distributed.get_rank()
-    return Axes(grid, rank, torch.device("cpu"), Watch(30.0, rank, grid.size))
+    return MeshGroups(grid, rank, torch.device("cpu"), CollectiveWatchdog(30.0, rank, grid.size))
 
 
 def _whole(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -43,49 +43,49 @@ def check(
         return x.clone().requires_grad_()
 
     x = leaf(whole)  # replicated, each rank uses its columns
-    (c.fan_out(x, axis)[:, low:high] * weight[:, low:high]).sum().backward()
+    (c.copy_to_axis(x, axis)[:, low:high] * weight[:, low:high]).sum().backward()
     same(x.grad, weight)
 
     x = leaf(parts[me])  # partial sums, then the same computation everywhere
-    y = c.add_up(x, axis)
+    y = c.all_reduce(x, axis)
     (y * weight).sum().backward()
     same(y, torch.stack(parts).sum(0))
     same(x.grad, weight)
 
     x = leaf(whole[:, low:high])
-    y = c.gather(x, axis, 1, size)
+    y = c.all_gather(x, axis, 1, size)
     (y * weight).sum().backward()
     same(y, whole)
     same(x.grad, weight[:, low:high])
 
     x = leaf(whole[:, low:high])  # gathered, then each rank adds its own term of the loss
-    y = c.collect(x, axis, 1, size)
+    y = c.all_gather_sum_grad(x, axis, 1, size)
     (y * parts[me]).sum().backward()
     same(y, whole)
     same(x.grad, torch.stack(parts).sum(0)[:, low:high])
 
     x = leaf(whole)
-    y = c.part(x, axis, 1)
+    y = c.slice_to_shard(x, axis, 1)
     (y * weight[:, low:high]).sum().backward()
     same(y, whole[:, low:high])
     same(x.grad, weight)
 
     x = leaf(parts[me])
-    y = c.scatter(x, axis, 1)
+    y = c.reduce_scatter(x, axis, 1)
     (y * weight[:, low:high]).sum().backward()
     same(y, torch.stack(parts).sum(0)[:, low:high])
     same(x.grad, weight)
 
     x = leaf(whole[:, low:high])  # cut along dim 1, then along dim 2
     first, last = shard_range(5, n, me)
-    y = c.swap(x, axis, 2, 1, size)
+    y = c.all_to_all(x, axis, 2, 1, size)
     (y * weight[:, :, first:last]).sum().backward()
     same(y, whole[:, :, first:last])
     same(x.grad, weight[:, low:high])
 
     same(axis.shift(torch.tensor([float(me)])), torch.tensor([float((me - 1) % n)]))
     same(axis.all_reduce(torch.tensor([float(me)]), "max"), torch.tensor([n - 1.0]))
-    return {str(key): (count.calls, count.nbytes) for key, count in axis.axes.counts.items()}
+    return {str(key): (count.calls, count.nbytes) for key, count in axis.state.counts.items()}
 
 
 @pytest.mark.parametrize("size", [8, 7])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import fx
 
-from pdrun.parallel.comm import custom_ops as traced
+from pdrun.parallel.comm import custom_ops
 from pdrun.parallel.comm import overlapped_matmul as products
 from pdrun.parallel.comm import p2p_copy as peers
-from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.compiler import matmul_pass as joining
-from pdrun.parallel.compiler.overlap_pass import OVERLAP
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.compiler import matmul_pass
+from pdrun.parallel.compiler.overlap_pass import OVERLAP_PASS
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import shard_range
 from tests.parallel.comm.test_collectives import axes_of
@@ -61,13 +61,13 @@ def gathering(shape: tuple[int, ...], dim: int, late: bool) -> None:
     low, high = shard_range(shape[dim], axis.size, axis.index)
     mine = whole.narrow(dim, low, high - low).contiguous()
     weights = [drawn(6, 4, seed=2).t(), drawn(4, 3, seed=3)]
-    with axis.axes.deferring() as started:
+    with axis.state.deferring() as started:
         out = axis.all_gather(mine, dim, shape[dim])
     coming = started[0] if started else None
     if late:  # whoever reads it before the wait will show
         out = torch.full_like(whole, float("nan"))
         coming = Late(out, whole)  # type: ignore[assignment]
-    found = products.gathered(axis, mine, out, dim, weights, coming)
+    found = products.all_gather_matmul(axis, mine, out, dim, weights, coming)
     for weight, result in zip(weights, found, strict=True):
         torch.testing.assert_close(result, whole.flatten(0, -2) @ weight)
         assert result.is_contiguous()
@@ -102,8 +102,8 @@ class Sent:
 def scattering(shape: tuple[int, ...], dim: int, reaching: bool, open_size: bool) -> None:
     axis = axes_of(Grid(("tp",), (torch.distributed.get_world_size(),)))["tp"]
     if reaching:
-        axis.peers = lambda part: axis  # type: ignore[method-assign,assignment,return-value]
-        products.Sum = Sent  # type: ignore[misc,assignment]
+        axis.find_copier = lambda part: axis  # type: ignore[method-assign,assignment,return-value]
+        products.P2PReduceScatter = Sent  # type: ignore[misc,assignment]
     rows = torch.Size(shape[:-1]).numel()
     try:
         sums, pairs = [], []
@@ -115,12 +115,12 @@ def scattering(shape: tuple[int, ...], dim: int, reaching: bool, open_size: bool
                 sum(x @ weight for x, weight in zip(inputs, weights, strict=True)).view(shape)
             )
         said = [-1, *shape[1:]] if open_size else list(shape)
-        found = products.scattered(axis, *pairs[axis.index], said, dim)
+        found = products.matmul_reduce_scatter(axis, *pairs[axis.index], said, dim)
     finally:
-        products.Sum = peers.Sum  # type: ignore[misc]
+        products.P2PReduceScatter = peers.P2PReduceScatter  # type: ignore[misc]
     low, high = shard_range(shape[dim], axis.size, axis.index)
     torch.testing.assert_close(found, torch.stack(sums).sum(0).narrow(dim, low, high - low))
-    (count,) = [count for (name, _), count in axis.axes.counts.items() if name == "reduce_scatter"]
+    (count,) = [count for (name, _), count in axis.state.counts.items() if name == "reduce_scatter"]
     assert (count.calls, count.nbytes) == (1, rows * shape[-1] * 8)
 
 
@@ -160,7 +160,7 @@ class Sized(Draft):
 
 @pytest.fixture
 def every(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "worth", lambda node: True)
+    monkeypatch.setattr(matmul_pass, "worth", lambda node: True)
 
 
 def gathered(draft: Sized, bias: bool = False) -> tuple[fx.Node, list[fx.Node]]:
@@ -185,9 +185,9 @@ def test_products_begin_before_what_they_read_has_come(bias: bool) -> None:
     assert "mm" not in found and "addmm" not in found
     assert found.index("start_all_gather") < found.index("gathered_products") < found.index("wait")
     assert found.count("add") == (2 if bias else 0)
-    (joint,) = [node for node in draft.graph.nodes if node.target is traced.PRODUCTS]
+    (joint,) = [node for node in draft.graph.nodes if node.target is custom_ops.ALL_GATHER_MATMUL_OP]
     assert [weight.target for weight in joint.args[4]] == [ATEN.permute.default] * 2
-    (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
+    (wait,) = [node for node in draft.graph.nodes if node.target is custom_ops.WAIT_OP]
     assert {node.args[0] for node in wait.args[1] if node.op == "call_function"} == {joint}
 
 
@@ -262,7 +262,7 @@ def test_sums_of_products_are_made_part_by_part(terms: int) -> None:
         [3, 8, 8],
         1,
     ]
-    (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
+    (wait,) = [node for node in draft.graph.nodes if node.target is custom_ops.WAIT_OP]
     assert wait.args[1] == [*joint.args[0], *joint.args[2]], "what is read stays until then"
 
 
@@ -312,7 +312,7 @@ def compiled() -> list[str]:
             for n in graph.graph.nodes
             if hasattr(n.meta.get("val"), "fake_mode")
         )
-        with V.set_fake_mode(fake), config.patch(post_grad_custom_post_pass=OVERLAP):
+        with V.set_fake_mode(fake), config.patch(post_grad_custom_post_pass=OVERLAP_PASS):
             post_grad_passes(graph, False)
         names = [getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes]
         seen.extend(name.removeprefix("start_") for name in names if "product" in name)
@@ -322,28 +322,28 @@ def compiled() -> list[str]:
     backend = aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )
-    usual, joining.worth = joining.worth, lambda node: True
+    usual, matmul_pass.is_worth_splitting = matmul_pass.is_worth_splitting, lambda node: True
     try:
         results = [run(axis, backend), run(axis, None)]
     finally:
-        joining.worth = usual
+        matmul_pass.is_worth_splitting = usual
         torch._dynamo.reset()
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain)
     return seen
 
 
-def run(axis: Axis, backend: Any) -> list[torch.Tensor]:
+def run(axis: AxisGroup, backend: Any) -> list[torch.Tensor]:
     from pdrun.parallel.comm import autograd as collectives
 
     def perceptron(
         x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        whole = collectives.collect(torch.tanh(x), axis, 1)
+        whole = collectives.all_gather_sum_grad(torch.tanh(x), axis, 1)
         h = torch.nn.functional.silu(
             torch.nn.functional.linear(whole, gate)
         ) * torch.nn.functional.linear(whole, up)
-        return x + collectives.scatter(torch.nn.functional.linear(h, down), axis, 1)
+        return x + collectives.reduce_scatter(torch.nn.functional.linear(h, down), axis, 1)
 
     call = torch.compile(perceptron, backend=backend, fullgraph=True) if backend else perceptron
     x = drawn(3, 4, 8, seed=axis.index).requires_grad_()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.redistribute import follow, redistribute
-from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.redistribute import redistribute, run_plan
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
@@ -26,16 +26,16 @@ from tests.parallel.layouts import simulated_ranks as simulate
 pytestmark = pytest.mark.torch
 
 
-def axes_of(grid: Grid) -> Axes:
+def axes_of(grid: Grid) -> MeshGroups:
     rank = torch.distributed.get_rank()
-    return Axes(grid, rank, torch.device("cpu"), Watch(30.0, rank, grid.size))
+    return MeshGroups(grid, rank, torch.device("cpu"), CollectiveWatchdog(30.0, rank, grid.size))
 
 
 def _held(view: View, rank: int, dense: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(simulate.held(view, rank, dense.numpy())))
 
 
-def _compare(source: View, target: View, axes: Axes, seed: int, whole_way: bool = False) -> None:
+def _compare(source: View, target: View, axes: MeshGroups, seed: int, whole_way: bool = False) -> None:
     """
     Go from one view to another with values and gradients, and hold both against dense tensors.
     """
@@ -50,9 +50,9 @@ def _compare(source: View, target: View, axes: Axes, seed: int, whole_way: bool 
     here = source.grid.group_index(source.layout.sums, axes.rank)
     x = _held(source, axes.rank, terms[here]).requires_grad_()
     plan = plan_full_gather(source, target) if whole_way else plan_redistribution(source, target)
-    y = follow(plan, x, axes)
+    y = run_plan(plan, x, axes)
     y.backward(_held(target, axes.rank, weight.reshape(target.shape)))
-    total = axes.on(target.grid)[target.layout.sums].all_reduce(y.detach())
+    total = axes.on_grid(target.grid)[target.layout.sums].all_reduce(y.detach())
     torch.testing.assert_close(
         total, _held(target, axes.rank, dense.reshape(target.shape)), rtol=0, atol=1e-13
     )
@@ -140,7 +140,7 @@ def wrong() -> list[str]:
         except UsageError as error:
             found.append(str(error))
     try:
-        axes.on(Grid(("a",), (4,)))
+        axes.on_grid(Grid(("a",), (4,)))
     except UsageError as error:
         found.append(str(error))
     return found

@@ -20,7 +20,7 @@ from torch import nn
 import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.compiler import compile as compiling
-from pdrun.parallel.report.model_copies import plain_copy
+from pdrun.parallel.report.model_copies import reference_copy
 from pdrun.parallel.tensor.style import Entry
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
@@ -127,7 +127,7 @@ def count(kind: str, compile: Any) -> Any:
     counters.clear()
     run = mixed.make(Task(layers=4), Place(tp=2, kind=kind, more=(("compile", compile),)))
     run.step(mixed.batch_of(12, 0))
-    run.axes.forget()
+    run.axes.reset_counts()
     run.step(mixed.batch_of(12, 1))
     held = (
         [name for name, entry in entries(run.model) if entry._key is not None]
@@ -217,7 +217,7 @@ def own() -> tuple[bool, list[str]]:
         recompute="full",
     )
     report = run.verify([torch.ones(2, 4)])
-    copied = plain_copy(run.state)
+    copied = reference_copy(run.state)
     return report.steps[0].worst < 1e-6, [
         name for name, each in copied.named_modules() if "forward" in vars(each)
     ]
@@ -268,12 +268,12 @@ def test_what_cannot_be_is_refused(place: Place, text: str, worlds: Any) -> None
     "value", [True, ["layers.*"], {"backend": "aot_eager", "modules": ["layers.*"]}, ("layers.*",)]
 )
 def test_ways_to_say_it(value: Any) -> None:
-    parsed = compiling.parse(value)
+    parsed = compiling.parse_options(value)
     assert parsed is not None
     assert parsed[0] == (None if value is True else ("layers.*",))
-    assert compiling.parse(None) is compiling.parse(False) is None
+    assert compiling.parse_options(None) is compiling.parse_options(False) is None
 
 
 def test_nothing_is_taken_for_something() -> None:
     with pytest.raises(UsageError, match="no list of globs"):
-        compiling.parse(3)
+        compiling.parse_options(3)

@@ -14,11 +14,11 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.comm import custom_ops as traced
-from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.watchdog import Watch
-from pdrun.parallel.compiler.overlap_pass import OVERLAP
+from pdrun.parallel.comm import custom_ops
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
+from pdrun.parallel.compiler.overlap_pass import OVERLAP_PASS
 from pdrun.parallel.layouts.grid import Grid
 
 pytestmark = pytest.mark.torch
@@ -46,7 +46,7 @@ class Draft:
     def ordered(self, *results: fx.Node) -> list[str]:
         """End the graph, and return its operators after the pass."""
         self.graph.output(results)
-        OVERLAP(self.graph)
+        OVERLAP_PASS(self.graph)
         self.graph.lint()
         return [
             node.target.__name__.split(".")[0]
@@ -71,7 +71,7 @@ def test_products_for_weights_run_beside_a_collective() -> None:
         "wait",
         "mul",
     ]
-    (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
+    (wait,) = [node for node in draft.graph.nodes if node.target is custom_ops.WAIT_OP]
     started, after, axis = wait.args
     assert started.target is OURS.start_reduce_scatter.default and axis == TWO
     assert after == [dx, early, late], "what is sent stays until then, and the products come before"
@@ -106,11 +106,12 @@ def test_a_graph_without_collectives_stays() -> None:
     assert draft.ordered(first, second) == ["mm", "mul"]
 
 
-def axis(size: int, index: int) -> Axis:
+def axis(size: int, index: int) -> AxisGroup:
     """Return a place on an axis where nothing moves."""
-    axes = Axes(Grid(("tp",), (size,)), index, torch.device("cpu"), Watch(10.0, index, size))
-    axes.pretends = True
-    return Axis(axes, ("tp",), tuple(range(size)), index, None)
+    axes = MeshGroups(Grid(("tp",), (size,)), index, torch.device("cpu"), CollectiveWatchdog(10.0, index, size))
+    axes.state.is_dry_run = True
+    ranks = tuple(range(size))
+    return AxisGroup(axes.state, ("tp",), ranks, index, None, axes.device, axes.grid, index)
 
 
 def test_numbers_tell_sizes_and_places_apart_and_are_taken_up_again() -> None:
@@ -120,19 +121,19 @@ def test_numbers_tell_sizes_and_places_apart_and_are_taken_up_again() -> None:
     """
     gc.collect()  # what other tests have left gives numbers back
     held = [axis(2, 0), axis(2, 1), axis(4, 0), axis(2, 0)]
-    given = [one._number for one in held]
+    given = [one.axis_id for one in held]
     assert len(set(given)) == 4
     del held[0]
     gc.collect()
-    assert axis(2, 0)._number == given[0]
+    assert axis(2, 0).axis_id == given[0]
 
 
 CALLS = {
-    "gather": lambda x, at: collectives.gather(x, at, 1, x.shape[1] * 2),
-    "collect": lambda x, at: collectives.collect(x, at, 1),
-    "scatter": lambda x, at: collectives.scatter(x, at, 1),
-    "swap": lambda x, at: collectives.swap(x, at, 2, 1, x.shape[1] * 2),
-    "add_up": lambda x, at: collectives.add_up(x, at),
+    "gather": lambda x, at: collectives.all_gather(x, at, 1, x.shape[1] * 2),
+    "collect": lambda x, at: collectives.all_gather_sum_grad(x, at, 1),
+    "scatter": lambda x, at: collectives.reduce_scatter(x, at, 1),
+    "swap": lambda x, at: collectives.all_to_all(x, at, 2, 1, x.shape[1] * 2),
+    "add_up": lambda x, at: collectives.all_reduce(x, at),
 }
 
 

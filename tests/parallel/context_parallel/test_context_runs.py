@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as f
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.comm.mesh import of, solve
+from pdrun.parallel.comm.mesh import make_mesh, solve_mesh
 from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
@@ -69,7 +69,7 @@ def make(degrees: dict[str, int], settings: dict[str, Any] | None, p: float, **m
         Dropping(p),
         lambda params: torch.optim.SGD(params, 0.3, momentum=0.9),
         loss,
-        mesh=solve(world, degrees),
+        mesh=solve_mesh(world, degrees),
         context=context,
         norm=True,
         seed=3,
@@ -142,7 +142,7 @@ def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: boo
     torch.manual_seed(0)
     context = ContextParallel(tables={} if lost else TABLES, **settings)
     model = Dropping(p)
-    mesh = solve(torch.distributed.get_world_size(), degrees)
+    mesh = solve_mesh(torch.distributed.get_world_size(), degrees)
     run = parallelize(model, torch.optim.AdamW, loss, mesh=mesh, context=context, seed=3)
     assert run.memory(batch_of(4, 12, 0)).activations
     assert (
@@ -226,7 +226,7 @@ def train_zoo(
     """
     run = zoo.make(
         case,
-        mesh=of(**degrees),
+        mesh=make_mesh(**degrees),
         strategy=Megatron("tp"),
         context=ContextParallel(**settings),
         copies=copies,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import Axis, Pending
+from pdrun.parallel.comm.communicator import AxisGroup, PendingTensor
 from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ulysses import ulysses_attention
@@ -191,7 +191,7 @@ def compare(
         scale = max(1.0, float(target.abs().max())) if target.numel() else 1.0
         worst = float((found.double() - target).abs().max()) if target.numel() else 0.0
         assert worst <= TOLERANCE[kind] * scale, (name, worst)
-    return {str(key): (count.calls, count.nbytes) for key, count in axis.axes.counts.items()}
+    return {str(key): (count.calls, count.nbytes) for key, count in axis.state.counts.items()}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -310,8 +310,8 @@ def travels() -> list[str]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Axis, "start_shift", saying("send", Axis.start_shift))
-        patch.setattr(Pending, "wait", saying("wait", Pending.wait))
+        patch.setattr(AxisGroup, "start_shift", saying("send", AxisGroup.start_shift))
+        patch.setattr(PendingTensor, "wait", saying("wait", PendingTensor.wait))
         patch.setattr(kernels, "forward", saying("forward", kernels.forward))
         patch.setattr(kernels, "backward", saying("backward", kernels.backward))
         q = torch.randn(1, 2, 4, 8, requires_grad=True)

@@ -49,7 +49,7 @@ def epoch(world: int, times: int, position: Position, **options: Any) -> dict[in
     for rank in range(world):
         place = Position(position.epoch, position.batch)
         for index, (batch, shard) in enumerate(
-            loader.read(source, 7, place, world, rank, times), position.batch
+            loader.read_batches(source, 7, place, world, rank, times), position.batch
         ):
             parts = batch[0].split(list(shard.sizes)) if sum(shard.sizes) else []
             for a, part in enumerate(parts):

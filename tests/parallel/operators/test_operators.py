@@ -17,9 +17,9 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.constraints import decode, encode
+from pdrun.parallel.operators.graph.constraints import decode_layout, encode_layout
 from pdrun.parallel.operators.module import Operators
-from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.strategy import OpLayout
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor.styles import replicate
@@ -236,20 +236,20 @@ def test_sequence_parallel_gathers_and_scatters_four_times_each(worlds: Any) -> 
 # ---- plans: no ranks needed -------------------------------------------------
 
 
-def planned(name: str, entries: Any, rows: int = 4, **axes: int) -> Plan:
+def planned(name: str, entries: Any, rows: int = 4, **axes: int) -> OperatorPlan:
     """Return the plan for one of the models."""
     grid = Grid(tuple(axes), tuple(axes.values()))
     return Operators(entries).plan(nets.net(name), grid, nets.inputs(name, rows))
 
 
-def counts_of(plan: Plan, name: str) -> tuple[tuple[int, ...], ...]:
+def counts_of(plan: OperatorPlan, name: str) -> tuple[tuple[int, ...], ...]:
     """
     Return how often each input of an operator is cut, dim by dim: MindSpore's form of a strategy.
     """
     place = next(at for at, operator in enumerate(plan.graph.operators) if operator.name == name)
-    operator, choice = plan.graph.operators[place], plan.choices[place]
+    operator, choice = plan.graph.operators[place], plan.shardings[place]
     layouts = [
-        choice.layout_in(at, len(plan.graph.shape(index)))
+        choice.input_layout(at, len(plan.graph.shape_of(index)))
         for at, index in enumerate(operator.inputs)
     ]
     return tuple(tuple(plan.grid.group_size(axes) for axes in layout.dims) for layout in layouts)
@@ -261,7 +261,7 @@ def test_propagation_golden() -> None:
     assert counts_of(plan, "add") == ((2, 4), (4,))
     assert counts_of(plan, "relu") == ((2, 4),)
     assert counts_of(plan, "matmul_1") == ((2, 4), (4, 1))
-    assert plan.choices[-1].layout_out(0, 2) == L("x", None).partial("y")
+    assert plan.shardings[-1].output_layout(0, 2) == L("x", None).partial("y")
 
 
 def test_propagation_never_changes_what_is_configured() -> None:
@@ -272,12 +272,12 @@ def test_propagation_never_changes_what_is_configured() -> None:
 
 def test_plans_are_the_same_every_time() -> None:
     one, other = (planned("llama", LLAMA, tp=2) for _ in range(2))
-    assert (one.choices, one.weights, one.sums) == (other.choices, other.weights, other.sums)
+    assert (one.shardings, one.weights, one.grad_sums) == (other.shardings, other.weights, other.grad_sums)
 
 
 def test_nothing_configured_means_nothing_cut() -> None:
     plan = planned("tiny", {}, dp=2, tp=2)
-    assert not any(choice.splits for choice in plan.choices)
+    assert not any(choice.splits for choice in plan.shardings)
     assert not any(layout.axes for layout in plan.weights.values())
 
 
@@ -290,7 +290,7 @@ def test_heads_are_cut_as_groups_and_gathered_where_they_cannot_be() -> None:
     attention = next(
         at for at, operator in enumerate(plan.graph.operators) if "attention" in operator.kind
     )
-    assert plan.choices[attention].state("tp", 0) != 1
+    assert plan.shardings[attention].input_state("tp", 0) != 1
     assert plan.weights[plan.graph.operators[attention + 3].inputs[1]] == L(None, "tp")
 
 
@@ -367,7 +367,7 @@ def test_the_batch_may_be_named() -> None:
     plan = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
     assert plan.weights[0] == L("tp", None)
     same = planned("perceptron", {"fc1": ((2, 1), (4, 1))}, dp=2, tp=4)
-    assert (same.weights[0], same.choices[0].layout_in(0, 2)) == (L("tp", None), L(None, None))
+    assert (same.weights[0], same.shardings[0].input_layout(0, 2)) == (L("tp", None), L(None, None))
 
 
 def test_a_layout_may_be_said_in_every_form() -> None:
@@ -385,15 +385,15 @@ def test_a_layout_may_be_said_in_every_form() -> None:
     matrix = Layout((2, 2), ("data", "model"))
     inputs = (matrix("data", "None"), matrix("model", "None"))
     want = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
-    assert planned("perceptron", {"fc1": inputs}, dp=2, tp=2).choices == want.choices
+    assert planned("perceptron", {"fc1": inputs}, dp=2, tp=2).shardings == want.shardings
     rows = planned("perceptron", {"fc1.weight": L("tp", None), "fc2": OpLayout(out=L("tp", None))}, tp=2)
     assert (
-        planned("perceptron", {"fc1.weight": (2, 1), "fc2": OpLayout(out=(2, 1))}, tp=2).placed
-        == rows.placed
+        planned("perceptron", {"fc1.weight": (2, 1), "fc2": OpLayout(out=(2, 1))}, tp=2).out_layouts
+        == rows.out_layouts
         != {}
     )
     for said in (L("dp", None, "tp"), (2, 1, 4), matrix("data", ("model",))):
-        assert decode(encode(said)) == said
+        assert decode_layout(encode_layout(said)) == said
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_missing_rule_is_told_with_the_line_of_the_model() -> None:
     plan = Operators({"linalg_matrix_exp": replicate(), "fc": ((2, 1), (1, 1))}).plan(
         Strange(), grid, sample
     )
-    assert not plan.choices[1].splits
+    assert not plan.shardings[1].splits
 
 
 class Branching(torch.nn.Module):
@@ -465,7 +465,7 @@ def trained_by_key() -> float:
         ByKey(),
         functools.partial(torch.optim.SGD, lr=0.1),
         lambda out, batch: ((out - batch["y"]).sum(), len(out)),
-        mesh=mesh.of(tp=2),
+        mesh=mesh.make_mesh(tp=2),
         strategy=Operators({"fc.weight": L("tp", None)}),
         sample=batch,
     )

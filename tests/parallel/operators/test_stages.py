@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.explain import explain
-from pdrun.parallel.operators.graph.export import trace
+from pdrun.parallel.operators.explain import explain_plan
+from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.module import Operators
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.stages import holders, locate, parts
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.stages import assign_weights, assign_stages, stage_plans
 from pdrun.parallel.pipeline.split import Split, split
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
@@ -186,11 +186,11 @@ def test_parts_of_sequences_travel_as_parts(worlds: Any) -> None:
 
 def located(
     model: nn.Module, entries: Any, stages: int, *args: Tensor, **by: Any
-) -> tuple[Plan, Split]:
+) -> tuple[OperatorPlan, Split]:
     """Return the plan of a model in stages, on no device."""
     cut = split(model, stages, **by)
-    graph = trace(model, args)
-    locate(graph, cut)
+    graph = export_graph(model, args)
+    assign_stages(graph, cut)
     return Operators(entries).plan_of(graph, Grid(("pp", "dp", "tp"), (stages, 1, 2)), {}), cut
 
 
@@ -198,11 +198,11 @@ def words(rows: int = 4) -> Tensor:
     return torch.zeros(rows, LENGTH, dtype=torch.long)
 
 
-def told(plan: Plan) -> list[dict[str, L]]:
+def told(plan: OperatorPlan) -> list[dict[str, L]]:
     """Return what each stage gives, by name."""
     return [
-        {plan.graph.tensors[index].name: layout for index, layout in part.given.items()}
-        for part in parts(plan)
+        {plan.graph.tensors[index].name: layout for index, layout in part.sent.items()}
+        for part in stage_plans(plan)
     ]
 
 
@@ -249,19 +249,19 @@ def test_what_comes_from_the_batch_does_not_travel() -> None:
         if operator.kind in ("remainder", "ne")
     }
     assert len(masks) == 2
-    assert all(masks <= set(part.places) for part in parts(plan))
+    assert all(masks <= set(part.operators) for part in stage_plans(plan))
     assert [sorted(one) for one in told(plan)] == [["emb.embedding", "layers.1.add_2"], []]
     names = {name: [name] for name, _ in piped.Masked().named_parameters()}
-    assert holders(plan, cut, names).loose == {"places": (0, 1)}
+    assert assign_weights(plan, cut, names).loose == {"places": (0, 1)}
 
 
 def test_weights_are_held_by_the_stages_that_use_them() -> None:
     model = piped.Loose()
     plan, cut = located(model, {}, 4, words())
-    found = holders(plan, cut, {name: [name] for name, _ in model.named_parameters()})
+    found = assign_weights(plan, cut, {name: [name] for name, _ in model.named_parameters()})
     assert found.holders("bytes.weight") == (0, 3)
     plan, cut = located(piped.Inplace(), {}, 4, words())
-    found = holders(plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()})
+    found = assign_weights(plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()})
     assert found.loose["places"] == (0,)
     assert found.loose["never"] == (0, 1, 2, 3), (
         "nobody uses it: everybody keeps it, as without operators"
@@ -270,7 +270,7 @@ def test_weights_are_held_by_the_stages_that_use_them() -> None:
 
 def test_explain_shows_the_operators_of_each_stage() -> None:
     plan, _ = located(piped.Tiny(layers=4), piped.CUTS["sequence"], 2, words())
-    lines = explain(plan).splitlines()
+    lines = explain_plan(plan).splitlines()
     assert lines[:2] == ["operators over (tp=2)", "stage 0"]
     border = lines.index("stage 1")
     size = f"{4 * LENGTH * WIDTH * 4 // 2 / 1024:.1f} KiB"

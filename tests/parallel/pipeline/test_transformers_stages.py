@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdrun.parallel.comm.mesh import solve
+from pdrun.parallel.comm.mesh import solve_mesh
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
@@ -99,7 +99,7 @@ def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[
     os.environ["HF_HUB_OFFLINE"] = "1"
     how: dict[str, Any] = {"accumulate": 4}
     if stages > 1:
-        mesh = solve(stages * tensor, {"pp": stages, "tp": tensor})
+        mesh = solve_mesh(stages * tensor, {"pp": stages, "tp": tensor})
         how = {"mesh": mesh, "pipeline": Pipeline(4, schedule=schedule)}
     if tensor > 1:
         sample = {key: value[:2] for key, value in _batch(0).items() if key != "labels"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.tensor import Strategy
@@ -98,7 +98,7 @@ def test_a_pair_equals_one_process(
 # ---- bytes ------------------------------------------------------------------
 
 
-def sent(axes: Axes) -> int:
+def sent(axes: MeshGroups) -> int:
     """
     Return how many bytes this rank has sent: all but its part of a gather or of a scatter, n - 1
     times.
@@ -122,7 +122,7 @@ def volume(
     Strategy({"first": style(x, y, *z), "second": style(y, x, *z)}).apply(model, axes)
     into = L(None, (x, y)) if not z else L((*z, y), x)
     part = batch(*into.local_shape(grid, (rows, sizes[0]), axes.rank)).requires_grad_()
-    axes.forget()
+    axes.reset_counts()
     model(part).sum().backward()
     return sent(axes)
 

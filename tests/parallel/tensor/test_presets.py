@@ -130,7 +130,7 @@ def dropped(kind: str, sequence: bool) -> str:
         lambda params: torch.optim.SGD(params, 0.1),
         lambda output, ids: (output.sum(), output.numel()),
         forward=lambda model, ids: _losses(model, ids),
-        mesh=mesh.of(dp=2, tp=2),
+        mesh=mesh.make_mesh(dp=2, tp=2),
         strategy=how,
         recompute="full",
         optimizer_level=2,

@@ -35,7 +35,7 @@ def make(
         model,
         ADAM,
         token_loss,
-        mesh=mesh.of(**degrees),
+        mesh=mesh.make_mesh(**degrees),
         strategy=strategy(**how),
         norm=True,
         seed=3,
@@ -118,7 +118,7 @@ def from_nothing() -> float:
     with empty_init():
         model = Decoder(tied=True)
     run = parallelize(
-        model, ADAM, token_loss, mesh=mesh.of(dp=2, tp=2), strategy=strategy(), optimizer_level=2
+        model, ADAM, token_loss, mesh=mesh.make_mesh(dp=2, tp=2), strategy=strategy(), optimizer_level=2
     )
     assert run.model.emb.weight is run.model.head.weight
     run.verify([tokens(rows=8)])
@@ -146,7 +146,7 @@ def ill_matched(styles: dict[str, Any]) -> str:
         model,
         ADAM,
         lambda out, batch: (out.sum(), len(out)),
-        mesh=mesh.of(tp=2),
+        mesh=mesh.make_mesh(tp=2),
         strategy=Strategy(styles),
     )
     try:

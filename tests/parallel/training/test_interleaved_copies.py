@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import mesh
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.torch
 def make(case: Case, degrees: dict[str, int], copies: int, **more: Any) -> Run:
     """Return a run over tensor axes."""
     names = [name for name in degrees if name not in ("pp", "dp", "cp")]
-    return zoo.make(case, mesh=mesh.of(**degrees), strategy=Megatron(*names), copies=copies, **more)
+    return zoo.make(case, mesh=mesh.make_mesh(**degrees), strategy=Megatron(*names), copies=copies, **more)
 
 
 def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
@@ -111,20 +110,21 @@ def overlap(copies: int) -> tuple[int, int, list[str]]:
     run = make(Case(2), {"dp": 1, "tp": 2}, copies)
     events: list[tuple[str, int]] = []
     names: list[str] = []
-    axis = run.axes["tp"]
-    count, wait = axis._count, run.axes.watch.wait
+    count, wait = run.axes.state.count_collective, run.axes.watchdog.wait
 
-    def counted(name: str, x: torch.Tensor) -> None:
-        events.append(("start", threading.get_ident()))
-        names.append(name)
-        count(name, x)
+    def counted(name: str, axes: tuple[str, ...], nbytes: int) -> None:
+        if axes == ("tp",):
+            events.append(("start", threading.get_ident()))
+            names.append(name)
+        count(name, axes, nbytes)
 
     def waited(work: Any, label: str) -> None:
         if "along tp" in label:
             events.append(("wait", threading.get_ident()))
         wait(work, label)
 
-    axis._count, run.axes.watch.wait = counted, waited  # type: ignore[method-assign]
+    run.axes.state.count_collective = counted  # type: ignore[method-assign]
+    run.axes.watchdog.wait = waited  # type: ignore[method-assign]
     run.step(zoo.batch_of(8, 0))
     covered = 0
     for place, (what, who) in enumerate(events):

@@ -17,7 +17,7 @@ from torch import nn
 
 from pdrun import L, Operators, Pipeline
 from pdrun.errors import DeadlineExceeded, UsageError
-from pdrun.parallel.comm.mesh import of
+from pdrun.parallel.comm.mesh import make_mesh
 from pdrun.parallel.model.weights import collect
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor import Strategy, col
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.torch
 def make(options: list[dict[str, Any]]) -> None:
     mine = dict(options[torch.distributed.get_rank()])
     if "tp" in mine:
-        mine = {"mesh": of(tp=mine["tp"]), "strategy": Strategy({"0": col("tp", gather=True)})}
+        mine = {"mesh": make_mesh(tp=mine["tp"]), "strategy": Strategy({"0": col("tp", gather=True)})}
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize(model, lambda params: torch.optim.SGD(params, 0.1), **mine)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
-from pdrun.parallel.interfaces import Cutter, Pipeline, SequenceCutter
+from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model.weights import parse_fusion
 from pdrun.parallel.training.loss import Forward, Loss
 from pdrun.parallel.zero import precision as precisions
@@ -41,7 +41,7 @@ class Arguments:
     loss: Loss | None
     mesh: Mesh | None
     strategy: Cutter | None
-    pipeline: Pipeline | None
+    pipeline: PipelineCutter | None
     context: SequenceCutter | None
     sample: Any
     forward: Forward | None

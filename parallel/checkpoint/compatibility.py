@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.reader import CheckpointReader
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
-ALONE = "make the run as it was saved; run.export and run.load_weights carry weights alone"
+WEIGHTS_ONLY_HINT = "make the run as it was saved; run.export and run.load_weights carry weights alone"
 
 
 def fingerprint(state: RunState) -> dict[str, Any]:
@@ -33,22 +33,22 @@ def fingerprint(state: RunState) -> dict[str, Any]:
     }
 
 
-def check_compatible(state: RunState, reader: Reader) -> None:
+def check_compatible(state: RunState, reader: CheckpointReader) -> None:
     """
     Refuse a checkpoint of something else.
 
     Raises:
         ConfigError: it belongs to another model, optimizer or scheduler; names what differs.
     """
-    for told in (
-        *_names(state, reader),
-        *_kinds(state, reader.run.get("made")),
-        *_groups(state, reader.run),
+    for mismatch in (
+        *_find_unknown_tensors(state, reader),
+        *_compare_kinds(state, reader.run_json.get("made")),
+        *_compare_groups(state, reader.run_json),
     ):
-        raise ConfigError(told, where=str(reader.folder), hint=ALONE)
+        raise ConfigError(mismatch, where=str(reader.folder), hint=WEIGHTS_ONLY_HINT)
 
 
-def _names(state: RunState, reader: Reader) -> Iterator[str]:
+def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator[str]:
     whole = state.original or state.model
     kept = set(whole.state_dict()) | state.persistent
     known = {
@@ -63,26 +63,26 @@ def _names(state: RunState, reader: Reader) -> Iterator[str]:
             else [entry.name]
         )
         known.update(f"weights/{name}" for name in names)
-    for name in reader.names():
+    for name in reader.tensor_names():
         kind, _, rest = name.partition("/")
         if kind in ("weights", "buffers") and name not in known:
             yield f"has the {'weight' if kind == 'weights' else 'buffer'} {rest}, which this run lacks"
 
 
-def _kinds(state: RunState, saved: Mapping[str, Any] | None) -> Iterator[str]:
+def _compare_kinds(state: RunState, saved: Mapping[str, Any] | None) -> Iterator[str]:
     mine = fingerprint(state)
     for what in ("optimizer", "scheduler") if saved is not None else ():
         here = mine[what]
         there = saved[what] if saved else None
         if here != there:
-            yield f"was saved with {_called(what, there)}, and this run has {_called(what, here)}"
+            yield f"was saved with {_describe_kind(what, there)}, and this run has {_describe_kind(what, here)}"
 
 
-def _called(what: str, kind: str | None) -> str:
+def _describe_kind(what: str, kind: str | None) -> str:
     return f"no {what}" if kind is None else f"the {what} {kind}"
 
 
-def _groups(state: RunState, saved: Mapping[str, Any]) -> Iterator[str]:
+def _compare_groups(state: RunState, saved: Mapping[str, Any]) -> Iterator[str]:
     here = len(state.optimizer.param_groups)
     there = len(saved["groups"])
     if here != there:

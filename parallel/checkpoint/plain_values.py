@@ -48,7 +48,7 @@ def decode_value(value: Any) -> Any:
         return value
     (mark, inner), *more = value.items()
     if mark == "!tensor":
-        return torch.tensor(inner, dtype=storage.TYPES[more[0][1]] if more else None)
+        return torch.tensor(inner, dtype=storage.DTYPES[more[0][1]] if more else None)
     if mark == "!counter":
         return Counter({decode_value(key): count for key, count in inner})
     if mark == "!tuple":

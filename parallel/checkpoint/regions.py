@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-Ranges = tuple[tuple[int, int], ...]
+DimRanges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """
     A part of a tensor.
 
@@ -31,7 +31,7 @@ class Box:
     """
 
     shape: tuple[int, ...]
-    ranges: tuple[Ranges, ...]
+    ranges: tuple[DimRanges, ...]
     start: int
     stop: int
 
@@ -42,63 +42,63 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """A stretch of elements that is one in the box and in the whole tensor."""
 
-    at: int
+    region_offset: int
     """Its first element, counted in the flattened box."""
-    where: int
+    tensor_offset: int
     """The same in the flattened whole tensor."""
     count: int
 
 
-def everything(shape: Sequence[int]) -> Box:
+def full_region(shape: Sequence[int]) -> Region:
     """Return the box that is all of a tensor."""
-    return Box(tuple(shape), tuple(((0, size),) for size in shape), 0, prod(shape))
+    return Region(tuple(shape), tuple(((0, size),) for size in shape), 0, prod(shape))
 
 
-def volume(ranges: Sequence[Ranges]) -> int:
+def count_elements(ranges: Sequence[DimRanges]) -> int:
     """Return the number of elements that the ranges of all dims make."""
     return prod(sum(high - low for low, high in dim) for dim in ranges)
 
 
-def runs(box: Box) -> Iterator[Run]:
+def iter_spans(region: Region) -> Iterator[Span]:
     """Yield the runs of a box, in order."""
     inner = len(
-        box.shape
+        region.shape
     )  # dims from here on are whole, so that each of a run's rows follows the one before
-    while inner and box.ranges[inner - 1] == ((0, box.shape[inner - 1]),):
+    while inner and region.ranges[inner - 1] == ((0, region.shape[inner - 1]),):
         inner -= 1
-    below = prod(box.shape[inner:])
+    below = prod(region.shape[inner:])
     if not inner:
-        if box.numel:
-            yield Run(box.start, box.start, box.numel)
+        if region.numel:
+            yield Span(region.start, region.start, region.numel)
         return
     last = [
-        ((low * below), (high - low) * below) for low, high in box.ranges[inner - 1] if high > low
+        ((low * below), (high - low) * below) for low, high in region.ranges[inner - 1] if high > low
     ]
     row = sum(count for _, count in last)
-    if not row or box.numel <= 0:
+    if not row or region.numel <= 0:
         return
     outer = [
         [place for low, high in dim for place in range(low, high)]
-        for dim in box.ranges[: inner - 1]
+        for dim in region.ranges[: inner - 1]
     ]
-    strides = [prod(box.shape[dim + 1 :]) for dim in range(inner - 1)]
-    rows = itertools.islice(itertools.product(*outer), box.start // row, -(-box.stop // row))
-    at = box.start // row * row
+    strides = [prod(region.shape[dim + 1 :]) for dim in range(inner - 1)]
+    rows = itertools.islice(itertools.product(*outer), region.start // row, -(-region.stop // row))
+    at = region.start // row * row
     for places in rows:
         base = sum(place * stride for place, stride in zip(places, strides, strict=True))
         for low, count in last:
-            first = max(at, box.start)
-            end = min(at + count, box.stop)
+            first = max(at, region.start)
+            end = min(at + count, region.stop)
             if first < end:
-                yield Run(first, base + low + first - at, end - first)
+                yield Span(first, base + low + first - at, end - first)
             at += count
 
 
 @dataclass(frozen=True)
-class Copy:
+class SpanCopy:
     """Elements of one box that are elements of another, both counted in the flattened boxes."""
 
     source: int
@@ -106,41 +106,41 @@ class Copy:
     count: int
 
 
-def common(source: Box, target: Box) -> list[Copy]:
+def find_overlap(source: Region, target: Region) -> list[SpanCopy]:
     """
     Return which elements of ``source`` are elements of ``target``, in order; neighbours are one.
 
     Both are parts of tensors of one shape.
     """
-    if not _touch(source, target):
+    if not _may_overlap(source, target):
         return []
-    found: list[Copy] = []
-    here = runs(source)
-    there = runs(target)
+    found: list[SpanCopy] = []
+    here = iter_spans(source)
+    there = iter_spans(target)
     a = next(here, None)
     b = next(there, None)
     while a is not None and b is not None:
-        low = max(a.where, b.where)
-        high = min(a.where + a.count, b.where + b.count)
+        low = max(a.tensor_offset, b.tensor_offset)
+        high = min(a.tensor_offset + a.count, b.tensor_offset + b.count)
         if low < high:
-            made = Copy(a.at + low - a.where, b.at + low - b.where, high - low)
+            made = SpanCopy(a.region_offset + low - a.tensor_offset, b.region_offset + low - b.tensor_offset, high - low)
             last = found[-1] if found else None
             if (
                 last
                 and last.source + last.count == made.source
                 and last.target + last.count == made.target
             ):
-                found[-1] = Copy(last.source, last.target, last.count + made.count)
+                found[-1] = SpanCopy(last.source, last.target, last.count + made.count)
             else:
                 found.append(made)
-        if a.where + a.count <= b.where + b.count:
+        if a.tensor_offset + a.count <= b.tensor_offset + b.count:
             a = next(here, None)
         else:
             b = next(there, None)
     return found
 
 
-def _touch(a: Box, b: Box) -> bool:
+def _may_overlap(a: Region, b: Region) -> bool:
     """Whether the ranges of two boxes have something in common in every dim."""
     return (
         a.numel > 0

@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import torch_compat as compat
+from pdrun.parallel import torch_compat
 from pdrun.parallel.model.forward_wrapper import wrap
 from pdrun.parallel.model.recompute import match
 from pdrun.parallel.model.weights import find_units
 from pdrun.parallel.zero.settings import WHERE, check_globs
 
-OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
-CUDAGRAPHS = ("reduce-overhead", "max-autotune")
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
-def parse(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] | None:
+def parse_options(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] | None:
     """
     Return globs (None: units) and torch.compile's options; None where nothing is to be compiled.
 
@@ -41,35 +41,35 @@ def parse(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] | None:
     if value is True:
         return None, {}
     if not isinstance(value, Mapping):
-        return _some(check_globs("compile", value)), {}
+        return _require_names(check_globs("compile", value)), {}
     given = dict(value)
     globs = given.pop("modules", None)
-    wrong = [str(key) for key in given if key not in OPTIONS]
+    wrong = [str(key) for key in given if key not in COMPILE_OPTIONS]
     if wrong:
         what = f"compile={value!r}: torch.compile has no {', '.join(wrong)}"
-        raise UsageError(what, where=WHERE, hint=f"modules, {', '.join(OPTIONS)}")
+        raise UsageError(what, where=WHERE, hint=f"modules, {', '.join(COMPILE_OPTIONS)}")
     more = given.get("options")
     if more is not None and not isinstance(more, Mapping):
         what = f"compile={value!r}: options={more!r} is no dict"
         raise UsageError(what, where=WHERE, hint='{"options": {"max_autotune": True}}')
     if (
-        given.get("mode") in CUDAGRAPHS
+        given.get("mode") in CUDA_GRAPH_MODES
         or given.get("backend") == "cudagraphs"
         or (more or {}).get("triton.cudagraphs")
     ):
         what = f"compile={value!r}: CUDA graphs keep the places of weights, which move when they are gathered"
         raise UsageError(what, where=WHERE, hint="mode='default' or 'max-autotune-no-cudagraphs'")
-    return _some(None if globs is None else check_globs("compile's modules", globs)), given
+    return _require_names(None if globs is None else check_globs("compile's modules", globs)), given
 
 
-def _some(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
+def _require_names(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if globs == ():
         hint = 'compile=True for each unit, or ["blocks.*"]'
         raise UsageError("compile= names no modules", where=WHERE, hint=hint)
     return globs
 
 
-def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
+def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
     """
     Return options by which torch's own compiler puts collectives beside computation (see
     `overlap`).
@@ -78,19 +78,19 @@ def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
         return options
     from torch._inductor import list_mode_options
 
-    from pdrun.parallel.compiler.overlap_pass import OVERLAP
+    from pdrun.parallel.compiler.overlap_pass import OVERLAP_PASS
 
     # torch takes a mode or options, not both; an order for less memory would undo ours
     chosen = {
         **list_mode_options(options.get("mode") or "default"),
         **(options.get("options") or {}),
     }
-    ours = {"post_grad_custom_post_pass": OVERLAP, "reorder_for_peak_memory": False}
+    ours = {"post_grad_custom_post_pass": OVERLAP_PASS, "reorder_for_peak_memory": False}
     rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
     return {**rest, "options": {**ours, **chosen}}
 
 
-def check(compiled: list[str], recompute: Any, recomputed: list[str], splits: bool) -> None:
+def check_combination(compiled: list[str], recompute: Any, recomputed: list[str], splits: bool) -> None:
     """
     Refuse what cannot go together with compiled modules.
 
@@ -118,21 +118,21 @@ def check(compiled: list[str], recompute: Any, recomputed: list[str], splits: bo
         raise UsageError(what, where=WHERE, hint="schedule='1f1b' or 'interleaved'")
 
 
-def apply(model: nn.Module, value: Any) -> list[str]:
+def compile_modules(model: nn.Module, value: Any) -> list[str]:
     """
     Have modules compiled when they are first called; return their names.
 
     Raises:
         UsageError: see `parse`; or a glob that matches no module.
     """
-    parsed = parse(value)
+    parsed = parse_options(value)
     if parsed is None:
         return []
     globs, options = parsed
     names = find_units(model, None) if globs is None else match(model, globs, "compile")
-    compat.keep_out_compilers()
+    torch_compat.keep_out_compilers()
     try:
-        kinds = _overlapping(options)
+        kinds = _add_overlap_pass(options)
         for name in names:
             wrap(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
     except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:

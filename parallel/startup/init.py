@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun import elastic
 from pdrun.backends.base import Backend
-from pdrun.backends.detect import backend as backend_named
-from pdrun.backends.detect import choose, probe_all
+from pdrun.backends.detect import get_backend as backend_named
+from pdrun.backends.detect import choose_backend, probe_all
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.startup import excepthook as complain
 from pdrun.worker_env import WorkerEnv
@@ -232,10 +232,10 @@ def _table(kind: str, group: bool) -> Backend:
     if kind:
         return backend_named(kind)
     if group or _has_torch():
-        from pdrun.backends.collectives import native
+        from pdrun.backends.collectives import native_backend
 
-        return native()
-    return choose("auto", probe_all(os.environ))[0]
+        return native_backend()
+    return choose_backend("auto", probe_all(os.environ))[0]
 
 
 def _has_torch() -> bool:
@@ -250,7 +250,7 @@ def _device(table: Backend, index: int, group: bool) -> Any:
         from pdrun.backends.collectives import open_device
 
         return open_device(table, index)
-    return f"{table.torch_device}:{index}" if table.indexed else table.torch_device
+    return f"{table.torch_device}:{index}" if table.has_indices else table.torch_device
 
 
 def _open_group(context: Context, collective: str, timeout: float | None) -> None:
@@ -273,9 +273,9 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
     _process.owns_group = True
     _process.groups = _process.groups + 1
     if context.world_size > 1:
-        from pdrun.parallel import torch_compat as compat
+        from pdrun.parallel import torch_compat
 
-        compat.meet(str(_process.groups), context.rank, context.world_size)
+        torch_compat.meet(str(_process.groups), context.rank, context.world_size)
 
 
 def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:

@@ -29,7 +29,7 @@ from pdrun.errors import ConfigError
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
-    from pdrun.launcher.adapters.model import Found, Probes
+    from pdrun.launcher.adapters.model import LauncherInfo, Probes
     from pdrun.rendezvous.clients.member import DynamicMember
     from pdrun.rendezvous.protocol.security import Secret
     from pdrun.rendezvous.scheduler.child import SchedulerChild
@@ -70,11 +70,11 @@ def enter(
     """
     if not any(name in environ for name in MARKS):
         return None, None
-    from pdrun.launcher.adapters.detect import detect
-    from pdrun.launcher.adapters.probes import real
+    from pdrun.launcher.adapters.detect import detect_launcher
+    from pdrun.launcher.adapters.probes import make_probes
 
-    probes = real()
-    found = detect(environ, probes)
+    probes = make_probes()
+    found = detect_launcher(environ, probes)
     if (
         found.kind != "task"
         or found.launcher in _NO_TASKS
@@ -92,7 +92,7 @@ def enter(
     return _meet(found, environ, probes)
 
 
-def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> Endpoint:
+def meeting_point(found: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
     """
     Return where the tasks meet: the same in all of them. Pure but for the probes.
 
@@ -121,13 +121,13 @@ def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> E
     return Endpoint(host, port)
 
 
-def job_of(found: Found) -> str:
+def job_of(found: LauncherInfo) -> str:
     """Return the job's name, which keeps jobs apart that meet at one port."""
     return found.job_name or f"{found.launcher}-{found.world}"
 
 
 def _meet(
-    found: Found, environ: Mapping[str, str], probes: Probes
+    found: LauncherInfo, environ: Mapping[str, str], probes: Probes
 ) -> tuple[DynamicMember, WorkerEnv]:
     from pdrun.parallel.startup.dynamic_cluster import worker_of
     from pdrun.rendezvous.clients.member import join_scheduler
@@ -170,7 +170,7 @@ def _meet(
 
 
 def _serve(
-    scheduler: Endpoint, job: str, found: Found, secret: Secret, probes: Probes
+    scheduler: Endpoint, job: str, found: LauncherInfo, secret: Secret, probes: Probes
 ) -> SchedulerChild:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
     from pdrun.rendezvous.scheduler.child import SchedulerChild

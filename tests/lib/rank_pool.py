@@ -51,7 +51,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     )
     import torch
 
-    from pdrun.parallel import torch_compat as compat
+    from pdrun.parallel import torch_compat
     from pdrun.parallel.parallelize import parallelize
 
     parallelize.__kwdefaults__["timeout"] = (
@@ -72,7 +72,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         gc.collect()  # runs hold themselves in circles
-        compat.end_groups()
+        torch_compat.end_groups()
         link.send(answer)
 
 

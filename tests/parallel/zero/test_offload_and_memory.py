@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pdrun
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import torch_compat as compat
+from pdrun.parallel import torch_compat
 from pdrun.parallel.checkpoint import safetensors
 from pdrun.parallel.model import meta_init as meta
 from pdrun.parallel.parallelize import parallelize
@@ -57,14 +57,14 @@ def moved(least: int) -> tuple[int, int]:
     run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
     run.step(zoo.batch_of(24, 0))
     assert run.state.saver is not None
-    return run.state.saver.moved, memory.passes(run.state, zoo.batch_of(24, 0))
+    return run.state.saver.moved, memory.estimate_passes(run.state, zoo.batch_of(24, 0))
 
 
 def predicted_away() -> list[int]:
     batch, found = zoo.batch_of(24, 0), []
     for least, away in ((100, False), (100, True), (1 << 30, True)):
         run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
-        found.append(memory.passes(run.state, batch, away))
+        found.append(memory.estimate_passes(run.state, batch, away))
     return found
 
 
@@ -171,7 +171,7 @@ def test_modules_are_as_ever_outside() -> None:
 
 
 def test_the_ledger_counts_what_lives() -> None:
-    with memory.Ledger() as ledger:
+    with memory.StorageCounter() as ledger:
         a = torch.ones(1000)
         b = a + 1
         view = b.view(10, 100)
@@ -187,13 +187,13 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     run = zoo.make(Case(1, level, recompute=recompute))
     batch = zoo.batch_of(24, 0)
     run.step(batch)
-    want = memory.passes(run.state, batch)
-    ledger = memory.Ledger()
+    want = memory.estimate_passes(run.state, batch)
+    ledger = memory.StorageCounter()
     run.state.engine.begin(True, True)
     for weight in run.state.engine.weights:
         weight.param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     run.state.engine._hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
-    ledger.forget([*run.model.parameters(), *run.model.buffers(), *batch])
+    ledger.ignore_existing([*run.model.parameters(), *run.model.buffers(), *batch])
     with ledger:
         total, _ = run.state.objective_of(run.model, batch, range(24), 0)
         total.backward()
@@ -260,7 +260,7 @@ def test_export_and_import(level: int, worlds: Worlds, tmp_path: Path) -> None:
     if importlib.util.find_spec("safetensors"):
         from safetensors.torch import load_file
 
-        assert set(load_file(path)) == set(safetensors.File(path).entries)
+        assert set(load_file(path)) == set(safetensors.SafetensorsFile(path).entries)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_files_that_are_none(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is no safetensors file"):
-        safetensors.File(path)
+        safetensors.SafetensorsFile(path)
 
 
 def wrong_shape(path: str) -> None:
@@ -294,7 +294,7 @@ def leaves(case: Case) -> tuple[bool, int]:
     engine, model = weakref.ref(run.state.engine), weakref.ref(run.model)
     del run
     gc.collect()
-    compat.end_groups()
+    torch_compat.end_groups()
     left = (
         len(torch.distributed.distributed_c10d._world.pg_map)
         if torch.distributed.is_initialized()

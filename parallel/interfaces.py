@@ -40,7 +40,9 @@ class Cutter(Protocol):
 class StagedCutter(Cutter, Protocol):
     """A `Cutter` that works across modules and must know the pipeline stage of each."""
 
-    def apply_in_stages(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split) -> nn.Module:
+    def apply_in_stages(
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split
+    ) -> nn.Module:
         """
         Do what `Cutter.apply` does, for the full model. The pipeline takes its stage afterwards.
 

@@ -24,7 +24,7 @@ from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model import recompute as recomputing
 from pdrun.parallel.model.meta_init import Filler
-from pdrun.parallel.partition import PartitionSpec, PartitionedModel, apply_partitioning
+from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
@@ -296,7 +296,10 @@ def _build_state(
 
 
 def _build_filler(
-    arguments: Arguments, prepared: PreparedModel, partitioned: PartitionedModel, device: torch.device
+    arguments: Arguments,
+    prepared: PreparedModel,
+    partitioned: PartitionedModel,
+    device: torch.device,
 ) -> Filler | None:
     """Return what gives weights without memory their values; None if all have some."""
     if not prepared.is_empty:

@@ -72,7 +72,9 @@ class PartitionedModel:
         ]
 
 
-def apply_partitioning(model: nn.Module, weights: list[Weight], place: RankGroups, spec: PartitionSpec) -> PartitionedModel:
+def apply_partitioning(
+    model: nn.Module, weights: list[Weight], place: RankGroups, spec: PartitionSpec
+) -> PartitionedModel:
     """
     Cut a model, the same one on every rank.
 
@@ -110,7 +112,9 @@ def apply_partitioning(model: nn.Module, weights: list[Weight], place: RankGroup
     return PartitionedModel(model, weights, driver, holders, catalogue, original)
 
 
-def _apply_strategy(strategy: Cutter, model: nn.Module, place: RankGroups, cuts: PartitionSpec) -> nn.Module:
+def _apply_strategy(
+    strategy: Cutter, model: nn.Module, place: RankGroups, cuts: PartitionSpec
+) -> nn.Module:
     if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, StageSplitter):
         split = cuts.pipeline.split(model, place.axes, cuts.sample)
         return strategy.apply_in_stages(model, place.axes, cuts.sample, split)

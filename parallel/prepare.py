@@ -19,8 +19,7 @@ from pdrun.parallel.comm.mesh import DATA_AXES, Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
-from pdrun.parallel.model import param_hooks
-from pdrun.parallel.model import sync_batchnorm
+from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.model.meta_init import move
 from pdrun.parallel.model.weights import Weight, collect
 from pdrun.parallel.startup.init import Context

@@ -23,7 +23,7 @@ from pdrun.parallel.checkpoint.save_load import (
     save_checkpoint,
 )
 from pdrun.parallel.data.loader import Loader, Position
-from pdrun.parallel.report.explain import RunPlan, explain_run, build_plan
+from pdrun.parallel.report.explain import RunPlan, build_plan, explain_run
 from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory
 from pdrun.parallel.report.verify import VerifyReport, verify_run
 from pdrun.parallel.training.metrics import Metrics
@@ -203,7 +203,9 @@ class Run:
 
     # ---- checkpoints --------------------------------------------------------
 
-    def save(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> PendingSave:
+    def save(
+        self, folder: str | Path, *, keep: int | None = None, wait: bool = True
+    ) -> PendingSave:
         """
         Save everything that the run needs to go on, as ``folder/step-N``; every rank calls this.
 

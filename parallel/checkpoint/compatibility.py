@@ -17,7 +17,9 @@ from pdrun.parallel.checkpoint.reader import CheckpointReader
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
-WEIGHTS_ONLY_HINT = "make the run as it was saved; run.export and run.load_weights carry weights alone"
+WEIGHTS_ONLY_HINT = (
+    "make the run as it was saved; run.export and run.load_weights carry weights alone"
+)
 
 
 def fingerprint(state: RunState) -> dict[str, Any]:

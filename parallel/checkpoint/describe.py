@@ -10,8 +10,8 @@ from typing import Any
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.transform import (
     find_checkpoint,
-    placement_for,
     needed_ranks,
+    placement_for,
     rank_of_piece,
     read_placement,
     transform_checkpoint,
@@ -67,7 +67,9 @@ def show_checkpoint(source: str, mesh: str = "", strategy: str = "", as_json: bo
     for name, one in summary["tensors"].items():
         shape = " x ".join(map(str, one["shape"])) or "-"
         rows.append((name, one["type"], shape, str(one["parts"]), format_ranks(one["ranks"])))
-    return "\n".join([head, format_table(rows), *([format_needed_ranks(lists)] if lists is not None else [])])
+    return "\n".join(
+        [head, format_table(rows), *([format_needed_ranks(lists)] if lists is not None else [])]
+    )
 
 
 def format_needed_ranks(lists: Mapping[int, list[int]]) -> str:
@@ -100,7 +102,8 @@ def transform_and_report(source: str, target: str, mesh: str, strategy: str) -> 
     done = transform_checkpoint(Path(source), Path(target), placement)
     rows = [("rank", "bytes", "from the files of ranks")]
     rows += [
-        (str(rank), f"{count:,}", format_ranks(done.needed[rank])) for rank, count in done.nbytes.items()
+        (str(rank), f"{count:,}", format_ranks(done.needed[rank]))
+        for rank, count in done.nbytes.items()
     ]
     return f"{done.folder}: {placement.grid.size} ranks ({placement.grid})\n{format_table(rows)}"
 

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.regions import Region, SpanCopy, DimRanges, full_region
-from pdrun.parallel.checkpoint.storage import BLOCK_BYTES, READABLE_VERSIONS, DTYPES, TensorPiece, byte_view, find_sources
+from pdrun.parallel.checkpoint.regions import DimRanges, Region, SpanCopy, full_region
+from pdrun.parallel.checkpoint.storage import (
+    BLOCK_BYTES,
+    DTYPES,
+    READABLE_VERSIONS,
+    TensorPiece,
+    byte_view,
+    find_sources,
+)
 
 
 class CheckpointReader:
@@ -29,7 +36,9 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.run_json: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            self.run_json: dict[str, Any] = json.loads(
+                (folder / "run.json").read_text(encoding="utf-8")
+            )
             indices = [
                 json.loads((folder / name).read_text(encoding="utf-8"))
                 for name in self.run_json["indices"]
@@ -99,7 +108,9 @@ class CheckpointReader:
             )
         return out
 
-    def _copy_from_piece(self, out: torch.Tensor, start: int, piece: TensorPiece, copies: list[SpanCopy]) -> None:
+    def _copy_from_piece(
+        self, out: torch.Tensor, start: int, piece: TensorPiece, copies: list[SpanCopy]
+    ) -> None:
         """
         Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts
         as.
@@ -140,7 +151,9 @@ class CheckpointReader:
                 f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)
             ) from None
 
-    def _check_blocks(self, piece: TensorPiece, data: memoryview, parts: list[tuple[int, int]]) -> None:
+    def _check_blocks(
+        self, piece: TensorPiece, data: memoryview, parts: list[tuple[int, int]]
+    ) -> None:
         """
         Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against
         their checksums.
@@ -151,7 +164,9 @@ class CheckpointReader:
             )
         else:
             blocks = {
-                block for low, high in parts for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
+                block
+                for low, high in parts
+                for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
             }
             right = all(
                 piece.crcs[block : block + 1]

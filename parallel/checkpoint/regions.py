@@ -75,7 +75,9 @@ def iter_spans(region: Region) -> Iterator[Span]:
             yield Span(region.start, region.start, region.numel)
         return
     last = [
-        ((low * below), (high - low) * below) for low, high in region.ranges[inner - 1] if high > low
+        ((low * below), (high - low) * below)
+        for low, high in region.ranges[inner - 1]
+        if high > low
     ]
     row = sum(count for _, count in last)
     if not row or region.numel <= 0:
@@ -123,7 +125,11 @@ def find_overlap(source: Region, target: Region) -> list[SpanCopy]:
         low = max(a.tensor_offset, b.tensor_offset)
         high = min(a.tensor_offset + a.count, b.tensor_offset + b.count)
         if low < high:
-            made = SpanCopy(a.region_offset + low - a.tensor_offset, b.region_offset + low - b.tensor_offset, high - low)
+            made = SpanCopy(
+                a.region_offset + low - a.tensor_offset,
+                b.region_offset + low - b.tensor_offset,
+                high - low,
+            )
             last = found[-1] if found else None
             if (
                 last

@@ -96,7 +96,11 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
     pieces = []
     for held in held_by(state.engine):
         for name, tensor, once in _iter_tensors(state, held):
-            piece = _full_piece(name, tensor) if once else TensorPiece.for_region(name, tensor.dtype, _region_of(held))
+            piece = (
+                _full_piece(name, tensor)
+                if once
+                else TensorPiece.for_region(name, tensor.dtype, _region_of(held))
+            )
             if held.first if once else held.mine:
                 pieces.append((piece, _copy_to_host(tensor)))
     for name, buffer in state.model.named_buffers():
@@ -181,7 +185,9 @@ def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: fl
             barrier.report("begin", error_of(lambda: _make_folder(folder, hidden)))
         barrier.wait_for("begin", [0])
         barrier.report("written", error_of(lambda: _write_pieces(hidden, rank, pieces)))
-        barrier.finish("written", lambda: _publish_checkpoint(hidden, final, folder, plain, world, keep))
+        barrier.finish(
+            "written", lambda: _publish_checkpoint(hidden, final, folder, plain, world, keep)
+        )
 
     return PendingSave(work, final)
 
@@ -223,7 +229,9 @@ def _publish_checkpoint(
             where=str(folder),
             hint="save to a shared file system",
         )
-    turn = 1 + max((storage.read_turn(path) for path in storage.list_checkpoints(folder)), default=0)
+    turn = 1 + max(
+        (storage.read_turn(path) for path in storage.list_checkpoints(folder)), default=0
+    )
     storage.write_json(hidden / "run.json", {**plain, "indices": names, "turn": turn})
     storage.publish_folder(hidden, final)
     storage.prune_checkpoints(folder, keep)

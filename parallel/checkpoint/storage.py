@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.checkpoint.regions import Region, SpanCopy, DimRanges, find_overlap, full_region
+from pdrun.parallel.checkpoint.regions import DimRanges, Region, SpanCopy, find_overlap, full_region
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 1 << 20
@@ -111,7 +111,9 @@ class TensorPiece:
         return {name: value for name, value in asdict(self).items() if name != "box"}
 
 
-def find_sources(pieces: Iterable[TensorPiece], box: Region) -> Iterator[tuple[TensorPiece, list[SpanCopy]]]:
+def find_sources(
+    pieces: Iterable[TensorPiece], box: Region
+) -> Iterator[tuple[TensorPiece, list[SpanCopy]]]:
     """
     Yield the pieces of which a box of a tensor is put together, each with the elements to take from
     it.
@@ -151,7 +153,10 @@ def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[TensorPiece, torc
         for piece, tensor in pieces:
             file.write(b"\0" * (-file.tell() % ALIGN_BYTES))
             data = byte_view(tensor)
-            crcs = [zlib.crc32(data[low : low + BLOCK_BYTES]) for low in range(0, len(data), BLOCK_BYTES)]
+            crcs = [
+                zlib.crc32(data[low : low + BLOCK_BYTES])
+                for low in range(0, len(data), BLOCK_BYTES)
+            ]
             index.append(
                 {**piece.to_entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs}
             )
@@ -220,7 +225,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
         known = path.name in (f"{FOLDER_PREFIX}{step}", f".old-{FOLDER_PREFIX}{step}")
         if known and step.isdigit() and (path / "run.json").is_file():
             found[int(step)] = path  # ".old-" sorts before "step-"
-    return [path for _, _, path in sorted((read_turn(path), step, path) for step, path in found.items())]
+    return [
+        path for _, _, path in sorted((read_turn(path), step, path) for step, path in found.items())
+    ]
 
 
 def read_turn(path: Path) -> int:

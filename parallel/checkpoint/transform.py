@@ -21,7 +21,7 @@ import torch
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.reader import CheckpointReader
-from pdrun.parallel.checkpoint.regions import Region, full_region, count_elements
+from pdrun.parallel.checkpoint.regions import Region, count_elements, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
@@ -164,7 +164,9 @@ def place_tensors(reader: CheckpointReader, placement: Placement) -> Iterator[Pl
         if weight not in parts_of:
             parts_of[weight] = placement.holders_of(weight, shapes[weight])
         if shape != shapes[weight]:  # a count of steps: with the first part
-            yield PlacedRegion(name, full_region(shape), ranks, next(iter(parts_of[weight].values()))[0])
+            yield PlacedRegion(
+                name, full_region(shape), ranks, next(iter(parts_of[weight].values()))[0]
+            )
             continue
         for part, alike in parts_of[weight].items():
             box = Region(shape, part, 0, count_elements(part))
@@ -183,7 +185,9 @@ def weight_name_of(name: str) -> str:
 def weight_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all whole weights of a checkpoint."""
     return {
-        weight_name_of(name): reader.shape_of(name) for name in reader.tensor_names() if name.startswith(WEIGHTS_PREFIX)
+        weight_name_of(name): reader.shape_of(name)
+        for name in reader.tensor_names()
+        if name.startswith(WEIGHTS_PREFIX)
     }
 
 
@@ -199,7 +203,8 @@ def needed_ranks(reader: CheckpointReader, placement: Placement) -> dict[int, li
         if share.name.startswith("rng/"):
             continue
         files = {
-            rank_of_piece(piece) for piece, _ in storage.find_sources(reader.pieces_of(share.name), share.region)
+            rank_of_piece(piece)
+            for piece, _ in storage.find_sources(reader.pieces_of(share.name), share.region)
         }
         for rank in share.ranks:
             found[rank] |= files
@@ -265,7 +270,8 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
             storage.write_rank(hidden, rank, _read_pieces(reader, own))
         names = [f"rank-{rank:05d}.json" for rank in dealt]
         storage.write_json(
-            hidden / "run.json", {**reader.run_json, "format": storage.FORMAT_VERSION, "indices": names}
+            hidden / "run.json",
+            {**reader.run_json, "format": storage.FORMAT_VERSION, "indices": names},
         )
         storage.publish_folder(hidden, final)
     except BaseException as error:
@@ -273,11 +279,15 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
         if isinstance(error, OSError):
             raise ConfigError(f"cannot be written ({error.strerror})", where=str(final)) from None
         raise
-    nbytes = {rank: sum(_count_bytes(reader, share) for share in own) for rank, own in dealt.items()}
+    nbytes = {
+        rank: sum(_count_bytes(reader, share) for share in own) for rank, own in dealt.items()
+    }
     return TransformResult(final, nbytes, needed)
 
 
-def _read_pieces(reader: CheckpointReader, own: list[PlacedRegion]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
+def _read_pieces(
+    reader: CheckpointReader, own: list[PlacedRegion]
+) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
     for share in own:
         data = reader.read_tensor(share.name, share.region)
         yield TensorPiece.for_region(share.name, data.dtype, share.region), data

@@ -90,7 +90,9 @@ def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "options": {**ours, **chosen}}
 
 
-def check_combination(compiled: list[str], recompute: Any, recomputed: list[str], splits: bool) -> None:
+def check_combination(
+    compiled: list[str], recompute: Any, recomputed: list[str], splits: bool
+) -> None:
     """
     Refuse what cannot go together with compiled modules.
 

@@ -77,8 +77,14 @@ def find_readers(node: fx.Node) -> list[fx.Node]:
     found = []
     for view in views:
         rows = value_of(view)
-        if rows is not None and rows.dim() == 2 and size_hint(rows.shape[1]) == size_hint(value.shape[-1]):
-            found += [user for user in view.users if user.target in MATMULS and user.args[-2] is view]
+        if (
+            rows is not None
+            and rows.dim() == 2
+            and size_hint(rows.shape[1]) == size_hint(value.shape[-1])
+        ):
+            found += [
+                user for user in view.users if user.target in MATMULS and user.args[-2] is view
+            ]
     return [
         each for each in found if weight_chain(each.args[-1]) and not each.kwargs and _is_row(each)
     ]
@@ -114,7 +120,9 @@ def fuse_gather(
     part, axis, dim = started.args[:3]
     with graph.inserting_before(first):
         weights = [product.args[-1] for product in products]
-        joint = graph.call_function(custom_ops.ALL_GATHER_MATMUL_OP, (part, started, axis, dim, weights))
+        joint = graph.call_function(
+            custom_ops.ALL_GATHER_MATMUL_OP, (part, started, axis, dim, weights)
+        )
         joint.meta["val"] = [product.meta["val"] for product in products]
         made = [
             graph.call_function(operator.getitem, (joint, number))
@@ -151,7 +159,10 @@ def fuse_scatters(graph: fx.Graph) -> None:
         whole = node.args[0]
         node.replace_all_uses_with(joint)
         graph.erase_node(node)
-        for each in (*_nested_sums(whole), *(each for way, product in terms for each in (*way, product))):
+        for each in (
+            *_nested_sums(whole),
+            *(each for way, product in terms for each in (*way, product)),
+        ):
             graph.erase_node(each)
 
 

@@ -68,7 +68,9 @@ class OverlapPass(CustomGraphPass):
             before.append(after)
         taken = {other for others in beside.values() for other in others}
         for node, others in beside.items():
-            _split_collective(graph, node, others, [each for each in find_readers(node) if each not in taken])
+            _split_collective(
+                graph, node, others, [each for each in find_readers(node) if each not in taken]
+            )
 
     def uuid(self) -> Any:
         """
@@ -76,7 +78,8 @@ class OverlapPass(CustomGraphPass):
         worth it.
         """
         return get_hash_for_files(
-            (__file__, matmul_pass.__file__, custom_ops.__file__, axis_members.__file__), str(matmul_pass.MIN_BYTES)
+            (__file__, matmul_pass.__file__, custom_ops.__file__, axis_members.__file__),
+            str(matmul_pass.MIN_BYTES),
         )
 
 
@@ -182,19 +185,27 @@ def _exposed_seconds(node: fx.Node, products: list[fx.Node]) -> float:
         products: those that begin before it has come, with this rank's part.
     """
     size = axis_size_of(cast(int, node.args[1]))
-    if node.target is custom_ops.MATMUL_REDUCE_SCATTER_OP:  # its last product, for this rank, hides some of it
+    if (
+        node.target is custom_ops.MATMUL_REDUCE_SCATTER_OP
+    ):  # its last product, for this rank, hides some of it
         out = value_of(node)
         widths = [value_of(each) for each in cast(list[fx.Node], node.args[0])]
         if out is None:
             return 0.0
-        own = sum(2 * count_elements(out) * size_hint(each.shape[-1]) for each in widths if each is not None)
+        own = sum(
+            2 * count_elements(out) * size_hint(each.shape[-1])
+            for each in widths
+            if each is not None
+        )
         return (size - 1) * count_bytes(out) / BYTES_PER_SECOND - own / FLOPS_PER_SECOND
     values = [value_of(each) for each in (node, node.args[0])]
     most = max((count_bytes(one) for one in values if one is not None), default=0.0)
     return most / BYTES_PER_SECOND - sum(map(_matmul_seconds, products)) / size
 
 
-def _split_collective(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
+def _split_collective(
+    graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]
+) -> None:
     """
     Replace a collective by its start, and wait before its first use, after what is computed beside
     it.

@@ -141,7 +141,9 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
     if value is None or value == "sliced":
         return BatchSlicing()
     if value in ("data_parallel", "full_batch"):
-        return BatchSlicing(data_parallel=value == "data_parallel", full_batch=value == "full_batch")
+        return BatchSlicing(
+            data_parallel=value == "data_parallel", full_batch=value == "full_batch"
+        )
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(
             f"{value!r} is no way to cut a batch",
@@ -164,9 +166,12 @@ def _parse_entry(entry: Any, world: int) -> int | None:
         if len(cut) <= 1 and all(entry[dim] == world for dim in cut):
             return cut[0] if cut else (0 if world == 1 and entry else None)
         raise UsageError(
-            f"{entry!r}: one dim may be cut, into {world} (the degree of dp)", where=DATASET_STRATEGY
+            f"{entry!r}: one dim may be cut, into {world} (the degree of dp)",
+            where=DATASET_STRATEGY,
         )
-    raise UsageError(f"{entry!r} is neither a dim, None nor a tuple of counts", where=DATASET_STRATEGY)
+    raise UsageError(
+        f"{entry!r} is neither a dim, None nor a tuple of counts", where=DATASET_STRATEGY
+    )
 
 
 def count_rows(batch: Any, strategy: BatchSlicing) -> int:
@@ -182,7 +187,8 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
         return 1 if rows is None else rows
     if strategy.dims is not None and len(strategy.dims) != len(leaves):
         raise UsageError(
-            f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves", where=DATASET_STRATEGY
+            f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves",
+            where=DATASET_STRATEGY,
         )
     found = {}
     for index, (leaf, dim) in enumerate(zip(leaves, strategy.dims_of(leaves), strict=True)):
@@ -191,7 +197,8 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
         shape = _shape_of(leaf) or ()
         if dim >= len(shape):
             raise UsageError(
-                f"leaf {index} has {len(shape)} dims, none of them dim {dim}", where=DATASET_STRATEGY
+                f"leaf {index} has {len(shape)} dims, none of them dim {dim}",
+                where=DATASET_STRATEGY,
             )
         found[index] = shape[dim]
     if not found:
@@ -203,7 +210,8 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     if len(set(found.values())) > 1:
         row_counts = ", ".join(f"{rows} in leaf {index}" for index, rows in found.items())
         raise UsageError(
-            f"the tensors of the batch have different numbers of rows: {row_counts}", where=DATASET_STRATEGY
+            f"the tensors of the batch have different numbers of rows: {row_counts}",
+            where=DATASET_STRATEGY,
         )
     return int(next(iter(found.values())))
 

@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import BatchSlicing
-from pdrun.parallel.data.loader import Loader, Position, BatchShard, from_torch, read_batches, same_source
+from pdrun.parallel.data.loader import (
+    BatchShard,
+    Loader,
+    Position,
+    from_torch,
+    read_batches,
+    same_source,
+)
 
 MAX_NESTED_LOOPS = 4
 """Loops over Loaders that may lie in one another, each with a batch that can still be computed."""
@@ -76,7 +83,9 @@ class DataFeed:
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
         if isinstance(loader, Loader) and strategy != BatchSlicing():
-            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where=RUN_DATA)
+            raise UsageError(
+                "a Loader cuts along rows: it takes no dataset_strategy", where=RUN_DATA
+            )
         batches = source if loader is None else loader
         if not training:
             yield from self._iter_batches(batches, Position(), object(), seed, ranks, accumulate)
@@ -113,7 +122,9 @@ class DataFeed:
         Raises:
             UsageError: it was changed, kept for later, or comes from elsewhere.
         """
-        if self.shard_of(batch) is None and any(loop is self._loop for loop, _, _ in self._recent_batches):
+        if self.shard_of(batch) is None and any(
+            loop is self._loop for loop, _, _ in self._recent_batches
+        ):
             raise UsageError(
                 "this is not the batch that run.data has just yielded: of that one each rank has its own rows, and of "
                 "any other they would be cut once more",
@@ -141,7 +152,11 @@ class DataFeed:
         Have the position be one of a source; refuse it while an epoch of another one is under way.
         """
         middle = self.position.batch or self._loop is not None
-        if middle and self._bound_source is not None and not same_source(self._bound_source, source):
+        if (
+            middle
+            and self._bound_source is not None
+            and not same_source(self._bound_source, source)
+        ):
             at = self.position
             what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
             hint = f"{EVALUATE_HINT}; run.position.batch = 0 after the loop leaves the rest of that epoch out"

@@ -159,7 +159,9 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
         piece
         for rank in slice_rows(
             rows,
-            1 if state.batch_slicing.full_batch or state.batch_slicing.data_parallel else state.rows.size,
+            1
+            if state.batch_slicing.full_batch or state.batch_slicing.data_parallel
+            else state.rows.size,
             times,
         )
         for piece in rank

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.checkpoint.export import full_buffers
-from pdrun.parallel.model import param_hooks
-from pdrun.parallel.model import recompute
+from pdrun.parallel.model import param_hooks, recompute
 from pdrun.parallel.model.forward_wrapper import unwrap
 from pdrun.parallel.model.shards import set_tile
 from pdrun.parallel.zero.full_tensors import weights_by_name

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, take_rows, to_device
+from pdrun.parallel.data.batch_slicing import (
+    BatchSlicing,
+    count_rows,
+    slice_rows,
+    take_rows,
+    to_device,
+)
 from pdrun.parallel.data.loader import Loader
 from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.report.model_copies import reference_copy
@@ -115,7 +121,9 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
                 numbers, norm, grads = _probe_run(state, batch)
             _restore_buffers(state, buffers)
             with state.engine.paused(), state.rng.isolate_generators(state.device):
-                found.append(_compare_results(numbers, norm, grads, _compute_reference(state, batch)))
+                found.append(
+                    _compare_results(numbers, norm, grads, _compute_reference(state, batch))
+                )
         finally:
             state.steps -= 1
             _restore_buffers(state, buffers)
@@ -123,7 +131,13 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
         raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
     limit, of_loss = _tolerances(state)
     across = max(step.rows for step in found)
-    report = VerifyReport(tuple(found), across if across > (ROW_DEPENDENCE_TOLERANCE if limit < LOW_PRECISION_TOLERANCE else LOW_PRECISION_TOLERANCE) else 0.0)
+    report = VerifyReport(
+        tuple(found),
+        across
+        if across
+        > (ROW_DEPENDENCE_TOLERANCE if limit < LOW_PRECISION_TOLERANCE else LOW_PRECISION_TOLERANCE)
+        else 0.0,
+    )
     for place, step in enumerate(found, 1):
         close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
         # weights are each within the limit, plus a hundredth of the norm for those that vanish: so
@@ -148,7 +162,10 @@ def _tolerances(state: RunState) -> tuple[float, float]:
         return LOW_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.mesh.pp > 1:
         return FP32_TOLERANCE, PIPELINE_TOLERANCE
-    return FP32_TOLERANCE, FP32_TOLERANCE if state.mesh.size == state.mesh.dp else TENSOR_PARALLEL_TOLERANCE
+    return (
+        FP32_TOLERANCE,
+        FP32_TOLERANCE if state.mesh.size == state.mesh.dp else TENSOR_PARALLEL_TOLERANCE,
+    )
 
 
 def _probe_run(
@@ -196,7 +213,9 @@ def _restore_buffers(state: RunState, buffers: list[torch.Tensor]) -> None:
             buffer.copy_(old)
 
 
-def _compute_reference(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
+def _compute_reference(
+    state: RunState, batch: Any
+) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """
     Return loss, norm and gradients of a batch, computed slice by slice in this process, and how
     much the loss of the first two slices changes where they are one.
@@ -260,7 +279,9 @@ def _join_ranges(ranges: list[range]) -> range:
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))
 
 
-def _compare_results(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> StepComparison:
+def _compare_results(
+    numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any
+) -> StepComparison:
     worst = 0.0
     name = ""
     for key, expected in want[2].items():

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun import elastic
 from pdrun.backends.base import Backend
-from pdrun.backends.detect import get_backend as backend_named
 from pdrun.backends.detect import choose_backend, probe_all
+from pdrun.backends.detect import get_backend as backend_named
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.startup import excepthook as complain
 from pdrun.worker_env import WorkerEnv

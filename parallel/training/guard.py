@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.model import param_hooks
-from pdrun.parallel.model import sync_batchnorm
+from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.zero.engine import Engine
 
 WHERE = "pdrun.Run.step"

@@ -127,4 +127,6 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 hint="forward=lambda model, batch: ...",
             )
         return model(**named)
-    return model(batch[0] if isinstance(batch, (tuple, list)) and not is_string_list(batch) else batch)
+    return model(
+        batch[0] if isinstance(batch, (tuple, list)) and not is_string_list(batch) else batch
+    )

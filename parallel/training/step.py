@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, ranges_of_sizes, take_rows
+from pdrun.parallel.data.batch_slicing import (
+    BatchSlicing,
+    count_rows,
+    ranges_of_sizes,
+    slice_rows,
+    take_rows,
+)
 from pdrun.parallel.training.driver import MicroBatch
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.rank_agreement import of_batch

@@ -27,7 +27,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
-from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
+from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.shard_map import Catalogue, Holders
 from pdrun.parallel.model.weights import Weight, assign_units, bundle
 from pdrun.parallel.zero.bucket_order import BucketOrder

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
+from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pdrun.parallel.comm.sharded import ShardedGroup, PendingResult
+from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
 

@@ -75,12 +75,16 @@ def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBindin
     if mode == "auto" and workers == 1:
         return _leave_unbound(cpus, workers, "not bound: one worker has the whole mask")
     if len(cores) < workers:
-        return _leave_unbound(cpus, workers, f"not bound: {len(cores)} core(s) for {workers} workers")
+        return _leave_unbound(
+            cpus, workers, f"not bound: {len(cores)} core(s) for {workers} workers"
+        )
     if mode == "numa":
         nodes = _list_memory_nodes(cpus, cores)
         if not nodes:
             return _bind_workers(
-                cpus, _split_evenly(cores, workers), "cores dealt in order: memory nodes are unknown"
+                cpus,
+                _split_evenly(cores, workers),
+                "cores dealt in order: memory nodes are unknown",
             )
         return _bind_workers(
             cpus, _deal_nodes(nodes, workers), f"cores dealt inside {len(nodes)} memory node(s)"
@@ -107,7 +111,12 @@ def share_cpus(cpus: CpuSet, index: int, count: int) -> CpuSet:
             cpus.cpus, cpus.usable_cpus / count if quota is None else quota, cpus.cores, cpus.numa
         )
     mine = {cpu for core in _split_evenly(cores, count)[index] for cpu in core}
-    return CpuSet(tuple(sorted(mine)), quota, _restrict_groups(cpus.cores, mine), _restrict_groups(cpus.numa, mine))
+    return CpuSet(
+        tuple(sorted(mine)),
+        quota,
+        _restrict_groups(cpus.cores, mine),
+        _restrict_groups(cpus.numa, mine),
+    )
 
 
 def _restrict_groups(groups: Iterable[CpuGroup], wanted: set[int]) -> tuple[CpuGroup, ...]:
@@ -187,7 +196,9 @@ def _bind_workers(cpus: CpuSet, parts: Sequence[Sequence[CpuGroup]], note: str) 
     if cpus.quota is None or cpus.quota >= len(cpus.cpus):
         return CpuBinding(sets, tuple(map(len, sets)), f"bound: {note}")
     threads = tuple(min(len(own), least) for own, least in zip(sets, shares, strict=True))
-    return CpuBinding(sets, threads, f"bound: {note}; threads by the limit of {cpus.quota:g} CPU(s)")
+    return CpuBinding(
+        sets, threads, f"bound: {note}; threads by the limit of {cpus.quota:g} CPU(s)"
+    )
 
 
 def _leave_unbound(cpus: CpuSet, workers: int, note: str) -> CpuBinding:
@@ -239,9 +250,15 @@ def read_cpus(root: Path = Path("/"), *, mask: Iterable[int] | None = None) -> C
     """
     own = set(_read_mask() if mask is None else mask)
     system = root / "sys/devices/system"
-    numa = [parse_cpu_list(_read_text(path / "cpulist")) for path in _list_numbered(system / "node", "node")]
+    numa = [
+        parse_cpu_list(_read_text(path / "cpulist"))
+        for path in _list_numbered(system / "node", "node")
+    ]
     return CpuSet(
-        tuple(sorted(own)), _read_quota(root), _read_cores(system / "cpu", own), _restrict_groups(numa, own)
+        tuple(sorted(own)),
+        _read_quota(root),
+        _read_cores(system / "cpu", own),
+        _restrict_groups(numa, own),
     )
 
 
@@ -289,7 +306,8 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[CpuGroup, ...]:
         siblings = (
             set(
                 parse_cpu_list(
-                    _read_text(place / "core_cpus_list") or _read_text(place / "thread_siblings_list")
+                    _read_text(place / "core_cpus_list")
+                    or _read_text(place / "thread_siblings_list")
                 )
             )
             & own
@@ -306,7 +324,9 @@ def _read_quota(root: Path) -> float | None:
     Return the smallest bandwidth limit, in CPUs, of the cgroups from this process up to the mount,
     or None.
     """
-    limits = [limit for folder in _list_cgroups(root) if (limit := _read_cgroup_quota(folder)) is not None]
+    limits = [
+        limit for folder in _list_cgroups(root) if (limit := _read_cgroup_quota(folder)) is not None
+    ]
     return min(limits, default=None)
 
 

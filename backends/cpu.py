@@ -5,7 +5,7 @@ matter.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment
+from pdrun.backends.base import Backend, DetectedDevice, ProbeEnvironment, SearchResult
 
 
 def _find_devices(_: ProbeEnvironment) -> SearchResult:

@@ -25,7 +25,13 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
+from pdrun.backends.base import (
+    Backend,
+    DetectedDevice,
+    ProbeEnvironment,
+    SearchResult,
+    VisibilityVariable,
+)
 
 _PROC = "proc/driver/nvidia"
 
@@ -49,9 +55,12 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
         )
     usable = [number for number, path in nodes if here.is_accessible(path)]
     if not usable:
-        return SearchResult((), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open")
+        return SearchResult(
+            (), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open"
+        )
     if any(
-        here.list_numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)") for number in usable
+        here.list_numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)")
+        for number in usable
     ):
         return _ask_nvidia_smi(here, "MIG is on")
     known = _read_card_info(here)
@@ -70,7 +79,9 @@ def _read_card_info(here: ProbeEnvironment) -> dict[int, str]:
     for path in sorted(folder.glob("*/information")) if folder.is_dir() else ():
         facts = dict(
             re.findall(
-                r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", here.read_text(str(path.relative_to(here.root))), re.M
+                r"^([^:\n]+):[ \t]*(.*?)[ \t]*$",
+                here.read_text(str(path.relative_to(here.root))),
+                re.M,
             )
         )
         if (minor := facts.get("Device Minor", "")).isdigit():

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Protocol
 
 from pdrun.backends import cpu, cuda, mps, npu, rocm, xpu
-from pdrun.backends.base import ToolAnswer, Backend, BackendProbe, ToolRunner, SearchResult, ProbeEnvironment, TorchBuild
+from pdrun.backends.base import (
+    Backend,
+    BackendProbe,
+    ProbeEnvironment,
+    SearchResult,
+    ToolAnswer,
+    ToolRunner,
+    TorchBuild,
+)
 from pdrun.backends.visibility import VisibleDevices, apply_visibility
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.topology import Device
@@ -151,7 +159,9 @@ def _has_npu(path: Sequence[str] | None) -> bool:
     return any((Path(folder) / "torch_npu").is_dir() for folder in path)
 
 
-def _probe_backend(table: Backend, here: ProbeEnvironment, build: Callable[[], TorchBuild | None]) -> BackendProbe:
+def _probe_backend(
+    table: Backend, here: ProbeEnvironment, build: Callable[[], TorchBuild | None]
+) -> BackendProbe:
     search = table.search(here)
     if not search.found and not search.is_blind:
         return BackendProbe(table.name, False, search.reason)

@@ -5,7 +5,7 @@ the CPU.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment
+from pdrun.backends.base import Backend, DetectedDevice, ProbeEnvironment, SearchResult
 
 
 def _find_devices(here: ProbeEnvironment) -> SearchResult:

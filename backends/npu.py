@@ -14,12 +14,20 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
+from pdrun.backends.base import (
+    Backend,
+    DetectedDevice,
+    ProbeEnvironment,
+    SearchResult,
+    VisibilityVariable,
+)
 
 
 def _find_devices(here: ProbeEnvironment) -> SearchResult:
     nodes = here.list_numbered("dev", r"davinci([0-9]+)")
-    version = re.search(r"^Version=(\S+)", here.read_text("usr/local/Ascend/driver/version.info"), re.M)
+    version = re.search(
+        r"^Version=(\S+)", here.read_text("usr/local/Ascend/driver/version.info"), re.M
+    )
     driver = f", driver {version[1]}" if version else ""
     if not nodes:
         if version or here.has_path("dev/davinci_manager"):
@@ -46,7 +54,9 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
 BACKEND = Backend(
     name="npu",
     title="Ascend NPU (CANN)",
-    variables=(VisibilityVariable("ASCEND_RT_VISIBLE_DEVICES", has_ranges=True, is_ascending=True),),
+    variables=(
+        VisibilityVariable("ASCEND_RT_VISIBLE_DEVICES", has_ranges=True, is_ascending=True),
+    ),
     torch_device="npu",
     collective="hccl",
     search=_find_devices,

@@ -15,7 +15,13 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
+from pdrun.backends.base import (
+    Backend,
+    DetectedDevice,
+    ProbeEnvironment,
+    SearchResult,
+    VisibilityVariable,
+)
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -29,28 +35,40 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
             )
         return SearchResult((), "no /dev/kfd")
     if not here.is_accessible("dev/kfd"):
-        return SearchResult((), "/dev/kfd may not be opened by this process (group render or video?)")
-    cards = [facts for _, path in here.list_numbered(_NODES, "([0-9]+)") if (facts := _read_card(here, path))]
+        return SearchResult(
+            (), "/dev/kfd may not be opened by this process (group render or video?)"
+        )
+    cards = [
+        facts
+        for _, path in here.list_numbered(_NODES, "([0-9]+)")
+        if (facts := _read_card(here, path))
+    ]
     if not cards:
         return SearchResult(
             (), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see"
         )
     usable = [
-        facts for facts in cards if here.is_accessible(f"dev/dri/renderD{facts['drm_render_minor']}")
+        facts
+        for facts in cards
+        if here.is_accessible(f"dev/dri/renderD{facts['drm_render_minor']}")
     ]
     if not usable:
         return SearchResult(
             (),
             f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened",
         )
-    found = tuple(DetectedDevice(str(index), _format_uuid(facts)) for index, facts in enumerate(usable))
+    found = tuple(
+        DetectedDevice(str(index), _format_uuid(facts)) for index, facts in enumerate(usable)
+    )
     return SearchResult(found, f"{len(found)} device(s) by /dev/kfd and /dev/dri/renderDN")
 
 
 def _read_card(here: ProbeEnvironment, path: str) -> dict[str, str]:
     """Return the properties of a topology node when it is a GPU, else nothing."""
     facts = dict(re.findall(r"^(\w+) (\d+)$", here.read_text(f"{path}/properties"), re.M))
-    is_gpu = here.read_text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0
+    is_gpu = (
+        here.read_text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0
+    )
     return facts if is_gpu and "drm_render_minor" in facts else {}
 
 

@@ -24,7 +24,9 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Bytes that it may print."""
 
 
-def make_tool_runner(environ: Mapping[str, str], seconds: float = TOOL_SECONDS) -> Callable[[Sequence[str]], ToolAnswer]:
+def make_tool_runner(
+    environ: Mapping[str, str], seconds: float = TOOL_SECONDS
+) -> Callable[[Sequence[str]], ToolAnswer]:
     """
     Return a function that runs a tool found on the PATH of ``environ`` for at most ``limit``
     seconds.

@@ -48,7 +48,11 @@ class DeviceGrant:
 
 
 def apply_visibility(
-    backend: Backend, environ: Mapping[str, str], found: Sequence[DetectedDevice], *, blind: bool = False
+    backend: Backend,
+    environ: Mapping[str, str],
+    found: Sequence[DetectedDevice],
+    *,
+    blind: bool = False,
 ) -> VisibleDevices:
     """
     Apply the visibility variables to what the driver shows.
@@ -77,7 +81,9 @@ def apply_visibility(
     return VisibleDevices(devices, ", ".join(notes))
 
 
-def restrict_to_device(backend: Backend, device: Device, environ: Mapping[str, str]) -> dict[str, str]:
+def restrict_to_device(
+    backend: Backend, device: Device, environ: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variables that leave a worker this one device (index 0 for it). See `expose`."""
     return expose_devices(backend, (device,), environ)
 
@@ -98,7 +104,9 @@ def expose_devices(
     source = _effective_variable(variable, environ)
     names = [device.name or str(device.index) for device in devices]
     if source:
-        shown = {_normalize_entry(entry) for entry in _parse_list(variable, source, environ[source])}
+        shown = {
+            _normalize_entry(entry) for entry in _parse_list(variable, source, environ[source])
+        }
         for name in names:
             if _normalize_entry(name) not in shown:
                 raise PdrunError(
@@ -118,9 +126,13 @@ def grant_devices(
     each worker sees just its own.
     """
     if any(device.name.startswith("MIG-") for device in devices):
-        return tuple(DeviceGrant(restrict_to_device(backend, device, environ), 0) for device in devices)
+        return tuple(
+            DeviceGrant(restrict_to_device(backend, device, environ), 0) for device in devices
+        )
     shared = expose_devices(backend, devices, environ)
-    return tuple(DeviceGrant(shared, index if backend.has_indices else 0) for index, _ in enumerate(devices))
+    return tuple(
+        DeviceGrant(shared, index if backend.has_indices else 0) for index, _ in enumerate(devices)
+    )
 
 
 def _effective_variable(variable: VisibilityVariable, environ: Mapping[str, str]) -> str:
@@ -150,7 +162,9 @@ def _parse_list(variable: VisibilityVariable, source: str, text: str) -> list[st
         for name in names:
             whole = name.partition(".")[0] if variable.has_parts else name
             if any(
-                _normalize_entry(name) == _normalize_entry(old) or old == whole or old.startswith(f"{name}.")
+                _normalize_entry(name) == _normalize_entry(old)
+                or old == whole
+                or old.startswith(f"{name}.")
                 for old in entries
             ):
                 raise ConfigError(f"{text!r} names device {name} twice", where=source)
@@ -183,7 +197,12 @@ def _parse_entry(variable: VisibilityVariable, source: str, entry: str) -> list[
 
 
 def _select_devices(
-    variable: VisibilityVariable, source: str, text: str, found: Sequence[DetectedDevice], *, blind: bool
+    variable: VisibilityVariable,
+    source: str,
+    text: str,
+    found: Sequence[DetectedDevice],
+    *,
+    blind: bool,
 ) -> list[DetectedDevice]:
     """Return the devices that a list names, in its order, up to the first that is not there."""
     chosen: list[DetectedDevice] = []
@@ -197,11 +216,17 @@ def _select_devices(
     return chosen
 
 
-def _find_device(entry: str, found: Sequence[DetectedDevice], *, blind: bool) -> DetectedDevice | None:
+def _find_device(
+    entry: str, found: Sequence[DetectedDevice], *, blind: bool
+) -> DetectedDevice | None:
     """Return the device that an entry names, or None when it is not there or not the only one."""
     if not entry[0].isdigit():
         known = [item for item in found if item.uuid]
-        matches = [item for item in known if _normalize_entry(item.uuid).startswith(_normalize_entry(entry))]
+        matches = [
+            item
+            for item in known
+            if _normalize_entry(item.uuid).startswith(_normalize_entry(entry))
+        ]
         if known and not blind:
             return replace(matches[0], name=entry) if len(matches) == 1 else None
         return DetectedDevice(entry) if blind or found else None

@@ -18,7 +18,13 @@ device.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
+from pdrun.backends.base import (
+    Backend,
+    DetectedDevice,
+    ProbeEnvironment,
+    SearchResult,
+    VisibilityVariable,
+)
 
 
 def _find_devices(here: ProbeEnvironment) -> SearchResult:

@@ -75,7 +75,9 @@ class BackgroundWriter:
             self.mid_line = data[-1] != 0x0A
             self._changed.notify_all()
             if self._thread is None:
-                thread = threading.Thread(target=self._write_loop, name=f"pdrun-{self.name}", daemon=True)
+                thread = threading.Thread(
+                    target=self._write_loop, name=f"pdrun-{self.name}", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:
@@ -162,7 +164,9 @@ class BackgroundWriter:
             try:
                 # a pipe's write returns when all is in: small ones at the end tell a slow reader
                 # from one that is gone
-                done = os.write(self._fd, view[: _CLOSING_WRITE_BYTES if self._is_closing else _WRITE_BYTES])
+                done = os.write(
+                    self._fd, view[: _CLOSING_WRITE_BYTES if self._is_closing else _WRITE_BYTES]
+                )
             except BlockingIOError:  # somebody else made the shared terminal non-blocking
                 self._wait_writable()
                 continue
@@ -187,7 +191,9 @@ class BackgroundWriter:
     def _stop_writing(self, error: OSError) -> None:
         with self._changed:
             # a closed pipe is how `| head` says that it has enough: nothing to report
-            self.off_reason = "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
+            self.off_reason = (
+                "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
+            )
             self._queue.clear()
             self._backlog_bytes = 0
             freed = self._is_full

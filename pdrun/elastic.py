@@ -326,7 +326,9 @@ def _parse_number(text: str | None, default: int) -> int:
     return default
 
 
-def _call_previous_handler(previous: Any, number: int, frame: FrameType | None, *, in_order: bool) -> None:
+def _call_previous_handler(
+    previous: Any, number: int, frame: FrameType | None, *, in_order: bool
+) -> None:
     """
     Do what the handler before ours would have done; where there was none, leave in order, or die of
     the signal.

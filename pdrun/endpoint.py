@@ -43,7 +43,9 @@ def port_for_job(job: str) -> int:
     Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it,
     modulo the range.
     """
-    return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(SCHEDULER_PORTS)
+    return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(
+        SCHEDULER_PORTS
+    )
 
 
 def check_host(host: str, *, where: str) -> str:

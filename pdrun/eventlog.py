@@ -238,7 +238,9 @@ def _next_status(status: JobStatus, event: LogEvent) -> JobStatus:
         case "suspect" | "lost" | "left" | "standby":
             return _set_node(status, str(data["node"]), state=event.kind)
         case "recovered":
-            return _set_node(status, str(data["node"]), state=_normal_state(status, str(data["node"])))
+            return _set_node(
+                status, str(data["node"]), state=_normal_state(status, str(data["node"]))
+            )
         case "resumed":
             return _replace_state(status, "suspect", None)
         case "warning":

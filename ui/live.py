@@ -14,7 +14,7 @@ from typing import Any
 
 from pdrun import async_writer
 from pdrun.eventlog import JobStatus
-from pdrun.ui.status import list_facts, failed_lines, render_status, escape_text
+from pdrun.ui.status import escape_text, failed_lines, list_facts, render_status
 
 REFRESH_SECONDS = 0.5
 """Seconds between two looks at the log."""
@@ -107,7 +107,9 @@ def _have_ended(found: Sequence[JobStatus]) -> bool:
 def _status_lines(one: JobStatus) -> list[str]:
     """What is worth a line when it changes: not the time, which always does."""
     lines = [
-        f"{name} {value}" for name, value in list_facts(one, 0.0) if name not in ("job", "run", "time")
+        f"{name} {value}"
+        for name, value in list_facts(one, 0.0)
+        if name not in ("job", "run", "time")
     ]
     return (
         lines

@@ -64,7 +64,10 @@ def format_plain(found: Sequence[JobStatus], now: float) -> list[str]:
         return ["no jobs known here"]
     if len(found) > 1:
         return _align_columns(
-            [("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_make_row(one, now) for one in found)]
+            [
+                ("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"),
+                *(_make_row(one, now) for one in found),
+            ]
         )
     one = found[0]
     lines = [f"{name:<9} {value}" for name, value in list_facts(one, now)]
@@ -93,11 +96,15 @@ def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
     one = found[0]
     head = Table.grid(padding=(0, 2))
     for name, value in list_facts(one, now):
-        head.add_row(Text(name, style="bold"), _colour_state(value) if name == "state" else Text(value))
+        head.add_row(
+            Text(name, style="bold"), _colour_state(value) if name == "state" else Text(value)
+        )
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
     for node in listed_nodes(one):
         nodes.add_row(
-            Text(escape_text(node.name)), _colour_state(node_state(node)), Text(_rank_text(one, node))
+            Text(escape_text(node.name)),
+            _colour_state(node_state(node)),
+            Text(_rank_text(one, node)),
         )
     notes = [Text(f"failed  {line}", style="red") for line in failed_lines(one)]
     notes += [Text(f"warning {escape_text(text)}", style="yellow") for text in one.warnings]
@@ -119,7 +126,12 @@ def list_facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
     states = Counter(node_state(node) for node in here)
     gone = Counter(node_state(node) for node in one.nodes.values() if node not in here)
     parts = [_format_counts(states)] * bool(states) + [f"gone: {_format_counts(gone)}"] * bool(gone)
-    rows.append(("nodes", f"{_format_node_count(one)}: {'; '.join(parts)}" if parts else _format_node_count(one)))
+    rows.append(
+        (
+            "nodes",
+            f"{_format_node_count(one)}: {'; '.join(parts)}" if parts else _format_node_count(one),
+        )
+    )
     if one.ranks:
         rows.append(
             (
@@ -162,7 +174,9 @@ def failed_lines(one: JobStatus) -> list[str]:
         (rank for rank in one.ranks.values() if rank.state == "failed"), key=lambda rank: rank.rank
     )
     lines = [_failed_text(rank) for rank in failed[:MAX_LISTED_FAILURES]]
-    return lines + [f"and {len(failed) - MAX_LISTED_FAILURES} more"] * (len(failed) > MAX_LISTED_FAILURES)
+    return lines + [f"and {len(failed) - MAX_LISTED_FAILURES} more"] * (
+        len(failed) > MAX_LISTED_FAILURES
+    )
 
 
 def format_age(one: JobStatus, now: float) -> str:
@@ -183,7 +197,14 @@ def escape_text(text: str) -> str:
 
 def _make_row(one: JobStatus, now: float) -> tuple[str, ...]:
     code = "" if one.code is None else str(one.code)
-    return escape_text(one.job), job_state(one), code, _format_node_count(one), format_age(one, now), escape_text(one.run)
+    return (
+        escape_text(one.job),
+        job_state(one),
+        code,
+        _format_node_count(one),
+        format_age(one, now),
+        escape_text(one.run),
+    )
 
 
 def list_present(one: JobStatus) -> list[NodeStatus]:

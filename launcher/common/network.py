@@ -1,40 +1,36 @@
 """
-This machine's addresses, and whether a host is this machine.
+Addresses of this machine, and whether a host name means this machine.
 
-Names are compared by what they resolve to, never as strings: ``pod.svc``, an alias of /etc/hosts
-and the host's own name may all be one machine. psutil and the resolver are loaded only when a job
-has several nodes.
+Names are compared by the addresses that they resolve to, never as strings. ``pod.svc``, an alias in
+/etc/hosts and the host name may all mean one machine. psutil, socket and ipaddress are imported
+inside functions, because a job of one node needs none of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
 
-if TYPE_CHECKING:
-    from pdrun.launcher.hosts.selection import Host
-
 LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
 RESOLVE_SECONDS = 0.5
+"""Time between two attempts to resolve a name."""
 NOTICE_SECONDS = 5.0
-"""
-Seconds between two questions to the resolver, and between two lines about a name that it does not
-know yet.
-"""
+"""Time between two messages about a name that does not resolve yet."""
 _DOCUMENTATION_ADDRESSES = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """
-Addresses reserved for documentation: routed by default, never reached; nothing is sent to them.
+Addresses reserved for documentation (RFC 5737, RFC 3849). The default route leads to them. Nothing
+is sent.
 """
 
 
 def list_addresses() -> tuple[tuple[str, str], ...]:
     """
-    Return (interface, address) of every interface that is up; loopback first, IPv6 link-local with
-    its zone.
+    Return (interface, address) of every interface that is up.
+
+    Loopback comes first. IPv6 link-local addresses include their zone.
     """
     import socket
 
@@ -54,12 +50,12 @@ def list_addresses() -> tuple[tuple[str, str], ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address reaches this machine only."""
+    """Return whether an address is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def resolve_host(host: str) -> tuple[str, ...]:
-    """Return the addresses of a host, each once; none when the name is not known here."""
+    """Return the distinct addresses of a host; empty if the name does not resolve."""
     import socket
 
     try:
@@ -70,7 +66,7 @@ def resolve_host(host: str) -> tuple[str, ...]:
 
 
 def find_name_error(host: str) -> str:
-    """Return why a host's name leads nowhere, or the empty string."""
+    """Return why a host name does not resolve, or the empty string."""
     from pdrun.rendezvous.transport import dns as lookup
 
     return lookup.name_fault(host)
@@ -78,11 +74,13 @@ def find_name_error(host: str) -> str:
 
 def wait_for_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
     """
-    Wait until the scheduler's host has an address: where names are made with the machines (a
-    service of Kubernetes, a cloud's DNS), a node may be up before the name is.
+    Wait until the scheduler's host name resolves.
+
+    Where DNS names are created together with the machines (a Kubernetes service, a cloud's DNS), a
+    node may start before the name exists.
 
     Raises:
-        RendezvousError: not within ``timeout`` seconds.
+        RendezvousError: the name did not resolve within ``timeout`` seconds.
     """
     end = time.monotonic() + timeout
     again = 0.0
@@ -106,25 +104,27 @@ def is_this_machine(host: str, hostname: str, own: Iterable[tuple[str, str]]) ->
     )
 
 
-def find_own_names(hosts: Iterable[Host], hostname: str) -> tuple[str, ...]:
+def find_own_names(hosts: Iterable[tuple[str, str]], hostname: str) -> tuple[str, ...]:
     """
     Return the names of the hosts that are this machine.
 
-    A name is looked up only when it could be ours: it is an address, or its first label is that of
-    the host's name.
+    A name is resolved only if it can mean this machine: it is an address, ``localhost``, or its
+    first label is the first label of the host name.
+
+    Args:
+        hosts: (name, address) of each; the address may be empty.
     """
     own = list_addresses()
     label = hostname.partition(".")[0]
-    return tuple(
-        host.name
-        for host in hosts
-        if any(
-            (name.partition(".")[0] == label or name == "localhost" or _is_address(name))
-            and is_this_machine(name, hostname, own)
-            for name in (host.name, host.address)
-            if name
-        )
-    )
+
+    def is_own(name: str) -> bool:
+        if not name:
+            return False
+        if name.partition(".")[0] != label and name != "localhost" and not _is_address(name):
+            return False
+        return is_this_machine(name, hostname, own)
+
+    return tuple(name for name, address in hosts if is_own(name) or is_own(address))
 
 
 def _is_address(host: str) -> bool:
@@ -139,8 +139,9 @@ def _is_address(host: str) -> bool:
 
 def is_zmtp_server(endpoint: Endpoint, timeout: float = 3.0) -> bool:
     """
-    Return whether a ZeroMQ socket answers there: it greets every connection at once (RFC 23),
-    others do not so.
+    Return whether a ZeroMQ socket listens at an endpoint.
+
+    ZMTP sends its greeting before the client has sent anything (RFC 23); other protocols do not.
     """
     import socket
 
@@ -154,26 +155,21 @@ def is_zmtp_server(endpoint: Endpoint, timeout: float = 3.0) -> bool:
 
 def find_local_address(scheduler: Endpoint | None) -> str:
     """
-    Return the local address from which the scheduler, or else the world, is reached; empty where
-    there is no route.
+    Return the local address on the route to the scheduler, or on the default route.
 
-    A UDP socket is connected, which asks the routing table and sends nothing. A name that is
-    loopback only here is meant by the others as another address: the one towards the world, or that
-    of the first interface.
+    Connecting a UDP socket consults the routing table and sends nothing. If the scheduler's name
+    resolves to loopback only on this machine, the other nodes resolve it to another address: the
+    one on the default route, or that of the first interface.
+
+    Returns:
+        the empty string if there is no route.
     """
-    targets = (
-        [(address, scheduler.port or 9) for address in resolve_host(scheduler.host)]
-        if scheduler
-        else list(_DOCUMENTATION_ADDRESSES)
-    )
-    if scheduler and is_loopback_name(scheduler.host):
-        outward = [_find_source_address(*far) for far in _DOCUMENTATION_ADDRESSES] + [
-            at for _, at in list_addresses() if not at.startswith("fe80:")
-        ]
-        if found := next(
-            (address for address in outward if address and not is_loopback(address)), ""
-        ):
-            return found
+    if scheduler is None:
+        targets = list(_DOCUMENTATION_ADDRESSES)
+    else:
+        targets = [(address, scheduler.port or 9) for address in resolve_host(scheduler.host)]
+        if is_loopback_name(scheduler.host) and (outward := _find_outward_address()):
+            return outward
     for host, port in targets:
         address = _find_source_address(host, port)
         if address:
@@ -183,19 +179,28 @@ def find_local_address(scheduler: Endpoint | None) -> str:
 
 def is_loopback_name(host: str) -> bool:
     """
-    Return whether a name, which says nothing of loopback, has only such addresses here: Debian's
-    ``127.0.1.1``.
+    Return whether a name other than ``localhost`` resolves to loopback addresses only.
+
+    Debian maps the host name to ``127.0.1.1``.
     """
+    if host == "localhost" or is_loopback(host):
+        return False
     found = resolve_host(host)
-    return (
-        bool(found)
-        and host != "localhost"
-        and not is_loopback(host)
-        and all(map(is_loopback, found))
-    )
+    return bool(found) and all(map(is_loopback, found))
+
+
+def _find_outward_address() -> str:
+    """Return this machine's first address that other machines can reach, or the empty string."""
+    candidates = [_find_source_address(*target) for target in _DOCUMENTATION_ADDRESSES]
+    candidates += [at for _, at in list_addresses() if not at.startswith("fe80:")]
+    for address in candidates:
+        if address and not is_loopback(address):
+            return address
+    return ""
 
 
 def _find_source_address(host: str, port: int) -> str:
+    """Return the local address of the route to a host, or the empty string."""
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -50,7 +50,9 @@ def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:
             )
             raise UsageError(f"{quote_text(text)} is {limit}", where=where)
         raise UsageError(
-            f"{quote_text(text)} is not a whole number", where=where, hint="use the digits 0 to 9 only"
+            f"{quote_text(text)} is not a whole number",
+            where=where,
+            hint="use the digits 0 to 9 only",
         )
 
     return parse
@@ -116,7 +118,9 @@ def parse_bool(text: str, where: str) -> bool:
         return True
     if word in ("0", "false", "no", "off"):
         return False
-    raise UsageError(f"{quote_text(text)} is neither true nor false", where=where, hint="write 1 or 0")
+    raise UsageError(
+        f"{quote_text(text)} is neither true nor false", where=where, hint="write 1 or 0"
+    )
 
 
 def parse_text(text: str, where: str) -> str:
@@ -184,47 +188,6 @@ def parse_interface(text: str, where: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._:@%\[\]-]{1,64}", text):
         raise UsageError(f"{quote_text(text)} is neither an interface nor an address", where=where)
     return text.strip("[]")
-
-
-def parse_ranks(text: str, where: str) -> str:
-    """Return ``all``, ``none`` or a normal form of a list of ranks: ``7-9,0`` becomes ``0,7-9``."""
-    if text in ("all", "none"):
-        return text
-    return format_ranks(parse_rank_list(text, where))
-
-
-def parse_rank_list(text: str, where: str) -> tuple[int, ...]:
-    """Return the ranks of ``0,7-9``, ascending, each once."""
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
-        if match is None:
-            raise UsageError(
-                f"{quote_text(part)} is not a rank",
-                where=where,
-                hint="write all, none or a list as 0,7-9",
-            )
-        low = int(match[1])
-        high = int(match[2] or match[1])
-        if high < low or high > MAX_COUNT:
-            raise UsageError(
-                f"{quote_text(part)} is not a range of ranks",
-                where=where,
-                hint="write the lower rank first",
-            )
-        found.update(range(low, high + 1))
-    return tuple(sorted(found))
-
-
-def format_ranks(numbers: tuple[int, ...]) -> str:
-    """Inverse of `rank_set`; no ranks at all are ``none``."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
 
 
 def parse_generation(text: str, where: str) -> int | Literal["all"]:

@@ -1,9 +1,8 @@
 """
-What /proc tells of a process that seems to do nothing: its CPU time, what state it is in, what it
-waits for.
+/proc and the memory cgroup: state, CPU time and wait channel of a process, and OOM kills.
 
-Everything here is a reading at one moment of a process that may end meanwhile; then there is
-nothing to tell. No process is stopped or slowed by it.
+Each function reads one moment of a process that may end meanwhile; then it returns nothing. No
+process is stopped or slowed down.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _STATES = {
     "R": "running",
     "S": "waiting",
@@ -25,17 +25,17 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a process's status says."""
+    """State of a process, from /proc/PID/status."""
 
     letter: str
     """
-    R runs, S waits, D waits uninterruptibly, T is stopped by a signal, t by a debugger, Z has
-    ended.
+    R: running, S: sleeping, D: uninterruptible sleep, T: stopped by a signal, t: stopped by a
+    debugger, Z: zombie.
     """
     tracer_pid: int = 0
-    """Pid of the debugger that holds it, or 0."""
+    """Pid of the debugger that traces it, or 0."""
     caught_signals: int = 0
-    """Bit N-1 is set where signal N has a handler."""
+    """Bit N-1 is set if signal N has a handler."""
 
     @property
     def description(self) -> str:
@@ -44,7 +44,7 @@ class ProcessState:
 
 
 def read_state(pid: int) -> ProcessState | None:
-    """Return the state of a process; None: there is none."""
+    """Return the state of a process, or None if there is no such process."""
     letter = ""
     tracer = 0
     caught = 0
@@ -61,8 +61,9 @@ def read_state(pid: int) -> ProcessState | None:
 
 def read_cpu_seconds(pid: int) -> float | None:
     """
-    Return the CPU time of a process and all its descendants, ended ones that were waited for
-    included.
+    Return the CPU seconds of a process and all its descendants, or None if the process has ended.
+
+    Descendants that have ended count once their parent has reaped them.
     """
     own = _read_cpu_ticks(pid)
     if not own:
@@ -81,8 +82,10 @@ def read_cpu_seconds(pid: int) -> float | None:
 
 def read_wait_channel(pid: int) -> str:
     """
-    Return the kernel's function in which a process waits, ``futex_wait_queue`` say; empty where
-    that is not told.
+    Return the kernel function in which a process waits, such as ``futex_wait_queue``.
+
+    Returns:
+        the empty string if the process does not wait or the kernel does not show it.
     """
     name = _read_text(f"/proc/{pid}/wchan").strip()
     return "" if name in ("0", "") else name
@@ -90,15 +93,16 @@ def read_wait_channel(pid: int) -> str:
 
 def read_kernel_stack(pid: int) -> str:
     """
-    Return the kernel's stack of a process, innermost first, one function a line; mostly only root
-    may read it.
+    Return the kernel stack of a process, one function per line, innermost first.
+
+    Usually only root may read it; otherwise the result is empty.
     """
     lines = _read_text(f"/proc/{pid}/stack").splitlines()
     return "\n".join(line.partition("] ")[2].partition("+")[0] for line in lines)
 
 
 def has_open_file(pid: int, path: str) -> bool:
-    """Whether a process has a file open."""
+    """Return whether a process has a file open."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             return any(_read_link(entry.path) == path for entry in entries)
@@ -114,7 +118,7 @@ def _read_link(link: str) -> str:
 
 
 def _read_cpu_ticks(pid: int) -> int:
-    """Clock ticks of a process and of its children that were waited for; 0: it is gone."""
+    """Return the CPU ticks of a process and of its reaped children, or 0 if it has ended."""
     words = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return sum(map(int, words[11:15])) + 1 if len(words) > 15 else 0
 
@@ -135,3 +139,53 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+# Memory
+# --------------------------------------------------------------------------------------------------
+
+
+def count_oom_kills(
+    self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUP_ROOT
+) -> int:
+    """
+    Return how many processes the kernel has killed for lack of memory in this process's cgroup.
+
+    Only differences are meaningful. Read from memory.events (cgroup v2) or memory.oom_control (v1).
+
+    Limits: 0 if neither file can be read. A kill by the machine's own limit, outside any cgroup
+    limit, is counted only by kernels that report it.
+    """
+    try:
+        lines = self_cgroup.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        inner = path.lstrip("/")
+        # Inside a container the path of the host may not exist: the mount's own file is second.
+        if "memory" in names:
+            folder = root / "memory"
+            count = _read_oom_count(
+                folder / inner / "memory.oom_control", folder / "memory.oom_control"
+            )
+        elif controllers == "":
+            count = _read_oom_count(root / inner / "memory.events", root / "memory.events")
+        else:
+            continue
+        if count is not None:
+            return count
+    return 0
+
+
+def _read_oom_count(*files: Path) -> int | None:
+    """Return the count in the first file that can be read."""
+    for file in files:
+        try:
+            words = file.read_text().split()
+        except OSError:
+            continue
+        if "oom_kill" in words:
+            return int(words[words.index("oom_kill") + 1])
+    return None

@@ -34,7 +34,13 @@ from dataclasses import dataclass
 
 from pdrun.errors import PeerLost
 from pdrun.launcher.common.signals import format_signal
-from pdrun.launcher.diagnosis.tracebacks import RaisedException, is_permanent, parse_exceptions, strip_rank_prefix, extract_user_frames
+from pdrun.launcher.diagnosis.tracebacks import (
+    RaisedException,
+    extract_user_frames,
+    is_permanent,
+    parse_exceptions,
+    strip_rank_prefix,
+)
 from pdrun.launcher.supervisor.events import SpawnFailed
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind
 
@@ -166,12 +172,19 @@ def _cause_of_failure(evidence: Evidence, code: int) -> Cause:
     weight = _traceback_kind(evidence, number, code)
     if evidence.traceback is not None and weight:
         return _cause_of_exception(evidence, *evidence.traceback, number, code, weight)
-    crash = _faulthandler_report(evidence, number)  # faulthandler's report, if any, is older than the core dump
-    ours = evidence.stopped_at is not None and (crash[0] if crash else evidence.at) >= evidence.stopped_at
+    crash = _faulthandler_report(
+        evidence, number
+    )  # faulthandler's report, if any, is older than the core dump
+    ours = (
+        evidence.stopped_at is not None
+        and (crash[0] if crash else evidence.at) >= evidence.stopped_at
+    )
     if number:
         return _cause_of_signal(evidence, number, ours, crash or (evidence.at, ""))
     if ours:
-        return _make_cause(evidence, "stopped", code, f"exit code {code} after pdrun had told it to stop")
+        return _make_cause(
+            evidence, "stopped", code, f"exit code {code} after pdrun had told it to stop"
+        )
     last = strip_rank_prefix(evidence.tail[-1]).strip() if evidence.tail else ""
     if code in (1, 2) and (_NOT_FOUND.search(last) or _UNREADABLE.match(last)):
         return _make_cause(evidence, "startup", code, last[:500], retry=False)
@@ -180,7 +193,9 @@ def _cause_of_failure(evidence: Evidence, code: int) -> Cause:
     )  # by `pdrun.init()`, of a mistake that the script did not catch
     if said == last:
         return _make_cause(evidence, "exit", code, f"exit code {code}")
-    return _make_cause(evidence, "communication" if PeerLost.SIGN in said else "exit", code, said[:500])
+    return _make_cause(
+        evidence, "communication" if PeerLost.SIGN in said else "exit", code, said[:500]
+    )
 
 
 def _faulthandler_report(evidence: Evidence, number: int) -> tuple[float, str] | None:
@@ -238,7 +253,9 @@ def _cause_of_exception(
     )
 
 
-def _cause_of_signal(evidence: Evidence, number: int, ours: bool, since: tuple[float, str]) -> Cause:
+def _cause_of_signal(
+    evidence: Evidence, number: int, ours: bool, since: tuple[float, str]
+) -> Cause:
     """It was killed; ``since`` is when that began, with faulthandler's report of it."""
     name = format_signal(number)
     plain = f"killed by {name}" + (
@@ -256,10 +273,14 @@ def _cause_of_signal(evidence: Evidence, number: int, ours: bool, since: tuple[f
             evidence, "stopped", code, f"{plain} after pdrun had told it to stop", number=number
         )
     if number == signal.SIGABRT and _is_peer_abort(evidence):
-        return _make_cause(evidence, "communication", code, _abort_reason(evidence) or plain, number=number)
+        return _make_cause(
+            evidence, "communication", code, _abort_reason(evidence) or plain, number=number
+        )
     if number in (signal.SIGKILL, signal.SIGTERM):
         plain += ", not by pdrun"
-    return _make_cause(evidence, "signal", code, plain, number=number, at=since[0], traceback=since[1])
+    return _make_cause(
+        evidence, "signal", code, plain, number=number, at=since[0], traceback=since[1]
+    )
 
 
 def is_peer_error(error: RaisedException) -> bool:
@@ -316,7 +337,11 @@ def _cause_of_spawn_failure(evidence: Evidence, failure: SpawnFailed) -> Cause:
         else ""
     )
     return _make_cause(
-        evidence, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing
+        evidence,
+        "startup",
+        code,
+        f"could not be started: {failure.message}{hint}"[:500],
+        retry=passing,
     )
 
 

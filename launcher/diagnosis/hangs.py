@@ -32,7 +32,10 @@ stuck.
 MAX_INTERVAL_SECONDS = 5.0
 MIN_INTERVAL_SECONDS = 0.2
 """Seconds between two looks."""
-_STATE_NOTES = {"D": "; it waits in the kernel, uninterruptibly", "T": "; it is stopped by a signal"}
+_STATE_NOTES = {
+    "D": "; it waits in the kernel, uninterruptibly",
+    "T": "; it is stopped by a signal",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class HangDetector:
     def __init__(self, timeout: float | None, now: float) -> None:
         """``timeout``: the user's ``--hang-timeout`` in seconds, or None."""
         self._timeout = timeout
-        self.interval = min(MAX_INTERVAL_SECONDS, max(MIN_INTERVAL_SECONDS, (timeout or TRACEBACK_SECONDS) / 10))
+        self.interval = min(
+            MAX_INTERVAL_SECONDS, max(MIN_INTERVAL_SECONDS, (timeout or TRACEBACK_SECONDS) / 10)
+        )
         """Seconds between two looks."""
         self._last_at = now
         self._last_sample = WorkerSample()
@@ -95,8 +100,15 @@ class HangDetector:
             seen.cpu_seconds is not None and self._active_cpu_seconds is not None
         ):  # a child that has ended takes its time along
             self._active_cpu_seconds = min(self._active_cpu_seconds, seen.cpu_seconds)
-        spent = None if seen.cpu_seconds is None or self._active_cpu_seconds is None else seen.cpu_seconds - self._active_cpu_seconds
-        worked = spent is None or spent > IDLE_CPU_SHARE * (self.idle_seconds + passed) + CPU_TICK_SECONDS
+        spent = (
+            None
+            if seen.cpu_seconds is None or self._active_cpu_seconds is None
+            else seen.cpu_seconds - self._active_cpu_seconds
+        )
+        worked = (
+            spent is None
+            or spent > IDLE_CPU_SHARE * (self.idle_seconds + passed) + CPU_TICK_SECONDS
+        )
         first = before.cpu_seconds is None  # the start of the process counts as work
         self.stuck_seconds = 0.0 if moved or seen.is_traced else self.stuck_seconds + passed
         active = moved or worked or first or seen.is_traced or seen.output_at > before.output_at
@@ -109,13 +121,17 @@ class HangDetector:
         limit = self._timeout
         note = _STATE_NOTES.get(seen.letter, "")
         if limit is not None and seen.step is not None and self.stuck_seconds >= limit:
-            return HangSuspicion(f"no progress for {self.stuck_seconds:.0f} s (step {seen.step}){note}")
+            return HangSuspicion(
+                f"no progress for {self.stuck_seconds:.0f} s (step {seen.step}){note}"
+            )
         if limit is not None and seen.step is None and self.idle_seconds >= limit:
             return HangSuspicion(
-                f"no output and no CPU time for {self.idle_seconds:.0f} s{note}", may_be_waiting=not note
+                f"no output and no CPU time for {self.idle_seconds:.0f} s{note}",
+                may_be_waiting=not note,
             )
         if seen.has_traceback and self.idle_seconds >= TRACEBACK_SECONDS:
             return HangSuspicion(
-                f"it printed a traceback and is still there {self.idle_seconds:.0f} s later", only_if_ended=True
+                f"it printed a traceback and is still there {self.idle_seconds:.0f} s later",
+                only_if_ended=True,
             )
         return None

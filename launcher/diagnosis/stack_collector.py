@@ -22,7 +22,13 @@ from typing import IO, ClassVar
 
 from pdrun.elastic import STACKS_SIGNAL
 from pdrun.launcher.common import procfs
-from pdrun.launcher.diagnosis.stacks import is_program_running, normalize_stack, truncate_text, group_stacks, parse_threads
+from pdrun.launcher.diagnosis.stacks import (
+    group_stacks,
+    is_program_running,
+    normalize_stack,
+    parse_threads,
+    truncate_text,
+)
 from pdrun.rendezvous.protocol.messages import StackGroup
 
 COLLECT_SECONDS = 3.0
@@ -119,7 +125,9 @@ class StackRequest:
                 worker.spy_output.close()
 
     @staticmethod
-    def _request_dump(worker: WorkerDump, folder: Path, signal: Callable[[int, int], None], now: float) -> None:
+    def _request_dump(
+        worker: WorkerDump, folder: Path, signal: Callable[[int, int], None], now: float
+    ) -> None:
         file = folder / f"{worker.pid}.stacks"
         state = procfs.read_state(worker.pid)
         catches = state is not None and state.caught_signals >> (STACKS_SIGNAL - 1) & 1

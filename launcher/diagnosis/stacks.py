@@ -117,7 +117,9 @@ def group_stacks(stacks: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
         found.setdefault(stack, []).append(rank)
     order = sorted(found.items(), key=lambda item: (-len(item[1]), min(item[1])))
     share = min(MAX_STACK_BYTES, max(64, MAX_NODE_BYTES // max(1, len(order))))
-    return tuple(StackGroup(tuple(sorted(ranks)), truncate_text(stack, share)) for stack, ranks in order)
+    return tuple(
+        StackGroup(tuple(sorted(ranks)), truncate_text(stack, share)) for stack, ranks in order
+    )
 
 
 def _user_frames(frames: Sequence[str]) -> tuple[str, ...]:

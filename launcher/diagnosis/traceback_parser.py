@@ -320,7 +320,9 @@ class TracebackFinder:
             return
         self._lines_after += 1
         self._output_at = at
-        if self._lines_after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
+        if (
+            self._lines_after > 10 * LAST_WORD_LINES
+        ):  # long stale: forget it, so that feed is cheap again
             self._last_block = None
             self._lines_after = 0
 

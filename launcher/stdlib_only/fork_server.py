@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from pdrun.launcher.stdlib_only import forked_worker
-    from pdrun.launcher.stdlib_only import import_env
-    from pdrun.launcher.stdlib_only import supervisor
+    from pdrun.launcher.stdlib_only import forked_worker, import_env, supervisor
 
 SOCKET_FD = 3
 READY_FD = 4
@@ -148,7 +146,11 @@ class ForkServer:
     """Serves one supervisor."""
 
     def __init__(
-        self, connection: socket.socket, leaving: "forked_worker.FastExit", printed: bytes, before: Environ
+        self,
+        connection: socket.socket,
+        leaving: "forked_worker.FastExit",
+        printed: bytes,
+        before: Environ,
     ) -> None:
         self.connection = connection
         self.fast_exit = leaving
@@ -256,7 +258,9 @@ class ForkServer:
             if self.import_output:
                 os.write(2, self.import_output)
             if program is None:
-                supervisor.exec_program([supervisor.encode_text(word) for word in command["argv"]], self.environ)
+                supervisor.exec_program(
+                    [supervisor.encode_text(word) for word in command["argv"]], self.environ
+                )
             self.fast_exit.arm_exit()
             os.close(order.report_fd)
             return program
@@ -268,12 +272,15 @@ class ForkServer:
             )
             os._exit(127)
 
-    def prepare_worker(self, order: ForkRequest, command: "dict[str, Any]") -> "forked_worker.ForkedProgram | None":
+    def prepare_worker(
+        self, order: ForkRequest, command: "dict[str, Any]"
+    ) -> "forked_worker.ForkedProgram | None":
         """Everything that exec and the start of an interpreter would have done."""
         slot = supervisor.marker_value(order.facts["token"], order.facts["slot"])
         command["env"][supervisor.MARKER_VARIABLE] = slot
         self.environ = {
-            supervisor.encode_text(name): supervisor.encode_text(value) for name, value in command["env"].items()
+            supervisor.encode_text(name): supervisor.encode_text(value)
+            for name, value in command["env"].items()
         }
         argv = [supervisor.encode_text(word) for word in command["argv"]]
         if any(b"\0" in word for word in (*argv, *self.environ, *self.environ.values())):
@@ -301,7 +308,9 @@ def load_modules(modules: str, leaving: "forked_worker.FastExit") -> str:
     return why
 
 
-def serve_warm(argv: "list[str]", leaving: "forked_worker.FastExit") -> "tuple[socket.socket, bytes]":
+def serve_warm(
+    argv: "list[str]", leaving: "forked_worker.FastExit"
+) -> "tuple[socket.socket, bytes]":
     """
     Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper,
     and `noise`.
@@ -328,7 +337,14 @@ def serve_warm(argv: "list[str]", leaving: "forked_worker.FastExit") -> "tuple[s
         listener = socket.socket(fileno=SOCKET_FD)
         idle = float(argv[2].partition("=")[2])
         server = warm_server.WarmServer(
-            listener, argv[3], idle, why_not_forkable, lookups, environ, import_tracker.ImportedFiles(), tools
+            listener,
+            argv[3],
+            idle,
+            why_not_forkable,
+            lookups,
+            environ,
+            import_tracker.ImportedFiles(),
+            tools,
         )
     os.write(READY_FD, json.dumps({"why": why}).encode())
     os.close(READY_FD)

@@ -36,7 +36,12 @@ in a walk.
 """
 PER_WORKER_VARIABLES = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
 """Names that differ between the workers of a node, beside ranks, and are read at first use."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "GOTO_NUM_THREADS",
+)
 """Names that a forked worker applies itself: whole numbers only."""
 EXEC_VARIABLES = (
     "OMP_PROC_BIND",
@@ -160,7 +165,10 @@ def _assigned_variables(node: object) -> list[tuple[int, str]]:
                 for key in arg.keys
                 if key is not None
             ]
-            return [*_constant_names(keys, line), *((line, word.arg) for word in node.keywords if word.arg)]
+            return [
+                *_constant_names(keys, line),
+                *((line, word.arg) for word in node.keywords if word.arg),
+            ]
     return _constant_names(keys, line)
 
 

@@ -107,10 +107,12 @@ class ImportedFiles:
             "usercustomize",
         }
         self._stamps = {
-            path: _stamp_file(path) for path in sorted({*_module_files(), *_mapped_files(), *_interpreter_files()})
+            path: _stamp_file(path)
+            for path in sorted({*_module_files(), *_mapped_files(), *_interpreter_files()})
         }
         self._folders = {
-            path: (_stamp_file(path), self._list_entries(path)) for path in map(os.path.abspath, sys.path)
+            path: (_stamp_file(path), self._list_entries(path))
+            for path in map(os.path.abspath, sys.path)
         }
 
     def find_changed(self) -> str:
@@ -134,7 +136,9 @@ class ImportedFiles:
         except OSError:
             return frozenset()
         return frozenset(
-            name for name in names if name.partition(".")[0] in self._names or name.endswith(_PATH_SUFFIXES)
+            name
+            for name in names
+            if name.partition(".")[0] in self._names or name.endswith(_PATH_SUFFIXES)
         )
 
 

@@ -41,7 +41,14 @@ _STATUS_FIELDS = (
     "Mems_allowed",
 )
 """Lines of /proc/self/status that must be equal."""
-_PROC_FILES = ("cgroup", "personality", "attr/current", "loginuid", "coredump_filter", "timerslack_ns")
+_PROC_FILES = (
+    "cgroup",
+    "personality",
+    "attr/current",
+    "loginuid",
+    "coredump_filter",
+    "timerslack_ns",
+)
 """Files of /proc/self that must be equal."""
 _SYSCALL_NUMBERS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
 """machine -> numbers of ioprio_get, keyctl, get_mempolicy."""

@@ -111,7 +111,7 @@ def find_process(pid: int) -> ProcessInfo | None:
         return None
 
 
-def _list_numbers(folder: str) -> list[int]:
+def list_numbers(folder: str) -> list[int]:
     try:
         with os.scandir(folder) as entries:
             return [int(entry.name) for entry in entries if entry.name.isdecimal()]
@@ -125,12 +125,12 @@ def _child_pids(pid: int) -> list[int]:
     missing.
     """
     pids: list[int] = []
-    for thread in _list_numbers(f"/proc/{pid}/task"):
+    for thread in list_numbers(f"/proc/{pid}/task"):
         try:
             pids += map(int, read_file(f"/proc/{pid}/task/{thread}/children").split())
         except FileNotFoundError:
             if thread == pid and find_process(pid) is not None:
-                return _list_numbers("/proc")
+                return list_numbers("/proc")
         except OSError:
             continue
     return pids
@@ -374,7 +374,7 @@ class Supervisor:
         self.pending: list[ChildProcess] = []
         self.starter: ForkServerLink | None = None
         self.no_fork_server_reason = "it was never asked for"
-        self.is_dismissed = False
+        self.is_released = False
         self.slot_by_pid: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
         self.cleanups: list[Cleanup] = []
         self.outbox: deque[bytes] = deque()
@@ -434,7 +434,9 @@ class Supervisor:
         descriptors = array.array("i")
         try:
             data, ancillary, _, _ = self.agent.recvmsg(
-                MAX_PACKET_BYTES, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                MAX_PACKET_BYTES,
+                socket.CMSG_SPACE(64 * 4),
+                socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
             )
         except BlockingIOError:
             return True
@@ -450,8 +452,8 @@ class Supervisor:
         elif message["op"] == "prepare":
             self.start_fork_server(list(descriptors))
         elif message["op"] == "dismiss":
-            self.is_dismissed = True
-            self.dismiss_fork_server()
+            self.is_released = True
+            self.release_fork_server()
         elif message["op"] == "signal":
             self.send_signal(message["slot"], message["number"], message["group"])
         elif message["op"] == "sweep":
@@ -511,7 +513,9 @@ class Supervisor:
             keeper = os.getpid()
             pid = os.fork()
             if pid == 0:
-                exec_child(order.command, order.descriptors[1:], write, keeper, self.is_hangup_ignored)
+                exec_child(
+                    order.command, order.descriptors[1:], write, keeper, self.is_hangup_ignored
+                )
         except OSError:
             os.close(report)
             raise
@@ -581,7 +585,7 @@ class Supervisor:
             for child in starter.waiting_children:
                 self.request_waiting_fork(child)
             starter.waiting_children = []
-            self.dismiss_fork_server()
+            self.release_fork_server()
             return
         if not starter.is_ready or said:
             self.send_event(ev="starter", slot=FORK_SERVER_SLOT, why=why)
@@ -595,12 +599,12 @@ class Supervisor:
         for child in starter.waiting_children:
             self.exec_instead(child)
 
-    def dismiss_fork_server(self) -> None:
+    def release_fork_server(self) -> None:
         """
         No more workers will be wanted: the end of its socket, behind the last order, ends a
         starter.
         """
-        if self.is_dismissed and self.starter is not None and self.starter.is_ready:
+        if self.is_released and self.starter is not None and self.starter.is_ready:
             self.starter.socket.close()
             self.starter = None
             self.no_fork_server_reason = "it was dismissed"
@@ -787,7 +791,9 @@ class Supervisor:
                     self.on_report(child)
                 if child.error:
                     number, _, message = child.error.partition(" ")
-                    self.send_event(ev="failed", slot=child.slot, errno=int(number), message=message)
+                    self.send_event(
+                        ev="failed", slot=child.slot, errno=int(number), message=message
+                    )
                 else:
                     self.send_event(ev="exited", slot=child.slot, pid=pid, status=status, at=at)
         except ChildProcessError:
@@ -805,7 +811,9 @@ class Supervisor:
             environment = read_file(f"/proc/{root.pid}/environ")
         except OSError:
             return None
-        found = environment.partition(f"{MARKER_VARIABLE}={self.token}.".encode())[2].partition(b"\0")[0]
+        found = environment.partition(f"{MARKER_VARIABLE}={self.token}.".encode())[2].partition(
+            b"\0"
+        )[0]
         return int(found) if found.lstrip(b"-").isdigit() else None
 
     def step_cleanup(self, sweep: Cleanup) -> bool:
@@ -840,8 +848,8 @@ class Supervisor:
         self.send_event(
             ev="swept",
             slot=sweep.slot,
-            processes=_limit_lines(list(swept.values())),
-            stuck=_limit_lines([f"{member} {member.state}" for member in stuck]),
+            processes=limit_lines(list(swept.values())),
+            stuck=limit_lines([f"{member} {member.state}" for member in stuck]),
         )
         alive = self.children.keys()
         done = [
@@ -869,7 +877,7 @@ class Supervisor:
             poll.poll(RETRY_SECONDS * 1000)
 
 
-def _limit_lines(lines: list[str]) -> list[str]:
+def limit_lines(lines: list[str]) -> list[str]:
     if len(lines) <= MAX_LISTED_PROCESSES:
         return lines
     return [*lines[:MAX_LISTED_PROCESSES], f"... and {len(lines) - MAX_LISTED_PROCESSES} more"]
@@ -878,7 +886,7 @@ def _limit_lines(lines: list[str]) -> list[str]:
 def find_marked(token: str) -> Iterator[ProcessInfo]:
     """Yield every living process that a worker of this keeper has started, or that is one."""
     mark = f"{MARKER_VARIABLE}={token}.".encode()
-    for pid in _list_numbers("/proc"):
+    for pid in list_numbers("/proc"):
         try:
             found = find_process(pid) if mark in read_file(f"/proc/{pid}/environ") else None
         except OSError:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from pdrun.launcher.stdlib_only.import_tracker import ImportedFiles, EnvironLookups
+    from pdrun.launcher.stdlib_only.import_tracker import EnvironLookups, ImportedFiles
 
 MAX_PACKET_BYTES = 1 << 16
 FORK_SERVER_FD = 3
@@ -129,7 +129,10 @@ class WarmServer:
         for handle in self.supervisors.values():
             if handle >= 0:
                 poll.register(handle, select.POLLIN)
-        due = [*self.clients.values(), *([] if self.supervisors else [self.used_at + self.idle_seconds])]
+        due = [
+            *self.clients.values(),
+            *([] if self.supervisors else [self.used_at + self.idle_seconds]),
+        ]
         # at most a day: poll counts milliseconds in an int
         wait = min(max(0.0, min(due) - time.monotonic()), 86400.0) * 1000 + 1 if due else None
         return {number for number, _ in poll.poll(wait)}
@@ -175,7 +178,9 @@ class WarmServer:
         return None
 
     @staticmethod
-    def send_reply(client: socket.socket, reply: dict[str, Any], handles: tuple[int, ...] = ()) -> None:
+    def send_reply(
+        client: socket.socket, reply: dict[str, Any], handles: tuple[int, ...] = ()
+    ) -> None:
         """Send one packet; one who does not take it does without."""
         try:
             client.settimeout(REPLY_SECONDS)
@@ -224,14 +229,18 @@ class WarmServer:
             | {"HOME"}
         )
         if self.lookups.has_unknown_walk:
-            names |= {name for name in self.environ if not self.import_env.is_session_variable(name)}
+            names |= {
+                name for name in self.environ if not self.import_env.is_session_variable(name)
+            }
         names -= {self.supervisor.MARKER_VARIABLE}
         return {name: self.environ.get(name) for name in sorted(names)}
 
     # One job
     # ----------------------------------------------------------------------------------------------------------
 
-    def lend_supervisor(self, client: socket.socket, wanted: dict[str, Any]) -> socket.socket | None:
+    def lend_supervisor(
+        self, client: socket.socket, wanted: dict[str, Any]
+    ) -> socket.socket | None:
         """
         Fork the keeper of a job, which takes the connection over; returns a socket in the job's
         starter only.
@@ -315,7 +324,9 @@ class WarmServer:
         if os.getppid() != keeper:
             os._exit(127)
         slot = self.supervisor.marker_value(mark, self.supervisor.FORK_SERVER_SLOT)
-        self.forked_worker.set_command_line([], f"{self.supervisor.MARKER_VARIABLE}={slot}".encode())
+        self.forked_worker.set_command_line(
+            [], f"{self.supervisor.MARKER_VARIABLE}={slot}".encode()
+        )
 
     def run_supervisor(
         self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int
@@ -358,7 +369,9 @@ class WarmServer:
         give_up_at = time.monotonic() + self.supervisor.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
             spared = self.supervisors.keys() | self.stuck
-            orphans = [child for child in self.supervisor.list_children(myself) if child.pid not in spared]
+            orphans = [
+                child for child in self.supervisor.list_children(myself) if child.pid not in spared
+            ]
             if not orphans:
                 return
             for member in self.supervisor.descendants(orphans):
@@ -370,7 +383,9 @@ class WarmServer:
                     pass
             time.sleep(self.supervisor.RETRY_SECONDS / 4)
         if myself is not None:
-            self.stuck |= {child.pid for child in self.supervisor.list_children(myself)} - self.supervisors.keys()
+            self.stuck |= {
+                child.pid for child in self.supervisor.list_children(myself)
+            } - self.supervisors.keys()
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _STDLIB_ONLY = f"{os.path.realpath(__file__).rpartition('/supervisor/')[0]}/stdlib_only"
 SUPERVISOR_FILE = f"{_STDLIB_ONLY}/supervisor.py"
-FORK_SERVER = f"{_STDLIB_ONLY}/fork_server.py"
-PLAIN = ("torch", "torch.distributed")
-OPTIMIZER = ("torch._dynamo",)
+FORK_SERVER_FILE = f"{_STDLIB_ONLY}/fork_server.py"
+BASE_MODULES = ("torch", "torch.distributed")
+OPTIMIZER_MODULES = ("torch._dynamo",)
 """What the construction of a first optimizer imports, as dear as torch itself."""
 BOOT_CODE = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import supervisor; supervisor.main(sys.argv)"
 """Loads supervisor.py as a module: a file that is run is compiled each time (20 ms)."""
 
 
-class Ahead:
+class Prestart:
     """
     A keeper that was started beforehand; ``command`` is what its starter runs: words, environment,
     folder.
@@ -45,7 +45,15 @@ def start_supervisor(python: str) -> tuple[int, socket.socket]:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    argv = [python, *flags, "-c", BOOT_CODE, SUPERVISOR_FILE, str(theirs.fileno()), os.urandom(8).hex()]
+    argv = [
+        python,
+        *flags,
+        "-c",
+        BOOT_CODE,
+        SUPERVISOR_FILE,
+        str(theirs.fileno()),
+        os.urandom(8).hex(),
+    ]
     try:
         theirs.set_inheritable(True)
         return os.posix_spawn(python, argv, os.environ, setsigmask=[], setsid=True), ours
@@ -96,7 +104,7 @@ def _to_utf8(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
-def starter_words(
+def fork_server_argv(
     python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()
 ) -> list[str]:
     """
@@ -106,11 +114,11 @@ def starter_words(
     argv = [
         python,
         *flags,
-        FORK_SERVER,
+        FORK_SERVER_FILE,
         ",".join(modules),
     ]
-    return [*argv, "-" * max(0, _length(worker) - _length(argv) - 1)]
+    return [*argv, "-" * max(0, _text_bytes(worker) - _text_bytes(argv) - 1)]
 
 
-def _length(words: Sequence[str]) -> int:
+def _text_bytes(words: Sequence[str]) -> int:
     return sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words)

@@ -29,16 +29,16 @@ from pdrun.launcher.stdlib_only import supervisor
 from pdrun.launcher.supervisor import boot
 from pdrun.launcher.supervisor.events import (
     Exited,
-    KeeperEvent,
+    ForkServerStatus,
     Spawned,
     SpawnFailed,
-    StarterState,
+    SupervisorEvent,
     Swept,
     WorkerCommand,
 )
 
 if TYPE_CHECKING:
-    from pdrun.launcher.supervisor.boot import Ahead
+    from pdrun.launcher.supervisor.boot import Prestart
     from pdrun.launcher.supervisor.warm_client import BorrowedSupervisor
 
 CLOSE_SECONDS = supervisor.KILL_SECONDS + 1.0
@@ -71,7 +71,7 @@ class SupervisorProcess:
         python: str = sys.executable,
         spared_pids: Iterable[int] = (),
         borrowed: BorrowedSupervisor | None = None,
-        prestart: Ahead | None = None,
+        prestart: Prestart | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise PdrunError(
@@ -98,7 +98,9 @@ class SupervisorProcess:
             self.pid, ours = self._start_supervisor(python)
         self._socket: socket.socket | None = ours
         ours.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING_SECONDS * MAX_UNANSWERED_PINGS), 0)
+            socket.SOL_SOCKET,
+            socket.SO_SNDTIMEO,
+            struct.pack("ll", int(PING_SECONDS * MAX_UNANSWERED_PINGS), 0),
         )
 
     @staticmethod
@@ -164,14 +166,14 @@ class SupervisorProcess:
         """
         self._send_message({"op": "sweep", "slot": slot})
 
-    def read_events(self) -> Iterable[KeeperEvent]:
+    def read_events(self) -> Iterable[SupervisorEvent]:
         """
         Return what has happened since the last call.
 
         Raises:
             PdrunError: the keeper died; its workers and their descendants have been ended.
         """
-        found: list[KeeperEvent] = []
+        found: list[SupervisorEvent] = []
         while self._socket is not None:
             try:
                 data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
@@ -218,7 +220,9 @@ class SupervisorProcess:
         self._socket = None
         with suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
-        self._signal_supervisor(signal.SIGCONT)  # one that was stopped would not see the end of the connection
+        self._signal_supervisor(
+            signal.SIGCONT
+        )  # one that was stopped would not see the end of the connection
         code = self._wait_for_exit(CLOSE_SECONDS)
         if code != 0 or (self._borrowed is not None and not _has_reported_end(ours)):
             self._kill_orphans()
@@ -292,7 +296,9 @@ class SupervisorProcess:
         self._death_reason = (
             f"the keeper process {self.pid} {how}; every worker on this node has been ended"
         )
-        return PdrunError(self._death_reason, hint="nothing of the job is left here; start it again")
+        return PdrunError(
+            self._death_reason, hint="nothing of the job is left here; start it again"
+        )
 
     def _kill_orphans(self) -> None:
         """
@@ -303,7 +309,11 @@ class SupervisorProcess:
         myself = supervisor.find_process(os.getpid())
         give_up_at = time.monotonic() + supervisor.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
-            orphans = [child for child in supervisor.list_children(myself) if child.pid not in self.spared_pids]
+            orphans = [
+                child
+                for child in supervisor.list_children(myself)
+                if child.pid not in self.spared_pids
+            ]
             if not orphans:
                 return None
             for member in supervisor.descendants(orphans):
@@ -320,7 +330,11 @@ class SupervisorProcess:
 def _other_children(keeper: int) -> list[int]:
     """Return the children that this process has beside a keeper."""
     myself = supervisor.find_process(os.getpid())
-    return [child.pid for child in (supervisor.list_children(myself) if myself else ()) if child.pid != keeper]
+    return [
+        child.pid
+        for child in (supervisor.list_children(myself) if myself else ())
+        if child.pid != keeper
+    ]
 
 
 def _has_reported_end(connection: socket.socket) -> bool:
@@ -334,7 +348,7 @@ def _has_reported_end(connection: socket.socket) -> bool:
     return False
 
 
-def _parse_event(message: dict[str, Any]) -> KeeperEvent:
+def _parse_event(message: dict[str, Any]) -> SupervisorEvent:
     kind = message["ev"]
     slot = message["slot"]
     if kind == "spawned":
@@ -344,12 +358,14 @@ def _parse_event(message: dict[str, Any]) -> KeeperEvent:
     if kind == "exited":
         return Exited(slot, message["pid"], message["status"], message["at"])
     if kind == "starter":
-        return StarterState(slot, message["why"])
+        return ForkServerStatus(slot, message["why"])
     return Swept(slot, tuple(message["processes"]), tuple(message["stuck"]))
 
 
 def _write_command(command: WorkerCommand) -> int:
-    return boot.write_command(command.argv, command.env, command.cwd, command.cpus, process_setup.user_nofile_limit())
+    return boot.write_command(
+        command.argv, command.env, command.cwd, command.cpus, process_setup.user_nofile_limit()
+    )
 
 
 def _wait_exit(pid: int, seconds: float, known: int | None = None) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Warm:
+class WarmProcess:
     """
     A process that stays between jobs with torch imported (`pdrun warm`), as it describes itself.
     """
@@ -27,23 +27,23 @@ class Warm:
     """What it has imported."""
     variables: Mapping[str, str | None]
     """Environment variables that counted in that import, with their values; None: not set."""
-    every_variable: bool = False
+    depends_on_all: bool = False
     """Whether something went through the whole environment, so that all of it counts."""
     unfit: str = ""
     """
     Why it is of no use to any job from here (a module's file has changed, another namespace), or
     empty.
     """
-    memory: int = 0
+    memory_bytes: int = 0
     """Bytes, its proportional share."""
-    started: float = 0.0
+    started_at: float = 0.0
     """Wall-clock seconds."""
-    unused: float = 0.0
+    unused_seconds: float = 0.0
     """Seconds since the last job, or its start."""
-    idle: float = 0.0
+    idle_seconds: float = 0.0
     """Seconds without a job after which it ends."""
-    running: int = 0
-    served: int = 0
+    running_jobs: int = 0
+    served_jobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class StarterState:
+class ForkServerStatus:
     """The starter is ready (``why`` is empty), or says why the workers will be executed instead."""
 
     slot: int
     why: str
 
 
-KeeperEvent = Spawned | SpawnFailed | Exited | Swept | StarterState
+SupervisorEvent = Spawned | SpawnFailed | Exited | Swept | ForkServerStatus

@@ -29,9 +29,9 @@ from typing import Any
 
 from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.launcher.common import procfs
-from pdrun.launcher.common.places import warm_folder
+from pdrun.launcher.common.files import warm_folder
 from pdrun.launcher.stdlib_only import import_env, inherited_state, supervisor
-from pdrun.launcher.supervisor.events import Warm
+from pdrun.launcher.supervisor.events import WarmProcess
 from pdrun.private_folder import make_private_folder
 
 WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo")
@@ -170,7 +170,7 @@ class WarmScan:
         except OSError as error:
             self.faults[name] = error.strerror or str(error)
 
-    def collect_answers(self) -> tuple[Warm, ...]:
+    def collect_answers(self) -> tuple[WarmProcess, ...]:
         """Return what the processes say of themselves."""
         made = []
         for name, connection in self._asked:
@@ -186,25 +186,25 @@ class WarmScan:
         return tuple(made)
 
 
-def _parse_hello(path: str, said: dict[str, Any]) -> Warm:
+def _parse_hello(path: str, said: dict[str, Any]) -> WarmProcess:
     """Return an answer as data; raises KeyError, TypeError or ValueError where it is none."""
     here = inherited_state.find_difference(said["inherited"], inherited_state.read_state())
     changed = f"{said['changed']} has changed since" if said["changed"] else ""
-    return Warm(
+    return WarmProcess(
         socket=path,
         pid=int(said["pid"]),
         python=str(said["python"]),
         torch_version=str(said["torch"]),
         modules=tuple(map(str, said["modules"])),
         variables=dict(said["variables"]),
-        every_variable=bool(said["all"]),
+        depends_on_all=bool(said["all"]),
         unfit=str(said["unfit"] or changed or (here and f"its {here} is not that of this process")),
-        memory=int(said["memory"]),
-        started=float(said["started"]),
-        unused=float(said["unused"]),
-        idle=float(said["idle"]),
-        running=int(said["running"]),
-        served=int(said["served"]),
+        memory_bytes=int(said["memory"]),
+        started_at=float(said["started"]),
+        unused_seconds=float(said["unused"]),
+        idle_seconds=float(said["idle"]),
+        running_jobs=int(said["running"]),
+        served_jobs=int(said["served"]),
     )
 
 
@@ -238,7 +238,9 @@ def borrow_supervisor(path: str) -> BorrowedSupervisor:
         raise OSError(13, str(error)) from None
     try:
         connection.settimeout(LEND_SECONDS)
-        connection.send(json.dumps({"ask": "keeper", "inherited": inherited_state.read_state()}).encode())
+        connection.send(
+            json.dumps({"ask": "keeper", "inherited": inherited_state.read_state()}).encode()
+        )
         reply, handles = _read_reply(connection)
         if (
             len(handles) != 1
@@ -262,7 +264,9 @@ def borrow_supervisor(path: str) -> BorrowedSupervisor:
 def warm_key(python: str, environ: Mapping[str, str]) -> str:
     """Return the name of the warm process for an interpreter and an environment."""
     counted = {
-        name: value for name, value in environ.items() if name == "HOME" or import_env.is_import_variable(name)
+        name: value
+        for name, value in environ.items()
+        if name == "HOME" or import_env.is_import_variable(name)
     }
     text = json.dumps([python, sorted(import_env.import_environment(counted).items())])
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
@@ -321,7 +325,9 @@ def _acquire_lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
         time.sleep(0.05)
 
 
-def start_warm(number: int, path: Path, python: str, environ: Mapping[str, str], idle: float) -> None:
+def start_warm(
+    number: int, path: Path, python: str, environ: Mapping[str, str], idle: float
+) -> None:
     """
     Start a warm process and wait until it has imported torch.
 
@@ -335,8 +341,18 @@ def start_warm(number: int, path: Path, python: str, environ: Mapping[str, str],
         ConfigError: it could not, or is not fit to be forked from.
     """
     marker = f"{supervisor.MARKER_VARIABLE}=" + supervisor.marker_value("0" * 16, 0)
-    environ = {**import_env.import_environment(dict(environ)), supervisor.MARKER_VARIABLE: marker.partition("=")[2]}
-    argv = [python, str(_FORK_SERVER_FILE), ",".join(WARM_MODULES), f"warm={idle}", str(path), "-" * COMMAND_LINE_BYTES]
+    environ = {
+        **import_env.import_environment(dict(environ)),
+        supervisor.MARKER_VARIABLE: marker.partition("=")[2],
+    }
+    argv = [
+        python,
+        str(_FORK_SERVER_FILE),
+        ",".join(WARM_MODULES),
+        f"warm={idle}",
+        str(path),
+        "-" * COMMAND_LINE_BYTES,
+    ]
     try:
         os.unlink(path.name, dir_fd=number)
     except FileNotFoundError:
@@ -411,7 +427,7 @@ def _wait_ready(report: int) -> str | None:
         return None
 
 
-def stop_warm(warm: Warm) -> bool:
+def stop_warm(warm: WarmProcess) -> bool:
     """Ask a warm process to end, and wait for it; False when it did not within `LEAVES` seconds."""
     try:
         handle = os.pidfd_open(warm.pid)
@@ -470,6 +486,6 @@ def remove_dead(look: WarmScan, say: Callable[[str], None]) -> list[str]:
     return dead
 
 
-def idle_end_time(warm: Warm) -> float:
+def idle_end_time(warm: WarmProcess) -> float:
     """Return the wall-clock time at which a warm process ends if nobody uses it."""
-    return time.time() + warm.idle - warm.unused
+    return time.time() + warm.idle_seconds - warm.unused_seconds

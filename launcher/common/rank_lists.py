@@ -1,10 +1,57 @@
-"""Sets of ranks as users write them: ``all``, ``none``, ``0,7-9``."""
+"""
+Lists of ranks as users write them: ``all``, ``none``, ``0,7-9``.
+
+Here are parsers for options (see `parsers`), their inverse, and a set that tests membership.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from pdrun.errors import UsageError
+from pdrun.launcher.common.parsers import MAX_COUNT, quote_text
+
+
+def parse_ranks(text: str, where: str) -> str:
+    """Return ``all``, ``none`` or a normal form of a list of ranks: ``7-9,0`` becomes ``0,7-9``."""
+    if text in ("all", "none"):
+        return text
+    return format_ranks(parse_rank_list(text, where))
+
+
+def parse_rank_list(text: str, where: str) -> tuple[int, ...]:
+    """Return the ranks of ``0,7-9``, ascending, each once."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
+        if match is None:
+            raise UsageError(
+                f"{quote_text(part)} is not a rank",
+                where=where,
+                hint="write all, none or a list as 0,7-9",
+            )
+        low = int(match[1])
+        high = int(match[2] or match[1])
+        if high < low or high > MAX_COUNT:
+            raise UsageError(
+                f"{quote_text(part)} is not a range of ranks",
+                where=where,
+                hint="write the lower rank first",
+            )
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def format_ranks(numbers: tuple[int, ...]) -> str:
+    """Inverse of `rank_set`; no ranks at all are ``none``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
 
 
 class RankSet:

@@ -72,7 +72,7 @@ class Slow:
         self.seconds, self.calls, self.waited = 0.0, 0, 0.0
         self._began: dict[int, float] = {}
         axis, watch = run.axes["cp"], run.axes.watchdog
-        context = run.state.sequences.sequences(run.axes)
+        context = run.state.sequence_slicer.sequences(run.axes)
         for place in {id(one): one for one in (axis, context.ring, context.ulysses)}.values():
             place._count = self._counted(place._count)
         self._wait = watch.wait

@@ -13,11 +13,11 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model.weights import parse_fusion
-from pdrun.parallel.training.loss import Forward, Loss
+from pdrun.parallel.training.loss import ForwardFunction, LossFunction
 from pdrun.parallel.zero import precision as precisions
-from pdrun.parallel.zero.offload import parse as parse_offload
+from pdrun.parallel.zero.offload import parse_offload as parse_offload
 from pdrun.parallel.zero.settings import (
-    WHERE,
+    PARALLELIZE,
     Settings,
     check_above_zero,
     check_callable,
@@ -25,10 +25,10 @@ from pdrun.parallel.zero.settings import (
     check_gather,
     check_globs,
     check_group,
-    check_has,
     check_level,
+    check_methods,
     check_scheduler,
-    check_wire,
+    parse_compress,
 )
 
 
@@ -38,13 +38,13 @@ class Arguments:
 
     model: nn.Module
     optimizer: Any
-    loss: Loss | None
+    loss: LossFunction | None
     mesh: Mesh | None
     strategy: Cutter | None
     pipeline: PipelineCutter | None
     context: SequenceCutter | None
     sample: Any
-    forward: Forward | None
+    forward: ForwardFunction | None
     scheduler: Any
     optimizer_level: int | str
     shard_group: int | None
@@ -80,7 +80,9 @@ def check_arguments(arguments: Arguments) -> None:
     """
     mesh = arguments.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise UsageError(f"mesh={mesh!r} is none", where=WHERE, hint="mesh=pdrun.mesh(dp=-1, tp=2)")
+        raise UsageError(
+            f"mesh={mesh!r} is none", where=PARALLELIZE, hint="mesh=pdrun.mesh(dp=-1, tp=2)"
+        )
     for name, value, methods, hint in (
         (
             "strategy",
@@ -92,13 +94,13 @@ def check_arguments(arguments: Arguments) -> None:
         ("context", arguments.context, ("apply", "part"), "context=pdrun.ContextParallel()"),
     ):
         if value is not None:
-            check_has(name, value, methods, hint)
+            check_methods(name, value, methods, hint)
     check_callable("loss", arguments.loss, "loss(output, batch) -> (sum, count)")
     check_callable("forward", arguments.forward, "forward(model, batch) -> output")
     check_callable("init", arguments.init, "init(module) fills the module's own parameters")
     scheduler = arguments.scheduler
     if not callable(scheduler) and scheduler is not None:
-        check_has(
+        check_methods(
             "scheduler",
             scheduler,
             ("step", "state_dict"),
@@ -115,7 +117,9 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
         world: ranks of the job.
     """
     if mesh.size != world:
-        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
+        raise UsageError(
+            f"{mesh} is for {mesh.size} devices, the job has {world}", where=PARALLELIZE
+        )
     tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
     for axes, value, name in (
         (tensor, arguments.strategy, "strategy"),
@@ -124,16 +128,16 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
     ):
         if axes and value is None:
             what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
-            raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
+            raise UsageError(what, where=PARALLELIZE, hint=f"{name}= says what they do")
     copies = check_count("copies", arguments.copies)
     if copies > 1 and arguments.pipeline is not None:
         what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
-        raise UsageError(what, where=WHERE, hint="one of both")
+        raise UsageError(what, where=PARALLELIZE, hint="one of both")
     check_count("seed", arguments.seed, 0)
     if arguments.native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
         raise UsageError(
-            what, where=WHERE, hint="leave it out: dropout is then placed by row and element"
+            what, where=PARALLELIZE, hint="leave it out: dropout is then placed by row and element"
         )
 
 
@@ -146,7 +150,7 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
     """
     level = check_level(arguments.optimizer_level)
     ranks = mesh.dp * mesh.cp
-    precision = precisions.parse(arguments.precision)
+    precision = precisions.parse_precision(arguments.precision)
     offload = parse_offload(arguments.offload)
     staged = arguments.pipeline is not None
     settings = Settings(
@@ -161,18 +165,19 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
         layerwise=check_globs("layerwise", arguments.layerwise),
         units=None if arguments.units is None else check_globs("units", arguments.units),
         fusion=parse_fusion(arguments.comm_fusion, level),
-        wire=check_wire(arguments.compress),
+        wire_dtype=parse_compress(arguments.compress),
         precision=precision,
-        home=torch.device("cpu") if offload.optimizer else None,
+        master_device=torch.device("cpu") if offload.optimizer else None,
         gather=check_gather(arguments.gather, level, arguments.copies, staged),
     )
     parameters = arguments.model.parameters()
     if arguments.init is not None and all(param.device.type != "meta" for param in parameters):
         raise UsageError(
-            "init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE
+            "init= is for weights made inside pdrun.empty_init(); this model has none",
+            where=PARALLELIZE,
         )
     if arguments.units is not None and level < 3:
-        raise UsageError("units= are what level 3 gathers", where=WHERE)
+        raise UsageError("units= are what level 3 gathers", where=PARALLELIZE)
     return settings
 
 
@@ -184,5 +189,5 @@ def _count_microbatches(arguments: Arguments) -> int:
         return check_count("accumulate", accumulate)
     if accumulate != 1:
         what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
-        raise UsageError(what, where=WHERE, hint="Pipeline(microbatches=...) alone")
+        raise UsageError(what, where=PARALLELIZE, hint="Pipeline(microbatches=...) alone")
     return check_count("microbatches", pipeline.microbatches)

@@ -30,16 +30,16 @@ from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
-from pdrun.parallel.training.interleave import Interleaved
-from pdrun.parallel.training.loss import Forward, Loss, Objective
-from pdrun.parallel.training.rank_agreement import Agreement, of_scheduler
+from pdrun.parallel.training.interleave import InterleavedDriver
+from pdrun.parallel.training.loss import ForwardFunction, LossFunction, Objective
+from pdrun.parallel.training.rank_agreement import RankAgreement, describe_scheduler
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero import optimizer as retarget
 from pdrun.parallel.zero.engine import Engine
-from pdrun.parallel.zero.full_tensors import storages
-from pdrun.parallel.zero.offload import Saver
-from pdrun.parallel.zero.offload import parse as parse_offload
-from pdrun.parallel.zero.settings import WHERE, Settings, check_above_zero, check_scheduler
+from pdrun.parallel.zero.full_tensors import weight_storages
+from pdrun.parallel.zero.offload import ActivationOffload
+from pdrun.parallel.zero.offload import parse_offload as parse_offload
+from pdrun.parallel.zero.settings import PARALLELIZE, Settings, check_above_zero, check_scheduler
 
 TIMEOUT_SECONDS = 600.0
 """Default limit of a collective."""
@@ -48,14 +48,14 @@ TIMEOUT_SECONDS = 600.0
 def parallelize(
     model: nn.Module,
     optimizer: Any,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     *,
     mesh: Mesh | None = None,
     strategy: Cutter | None = None,
     pipeline: PipelineCutter | None = None,
     context: SequenceCutter | None = None,
     sample: Any = None,
-    forward: Forward | None = None,
+    forward: ForwardFunction | None = None,
     scheduler: Any = None,
     optimizer_level: int | str = 0,
     shard_group: int | None = None,
@@ -190,14 +190,14 @@ def parallelize(
     )
     check_arguments(arguments)
     job = init_process()
-    torch_compat.end_groups()
+    torch_compat.destroy_unused_groups()
     mesh = mesh or solve_mesh(job.world_size, {"dp": -1})
     check_mesh(arguments, mesh, job.world_size)
     settings = build_settings(arguments, mesh, torch.device(job.device))
     slicing = parse_strategy(dataset_strategy, mesh.dp)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
-    agreement = Agreement(job.rank, store_of(job), seconds)
-    agreement.check(_describe_arguments(arguments, mesh, settings, slicing).items())
+    agreement = RankAgreement(job.rank, store_of(job), seconds)
+    agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
     prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
     cuts = PartitionSpec(strategy, pipeline, context, sample)
     partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
@@ -233,25 +233,27 @@ def _build_state(
     settings: Settings,
     slicing: BatchSlicing,
     job: Context,
-    agreement: Agreement,
+    agreement: RankAgreement,
     prepared: PreparedModel,
     partitioned: PartitionedModel,
 ) -> RunState:
     """Put the engine on the partitioned model and turn the optimizer to what this rank trains."""
     device = torch.device(job.device)
     optimizer = prepared.optimizer
-    retarget.follow(optimizer, prepared.names, partitioned.weights)
+    retarget.remap_params(optimizer, prepared.names, partitioned.weights)
     filler = _build_filler(arguments, prepared, partitioned, device)
     if settings.level and mesh.dp * mesh.cp > 1:
         retarget.check_elementwise(optimizer, device)
     elif partitioned.original is not None:
         retarget.check_elementwise(optimizer, device, tiles_only=True)
     # once more, for the weights that are sharded now
-    param_hooks.check(partitioned.weights, [0] * len(partitioned.weights), WHERE)
+    param_hooks.check(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     compiled = compiling.compile_modules(partitioned.model, arguments.compile)
     recomputed = recomputing.apply(partitioned.model, recompute)
-    compiling.check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits)
+    compiling.check_combination(
+        compiled, recompute, recomputed, splits=partitioned.driver.splits_backward
+    )
     engine = Engine(
         partitioned.model,
         partitioned.weights,
@@ -262,16 +264,16 @@ def _build_state(
         partitioned.local_units(settings.units) if settings.level == 3 else (),
         filler.fill if filler else lambda weights: None,
     )
-    retarget.retarget(optimizer, engine.parts_of)
+    retarget.shard_param_groups(optimizer, engine.parts_of)
     scheduler = arguments.scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)
     check_scheduler(scheduler)
-    agreement.check(of_scheduler(scheduler))
+    agreement.check_equal(describe_scheduler(scheduler))
     offload = parse_offload(arguments.offload)
     saver = None
     if offload.activations:
-        saver = Saver(device, offload.least, storages(engine))
+        saver = ActivationOffload(device, offload.least, weight_storages(engine))
     return RunState(
         job,
         mesh,
@@ -281,17 +283,17 @@ def _build_state(
         StepRNG(arguments.seed, arguments.native_dropout),
         slicing,
         scheduler,
-        original=partitioned.original,
-        driver=Interleaved(arguments.copies) if arguments.copies > 1 else partitioned.driver,
+        original_model=partitioned.original,
+        driver=InterleavedDriver(arguments.copies) if arguments.copies > 1 else partitioned.driver,
         copies=arguments.copies,
-        sequences=arguments.context,
+        sequence_slicer=arguments.context,
         agreement=agreement,
         group_members=prepared.group_members,
         recompute=recompute,
-        recomputed=recomputed,
-        compiled=compiled,
+        recomputed_modules=recomputed,
+        compiled_modules=compiled,
         offload=offload,
-        saver=saver,
+        activation_offload=saver,
     )
 
 

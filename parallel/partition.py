@@ -25,7 +25,7 @@ from pdrun.parallel.interfaces import (
 from pdrun.parallel.model.copies import blank
 from pdrun.parallel.model.shard_map import Catalogue, Holders, tell
 from pdrun.parallel.model.weights import WHERE, Weight, find_units
-from pdrun.parallel.training.driver import Driver, Plain
+from pdrun.parallel.training.driver import Driver, SimpleDriver
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def apply_partitioning(
     """
     catalogue = Catalogue(model, weights)
     original = None if spec.is_empty else blank(model)
-    driver: Driver = Plain()
+    driver: Driver = SimpleDriver()
     if spec.context is not None:
         model = _require_module(spec.context.apply(model, place.axes, spec.sample), "context")
     if spec.strategy is not None:
@@ -101,7 +101,7 @@ def apply_partitioning(
     shared = {holders.stages_of(entry.index) for entry in catalogue.entries if not entry.alone}
     place.make_shared_groups(stages for stages in shared if len(stages) > 1)
     for weight in weights:
-        weight.chunk, weight.chunks = driver.chunk_of(weight.name), driver.users_of(weight.name)
+        weight.chunk, weight.chunks = driver.chunk_of(weight.name), driver.chunks_using(weight.name)
         weight.counted = holders.alike(weight.index)[0] == holders.axis.index
         if not weight.alone:
             stages = holders.stages_of(weight.index)

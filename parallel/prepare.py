@@ -23,9 +23,9 @@ from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.model.meta_init import move
 from pdrun.parallel.model.weights import Weight, collect
 from pdrun.parallel.startup.init import Context
-from pdrun.parallel.training.rank_agreement import Agreement, of_model, of_optimizer
+from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model, describe_optimizer
 from pdrun.parallel.zero import optimizer as retarget
-from pdrun.parallel.zero.settings import WHERE, Settings
+from pdrun.parallel.zero.settings import PARALLELIZE, Settings
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Class names of torch's own wrappers; by name, so that they need not be imported."""
@@ -51,7 +51,7 @@ def prepare_model(
     mesh: Mesh,
     settings: Settings,
     job: Context,
-    agreement: Agreement,
+    agreement: RankAgreement,
     seconds: float,
 ) -> PreparedModel:
     """
@@ -68,16 +68,18 @@ def prepare_model(
     device = torch.device(job.device)
     is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm)
     precision = settings.precision
-    if ranks > 1 or settings.level or precision.compute or settings.home is not None:
+    if ranks > 1 or settings.level or precision.compute or settings.master_device is not None:
         _check_forwards(model)
-    keep_own_type = sync_batchnorm.own_weights(model) if precision.inputs else ()
+    keep_own_type = sync_batchnorm.own_weights(model) if precision.input_dtype else ()
     weights = collect(model, settings.layerwise, keep_own_type)
-    optimizer = retarget.make(arguments.optimizer, [w.param for w in weights if w.trained])
+    optimizer = retarget.build_optimizer(
+        arguments.optimizer, [w.param for w in weights if w.trained]
+    )
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    param_hooks.check(weights, [0] * len(weights), WHERE)
-    agreement.check(of_model(model, weights))
-    agreement.check(of_optimizer(optimizer))
+    param_hooks.check(weights, [0] * len(weights), PARALLELIZE)
+    agreement.check_equal(describe_model(model, weights))
+    agreement.check_equal(describe_optimizer(optimizer))
     axes = _build_axes(job, mesh, device, seconds)
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
     sync_batchnorm.place(place.axes[DATA_AXES])
@@ -99,9 +101,13 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
     Return whether some of its weights have no memory yet.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is a {type(model).__name__}", where=WHERE, hint="an nn.Module")
+        raise UsageError(
+            f"the model is a {type(model).__name__}", where=PARALLELIZE, hint="an nn.Module"
+        )
     if getattr(model, "_pdrun", False):
-        raise UsageError("the model belongs to a run already", where=WHERE, hint="make a new one")
+        raise UsageError(
+            "the model belongs to a run already", where=PARALLELIZE, hint="make a new one"
+        )
     _check_unwrapped(model)
     model._pdrun = True
     empty = move(model, device)
@@ -111,7 +117,7 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
     if found:
         raise UsageError(
             f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
-            where=WHERE,
+            where=PARALLELIZE,
             hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
         )
     if world > 1:
@@ -127,7 +133,7 @@ def _check_frequencies(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
             what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
-            raise UsageError(what, where=WHERE, hint="without it; the loss may weigh words")
+            raise UsageError(what, where=PARALLELIZE, hint="without it; the loss may weigh words")
 
 
 def _check_forwards(model: nn.Module) -> None:
@@ -139,7 +145,7 @@ def _check_forwards(model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UsageError(
                 f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
-                where=WHERE,
+                where=PARALLELIZE,
                 hint="without it; a norm of the rows that are looked up may be limited in the model",
             )
 
@@ -151,7 +157,7 @@ def _check_unwrapped(model: nn.Module) -> None:
         if found:
             what = f"{name or 'the model'} is in a {sorted(found)[0]}, which deals with gradients itself"
             hint = "give the model that is inside of it (.module): optimizer_level= says what is cut over the ranks"
-            raise UsageError(what, where=WHERE, hint=hint)
+            raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 
 def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> MeshGroups:
@@ -175,6 +181,6 @@ def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGrou
                 kind = str(buffer.layout).removeprefix("torch.")
                 what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
                 raise UsageError(
-                    what, where=WHERE, hint="a dense one, or an attribute that is no buffer"
+                    what, where=PARALLELIZE, hint="a dense one, or an attribute that is no buffer"
                 )
             axis.broadcast_first(buffer, f"rank 0's {name}")

@@ -131,7 +131,7 @@ class Run:
                 this one.
         """
         state = self.state
-        ranks = state.rows.size, state.rows.index
+        ranks = state.row_axis.size, state.row_axis.index
         yield from state.feed.iter_epoch(
             source, training, state.seed, ranks, state.settings.accumulate, state.batch_slicing
         )
@@ -219,7 +219,7 @@ class Run:
         """
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep}", where="pdrun.Run.save")
-        self.state.guard.check_whole("pdrun.Run.save")
+        self.state.guard.check_not_torn("pdrun.Run.save")
         self.settle()
         seconds = self.state.data_group.watchdog.seconds
         started = self._saving = save_checkpoint(self.state, Path(folder), keep, seconds)
@@ -246,7 +246,7 @@ class Run:
         if found is None:
             raise ConfigError("holds no whole checkpoint", where=str(folder))
         load_checkpoint(self.state, found)
-        self.state.guard.note()
+        self.state.guard.remember_state()
 
     def resume(self, folder: str | Path) -> bool:
         """
@@ -256,7 +256,7 @@ class Run:
         found = self._find_checkpoint(Path(folder))
         if found is not None:
             load_checkpoint(self.state, found)
-            self.state.guard.note()
+            self.state.guard.remember_state()
         return found is not None
 
     def _find_checkpoint(self, folder: Path) -> Path | None:
@@ -294,4 +294,4 @@ class Run:
             ConfigError: it lacks a weight, or one has another shape.
         """
         load_weights(self.state, Path(path))
-        self.state.guard.note()
+        self.state.guard.remember_state()

@@ -21,15 +21,15 @@ from torch.distributed import distributed_c10d
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Kept:
+class _UntracedFunction:
     """What an `untraced` function calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
 
-_kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
-_out = False
+_untraced_functions: weakref.WeakSet[_UntracedFunction] = weakref.WeakSet()
+_compiler_excluded = False
 """Whether `keep_out_compilers` has been called."""
 
 
@@ -38,27 +38,27 @@ def untraced(function: Function) -> Function:
     Return a function that torch.compile calls and does not look into, once `keep_out_compilers` has
     been called.
     """
-    kept = _Kept(function)
-    _kept.add(kept)
-    if _out:
-        kept.function = torch.compiler.disable(function)
+    entry = _UntracedFunction(function)
+    _untraced_functions.add(entry)
+    if _compiler_excluded:
+        entry.function = torch.compiler.disable(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return kept.function(*args, **kwargs)
+        return entry.function(*args, **kwargs)
 
     return cast(Function, call)
 
 
-def keep_out_compilers() -> None:
+def exclude_untraced() -> None:
     """
     Have torch.compile look into no `untraced` function; not before it is wanted, since that imports
     the compiler.
     """
-    global _out
-    if not _out:
-        _out = True
-        for kept in _kept:
+    global _compiler_excluded
+    if not _compiler_excluded:
+        _compiler_excluded = True
+        for kept in _untraced_functions:
             kept.function = torch.compiler.disable(kept.function)
 
 
@@ -82,7 +82,9 @@ def gather_rows(full: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
     Start gathering ``[rows, part, ...]`` along dim 1, each row in its place at once; return torch's
     work handle.
     """
-    return _group(group).allgather_into_tensor_coalesced(list(full.unbind()), list(part.unbind()))
+    return _resolve_group(group).allgather_into_tensor_coalesced(
+        list(full.unbind()), list(part.unbind())
+    )
 
 
 def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
@@ -90,7 +92,9 @@ def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
     Start summing ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's
     work handle.
     """
-    return _group(group).reduce_scatter_tensor_coalesced(list(part.unbind()), list(full.unbind()))
+    return _resolve_group(group).reduce_scatter_tensor_coalesced(
+        list(part.unbind()), list(full.unbind())
+    )
 
 
 def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -100,7 +104,7 @@ def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def symmetric_handle(held: torch.Tensor, group: Any) -> Any:
+def symmetric_handle(memory: torch.Tensor, group: Any) -> Any:
     """
     Return what gives each rank of a group tensors in the others' memory; every one of them calls
     it.
@@ -110,16 +114,16 @@ def symmetric_handle(held: torch.Tensor, group: Any) -> Any:
     """
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.rendezvous(held, _group(group))
+    return _symmetric_memory.rendezvous(memory, _resolve_group(group))
 
 
-def _group(group: Any) -> Any:
+def _resolve_group(group: Any) -> Any:
     if group is None or group is dist.group.WORLD:
         return distributed_c10d._get_default_group()
     return group
 
 
-def meet(name: str, rank: int, world: int) -> None:
+def wait_for_all_ranks(name: str, rank: int, world: int) -> None:
     """
     Return when all ranks of the default group have come here; rank 0, whose process may hold the
     store, last.
@@ -150,9 +154,9 @@ def set_timeout(seconds: float, group: Any = None) -> None:
     call(timedelta(seconds=seconds), group)
 
 
-_made: Counter[tuple[int, ...]] = Counter()
-_naming = threading.Lock()
-_over: list[Any] = []
+_group_counts: Counter[tuple[int, ...]] = Counter()
+_naming_lock = threading.Lock()
+_unused_groups: list[Any] = []
 """Groups whose owners are gone, until `end_groups`."""
 
 
@@ -172,9 +176,9 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
     the very same ranks there were.
     """
     key = tuple(ranks)
-    with _naming:
-        name = f"pdrun-{'-'.join(map(str, key))}-{_made[key]}"
-        _made[key] += 1
+    with _naming_lock:
+        name = f"pdrun-{'-'.join(map(str, key))}-{_group_counts[key]}"
+        _group_counts[key] += 1
         usual = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = lambda _: name
         try:
@@ -183,19 +187,19 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
             )
         finally:
             distributed_c10d._hash_ranks_to_str = usual
-    weakref.finalize(owner, _over.append, made).atexit = False
+    weakref.finalize(owner, _unused_groups.append, made).atexit = False
     return made
 
 
-def end_groups() -> None:
+def destroy_unused_groups() -> None:
     """
     End gloo's groups that nobody needs any more, each of which has threads and connections; called
     between runs.
 
     Groups of accelerators are left to torch: ending one of them waits for the other ranks.
     """
-    while _over:
-        group = _over.pop()
+    while _unused_groups:
+        group = _unused_groups.pop()
         if group in distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
 
@@ -205,7 +209,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-SENT = {
+SENDABLE_DTYPES = {
     torch.float32,
     torch.float64,
     torch.float16,
@@ -221,11 +225,11 @@ SENT = {
 """Types that networks know."""
 
 
-def sendable(tensor: torch.Tensor) -> torch.Tensor:
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """
     Return a contiguous tensor, or its bytes in the same memory where networks do not know its type.
     """
-    if tensor.dtype in SENT:
+    if tensor.dtype in SENDABLE_DTYPES:
         return tensor
     return tensor.detach().view(-1).view(torch.uint8)
 

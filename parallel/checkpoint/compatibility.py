@@ -51,8 +51,8 @@ def check_compatible(state: RunState, reader: CheckpointReader) -> None:
 
 
 def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator[str]:
-    whole = state.original or state.model
-    kept = set(whole.state_dict()) | state.persistent
+    whole = state.original_model or state.model
+    kept = set(whole.state_dict()) | state.persistent_buffers
     known = {
         f"buffers/{name}"
         for name, _ in (*whole.named_buffers(), *state.model.named_buffers())

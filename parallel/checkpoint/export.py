@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def export_weights(state: RunState, path: Path) -> None:
     """Write whole weights and buffers; tied weights have the first of their names."""
     weights = {
-        weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(state.engine)
+        weight.name: (weight.dtype, weight.shape)
+        for weight in wholes.full_weight_order(state.engine)
     }
-    saved = set((state.original or state.model).state_dict())
+    saved = set((state.original_model or state.model).state_dict())
     buffers = {name: buffer for name, buffer in full_buffers(state).items() if name in saved}
     shapes = {
         **weights,
@@ -32,7 +33,7 @@ def export_weights(state: RunState, path: Path) -> None:
         if dtype not in safetensors.DTYPE_NAMES:
             what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
             raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
-    tensors = chain(wholes.full_weights(state.engine), buffers.items())
+    tensors = chain(wholes.iter_full_weights(state.engine), buffers.items())
     if state.context.is_main:
         safetensors.write_file(path, shapes, tensors)
         return
@@ -49,10 +50,12 @@ def load_weights(state: RunState, path: Path) -> None:
         ConfigError: the file lacks a weight, or one has another shape.
     """
     file = safetensors.SafetensorsFile(path)
-    other = {name: group for group in tied_names(state.original or state.model) for name in group}
+    other = {
+        name: group for group in tied_names(state.original_model or state.model) for name in group
+    }
     state.engine.settle()
     with torch.no_grad():
-        for held in wholes.held(state.engine):
+        for held in wholes.local_ranges(state.engine):
             plain = held.weight.name
             tile = held.tile
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
@@ -64,7 +67,7 @@ def load_weights(state: RunState, path: Path) -> None:
             value = value if tile.is_whole else tile.take(value)
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in state.model.named_buffers():
-            if name in state.persistent and name in file.entries:
+            if name in state.persistent_buffers and name in file.entries:
                 found = file.read_tensor(name)
                 if found.shape != buffer.shape:
                     what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
@@ -78,11 +81,11 @@ def full_buffers(state: RunState) -> dict[str, torch.Tensor]:
     Return the buffers of the whole model, those of other stages too; every rank must call this.
     """
     mine = dict(state.model.named_buffers())
-    if state.original is None or state.mesh.pp == 1:
+    if state.original_model is None or state.mesh.pp == 1:
         return mine
     axis = state.axes["pp"]
     found = {}
-    names = dict(state.original.named_buffers())
+    names = dict(state.original_model.named_buffers())
     flags = torch.tensor([[int(name in mine) for name in names]], device=state.device)
     holds = axis.all_gather(flags, 0)
     for place, (name, like) in enumerate(names.items()):

@@ -32,8 +32,8 @@ from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
-from pdrun.parallel.zero.full_tensors import Held
-from pdrun.parallel.zero.full_tensors import held as held_by
+from pdrun.parallel.zero.full_tensors import LocalRange
+from pdrun.parallel.zero.full_tensors import local_ranges as held_by
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -101,10 +101,10 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
                 if once
                 else TensorPiece.for_region(name, tensor.dtype, _region_of(held))
             )
-            if held.first if once else held.mine:
+            if held.saves_scalars if once else held.is_saved_here:
                 pieces.append((piece, _copy_to_host(tensor)))
     for name, buffer in state.model.named_buffers():
-        if name in state.persistent:
+        if name in state.persistent_buffers:
             piece = _full_piece(
                 f"buffers/{name}", buffer
             )  # on every rank, so that all of them refuse what can't be saved
@@ -115,12 +115,12 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
     return pieces, _describe_run(state)
 
 
-def _region_of(held: Held) -> Region:
+def _region_of(held: LocalRange) -> Region:
     """Return which part of its weight a rank holds."""
     return Region(held.tile.shape, held.tile.ranges, held.start, held.stop)
 
 
-def _iter_tensors(state: RunState, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _iter_tensors(state: RunState, held: LocalRange) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """
     Yield the name and value of what a rank holds of a weight, and whether there is one for all of
     the weight.
@@ -166,7 +166,9 @@ def _describe_run(state: RunState) -> dict[str, Any]:
         "scheduler": encode_value(state.scheduler.state_dict())
         if state.scheduler is not None
         else None,
-        "scale": [state.scale.value, state.scale.good] if state.scale else None,
+        "scale": [state.loss_scale.value, state.loss_scale.good_steps]
+        if state.loss_scale
+        else None,
     }
 
 
@@ -277,7 +279,7 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
     try:
         reader = CheckpointReader(folder)
         check_compatible(state, reader)
-        state.guard.torn = str(folder)
+        state.guard.torn_checkpoint = str(folder)
         plain = _read_state(state, reader)
     except PdrunError as error:
         trouble = error
@@ -297,8 +299,8 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
             )
     if state.scheduler is not None and plain["scheduler"] is not None:
         state.scheduler.load_state_dict(plain["scheduler"])
-    if state.scale is not None and plain["scale"] is not None:
-        state.scale.value, state.scale.good = plain["scale"]
+    if state.loss_scale is not None and plain["scale"] is not None:
+        state.loss_scale.value, state.loss_scale.good_steps = plain["scale"]
     state.steps = plain["steps"]
     state.seed = plain["seed"]
     state.feed.set_position(*plain["position"])
@@ -312,7 +314,7 @@ def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
         for held in held_by(state.engine):
             _load_weight(state, reader, held)
         for name, buffer in state.model.named_buffers():
-            if name in state.persistent:
+            if name in state.persistent_buffers:
                 _check_shape(reader, f"buffers/{name}", buffer.shape)
                 buffer.copy_(reader.read_tensor(f"buffers/{name}").view(buffer.shape))
     plain = reader.run_json
@@ -331,7 +333,7 @@ def _check_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) ->
         raise ConfigError(what, where=str(reader.folder))
 
 
-def _load_weight(state: RunState, reader: CheckpointReader, held: Held) -> None:
+def _load_weight(state: RunState, reader: CheckpointReader, held: LocalRange) -> None:
     """
     Read a part of a weight and of its optimizer's state, which has the weight's type where it had
     it there.

@@ -23,7 +23,7 @@ from pdrun.parallel import torch_compat
 from pdrun.parallel.model.forward_wrapper import wrap
 from pdrun.parallel.model.recompute import match
 from pdrun.parallel.model.weights import find_units
-from pdrun.parallel.zero.settings import WHERE, check_globs
+from pdrun.parallel.zero.settings import PARALLELIZE, check_globs
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -47,25 +47,27 @@ def parse_options(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] |
     wrong = [str(key) for key in given if key not in COMPILE_OPTIONS]
     if wrong:
         what = f"compile={value!r}: torch.compile has no {', '.join(wrong)}"
-        raise UsageError(what, where=WHERE, hint=f"modules, {', '.join(COMPILE_OPTIONS)}")
+        raise UsageError(what, where=PARALLELIZE, hint=f"modules, {', '.join(COMPILE_OPTIONS)}")
     more = given.get("options")
     if more is not None and not isinstance(more, Mapping):
         what = f"compile={value!r}: options={more!r} is no dict"
-        raise UsageError(what, where=WHERE, hint='{"options": {"max_autotune": True}}')
+        raise UsageError(what, where=PARALLELIZE, hint='{"options": {"max_autotune": True}}')
     if (
         given.get("mode") in CUDA_GRAPH_MODES
         or given.get("backend") == "cudagraphs"
         or (more or {}).get("triton.cudagraphs")
     ):
         what = f"compile={value!r}: CUDA graphs keep the places of weights, which move when they are gathered"
-        raise UsageError(what, where=WHERE, hint="mode='default' or 'max-autotune-no-cudagraphs'")
+        raise UsageError(
+            what, where=PARALLELIZE, hint="mode='default' or 'max-autotune-no-cudagraphs'"
+        )
     return _require_names(None if globs is None else check_globs("compile's modules", globs)), given
 
 
 def _require_names(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if globs == ():
         hint = 'compile=True for each unit, or ["blocks.*"]'
-        raise UsageError("compile= names no modules", where=WHERE, hint=hint)
+        raise UsageError("compile= names no modules", where=PARALLELIZE, hint=hint)
     return globs
 
 
@@ -105,7 +107,7 @@ def check_combination(
     if inner:
         what = f"recompute={recompute!r} has {inner[0]}, which lies in a compiled module, computed again"
         raise UsageError(
-            what, where=WHERE, hint="recompute what is compiled, or something around it"
+            what, where=PARALLELIZE, hint="recompute what is compiled, or something around it"
         )
     selective = recompute == "selective" or (
         isinstance(recompute, tuple) and recompute[1:] == ("selective",)
@@ -114,10 +116,10 @@ def check_combination(
         f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled
     ):
         what = "recompute='selective' in compiled modules: a compiler chooses by itself what is computed again"
-        raise UsageError(what, where=WHERE, hint="leave recompute= out, or recompute='full'")
+        raise UsageError(what, where=PARALLELIZE, hint="leave recompute= out, or recompute='full'")
     if splits:
         what = "compile= beside a schedule that leaves gradients of weights for later, which a compiled backward cannot"
-        raise UsageError(what, where=WHERE, hint="schedule='1f1b' or 'interleaved'")
+        raise UsageError(what, where=PARALLELIZE, hint="schedule='1f1b' or 'interleaved'")
 
 
 def compile_modules(model: nn.Module, value: Any) -> list[str]:
@@ -132,7 +134,7 @@ def compile_modules(model: nn.Module, value: Any) -> list[str]:
         return []
     globs, options = parsed
     names = find_units(model, None) if globs is None else match(model, globs, "compile")
-    torch_compat.keep_out_compilers()
+    torch_compat.exclude_untraced()
     try:
         kinds = _add_overlap_pass(options)
         for name in names:
@@ -140,6 +142,6 @@ def compile_modules(model: nn.Module, value: Any) -> list[str]:
     except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:
         what = f"compile={value!r}: {str(error).splitlines()[0]}"
         raise UsageError(
-            what, where=WHERE, hint="see torch.compile's mode, backend and options"
+            what, where=PARALLELIZE, hint="see torch.compile's mode, backend and options"
         ) from error
     return names

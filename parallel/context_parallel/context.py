@@ -139,12 +139,12 @@ class ContextParallel:
         cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
         return pytree.tree_unflatten(cut, form)
 
-    def told(self, axes: MeshGroups) -> str:
+    def describe(self, axes: MeshGroups) -> str:
         """Return in words what a run does to sequences."""
         return str(self.sequences(axes))
 
     @contextmanager
-    def running(self, axes: MeshGroups) -> Iterator[None]:
+    def patched_attention(self, axes: MeshGroups) -> Iterator[None]:
         """While this lasts, attention is over whole sequences and tables give this rank's rows."""
         global _current
         sequences = self.sequences(axes)

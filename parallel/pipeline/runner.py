@@ -24,7 +24,7 @@ from pdrun.parallel.pipeline.p2p import Links
 from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule
 from pdrun.parallel.pipeline.stage import Pass, Stages
 from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.loss import check_trains
+from pdrun.parallel.training.loss import check_requires_grad
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.driver import MicroBatch, StepContext
@@ -67,7 +67,7 @@ class Runner:
         self._batches: list[Any] = []
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """See `Driver.splits`."""
         return self.schedule.splits
 
@@ -78,7 +78,7 @@ class Runner:
         """
         return self._owner.get(self.stages.held[name], 0)
 
-    def users_of(self, name: str) -> tuple[int, ...]:
+    def chunks_using(self, name: str) -> tuple[int, ...]:
         """Return the chunks that compute with a weight of this rank."""
         return tuple(sorted(self._mine.index(stage) for stage in self.stages.users[name]))
 
@@ -96,13 +96,13 @@ class Runner:
                     what, where=WHERE, hint="units= of modules that lie on one stage each"
                 )
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         """Return the stages, their shares and the schedule in words."""
         return describe(self.schedule, self.stages.cut)
 
     # ---- a step -------------------------------------------------------------
 
-    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
         Go forward and backward through all micro-batches.
 
@@ -112,8 +112,8 @@ class Runner:
         if len(micros) != self.schedule.microbatches:
             what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatches}"
             raise UsageError(what, where=WHERE)
-        self._begin(run, micros)
-        sums = torch.zeros(len(micros), 2, dtype=widest_float(run.device), device=run.device)
+        self._begin(step, micros)
+        sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device), device=step.device)
         done: dict[tuple[int, bool], int] = {}
         for place, action in enumerate(self._row):
             for soon in self._row[
@@ -121,18 +121,18 @@ class Runner:
             ]:  # what the next action needs travels during this one
                 self.traffic.post(soon, self._live, wait=soon is action)
             if action.kind == "F":
-                told = self._forward(run, action, micros[action.micro])
+                told = self._forward(step, action, micros[action.micro])
                 if told is not None:
                     sums[action.micro] = torch.stack(told).to(sums.dtype)
             else:
                 ends = action.kind != "I"
                 count = done[action.stage, ends] = done.get((action.stage, ends), 0) + 1
-                self._backward(run, action, count == 1, count == len(micros))
+                self._backward(step, action, count == 1, count == len(micros))
         sums = self.traffic.send_losses(sums)
         self.traffic.links.settle()
         return sums
 
-    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
         Go forward only, without gradients.
 
@@ -142,35 +142,35 @@ class Runner:
         """
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
-            self._begin(run, micros)
+            self._begin(step, micros)
             for stage in sorted(self._mine):
                 for micro in micros:
-                    action = Action(stage, "F", micro.place)
+                    action = Action(stage, "F", micro.position)
                     _, sent, tensors, output = self._stage(
-                        run, action, micro, self.traffic.take_forward(action)
+                        step, action, micro, self.traffic.take_forward(action)
                     )
                     if sent is not None:
                         self.traffic.send_on(action, sent, tensors)
                     elif micro.weight:
-                        found[micro.place] = output
-                run.engine.evaluated(self._mine.index(stage))
+                        found[micro.position] = output
+                step.engine.evaluated(self._mine.index(stage))
         self.traffic.links.settle()
         return found
 
-    def _begin(self, run: StepContext, micros: Sequence[MicroBatch]) -> None:
+    def _begin(self, step: StepContext, micros: Sequence[MicroBatch]) -> None:
         self._live.clear()
         self._extra.clear()
-        self._batches = [run.here(micro.batch) for micro in micros]
-        self.traffic.begin(self._batches, run.model.training)
+        self._batches = [step.prepare_batch(micro.batch) for micro in micros]
+        self.traffic.begin(self._batches, step.model.training)
 
     # ---- forward ------------------------------------------------------------
 
     def _forward(
-        self, run: StepContext, action: Action, micro: MicroBatch
+        self, step: StepContext, action: Action, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Do a forward; return the loss's sum and count on the last stage."""
         (told, taken), sent, tensors, output = self._stage(
-            run, action, micro, self.traffic.take(action), judge=True
+            step, action, micro, self.traffic.take(action), judge=True
         )
         work = self._live[action.stage, action.micro] = Work(told, taken, sent)
         if sent is not None:
@@ -181,22 +181,22 @@ class Runner:
             ]  # the tensors themselves may go
             return None
         total, count = output
-        check_trains(total)
+        check_requires_grad(total)
         if not micro.weight:
             total = total * 0.0
             count = count * 0.0
         work.roots = [total]
-        return total.detach().to(widest_float(run.device)), count.to(widest_float(run.device))
+        return total.detach().to(widest_float(step.device)), count.to(widest_float(step.device))
 
     def _stage(
-        self, run: StepContext, action: Action, micro: MicroBatch, came: Came, judge: bool = False
+        self, step: StepContext, action: Action, micro: MicroBatch, came: Came, judge: bool = False
     ) -> tuple[Came, Record | None, list[torch.Tensor], Any]:
         """
         Run a stage's part of the model; return what it sends on, and on the last stage the output
         or its loss.
         """
         told, taken = came
-        batch = self._batches[micro.place]
+        batch = self._batches[micro.position]
         if told is not None:
             for one, tensor in zip(told.sent, taken, strict=True):
                 tensor.requires_grad_(one.grad)
@@ -204,23 +204,36 @@ class Runner:
         calls = told.calls if told else 0
         # what lies before this stage's part in forward may have drawn numbers for blanks
         again = partial(
-            run.rng.begin_forward, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls
+            step.rng.begin_forward,
+            step.steps,
+            micro.slice_index,
+            micro.rows,
+            step.device,
+            part=part,
+            calls=calls,
         )
         one_pass = Pass(
             self.stages, action.stage, batch, told, taken, again if told else lambda: None
         )
         last = action.stage == self.schedule.stages - 1
-        weights = run.engine.forward(part, micro.place)
+        weights = step.engine.forward(part, micro.position)
         split = self.schedule.splits and torch.is_grad_enabled()
-        with weights, run.around(micro, part, calls), deferred.splitting(split):
-            output = self.stages.run(one_pass, lambda: run.objective.output(run.model, batch))
+        with weights, step.forward_context(micro, part, calls), deferred.splitting(split):
+            output = self.stages.run(
+                one_pass, lambda: step.objective.compute_output(step.model, batch)
+            )
             if last and judge:
-                output = run.objective.judge(output, batch, max(len(micro.rows), 1))
-        return came, None if last else one_pass.told(run.rng.dropout_calls), one_pass.outputs, output
+                output = step.objective.compute_loss(output, batch, max(len(micro.rows), 1))
+        return (
+            came,
+            None if last else one_pass.told(step.rng.dropout_calls),
+            one_pass.outputs,
+            output,
+        )
 
     # ---- backward -----------------------------------------------------------
 
-    def _backward(self, run: StepContext, action: Action, first: bool, last: bool) -> None:
+    def _backward(self, step: StepContext, action: Action, first: bool, last: bool) -> None:
         """
         Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of
         the stage.
@@ -228,7 +241,7 @@ class Runner:
         work = self._live[action.stage, action.micro]
         chunk = self._mine.index(action.stage)
         if action.kind == "W":
-            self._weights(run, action, work, first, last)
+            self._weights(step, action, work, first, last)
             return
         roots = work.roots
         work.roots = []
@@ -238,49 +251,51 @@ class Runner:
         if action.kind == "I" or any(
             self._owner[weight] != chunk for weight in self.stages.weights[action.stage]
         ):
-            self._input(run, action, work, roots, grads)
+            self._input(step, action, work, roots, grads)
             self.traffic.send_back(action, work)
             if action.kind == "B":
-                self._weights(run, action, work, first, last)
+                self._weights(step, action, work, first, last)
             return
-        with run.engine.backward(chunk, action.micro, action == self._final[action.stage]):
-            run.engine.begin(first=first, last=last, chunk=chunk)
+        with step.engine.backward(chunk, action.micro, action == self._final[action.stage]):
+            step.engine.begin(first=first, last=last, chunk=chunk)
             extra = self._borrowed(chunk) if last else {}
             if roots or extra:
-                run.backward([*roots, *extra], [*grads, *extra.values()])
+                step.run_backward([*roots, *extra], [*grads, *extra.values()])
             self.traffic.send_back(action, work)
-            run.engine.backward_done()
+            step.engine.backward_done()
         del self._live[action.stage, action.micro]
 
     def _input(
         self,
-        run: StepContext,
+        step: StepContext,
         action: Action,
         work: Work,
         roots: list[Any],
         grads: list[torch.Tensor | None],
     ) -> None:
         """Go backward for the input, and keep what is left to do for the weights."""
-        if work.sent is None and run.scale is not None:
-            roots = [root * run.scale.value for root in roots]
+        if work.sent is None and step.loss_scale is not None:
+            roots = [root * step.loss_scale.value for root in roots]
         inputs = [x for x in work.taken if x.requires_grad]
         weights = list(dict.fromkeys(self.stages.weights[action.stage]))
         chunk = self._mine.index(action.stage)
         last = action == self._final[action.stage]
-        with run.engine.backward(chunk, action.micro, last, for_input=True):
+        with step.engine.backward(chunk, action.micro, last, for_input=True):
             if not roots or not (inputs or weights):
                 return
-            with run.computing():  # forwards may be computed again
+            with step.compute_context():  # forwards may be computed again
                 found, work.later = deferred.backward_input(
                     roots, grads, inputs, weights, self.schedule.splits
                 )
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad
 
-    def _weights(self, run: StepContext, action: Action, work: Work, first: bool, last: bool) -> None:
+    def _weights(
+        self, step: StepContext, action: Action, work: Work, first: bool, last: bool
+    ) -> None:
         """Finish a backward that was split."""
         chunk = self._mine.index(action.stage)
-        run.engine.begin(first=first, last=last, chunk=chunk)
+        step.engine.begin(first=first, last=last, chunk=chunk)
         grads = work.later.finish() if work.later else {}
         for weight in [weight for weight in grads if self._owner[weight] != chunk]:
             _add(self._extra, weight, grads.pop(weight))
@@ -288,7 +303,7 @@ class Runner:
             _add(grads, weight, grad)
         if grads:  # through autograd, so that what waits for a weight's gradient is told of it
             torch.autograd.backward(list(grads), list(grads.values()))
-        run.engine.backward_done()
+        step.engine.backward_done()
         del self._live[action.stage, action.micro]
 
     def _borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:

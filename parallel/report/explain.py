@@ -98,7 +98,7 @@ def build_plan(state: RunState) -> RunPlan:
         state.copies,
         settings.exact,
         settings.gather if settings.level == 3 else None,
-        tuple(state.recomputed),
+        tuple(state.recomputed_modules),
         transfers,
         alone,
         tiles,
@@ -111,7 +111,7 @@ def explain_run(state: RunState, batch: Any = None) -> str:
     settings = state.settings
     plan = build_plan(state)
     world = state.data_group.world
-    rows = state.rows.size
+    rows = state.row_axis.size
     trained = [weight for weight in state.engine.weights if weight.trained]
     total = sum(weight.numel for weight in trained)
     slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
@@ -124,25 +124,25 @@ def explain_run(state: RunState, batch: Any = None) -> str:
     ]
     lines += [GATHER_TEXTS[settings.gather]] if settings.level == 3 else []
     lines += _describe_model_axes(state, plan)
-    lines += [told] if (told := state.driver.explain()) else []
+    lines += [told] if (told := state.driver.describe()) else []
     lines += [
         f"tied, counted once: {' = '.join(names)}"
-        for names in tied_names(state.original or state.model)
+        for names in tied_names(state.original_model or state.model)
     ]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
-    if state.recomputed:
-        lines.append(f"computed again in the backward pass: {', '.join(state.recomputed)}")
-    if state.compiled:
-        lines.append(f"compiled: {', '.join(state.compiled)}")
+    if state.recomputed_modules:
+        lines.append(f"computed again in the backward pass: {', '.join(state.recomputed_modules)}")
+    if state.compiled_modules:
+        lines.append(f"compiled: {', '.join(state.compiled_modules)}")
     lines.append(_describe_exactness(state))
-    if state.objective.plain:
+    if state.objective.is_mean:
         lines.append(
             "the loss returns one number: it is taken for the mean over the rows of its slice"
         )
-    if state.buffers:
+    if state.synced_buffers:
         lines.append(
-            f"{len(state.buffers)} buffers; those that a forward pass changes are rank 0's"
+            f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
         )
     lines += [sent] if (sent := volume.describe_traffic(state)) else []
     found = memory.estimate_memory(state, batch)
@@ -164,8 +164,8 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
         lines.append(
             f"{stage}: {len(state.engine.weights)} weights, {here / MIB:.1f} MiB on this rank"
         )
-    if state.sequences is not None and state.mesh.cp > 1:
-        lines.append(state.sequences.told(state.axes))
+    if state.sequence_slicer is not None and state.mesh.cp > 1:
+        lines.append(state.sequence_slicer.describe(state.axes))
     by_layout: dict[str, list[str]] = {}
     by_sums: dict[str, list[str]] = {}
     for weight in state.engine.weights:
@@ -187,7 +187,7 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
 
 def _describe_exactness(state: RunState) -> str:
     settings = state.settings
-    low = settings.precision.compute or settings.precision.reduce or settings.wire
+    low = settings.precision.compute or settings.precision.reduce or settings.wire_dtype
     if settings.exact and not low:
         if state.mesh.size > state.mesh.dp:
             return "exact over dp: the same bits every time; what the other axes cut has other last bits in one process"

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, take_rows
 from pdrun.parallel.report.model_copies import meta_copy
-from pdrun.parallel.zero.offload import AHEAD
-from pdrun.parallel.zero.optimizer import state_bytes
+from pdrun.parallel.zero.offload import PREFETCH_TENSORS
+from pdrun.parallel.zero.optimizer import state_bytes_per_element
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -118,7 +118,7 @@ class FakeOffload:
     @property
     def prefetch_bytes(self) -> int:
         """Bytes that are on their way back at most while one tensor is used."""
-        return AHEAD * self._largest
+        return PREFETCH_TENSORS * self._largest
 
     def saved_tensors_hooks(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
@@ -161,7 +161,7 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
             rows,
             1
             if state.batch_slicing.full_batch or state.batch_slicing.data_parallel
-            else state.rows.size,
+            else state.row_axis.size,
             times,
         )
         for piece in rank
@@ -176,8 +176,8 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
             take_rows(batch, largest, BatchSlicing(dims=state.batch_slicing.dims)),
         )
-        if state.sequences is not None:
-            part = state.sequences.part(part, state.axes)
+        if state.sequence_slicer is not None:
+            part = state.sequence_slicer.part(part, state.axes)
         ledger = StorageCounter()
         ledger.ignore_existing(
             [
@@ -191,9 +191,9 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
                 param.register_post_accumulate_grad_hook(_drop_grad)
         host = FakeOffload(ledger, state.offload.least) if offloads else None
         with ledger, state.engine.paused(), state.axes.dry_run():
-            with state.computing():
+            with state.compute_context():
                 with host.saved_tensors_hooks() if host is not None else nullcontext():
-                    total, _ = state.objective_of(model, part, largest, 0)
+                    total, _ = state.compute_objective(model, part, largest, 0)
                 total.backward()
         return (ledger.peak + (host.prefetch_bytes if host is not None else 0)) * state.copies
 
@@ -208,7 +208,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     cut = {weight.name for part in engine.cuts for weight in part.weights}
     policy = state.settings.precision
     kept = sum(
-        w.numel * policy.weights(w.dtype, w.wide).itemsize
+        w.numel * policy.weight_dtype(w.dtype, w.wide).itemsize
         for w in engine.weights
         if w.name not in cut
     )
@@ -223,7 +223,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     )
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     trained = sum(param.numel() for param in params if param.device.type == here)
-    optimizer_state = int(trained * state_bytes(state.optimizer, state.device))
+    optimizer_state = int(trained * state_bytes_per_element(state.optimizer, state.device))
     activations = (
         estimate_passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
     )  # a stage's depend on others
@@ -244,7 +244,7 @@ def _gathered_bytes(state: RunState) -> int:
             sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
     root = sizes.pop("", 0)
     units = sorted(sizes.values())
-    return root + sum(units if state.settings.keeps else units[-2:])
+    return root + sum(units if state.settings.keep_for_step else units[-2:])
 
 
 def _gradient_bytes(state: RunState) -> int:
@@ -258,7 +258,8 @@ def _gradient_bytes(state: RunState) -> int:
     for part in state.engine.bundles:
         size = part.layout.numel * part.dtype.itemsize
         waiting = max(
-            waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights)
+            waiting,
+            sum(w.numel * policy.weight_dtype(w.dtype, w.wide).itemsize for w in part.weights),
         )
         if part.comm.shards == 1:
             totals += size

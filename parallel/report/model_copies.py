@@ -26,16 +26,16 @@ def reference_copy(state: RunState) -> nn.Module:
     full = weights_by_name(state.engine)
 
     def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
-        dtype = state.settings.precision.weights(weight.dtype, weight.wide)
+        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.wide)
         return param_hooks.carry(
             param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
         )
 
-    if state.original is not None:
-        params = dict(state.original.named_parameters())
+    if state.original_model is not None:
+        params = dict(state.original_model.named_parameters())
         for entry in state.engine.catalogue.entries:
             memo[id(params[entry.name])] = value_of(entry, params[entry.name])
-        made = copy.deepcopy(state.original, memo)
+        made = copy.deepcopy(state.original_model, memo)
         here = full_buffers(state)
         with torch.no_grad():
             for name, buffer in made.named_buffers():
@@ -56,7 +56,7 @@ def meta_copy(state: RunState, fake: Any) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for weight in state.engine.weights:
-        dtype = state.settings.precision.weights(weight.dtype, weight.wide)
+        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.wide)
         value = torch.empty(weight.shape, dtype=dtype, device=state.device)
         memo[id(weight.param)] = set_tile(nn.Parameter(value, weight.trained), weight.tile)
     for buffer in state.model.buffers():

@@ -49,7 +49,7 @@ def count_traffic(state: RunState) -> dict[str, TrafficVolume]:
         if cut.comm.shards > 1:
             times = (
                 2 * passes
-                if cut.released and cut.weights[0].unit and not state.settings.keeps
+                if cut.released and cut.weights[0].unit and not state.settings.keep_for_step
                 else 1
             )
             _add_volume(found, "all_gather", times, _shard_bytes(cut))
@@ -71,7 +71,7 @@ def describe_traffic(state: RunState) -> str:
 
 
 def _shard_bytes(cut: Cut) -> int:
-    return cut.layout.length * int(cut.compute.itemsize)
+    return cut.layout.shard_numel * int(cut.compute.itemsize)
 
 
 def _count_sums(found: dict[str, TrafficVolume], part: GradBundle, times: int) -> None:

@@ -158,7 +158,7 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
 
 def _tolerances(state: RunState) -> tuple[float, float]:
     """Return how far gradients and losses may be off."""
-    if state.settings.precision.compute or state.settings.wire:
+    if state.settings.precision.compute or state.settings.wire_dtype:
         return LOW_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.mesh.pp > 1:
         return FP32_TOLERANCE, PIPELINE_TOLERANCE
@@ -175,17 +175,17 @@ def _probe_run(
     Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training
     would find it.
     """
-    if state.scale is None:
+    if state.loss_scale is None:
         return probe_gradients(state, batch)
-    before = state.scale.value
+    before = state.loss_scale.value
     try:
         while True:
             found = probe_gradients(state, batch)
-            if bool(torch.isfinite(found[1])) or state.scale.value < 1:
+            if bool(torch.isfinite(found[1])) or state.loss_scale.value < 1:
                 return found
-            state.scale.value /= 2
+            state.loss_scale.value /= 2
     finally:
-        state.scale.value = before
+        state.loss_scale.value = before
 
 
 def _iter_batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
@@ -221,7 +221,7 @@ def _compute_reference(
     much the loss of the first two slices changes where they are one.
     """
     model = reference_copy(state)
-    world = state.rows.size
+    world = state.row_axis.size
     times = state.settings.accumulate
     strategy = BatchSlicing(dims=state.batch_slicing.dims)
     pieces = slice_rows(count_rows(batch, strategy), world, times)
@@ -245,9 +245,11 @@ def _compute_reference(
         for index, rows in order:
             if len(rows):
                 part = to_device(
-                    take_rows(batch, rows, strategy), state.device, state.settings.precision.inputs
+                    take_rows(batch, rows, strategy),
+                    state.device,
+                    state.settings.precision.input_dtype,
                 )
-                total, count = state.objective_of(model, part, rows, index)
+                total, count = state.compute_objective(model, part, rows, index)
                 total.backward()
                 totals.append(float(total.detach()))
                 counts.append(float(count))
@@ -256,10 +258,10 @@ def _compute_reference(
         if len(rows_of) > 1 and not joined:
             both = _join_ranges(rows_of[:2])
             part = to_device(
-                take_rows(batch, both, strategy), state.device, state.settings.precision.inputs
+                take_rows(batch, both, strategy), state.device, state.settings.precision.input_dtype
             )
             with torch.no_grad():
-                at_once = float(state.objective_of(model, part, both, 0)[0])
+                at_once = float(state.compute_objective(model, part, both, 0)[0])
                 apart = totals[0] + totals[1]
             across = abs(at_once - apart) / max(abs(apart), 1e-6)
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.clients.member import DynamicMember
 
 
-def enter(
+def join_cluster(
     environ: Mapping[str, str], prepare: Callable[[], None]
 ) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
@@ -41,10 +41,10 @@ def enter(
         sys.exit(dynamic.run_scheduler(spec))
     prepare()
     member = dynamic.join_cluster(spec)
-    return member, worker_of(member)
+    return member, worker_env_of(member)
 
 
-def worker_of(member: DynamicMember) -> WorkerEnv:
+def worker_env_of(member: DynamicMember) -> WorkerEnv:
     """
     Return the member's place in the launcher's terms.
 
@@ -91,22 +91,22 @@ def open_store(dist: Any, member: DynamicMember) -> Any:
     )
 
 
-def on_loopback(member: DynamicMember) -> bool:
+def is_on_loopback(member: DynamicMember) -> bool:
     """Whether all workers meet on this machine's loopback address."""
     return member.master.host.startswith("127.") or member.master.host == "::1"
 
 
-def loopback_interface() -> str:
+def loopback_interface_name() -> str:
     """Return the name that this system gives its loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def use_loopback() -> bool:
+def bind_gloo_to_loopback() -> bool:
     """
     Keep gloo on loopback unless the user chose an interface; return whether the variable was set
     here.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface_name()
     return True

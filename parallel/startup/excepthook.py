@@ -15,15 +15,17 @@ from typing import Any
 from pdrun.errors import PdrunError
 
 
-def watch() -> None:
+def install_excepthook() -> None:
     """
     Have errors of pdrun that nobody catches end the process so; calling it again changes nothing.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _tell
+        sys.excepthook = _print_error
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> Any:
     if not isinstance(error, PdrunError):
         return sys.__excepthook__(kind, error, trace)
     # torch's hook calls this one with a buffer in place of stderr, which it drops when a hook

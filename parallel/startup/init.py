@@ -29,7 +29,7 @@ from pdrun.backends.base import Backend
 from pdrun.backends.detect import choose_backend, probe_all
 from pdrun.backends.detect import get_backend as backend_named
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.startup import excepthook as complain
+from pdrun.parallel.startup import excepthook as excepthook
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Context:
         Leave the process group that `init` made; one that the script made is left alone. May be
         called twice.
         """
-        _close()
+        _close_context()
 
     def __enter__(self) -> Context:
         return self
@@ -88,7 +88,7 @@ class Context:
 
 
 @dataclass
-class _Process:
+class _ProcessState:
     """What this process has: mutable, one, private."""
 
     context: Context | None = None
@@ -106,7 +106,7 @@ class _Process:
     """Whether GLOO_SOCKET_IFNAME was set here and is to be taken back."""
 
 
-_process = _Process()
+_process = _ProcessState()
 
 
 def init(
@@ -139,23 +139,23 @@ def init(
         RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this
             process.
     """
-    complain.watch()
+    excepthook.install_excepthook()
     elastic.attach()
     if timeout is not None and timeout <= 0:
         raise UsageError(f"a timeout of {timeout} s is not above 0", where="pdrun.init")
     if _process.context is None:
-        _process.context = _build(os.environ, backend, collective, group)
+        _process.context = _build_context(os.environ, backend, collective, group)
         if not _process.pid:
-            atexit.register(_at_exit)
+            atexit.register(_close_at_exit)
         _process.pid = os.getpid()
     else:
-        _compare(_process.context, backend, collective)
+        _check_same_arguments(_process.context, backend, collective)
     if group:
         _open_group(_process.context, collective or "", timeout)
     return _process.context
 
 
-def _compare(context: Context, backend: str | None, collective: str | None) -> None:
+def _check_same_arguments(context: Context, backend: str | None, collective: str | None) -> None:
     for wanted, has, what in (
         (backend, context.backend, "backend"),
         (collective, context.collective, "collective"),
@@ -167,14 +167,18 @@ def _compare(context: Context, backend: str | None, collective: str | None) -> N
             )
 
 
-def _build(
+def _build_context(
     environ: Mapping[str, str], backend: str | None, collective: str | None, group: bool
 ) -> Context:
     """Find out which situation this is, and choose the device."""
     worker = WorkerEnv.from_env(environ)
     if worker is None:
-        worker = _dynamic(environ, group) or _task(environ, group) or _alone()
-    table = _table(backend or worker.device_kind, group)
+        worker = (
+            _join_dynamic_cluster(environ, group)
+            or _join_mpi_tasks(environ, group)
+            or _single_process()
+        )
+    table = _find_backend(backend or worker.device_kind, group)
     return Context(
         rank=worker.rank,
         world_size=worker.world_size,
@@ -182,7 +186,7 @@ def _build(
         local_world_size=worker.local_world_size,
         node_rank=worker.node_rank,
         nodes=worker.nodes,
-        device=_device(table, worker.device_index, group),
+        device=_open_device(table, worker.device_index, group),
         backend=table.name,
         collective=collective or (worker.collective if not backend else "") or table.collective,
         generation=worker.generation,
@@ -190,13 +194,13 @@ def _build(
     )
 
 
-def _alone() -> WorkerEnv:
+def _single_process() -> WorkerEnv:
     return WorkerEnv(
         0, 1, 0, 1, 0, 1, master_addr="", master_port=0, run_id="", device_kind="", collective=""
     )
 
 
-def _prepare(group: bool) -> None:
+def _import_torch(group: bool) -> None:
     """
     Import torch now: it would be next anyway.
 
@@ -209,25 +213,25 @@ def _prepare(group: bool) -> None:
         import_torch()
 
 
-def _dynamic(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
+def _join_dynamic_cluster(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
     """Join the dynamic cluster that the environment names, if it names one."""
     if _process.worker is None and any(name.startswith(("PDRUN_", "MS_")) for name in environ):
-        from pdrun.parallel.startup.dynamic_cluster import enter
+        from pdrun.parallel.startup.dynamic_cluster import join_cluster
 
-        _process.member, _process.worker = enter(environ, lambda: _prepare(group))
+        _process.member, _process.worker = join_cluster(environ, lambda: _import_torch(group))
     return _process.worker
 
 
-def _task(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
+def _join_mpi_tasks(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
     """Meet the other tasks of mpirun, srun and their kin, where this process is one of several."""
     if _process.worker is None:
-        from pdrun.parallel.startup.mpi_tasks import enter
+        from pdrun.parallel.startup.mpi_tasks import join_tasks
 
-        _process.member, _process.worker = enter(environ, lambda: _prepare(group))
+        _process.member, _process.worker = join_tasks(environ, lambda: _import_torch(group))
     return _process.worker
 
 
-def _table(kind: str, group: bool) -> Backend:
+def _find_backend(kind: str, group: bool) -> Backend:
     """Return the table of the kind that was named, or of what this machine offers."""
     if kind:
         return backend_named(kind)
@@ -244,7 +248,7 @@ def _has_torch() -> bool:
     return find_spec("torch") is not None
 
 
-def _device(table: Backend, index: int, group: bool) -> Any:
+def _open_device(table: Backend, index: int, group: bool) -> Any:
     """Return the device, opened by torch; only its name where torch is not installed."""
     if group or _has_torch():
         from pdrun.backends.collectives import open_device
@@ -268,27 +272,27 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
             )
         return
     group_backend(table, collective)  # complain before anything is opened
-    store = _store(dist, context, os.environ)
+    store = _open_store(dist, context, os.environ)
     open_group(table, collective, context.device, context.rank, context.world_size, timeout, store)
     _process.owns_group = True
     _process.groups = _process.groups + 1
     if context.world_size > 1:
         from pdrun.parallel import torch_compat
 
-        torch_compat.meet(str(_process.groups), context.rank, context.world_size)
+        torch_compat.wait_for_all_ranks(str(_process.groups), context.rank, context.world_size)
 
 
-def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
+def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
     """
     Return the store at which the workers meet, or None for the one that MASTER_ADDR and MASTER_PORT
     name.
     """
-    from pdrun.parallel.startup import dynamic_cluster as cluster
+    from pdrun.parallel.startup import dynamic_cluster as dynamic_cluster
 
     if _process.member is not None:
-        if cluster.on_loopback(_process.member):
-            _process.interface = cluster.use_loopback()
-        _process.store = _process.store or cluster.open_store(dist, _process.member)
+        if dynamic_cluster.is_on_loopback(_process.member):
+            _process.interface = dynamic_cluster.bind_gloo_to_loopback()
+        _process.store = _process.store or dynamic_cluster.open_store(dist, _process.member)
         return dist.PrefixStore(f"pdrun/{_process.groups}", _process.store)
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         return None
@@ -300,12 +304,12 @@ def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
             hint="start the script with pdrun",
         )
     _process.interface = (
-        cluster.use_loopback()
+        dynamic_cluster.bind_gloo_to_loopback()
     )  # a world of one needs neither a network nor this host's name
     return dist.HashStore()
 
 
-def _close() -> None:
+def _close_context() -> None:
     """
     Undo what `init` did; the context object keeps its numbers, and a later `init` starts anew.
     """
@@ -323,7 +327,7 @@ def _close() -> None:
             dist.destroy_process_group()
 
 
-def _at_exit() -> None:
+def _close_at_exit() -> None:
     """
     Leave in order; after an exception the group is left as it is, since destroying one may wait for
     dead peers.
@@ -332,4 +336,4 @@ def _at_exit() -> None:
         return
     if getattr(sys, "last_value", None) is not None:
         _process.owns_group = False
-    _close()
+    _close_context()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.security import Secret
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
-MARKS = (
+TASK_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
     "PMIX_RANK",
@@ -45,15 +45,15 @@ MARKS = (
     "FLUX_TASK_RANK",
 )
 """Without one of these nobody is asked anything."""
-_NO_TASKS = ("pdrun", "torchrun", "pet", "mindspore", "ascend")
+_OWN_LAUNCHERS = ("pdrun", "torchrun", "pet", "mindspore", "ascend")
 LOOPBACK = "127.0.0.1"
-TIMEOUT = 600.0
+JOIN_TIMEOUT_SECONDS = 600.0
 """Seconds for all ranks to come together."""
-PATIENCE = 3.0
+QUIET_SECONDS = 3.0
 """Seconds after which it is said who is missing."""
 
 
-def enter(
+def join_tasks(
     environ: Mapping[str, str], prepare: Callable[[], None]
 ) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
@@ -68,7 +68,7 @@ def enter(
             pass.
         RendezvousError, AuthenticationError: the tasks did not come together.
     """
-    if not any(name in environ for name in MARKS):
+    if not any(name in environ for name in TASK_VARIABLES):
         return None, None
     from pdrun.launcher.adapters.detect import detect_launcher
     from pdrun.launcher.adapters.probes import make_probes
@@ -77,7 +77,7 @@ def enter(
     found = detect_launcher(environ, probes)
     if (
         found.kind != "task"
-        or found.launcher in _NO_TASKS
+        or found.launcher in _OWN_LAUNCHERS
         or found.rank is None
         or found.world == 1
     ):
@@ -89,10 +89,10 @@ def enter(
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
         )
     prepare()
-    return _meet(found, environ, probes)
+    return _join_scheduler(found, environ, probes)
 
 
-def meeting_point(found: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
+def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
     """
     Return where the tasks meet: the same in all of them. Pure but for the probes.
 
@@ -101,7 +101,7 @@ def meeting_point(found: LauncherInfo, environ: Mapping[str, str], probes: Probe
     """
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
-    port = found.port if found.port is not None else port_for_job(f"{job_of(found)}-tasks")
+    port = found.port if found.port is not None else port_for_job(f"{job_name_of(found)}-tasks")
     if found.local_size == found.world:
         return Endpoint(LOOPBACK, port)
     host = found.hosts[0].name if found.hosts else found.head
@@ -121,33 +121,35 @@ def meeting_point(found: LauncherInfo, environ: Mapping[str, str], probes: Probe
     return Endpoint(host, port)
 
 
-def job_of(found: LauncherInfo) -> str:
+def job_name_of(found: LauncherInfo) -> str:
     """Return the job's name, which keeps jobs apart that meet at one port."""
     return found.job_name or f"{found.launcher}-{found.world}"
 
 
-def _meet(
+def _join_scheduler(
     found: LauncherInfo, environ: Mapping[str, str], probes: Probes
 ) -> tuple[DynamicMember, WorkerEnv]:
-    from pdrun.parallel.startup.dynamic_cluster import worker_of
+    from pdrun.parallel.startup.dynamic_cluster import worker_env_of
     from pdrun.rendezvous.clients.member import join_scheduler
     from pdrun.rendezvous.protocol.security import find_secret
 
-    scheduler = meeting_point(found, environ, probes)
-    job = job_of(found)
+    scheduler = scheduler_endpoint(found, environ, probes)
+    job = job_name_of(found)
     secret = find_secret()[0]
     if found.rank == 0:
-        child = _serve(scheduler, job, found, secret, probes)
-        atexit.register(_stay, child)  # before the member's own: it must have left by then
+        child = _start_scheduler(scheduler, job, found, secret, probes)
+        atexit.register(
+            _wait_for_others, child
+        )  # before the member's own: it must have left by then
         scheduler = child.endpoint
-    say, all_met = _voice(found.rank or 0)
+    say, all_met = _make_announcer(found.rank or 0)
     member = join_scheduler(
         scheduler,
         secret,
         job=job,
         name=f"rank-{found.rank:08d}",
         rank=found.rank,
-        timeout=TIMEOUT,
+        timeout=JOIN_TIMEOUT_SECONDS,
         show_line=say,
     )
     all_met()
@@ -156,7 +158,7 @@ def _meet(
         raise ConfigError(
             f"{found.title} counts {found.world} ranks, the scheduler has {member.world_size}"
         )
-    worker = worker_of(member)
+    worker = worker_env_of(member)
     if found.local_rank is not None and found.local_size is not None:
         worker = replace(
             worker,
@@ -169,7 +171,7 @@ def _meet(
     return member, worker
 
 
-def _serve(
+def _start_scheduler(
     scheduler: Endpoint, job: str, found: LauncherInfo, secret: Secret, probes: Probes
 ) -> SchedulerChild:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
@@ -180,7 +182,7 @@ def _serve(
         job=job,
         run=f"{job[:40]}-{secrets.token_hex(4)}",
         nodes=found.world,
-        start_timeout=TIMEOUT,
+        start_timeout=JOIN_TIMEOUT_SECONDS,
         grace=30.0,
         host=socket.gethostname(),
         unit="worker",
@@ -198,7 +200,7 @@ def _serve(
         raise
 
 
-def _stay(child: SchedulerChild) -> None:
+def _wait_for_others(child: SchedulerChild) -> None:
     """
     Wait until the others have ended too, unless this process is on its way out of a failure: then
     all are told.
@@ -209,7 +211,7 @@ def _stay(child: SchedulerChild) -> None:
     child.close()
 
 
-def _voice(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
+def _make_announcer(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
     """
     Return what says a line, and what to call once all have met.
 
@@ -222,7 +224,7 @@ def _voice(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
     met = list[bool]()
 
     def say(text: str) -> None:
-        if met or (rank == 0 and time.monotonic() > began + PATIENCE):
+        if met or (rank == 0 and time.monotonic() > began + QUIET_SECONDS):
             async_writer.write_message(text)
 
     return say, lambda: met.append(True)

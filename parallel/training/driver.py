@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.loss import check_trains
+from pdrun.parallel.training.loss import check_requires_grad
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
@@ -50,8 +50,8 @@ class MicroBatch:
     batch: Any
     rows: range
     weight: float
-    index: int
-    place: int
+    slice_index: int
+    position: int
 
 
 class StepContext(Protocol):
@@ -97,15 +97,15 @@ class StepContext(Protocol):
         ...
 
     @property
-    def scale(self) -> LossScale | None:
+    def loss_scale(self) -> LossScale | None:
         """The loss scale; None unless the model computes in fp16."""
         ...
 
-    def here(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a micro-batch as the model gets it: on this rank's device, in the policy's type."""
         ...
 
-    def around(
+    def forward_context(
         self, micro: MicroBatch, part: int = 0, calls: int = 0
     ) -> AbstractContextManager[None]:
         """
@@ -117,14 +117,14 @@ class StepContext(Protocol):
         """
         ...
 
-    def computing(self) -> AbstractContextManager[None]:
+    def compute_context(self) -> AbstractContextManager[None]:
         """
         Return the context manager of forwards and backwards: torch's dropout and attention functions are
         replaced by pdrun's in it.
         """
         ...
 
-    def backward(
+    def run_backward(
         self,
         tensors: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None] | None = None,
@@ -146,11 +146,11 @@ class Driver(Protocol):
     """Runs the forwards and backwards of a step's micro-batches."""
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether backwards leave gradients of weights for later."""
         ...
 
-    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
         Do all forwards and backwards of a step.
 
@@ -160,14 +160,14 @@ class Driver(Protocol):
         """
         ...
 
-    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
         Return the model's outputs on micro-batches, forward only; None on ranks that the last stage
         isn't on.
         """
         ...
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         """Return in words what `Run.explain` tells of it; may be empty."""
         ...
 
@@ -179,7 +179,7 @@ class Driver(Protocol):
         """
         ...
 
-    def users_of(self, name: str) -> tuple[int, ...]:
+    def chunks_using(self, name: str) -> tuple[int, ...]:
         """
         Return the chunks of this rank's stage that compute with a weight of this rank; at least
         one.
@@ -196,54 +196,58 @@ class Driver(Protocol):
         ...
 
 
-class Plain:
+class SimpleDriver:
     """One micro-batch after the other, the whole model at once."""
 
-    splits = False
+    splits_backward = False
 
     def chunk_of(self, name: str) -> int:
         """See `Driver.chunk_of`."""
         return 0
 
-    def users_of(self, name: str) -> tuple[int, ...]:
+    def chunks_using(self, name: str) -> tuple[int, ...]:
         """See `Driver.users_of`."""
         return (0,)
 
     def check_units(self, names: Sequence[str]) -> None:
         """See `Driver.check_units`; there are no stages."""
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         """See `Driver.explain`."""
         return ""
 
-    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """See `Driver.evaluate`; None for a micro-batch without rows."""
         found: list[Any] = []
         for micro in micros:
-            with torch.no_grad(), run.engine.forward(micro=micro.place), run.around(micro):
-                output = run.objective.output(run.model, run.here(micro.batch))
+            with (
+                torch.no_grad(),
+                step.engine.forward(micro=micro.position),
+                step.forward_context(micro),
+            ):
+                output = step.objective.compute_output(step.model, step.prepare_batch(micro.batch))
             found.append(output if micro.weight else None)
-        run.engine.evaluated()
+        step.engine.evaluated()
         return found
 
-    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""
         sums: list[torch.Tensor] = []
-        wide = widest_float(run.device)
+        wide = widest_float(step.device)
         for micro in micros:
-            first = micro.place == 0
-            last = micro.place == len(micros) - 1
-            with run.engine.forward(micro=micro.place), run.around(micro):
-                total, count = run.objective(
-                    run.model, run.here(micro.batch), max(len(micro.rows), 1)
+            first = micro.position == 0
+            last = micro.position == len(micros) - 1
+            with step.engine.forward(micro=micro.position), step.forward_context(micro):
+                total, count = step.objective(
+                    step.model, step.prepare_batch(micro.batch), max(len(micro.rows), 1)
                 )
-            check_trains(total)
+            check_requires_grad(total)
             if not micro.weight:
                 total = total * 0.0
                 count = count * 0.0
             sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
-            with run.engine.backward(micro=micro.place, last=last):
-                run.engine.begin(first, last)
-                run.backward([total])
-                run.engine.backward_done()
+            with step.engine.backward(micro=micro.position, last=last):
+                step.engine.begin(first, last)
+                step.run_backward([total])
+                step.engine.backward_done()
         return torch.stack(sums)

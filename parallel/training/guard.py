@@ -12,10 +12,10 @@ from pdrun.errors import UsageError
 from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.zero.engine import Engine
 
-WHERE = "pdrun.Run.step"
+RUN_STEP = "pdrun.Run.step"
 
 
-class Guard:
+class ConsistencyGuard:
     """
     Remembers what is in order, and refuses a step where it no longer is.
 
@@ -29,21 +29,21 @@ class Guard:
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        self._resting = sync_batchnorm.resting(model) if ranks > 1 else []
+        self._resting_norms = sync_batchnorm.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
         self._hooks = param_hooks.counts(engine.weights)
-        self._own = [after for _, after in self._hooks]
-        self.torn = ""
+        self._own_hooks = [after for _, after in self._hooks]
+        self.torn_checkpoint = ""
         """The checkpoint of which only a part may have been taken up."""
-        self.note()
+        self.remember_state()
 
-    def note(self) -> None:
+    def remember_state(self) -> None:
         """Remember weights and groups as they are now."""
-        self.torn = ""
+        self.torn_checkpoint = ""
         self._versions = [weight.param._version for weight in self._engine.copied]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """
         Look whether all is as it was noted.
 
@@ -52,32 +52,34 @@ class Guard:
                 gradient reaches), or that
                 would make each rank compute by its own rows.
         """
-        self.check_whole(WHERE)
-        sync_batchnorm.check_resting(self._resting)
+        self.check_not_torn(RUN_STEP)
+        sync_batchnorm.check_resting(self._resting_norms)
         found = param_hooks.counts(self._engine.weights)
         if found != self._hooks:
-            param_hooks.check(self._engine.weights, self._own, WHERE)
+            param_hooks.check(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:
                 what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
                 what += "overwritten"
                 raise UsageError(
-                    what, where=WHERE, hint="run.load_weights(FILE), or run.load(FOLDER)"
+                    what, where=RUN_STEP, hint="run.load_weights(FILE), or run.load(FOLDER)"
                 )
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.turned:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
             what += f"{len(self._groups)} when the run was made"
-            raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")
+            raise UsageError(
+                what, where=RUN_STEP, hint="form all groups in optimizer= of parallelize"
+            )
 
-    def check_whole(self, where: str) -> None:
+    def check_not_torn(self, where: str) -> None:
         """
         Refuse to go on with weights of which some are a checkpoint's that could not be read to its
         end.
         """
-        if self.torn:
-            what = f"a part of {self.torn} has been taken up, the rest of which could not be read"
+        if self.torn_checkpoint:
+            what = f"a part of {self.torn_checkpoint} has been taken up, the rest of which could not be read"
             raise UsageError(
                 what, where=where, hint="run.load another checkpoint, or make a new run"
             )

@@ -29,15 +29,15 @@ import torch
 
 from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.driver import MicroBatch, Plain, StepContext
-from pdrun.parallel.training.loss import check_trains
-from pdrun.parallel.training.turn_taking import Baton
+from pdrun.parallel.training.driver import MicroBatch, SimpleDriver, StepContext
+from pdrun.parallel.training.loss import check_requires_grad
+from pdrun.parallel.training.turn_taking import TurnTaking
 
-Part = Callable[[], Any]
+CopyFunction = Callable[[], Any]
 """A copy's forward or backward."""
 
 
-class Interleaved(Plain):
+class InterleavedDriver(SimpleDriver):
     """
     Works through micro-batches ``copies`` at a time.
 
@@ -47,64 +47,70 @@ class Interleaved(Plain):
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
-        self.turns = 0
+        self.switches = 0
         """How often one copy has taken over from another so far."""
         self._streams: list[Any] = []
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         """See `Driver.explain`."""
         return f"{self.copies} slices at a time: one computes while another waits for a collective"
 
-    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""
         sums: list[torch.Tensor] = []
         for start in range(0, len(micros), self.copies):
             group = micros[start : start + self.copies]
             last = start + len(group) == len(micros)
-            with run.computing(), run.engine.forward(micro=start):
-                losses = self._together(run, [_forward(run, micro) for micro in group])
+            with step.compute_context(), step.engine.forward(micro=start):
+                losses = self._run_copies(step, [_make_forward(step, micro) for micro in group])
             sums += [
-                torch.stack([x.detach().to(widest_float(run.device)) for x in loss])
+                torch.stack([x.detach().to(widest_float(step.device)) for x in loss])
                 for loss in losses
             ]
-            with run.computing(), run.engine.backward(micro=start, last=last):
-                run.engine.begin(first=start == 0, last=last, times=len(group))
-                self._backward(run, [total for total, _ in losses])
-                run.engine.backward_done()
+            with step.compute_context(), step.engine.backward(micro=start, last=last):
+                step.engine.begin(first=start == 0, last=last, times=len(group))
+                self._run_backwards(step, [total for total, _ in losses])
+                step.engine.backward_done()
         return torch.stack(sums)
 
-    def _backward(self, run: StepContext, totals: list[torch.Tensor]) -> None:
-        if run.device.type == "cpu":
-            self._together(run, [lambda total=total: run.backward([total]) for total in totals])  # type: ignore[misc]
+    def _run_backwards(self, step: StepContext, totals: list[torch.Tensor]) -> None:
+        if step.device.type == "cpu":
+            self._run_copies(
+                step, [lambda total=total: step.run_backward([total]) for total in totals]
+            )  # type: ignore[misc]
         else:
-            run.backward(totals)
+            step.run_backward(totals)
 
-    def _together(self, run: StepContext, parts: Sequence[Part]) -> list[Any]:
+    def _run_copies(self, step: StepContext, parts: Sequence[CopyFunction]) -> list[Any]:
         """Run the copies' parts in turns, each on its stream where the device has some."""
-        baton = Baton(len(parts), lambda: _leave(run), lambda kept: _enter(run, kept))
-        with run.axes.overlapping(baton.pause), self._beside(run, parts) as found:
-            results = baton.run(found)
-        self.turns += baton.turns
+        turns = TurnTaking(
+            len(parts), lambda: _save_copy_state(step), lambda kept: _restore_copy_state(step, kept)
+        )
+        with step.axes.overlapping(turns.yield_turn), self._on_streams(step, parts) as found:
+            results = turns.run_all(found)
+        self.switches += turns.switches
         return results
 
     @contextmanager
-    def _beside(self, run: StepContext, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    def _on_streams(
+        self, step: StepContext, parts: Sequence[CopyFunction]
+    ) -> Iterator[list[CopyFunction]]:
         """
         Yield the parts, each on a stream of its own that begins after and ends before the caller's.
         """
-        if run.device.type == "cpu":
+        if step.device.type == "cpu":
             yield list(parts)
             return
-        kit = getattr(torch, run.device.type)
+        kit = getattr(torch, step.device.type)
         while len(self._streams) < len(parts):
-            self._streams.append(kit.Stream(run.device))
-        here = kit.current_stream(run.device)
+            self._streams.append(kit.Stream(step.device))
+        here = kit.current_stream(step.device)
         for stream in self._streams:
             stream.wait_stream(here)
 
-        def placed(part: Part, stream: Any) -> Part:
+        def placed(part: CopyFunction, stream: Any) -> CopyFunction:
             def go() -> Any:
-                with kit.device(run.device), kit.stream(stream):
+                with kit.device(step.device), kit.stream(stream):
                     return part()
 
             return go
@@ -114,26 +120,28 @@ class Interleaved(Plain):
             here.wait_stream(stream)
 
 
-def _forward(run: StepContext, micro: MicroBatch) -> Part:
+def _make_forward(step: StepContext, micro: MicroBatch) -> CopyFunction:
     """Return what computes a micro-batch's (sum, count), both 0 where it stands in for no rows."""
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        with run.around(micro):
-            total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
-        check_trains(total)
+        with step.forward_context(micro):
+            total, count = step.objective(
+                step.model, step.prepare_batch(micro.batch), max(len(micro.rows), 1)
+            )
+        check_requires_grad(total)
         return (total, count) if micro.weight else (total * 0.0, count * 0.0)
 
     return forward
 
 
-def _leave(run: StepContext) -> Any:
+def _save_copy_state(step: StepContext) -> Any:
     """
     Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
     of its rows.
     """
-    return run.rng.save_state(run.device), sync_batchnorm.SyncedBatchNorm.weight_of_rows
+    return step.rng.save_state(step.device), sync_batchnorm.SyncedBatchNorm.weight_of_rows
 
 
-def _enter(run: StepContext, kept: Any) -> None:
+def _restore_copy_state(step: StepContext, kept: Any) -> None:
     place, sync_batchnorm.SyncedBatchNorm.weight_of_rows = kept
-    run.rng.restore_state(place, run.device)
+    step.rng.restore_state(place, step.device)

@@ -20,10 +20,12 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import is_string_list
 
-Loss = Callable[[Any, Any], Any]
-Forward = Callable[[nn.Module, Any], Any]
-WHERE = "pdrun.parallelize"
-FORM = "loss(output, batch) returns (sum, count), or a scalar that is the mean over the rows"
+LossFunction = Callable[[Any, Any], Any]
+ForwardFunction = Callable[[nn.Module, Any], Any]
+PARALLELIZE = "pdrun.parallelize"
+LOSS_CONTRACT = (
+    "loss(output, batch) returns (sum, count), or a scalar that is the mean over the rows"
+)
 
 
 @dataclass
@@ -31,9 +33,9 @@ class Objective:
     """A model's loss on a batch, as (sum, count)."""
 
     model: nn.Module
-    loss: Loss | None
-    forward: Forward | None = None
-    plain: bool = field(default=False, init=False)
+    loss: LossFunction | None
+    forward: ForwardFunction | None = None
+    is_mean: bool = field(default=False, init=False)
     """Whether the loss has turned out to be a mean."""
 
     def __call__(
@@ -50,31 +52,33 @@ class Objective:
             UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on
                 the weights.
         """
-        return self.judge(self.output(model, batch), batch, rows)
+        return self.compute_loss(self.compute_output(model, batch), batch, rows)
 
-    def output(self, model: nn.Module, batch: Any) -> Any:
+    def compute_output(self, model: nn.Module, batch: Any) -> Any:
         """Return what the model says of a batch."""
         if self.forward:
             return self.forward(model, batch)
         return call_model(model, batch)
 
-    def judge(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_loss(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum, count) of an output of the model; see `__call__`."""
-        told = self.loss(output, batch) if self.loss else output
-        if isinstance(told, torch.Tensor):
-            told = (told * rows, rows)
-            self.plain = True
-        if self.loss is None and not isinstance(told, (tuple, list)):
-            given = isinstance(getattr(told, "loss", None), torch.Tensor)
+        result = self.loss(output, batch) if self.loss else output
+        if isinstance(result, torch.Tensor):
+            result = (result * rows, rows)
+            self.is_mean = True
+        if self.loss is None and not isinstance(result, (tuple, list)):
+            given = isinstance(getattr(result, "loss", None), torch.Tensor)
             hint = (
-                "loss=lambda out, batch: out.loss takes the model's own, a mean" if given else FORM
+                "loss=lambda out, batch: out.loss takes the model's own, a mean"
+                if given
+                else LOSS_CONTRACT
             )
-            what = f"there is no loss=, and the model returned {type(told).__name__}"
-            raise UsageError(what, where=WHERE, hint=hint)
-        return _checked(told)
+            what = f"there is no loss=, and the model returned {type(result).__name__}"
+            raise UsageError(what, where=PARALLELIZE, hint=hint)
+        return _check_pair(result)
 
 
-def check_trains(total: torch.Tensor) -> None:
+def check_requires_grad(total: torch.Tensor) -> None:
     """Refuse a loss that no gradient comes from."""
     if not total.requires_grad:
         hint = "was it, or the output, computed under torch.no_grad(), detached, or made anew from numbers?"
@@ -85,24 +89,28 @@ def check_trains(total: torch.Tensor) -> None:
         )
 
 
-def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(told, (tuple, list)) or len(told) != 2:
-        raise UsageError(f"the loss returned {type(told).__name__}", where=WHERE, hint=FORM)
-    total, count = told
+def _check_pair(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise UsageError(
+            f"the loss returned {type(result).__name__}", where=PARALLELIZE, hint=LOSS_CONTRACT
+        )
+    total, count = result
     if not isinstance(total, torch.Tensor):
         what = f"the loss's sum is a {type(total).__name__}, and must be a tensor: gradients come from it"
-        raise UsageError(what, where=WHERE, hint="no .item() or float() around it")
+        raise UsageError(what, where=PARALLELIZE, hint="no .item() or float() around it")
     if total.numel() != 1:
         raise UsageError(
-            f"the loss's sum has shape {tuple(total.shape)}, not one value", where=WHERE, hint=FORM
+            f"the loss's sum has shape {tuple(total.shape)}, not one value",
+            where=PARALLELIZE,
+            hint=LOSS_CONTRACT,
         )
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), device=total.device)
     if count.numel() != 1:
         raise UsageError(
             f"the loss's count has shape {tuple(count.shape)}, not one value",
-            where=WHERE,
-            hint=FORM,
+            where=PARALLELIZE,
+            hint=LOSS_CONTRACT,
         )
     return total.reshape(()), count.detach().reshape(())
 
@@ -120,10 +128,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())
         named = {key: value for key, value in batch.items() if takes_all or key in known}
         if not named:
-            told = ", ".join(map(str, batch))
+            keys = ", ".join(map(str, batch))
             raise UsageError(
-                f"forward takes none of the batch's keys ({told})",
-                where=WHERE,
+                f"forward takes none of the batch's keys ({keys})",
+                where=PARALLELIZE,
                 hint="forward=lambda model, batch: ...",
             )
         return model(**named)

@@ -16,7 +16,7 @@ class Metrics:
     """
 
     def __init__(
-        self, step: int, told: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False
+        self, step: int, totals: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False
     ) -> None:
         self.step = step
         """How many steps the run has made, this one included."""
@@ -24,19 +24,19 @@ class Metrics:
         """
         Whether the gradients were not finite, so that the optimizer left this step out (fp16 only).
         """
-        self._told: Any = told
+        self._totals: Any = totals
         self._norm: Any = norm
 
     @property
     def loss(self) -> float:
         """The sum of all losses over the sum of all counts."""
-        total, count = self._read()
+        total, count = self._read_totals()
         return total / count
 
     @property
     def tokens(self) -> float:
         """The sum of all counts: tokens, rows, or whatever the loss counts."""
-        return self._read()[1]
+        return self._read_totals()[1]
 
     @property
     def grad_norm(self) -> float | None:
@@ -48,10 +48,10 @@ class Metrics:
             self._norm = float(self._norm)
         return self._norm  # type: ignore[no-any-return]
 
-    def _read(self) -> tuple[float, float]:
-        if isinstance(self._told, torch.Tensor):
-            self._told = tuple(self._told.tolist())
-        return self._told  # type: ignore[no-any-return]
+    def _read_totals(self) -> tuple[float, float]:
+        if isinstance(self._totals, torch.Tensor):
+            self._totals = tuple(self._totals.tolist())
+        return self._totals  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"

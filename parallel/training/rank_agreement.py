@@ -29,15 +29,15 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import DeadlineExceeded, PeerLost, UsageError
 from pdrun.parallel.model.weights import Weight
 
-WHERE = "pdrun.parallelize"
-HINT = "every rank calls it with the same arguments, model and optimizer"
-SEEN = 1 << 16
+PARALLELIZE = "pdrun.parallelize"
+SAME_ARGUMENTS_HINT = "every rank calls it with the same arguments, model and optimizer"
+MAX_HASHED_ELEMENTS = 1 << 16
 """Elements of a tensor that a comparison of contents looks at."""
 _calls = itertools.count()
 """Agreements of this process so far; every rank makes the same ones."""
 
 
-class Agreement:
+class RankAgreement:
     """
     One call of `parallelize`, in which ranks compare what they have.
 
@@ -54,8 +54,12 @@ class Agreement:
         call = next(_calls)
         self._keys = (f"pdrun/agree/{call}/{part}" for part in itertools.count())
 
-    def check(
-        self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT
+    def check_equal(
+        self,
+        what: Iterable[tuple[str, Any]],
+        first: int = 0,
+        where: str = PARALLELIZE,
+        hint: str = SAME_ARGUMENTS_HINT,
     ) -> None:
         """
         Compare names and values with those of another rank; of a value counts what `text` says of
@@ -74,11 +78,11 @@ class Agreement:
         if self._store is None:
             return
         key = f"{next(self._keys)}/{first}"
-        mine = {name: text(value) for name, value in what}
-        said = json.dumps(mine)
-        digest = hashlib.sha256(said.encode()).hexdigest()
+        mine = {name: to_text(value) for name, value in what}
+        payload = json.dumps(mine)
+        digest = hashlib.sha256(payload.encode()).hexdigest()
         if self._rank == first:
-            self._store.set(f"{key}/text", said)
+            self._store.set(f"{key}/text", payload)
             self._store.set(key, digest)
             return
         begin = time.monotonic()
@@ -89,14 +93,20 @@ class Agreement:
                 raise PeerLost(
                     f"the store cannot be asked: {PeerLost.SIGN} ({error})", where=where
                 ) from error
-            told = f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
-            raise DeadlineExceeded(told, where=where) from error
+            message = (
+                f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
+            )
+            raise DeadlineExceeded(message, where=where) from error
         if self._store.get(key).decode() != digest:
             theirs = json.loads(self._store.get(f"{key}/text").decode())
-            raise UsageError(_difference(self._rank, mine, first, theirs), where=where, hint=hint)
+            raise UsageError(
+                _describe_difference(self._rank, mine, first, theirs), where=where, hint=hint
+            )
 
 
-def _difference(rank: int, mine: Mapping[str, str], first: int, theirs: Mapping[str, str]) -> str:
+def _describe_difference(
+    rank: int, mine: Mapping[str, str], first: int, theirs: Mapping[str, str]
+) -> str:
     for name in (*mine, *theirs):
         here = mine.get(name)
         there = theirs.get(name)
@@ -109,7 +119,7 @@ def _difference(rank: int, mine: Mapping[str, str], first: int, theirs: Mapping[
     return f"rank {rank} has {', '.join(mine)}, rank {first} has {', '.join(theirs)}"
 
 
-def of_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str, str]]:
+def describe_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str, str]]:
     """
     Yield what all ranks' models must share: weights and buffers, but for what a rank keeps to
     itself.
@@ -118,17 +128,17 @@ def of_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str,
         if not weight.alone:
             yield (
                 f"weight {weight.name}",
-                _tensor(weight.param) + ("" if weight.trained else ", frozen"),
+                _describe_tensor(weight.param) + ("" if weight.trained else ", frozen"),
             )
     for name, buffer in model.named_buffers():
-        yield f"buffer {name}", _tensor(buffer)
+        yield f"buffer {name}", _describe_tensor(buffer)
 
 
-def _tensor(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{' x '.join(map(str, tensor.shape)) or 'a'} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def of_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
+def describe_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield what all ranks' optimizers must share: kind, groups of weights and their settings."""
     yield "optimizer", type(optimizer).__qualname__
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -142,7 +152,7 @@ def of_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
             )
 
 
-def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
+def describe_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
     """
     Yield what all ranks' schedulers must share; what is in one that torch does not have, nobody can
     tell.
@@ -154,7 +164,7 @@ def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{name} of the scheduler", value
 
 
-def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
+def describe_batch(batch: Any) -> Iterator[tuple[str, Any]]:
     """
     Yield what ranks that compute with one batch must share: its parts, their shapes and types, what
     is in them.
@@ -163,7 +173,7 @@ def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in leaves:
         yield (
             f"batch{pytree.keystr(path)}",
-            _tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            _describe_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
         )
     for path, leaf in leaves:
         if (
@@ -171,7 +181,7 @@ def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
             and leaf.layout == torch.strided
             and leaf.device.type != "meta"
         ):
-            yield f"contents of batch{pytree.keystr(path)}", _digest(leaf)
+            yield f"contents of batch{pytree.keystr(path)}", _hash_contents(leaf)
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -185,14 +195,14 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_contents(tensor: torch.Tensor) -> str:
     """Tell contents from others, by evenly spaced elements where there are many."""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // SEEN)].cpu().contiguous()
+    some = flat[:: max(1, flat.numel() // MAX_HASHED_ELEMENTS)].cpu().contiguous()
     return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
-def text(value: Any) -> str:
+def to_text(value: Any) -> str:
     """
     Return what ranks can compare of a value: equal on all of them if it was made by the same code.
 
@@ -205,26 +215,30 @@ def text(value: Any) -> str:
             return repr(value)
         return value
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{text(key)}: {text(each)}" for key, each in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{to_text(key)}: {to_text(each)}" for key, each in value.items()) + "}"
+        )
     if isinstance(value, Set):  # their order depends on a process's hash seed
-        return "{" + ", ".join(sorted(map(text, value))) + "}"
+        return "{" + ", ".join(sorted(map(to_text, value))) + "}"
     if isinstance(value, Sequence):
-        return "(" + ", ".join(map(text, value)) + ")"
+        return "(" + ", ".join(map(to_text, value)) + ")"
     if isinstance(value, Enum):
         return str(value.name)
     if is_dataclass(value) and not isinstance(value, type):
-        return _members(value, {field.name: getattr(value, field.name) for field in fields(value)})
-    if _known(value) and hasattr(value, "__dict__"):
-        return _members(
+        return _format_members(
+            value, {field.name: getattr(value, field.name) for field in fields(value)}
+        )
+    if _is_pdrun_object(value) and hasattr(value, "__dict__"):
+        return _format_members(
             value, {name: each for name, each in vars(value).items() if not name.startswith("_")}
         )
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _known(value: Any) -> bool:
+def _is_pdrun_object(value: Any) -> bool:
     """Whether its class is one of pdrun's."""
     return type(value).__module__.partition(".")[0] == "pdrun"
 
 
-def _members(value: Any, members: Mapping[str, Any]) -> str:
-    return f"{type(value).__qualname__}({', '.join(f'{name}={text(each)}' for name, each in members.items())})"
+def _format_members(value: Any, members: Mapping[str, Any]) -> str:
+    return f"{type(value).__qualname__}({', '.join(f'{name}={to_text(each)}' for name, each in members.items())})"

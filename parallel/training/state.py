@@ -22,12 +22,12 @@ from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
-from pdrun.parallel.training.driver import Driver, MicroBatch, Plain
-from pdrun.parallel.training.guard import Guard
+from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
+from pdrun.parallel.training.guard import ConsistencyGuard
 from pdrun.parallel.training.loss import Objective
-from pdrun.parallel.training.rank_agreement import Agreement
+from pdrun.parallel.training.rank_agreement import RankAgreement
 from pdrun.parallel.zero.engine import Engine
-from pdrun.parallel.zero.offload import Offload, Saver
+from pdrun.parallel.zero.offload import ActivationOffload, Offload
 from pdrun.parallel.zero.precision import LossScale
 from pdrun.parallel.zero.settings import Settings
 
@@ -42,11 +42,11 @@ class SequenceSlicer(Protocol):
         """
         ...
 
-    def told(self, axes: MeshGroups) -> str:
+    def describe(self, axes: MeshGroups) -> str:
         """Return a line for `Run.explain`: how sequences are sliced."""
         ...
 
-    def running(self, axes: MeshGroups) -> AbstractContextManager[None]:
+    def patched_attention(self, axes: MeshGroups) -> AbstractContextManager[None]:
         """Return the context manager of forwards and backwards on parts; it can be nested."""
         ...
 
@@ -64,46 +64,48 @@ class RunState:
     batch_slicing: BatchSlicing
     """How the user's batches are sliced over dp."""
     scheduler: Any = None
-    original: nn.Module | None = None
+    original_model: nn.Module | None = None
     """The full model on the meta device; None unless tensor axes or stages cut ``model``."""
-    driver: Driver = field(default_factory=Plain)
+    driver: Driver = field(default_factory=SimpleDriver)
     copies: int = 1
     """Micro-batches that are computed side by side."""
-    sequences: SequenceSlicer | None = None
-    agreement: Agreement | None = None
+    sequence_slicer: SequenceSlicer | None = None
+    agreement: RankAgreement | None = None
     """Compares the first batch with that of other ranks; None afterwards."""
     group_members: list[list[str]] = field(default_factory=list)
     """Names of the weights of each optimizer group, of the full model."""
     recompute: Any = None
     """The ``recompute=`` of `parallelize`."""
-    recomputed: list[str] = field(default_factory=list)
+    recomputed_modules: list[str] = field(default_factory=list)
     """Names of the modules whose forward is recomputed in the backward."""
-    compiled: list[str] = field(default_factory=list)
+    compiled_modules: list[str] = field(default_factory=list)
     """Names of the modules that torch.compile compiles."""
     offload: Offload = field(default_factory=Offload)
-    saver: Saver | None = None
+    activation_offload: ActivationOffload | None = None
     """Moves activations to the host; None if ``offload`` does not ask for it."""
 
     steps: int = field(default=0, init=False)
     """Steps made so far."""
     feed: DataFeed = field(default_factory=DataFeed, init=False)
     """The batches that were handed out, and the position in the data."""
-    persistent: set[str] = field(init=False)
+    persistent_buffers: set[str] = field(init=False)
     """Names of the buffers that are in the model's state dict."""
-    buffers: list[torch.Tensor] = field(init=False)
+    synced_buffers: list[torch.Tensor] = field(init=False)
     """Buffers that take rank 0's value when a forward changes them."""
-    scale: LossScale | None = field(init=False)
+    loss_scale: LossScale | None = field(init=False)
     """The loss scale; None unless the model computes in fp16."""
-    guard: Guard = field(init=False)
+    guard: ConsistencyGuard = field(init=False)
 
     def __post_init__(self) -> None:
-        self.persistent = {
+        self.persistent_buffers = {
             name for name in self.model.state_dict() if name in dict(self.model.named_buffers())
         }
-        self.buffers = list(_unsynced_buffers(self.model))
+        self.synced_buffers = list(_unsynced_buffers(self.model))
         precision = self.settings.precision
-        self.scale = LossScale(precision.scale) if precision.compute == "fp16" else None
-        self.guard = Guard(self.engine, self.optimizer, self.model, self.data_group.world)
+        self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
+        self.guard = ConsistencyGuard(
+            self.engine, self.optimizer, self.model, self.data_group.world
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -121,7 +123,7 @@ class RunState:
         return self.engine.place.axes
 
     @property
-    def rows(self) -> Any:
+    def row_axis(self) -> Any:
         """The axis dp: its ranks compute different rows."""
         return self.axes["dp"]
 
@@ -146,32 +148,36 @@ class RunState:
 
     # ---- what a driver uses; see `pdrun.parallel.training.driver.StepContext` ----
 
-    def here(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """See `StepContext.here`."""
-        part = batch if self.sequences is None else self.sequences.part(batch, self.axes)
-        return to_device(part, self.device, self.settings.precision.inputs)
+        part = (
+            batch if self.sequence_slicer is None else self.sequence_slicer.part(batch, self.axes)
+        )
+        return to_device(part, self.device, self.settings.precision.input_dtype)
 
     @contextmanager
-    def around(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
+    def forward_context(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
         """See `StepContext.around`."""
         SyncedBatchNorm.weight_of_rows = micro.weight
         with ExitStack() as inside:
-            if self.saver is not None:
-                inside.enter_context(self.saver.around())
-            inside.enter_context(self._randomly(micro.index, micro.rows, part, calls))
-            inside.enter_context(self.computing())
+            if self.activation_offload is not None:
+                inside.enter_context(self.activation_offload.saved_tensors_hooks())
+            inside.enter_context(self._random_context(micro.slice_index, micro.rows, part, calls))
+            inside.enter_context(self.compute_context())
             yield
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def compute_context(self) -> Iterator[None]:
         """See `StepContext.computing`."""
         with (
             self.rng.patched_dropout(),
-            self.sequences.running(self.axes) if self.sequences is not None else nullcontext(),
+            self.sequence_slicer.patched_attention(self.axes)
+            if self.sequence_slicer is not None
+            else nullcontext(),
         ):
             yield
 
-    def backward(
+    def run_backward(
         self,
         tensors: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None] | None = None,
@@ -179,27 +185,29 @@ class RunState:
     ) -> None:
         """See `StepContext.backward`."""
         given = list(grads) if grads is not None else [None] * len(tensors)
-        scale = self.scale.value if self.scale is not None else None
+        scale = self.loss_scale.value if self.loss_scale is not None else None
         roots = [
             x * scale if g is None and scale is not None else x
             for x, g in zip(tensors, given, strict=True)
         ]
-        with self.computing():  # forwards may be recomputed
+        with self.compute_context():  # forwards may be recomputed
             torch.autograd.backward(roots, given, **options)
 
-    def objective_of(
+    def compute_objective(
         self, model: nn.Module, part: Any, rows: range, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Return the (sum, count) of a model on slice ``index``, which is these global rows.
         """
-        with self._randomly(index, rows):
+        with self._random_context(index, rows):
             return self.objective(model, part, max(len(rows), 1))
 
     @contextmanager
-    def _randomly(self, index: int, rows: range, part: int = 0, calls: int = 0) -> Iterator[None]:
+    def _random_context(
+        self, index: int, rows: range, part: int = 0, calls: int = 0
+    ) -> Iterator[None]:
         self.rng.begin_forward(self.steps, index, rows, self.device, part=part, calls=calls)
-        with self.settings.precision.context(self.device), self.rng.patched_dropout():
+        with self.settings.precision.autocast_context(self.device), self.rng.patched_dropout():
             yield
 
 

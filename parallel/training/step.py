@@ -20,11 +20,11 @@ from pdrun.parallel.data.batch_slicing import (
 )
 from pdrun.parallel.training.driver import MicroBatch
 from pdrun.parallel.training.metrics import Metrics
-from pdrun.parallel.training.rank_agreement import of_batch
+from pdrun.parallel.training.rank_agreement import describe_batch
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero import full_tensors
 from pdrun.parallel.zero.grad_norm import square_sum
-from pdrun.parallel.zero.offload import to_files
+from pdrun.parallel.zero.offload import move_state_to_files
 
 
 def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -> Metrics:
@@ -34,19 +34,19 @@ def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -
     Args:
         on_gradients: called when the gradients are reduced and clipped, before they are used.
     """
-    state.guard.check()
+    state.guard.check_unchanged()
     state.feed.check_batch(batch)
     _compare_first_batch(state, batch)
     state.steps += 1
     watch = state.data_group.watchdog
     watch.enter_phase(f"step {state.steps}")
-    versions = [buffer._version for buffer in state.buffers]
+    versions = [buffer._version for buffer in state.synced_buffers]
     with state.rng.isolate_generators(state.device):
         sums = compute_gradients(state, batch)
     metrics = _apply_gradients(state, sums, versions, on_gradients)
     state.feed.mark_used()
     watch.leave_phase()
-    state.guard.note()
+    state.guard.remember_state()
     return metrics
 
 
@@ -64,8 +64,8 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             hint="leave it; run.evaluate(batch) goes forward only",
         )
     state.engine.begin_step()
-    sums = state.driver.passes(state, slice_batch(state, batch))
-    if state.objective.plain and state.mesh.cp > 1:
+    sums = state.driver.run_microbatches(state, slice_batch(state, batch))
+    if state.objective.is_mean and state.mesh.cp > 1:
         raise UsageError(
             "the loss is a mean, of each rank's part of the sequences: means of parts do not add up",
             where="pdrun.Run.step",
@@ -78,7 +78,7 @@ def evaluate_batch(state: RunState, batch: Any) -> list[Any]:
     """Return the model's outputs on this rank's micro-batches; see `Run.evaluate`."""
     state.engine.clear()
     with state.rng.isolate_generators(state.device):
-        return state.driver.evaluate(state, slice_batch(state, batch))
+        return state.driver.evaluate_microbatches(state, slice_batch(state, batch))
 
 
 def probe_gradients(
@@ -98,7 +98,7 @@ def full_gradients(state: RunState) -> dict[str, torch.Tensor]:
     """Return copies of the full gradients by name; every rank must call this."""
     return {
         name: grad.clone()
-        for name, grad in full_tensors.gradients(state.engine)
+        for name, grad in full_tensors.iter_full_gradients(state.engine)
         if grad is not None
     }
 
@@ -110,8 +110,8 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     Raises:
         UsageError: the batch has no rows.
     """
-    world = state.rows.size
-    rank = state.rows.index
+    world = state.row_axis.size
+    rank = state.row_axis.index
     times = state.settings.accumulate
     slicing = state.batch_slicing
     shard = state.feed.shard_of(batch)
@@ -155,7 +155,7 @@ def _compare_first_batch(state: RunState, batch: Any) -> None:
         hint += 'dataset_strategy="data_parallel" if each has rows of its own; of run.data(pdrun.Loader(...)) give '
         hint += "step the very batch that came last"
     if len(alike) > 1:
-        agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
+        agreement.check_equal(describe_batch(batch), alike[0], "pdrun.Run.step", hint)
 
 
 def _apply_gradients(
@@ -169,22 +169,24 @@ def _apply_gradients(
         versions: torch's version counters of ``state.buffers`` before the forwards.
     """
     numbers, norm = state.engine.finish(sums, _scale_of(state))
-    skipped = state.scale is not None and norm is not None and not bool(torch.isfinite(norm))
+    skipped = state.loss_scale is not None and norm is not None and not bool(torch.isfinite(norm))
     on_gradients()
     if not skipped:
         state.optimizer.step()
         if state.offload.disk is not None:
-            to_files(state.optimizer, Path(state.offload.disk) / f"rank-{state.context.rank}")
+            move_state_to_files(
+                state.optimizer, Path(state.offload.disk) / f"rank-{state.context.rank}"
+            )
         if state.scheduler is not None:
             state.scheduler.step()
-    if state.scale is not None:
-        state.scale.update(not skipped)
+    if state.loss_scale is not None:
+        state.loss_scale.record_step(not skipped)
     state.engine.step_done()
-    for buffer, version in zip(state.buffers, versions, strict=True):
+    for buffer, version in zip(state.synced_buffers, versions, strict=True):
         if buffer._version != version:
             state.data_group.broadcast_first(buffer, "a buffer")
     return Metrics(state.steps, numbers, norm, skipped)
 
 
 def _scale_of(state: RunState) -> float:
-    return state.scale.value if state.scale else 1.0
+    return state.loss_scale.value if state.loss_scale else 1.0

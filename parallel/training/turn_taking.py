@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class Abandoned(BaseException):
+class Cancelled(BaseException):
     """Ends a thread whose neighbour has failed; nobody sees it."""
 
 
-class Baton:
+class TurnTaking:
     """
     One round.
 
@@ -29,28 +29,30 @@ class Baton:
         enter: called in a thread that has got it back, with what ``leave`` had returned.
     """
 
-    def __init__(self, count: int, leave: Callable[[], Any], enter: Callable[[Any], None]) -> None:
+    def __init__(
+        self, count: int, save_state: Callable[[], Any], restore_state: Callable[[Any], None]
+    ) -> None:
         self._turn = 0
         self._alive = [True] * count
-        self._leave = leave
-        self._enter = enter
+        self._save_state = save_state
+        self._restore_state = restore_state
         self._change = threading.Condition()
         self._error: BaseException | None = None
-        self._mine = threading.local()
-        self.turns = 0
+        self._thread = threading.local()
+        self.switches = 0
         """How often the baton has gone from one thread to another."""
 
-    def pause(self) -> None:
+    def yield_turn(self) -> None:
         """Let the others run until they pause too; in a thread of another kind do nothing."""
-        index = getattr(self._mine, "index", None)
+        index = getattr(self._thread, "index", None)
         if index is None or sum(self._alive) == 1:
             return
-        kept = self._leave()
-        self._pass_on(index)
-        self._await(index)
-        self._enter(kept)
+        kept = self._save_state()
+        self._pass_turn(index)
+        self._wait_for_turn(index)
+        self._restore_state(kept)
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_all(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """
         Run one function a thread, the first in the caller's; return their results.
 
@@ -59,23 +61,23 @@ class Baton:
                 pause.
         """
         results: list[Any] = [None] * len(functions)
-        begin = self._leave()
+        begin = self._save_state()
 
         def work(index: int) -> None:
-            self._mine.index = index
+            self._thread.index = index
             try:
-                self._await(index)
-                self._enter(begin)
+                self._wait_for_turn(index)
+                self._restore_state(begin)
                 results[index] = functions[index]()
-            except Abandoned:
+            except Cancelled:
                 pass
             except BaseException as error:
                 with self._change:
                     self._error = self._error or error
             finally:
-                del self._mine.index
+                del self._thread.index
                 self._alive[index] = False
-                self._pass_on(index)
+                self._pass_turn(index)
 
         threads = [
             threading.Thread(target=work, args=(i,), name=f"pdrun-copy-{i}")
@@ -90,17 +92,17 @@ class Baton:
             raise self._error
         return results
 
-    def _pass_on(self, index: int) -> None:
+    def _pass_turn(self, index: int) -> None:
         """Give the baton to the next thread in the round that has not ended."""
         with self._change:
             count = len(self._alive)
             coming = [(index + step) % count for step in range(1, count + 1)]
             self._turn = next((place for place in coming if self._alive[place]), index)
-            self.turns += self._turn != index
+            self.switches += self._turn != index
             self._change.notify_all()
 
-    def _await(self, index: int) -> None:
+    def _wait_for_turn(self, index: int) -> None:
         with self._change:
             self._change.wait_for(lambda: self._turn == index or self._error is not None)
             if self._error is not None:
-                raise Abandoned
+                raise Cancelled

@@ -34,7 +34,7 @@ from pdrun.parallel.zero.bucket_order import BucketOrder
 from pdrun.parallel.zero.gatherer import Gatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
 from pdrun.parallel.zero.gradients import GradBundle, Policy, Pool
-from pdrun.parallel.zero.optimizer import Part
+from pdrun.parallel.zero.optimizer import TrainedPart
 from pdrun.parallel.zero.settings import Settings
 from pdrun.parallel.zero.shards import Cut
 
@@ -74,7 +74,11 @@ class Engine:
         self.cut = place.sharded_data
         self.gathers = place.weight_gathers
         self._policy = Policy(
-            settings.level, settings.exact, settings.accumulate, settings.wire, settings.keeps
+            settings.level,
+            settings.exact,
+            settings.accumulate,
+            settings.wire_dtype,
+            settings.keep_for_step,
         )
         self.pool = Pool()
         self.bundles: list[GradBundle] = []
@@ -94,7 +98,9 @@ class Engine:
         self._paused = False
         # where gathers run beside sums, a process that waits for a sum might keep others from the
         # gather that they need
-        may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
+        may_wait = (
+            self.gatherer is None or settings.keep_for_step or self.whole.device.type != "cpu"
+        )
         self._order = BucketOrder(self.bundles, self._unit_indices(), self.gatherer, may_wait)
         only = len(place.loss_ranks) < place.job.world
         self._tellers = torch.tensor(place.loss_ranks, device=self.whole.device) if only else None
@@ -129,20 +135,20 @@ class Engine:
         if settings.level == 3:
             self._units = [name for name in self._units if by_unit[name]]
             self.gatherer = Gatherer(
-                model, by_unit, self._units, self.gathers, settings.keeps, self._skip_unit
+                model, by_unit, self._units, self.gathers, settings.keep_for_step, self._skip_unit
             )
 
     def _add_bundle(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
         label = (
             f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
         )
-        dtype = self.settings.precision.sums(group[0].dtype)
+        dtype = self.settings.precision.sum_dtype(group[0].dtype)
         across = self.place.sum_groups(group[0].sums, group[0].stages)
         self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
-        compute = self.settings.precision.weights(own, group[0].wide)
+        compute = self.settings.precision.weight_dtype(own, group[0].wide)
         self._fill(group)
         made = Cut(
             group,
@@ -150,7 +156,7 @@ class Engine:
             compute=compute,
             train=own,
             released=self.settings.level == 3,
-            home=self.settings.home or self.whole.device,
+            home=self.settings.master_device or self.whole.device,
             label=f"the weights of {unit or group[0].name}",
         )
         self.cuts.append(made)
@@ -164,13 +170,13 @@ class Engine:
         Have the model compute with a copy of a weight that isn't cut, in the type of the policy.
         """
         self._fill([weight])
-        compute = self.settings.precision.weights(weight.dtype, weight.wide)
+        compute = self.settings.precision.weight_dtype(weight.dtype, weight.wide)
         if compute != weight.dtype or (
-            weight.trained and self.settings.home not in (None, self.whole.device)
+            weight.trained and self.settings.master_device not in (None, self.whole.device)
         ):
             wide = weight.param.detach()
             if weight.trained:
-                home = self.settings.home or self.whole.device
+                home = self.settings.master_device or self.whole.device
                 self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
             weight.param.data = wide.to(compute, copy=True)
 
@@ -194,7 +200,7 @@ class Engine:
         """Count a unit that took no part in this rank's forward pass as zero."""
         self._order.complete_unit(unit)
 
-    def parts_of(self, param: nn.Parameter) -> list[Part]:
+    def parts_of(self, param: nn.Parameter) -> list[TrainedPart]:
         """Return what this rank trains of a parameter of the model."""
         for cut in self.cuts:
             for slot, weight in enumerate(cut.weights):
@@ -377,7 +383,7 @@ class Engine:
                 if all_used or part.used[segment.slot]:
                     target.grad = (
                         piece
-                        if self.settings.home is None and piece.dtype == target.dtype
+                        if self.settings.master_device is None and piece.dtype == target.dtype
                         else _like(piece, target)
                     )
                 else:

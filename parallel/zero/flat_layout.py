@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-ALIGN = 64
+ALIGN_ELEMENTS = 64
 """Elements; at least what a vectorised loop of torch takes at once (4 registers of 16 floats)."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class FlatSlot:
     """Where one weight lies."""
 
     name: str
@@ -38,7 +38,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Segment:
+class FlatSegment:
     """The part of a weight that lies in one shard."""
 
     slot: int
@@ -59,42 +59,44 @@ class Segment:
 class FlatLayout:
     """Slots in a buffer of ``shards`` equal parts; the tail is padding."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[FlatSlot, ...]
     shards: int
-    length: int
+    shard_numel: int
     """Elements of one shard."""
 
     @property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
-        return self.shards * self.length
+        return self.shards * self.shard_numel
 
     @cached_property
-    def extents(self) -> tuple[tuple[int, int], ...]:
+    def slot_extents(self) -> tuple[tuple[int, int], ...]:
         """What isn't padding: the first and one past the last element of each slot."""
         return tuple((slot.start, slot.stop) for slot in self.slots)
 
     @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
+    def padding_extents(self) -> tuple[tuple[int, int], ...]:
         """The padding: first and one past the last element of each stretch of it."""
-        ends = [0, *(stop for _, stop in self.extents)]
-        starts = [*(start for start, _ in self.extents), self.numel]
+        ends = [0, *(stop for _, stop in self.slot_extents)]
+        starts = [*(start for start, _ in self.slot_extents), self.numel]
         return tuple((low, high) for low, high in zip(ends, starts, strict=True) if low < high)
 
-    def segments(self, shard: int) -> list[Segment]:
+    def segments_of(self, shard: int) -> list[FlatSegment]:
         """Return what lies in a shard, in order."""
-        low = shard * self.length
-        high = (shard + 1) * self.length
+        low = shard * self.shard_numel
+        high = (shard + 1) * self.shard_numel
         found = []
         for index, slot in enumerate(self.slots):
             start = max(slot.start, low)
             stop = min(slot.stop, high)
             if start < stop:
-                found.append(Segment(index, start - slot.start, stop - slot.start, start - low))
+                found.append(FlatSegment(index, start - slot.start, stop - slot.start, start - low))
         return found
 
 
-def lay_out(weights: Sequence[tuple[str, Sequence[int]]], shards: int, ranks: int) -> FlatLayout:
+def make_flat_layout(
+    weights: Sequence[tuple[str, Sequence[int]]], shards: int, ranks: int
+) -> FlatLayout:
     """
     Return the layout of named shapes, in order.
 
@@ -106,9 +108,11 @@ def lay_out(weights: Sequence[tuple[str, Sequence[int]]], shards: int, ranks: in
     slots = []
     start = 0
     for name, shape in weights:
-        slots.append(Slot(name, tuple(shape), start))
-        start += _round_up(prod(shape), ALIGN)
-    return FlatLayout(tuple(slots), shards, _round_up(max(start, 1), ranks * ALIGN) // shards)
+        slots.append(FlatSlot(name, tuple(shape), start))
+        start += _round_up(prod(shape), ALIGN_ELEMENTS)
+    return FlatLayout(
+        tuple(slots), shards, _round_up(max(start, 1), ranks * ALIGN_ELEMENTS) // shards
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:

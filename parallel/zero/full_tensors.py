@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalRange:
     """A range of a tile that this rank trains, or keeps where it isn't trained."""
 
     name: str
@@ -34,9 +34,9 @@ class Held:
     start: int
     stop: int
     part: torch.Tensor
-    mine: bool
+    is_saved_here: bool
     """Whether this rank is the one of those that hold the same which saves it."""
-    first: bool
+    saves_scalars: bool
     """Whether this rank saves what a weight has once, such as step counts."""
 
     @property
@@ -45,25 +45,27 @@ class Held:
         return self.weight.tile
 
 
-def held(engine: Engine) -> Iterator[Held]:
+def local_ranges(engine: Engine) -> Iterator[LocalRange]:
     """Yield every range of a weight that is on this rank."""
     cut_names = set()
     for cut in engine.cuts:
         cut_names |= {weight.name for weight in cut.weights}
         owner = cut.comm.rank % cut.comm.shards  # the first copy
         for segment, part in zip(cut.segments, cut.parts, strict=True):
-            yield _held(engine, cut.weights[segment.slot], segment.start, segment.stop, part, owner)
+            yield _make_range(
+                engine, cut.weights[segment.slot], segment.start, segment.stop, part, owner
+            )
     for weight in engine.weights:
         if weight.name not in cut_names:
             part = engine.masters.get(weight.index, weight.param)
-            yield _held(
+            yield _make_range(
                 engine, weight, 0, weight.numel, part, engine.whole.rank if weight.alone else None
             )
 
 
-def _held(
+def _make_range(
     engine: Engine, weight: Weight, start: int, stop: int, part: torch.Tensor, owner: int | None
-) -> Held:
+) -> LocalRange:
     """
     Return a range with who saves it: the work is dealt out among the ranks that hold the same.
 
@@ -76,7 +78,7 @@ def _held(
     data = turn % engine.whole.world if owner is None else owner
     mine = engine.whole.rank == data and holders.axis.index == alike[place]
     name = f"{weight.name}@{engine.whole.rank}" if weight.alone else weight.name
-    return Held(
+    return LocalRange(
         name, weight, start, stop, part, mine, mine and start == 0 and holders.leads(weight.index)
     )
 
@@ -84,12 +86,14 @@ def _held(
 # ---- wholes -----------------------------------------------------------------
 
 
-def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """
     Yield each weight's name and whole value in the optimizer's type; every rank must read all of
     them.
     """
-    bundles = [_Bundle(cut.weights, cut.layout, _gathering(cut)) for cut in engine.cuts]
+    bundles = [
+        _GatheredBucket(cut.weights, cut.layout, _weight_gatherer(cut)) for cut in engine.cuts
+    ]
     cut = {weight.index for bundle in bundles for weight in bundle.weights}
     device = engine.whole.device
     rest = {
@@ -97,18 +101,21 @@ def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         for weight in engine.weights
         if weight.index not in cut
     }
-    parts = _Parts(bundles, rest)
-    for entry in in_order(engine):
-        yield entry.name, _assembled(engine, entry, parts.take(entry.index), entry.dtype)
+    parts = _LocalShards(bundles, rest)
+    for entry in full_weight_order(engine):
+        yield (
+            entry.name,
+            _assemble_weight(engine, entry, parts.take_shard(entry.index), entry.dtype),
+        )
 
 
 def weights_by_name(engine: Engine) -> dict[str, torch.Tensor]:
     """Return all full weights by name, in the order of the model; every rank must call this."""
-    found = dict(full_weights(engine))
+    found = dict(iter_full_weights(engine))
     return {entry.name: found[entry.name] for entry in engine.catalogue.entries}
 
 
-def in_order(engine: Engine) -> list[Entry]:
+def full_weight_order(engine: Engine) -> list[Entry]:
     """Return the weights of the whole model in the order of `full_weights`."""
     entries = engine.catalogue.entries
     if engine.place.model.world > 1:
@@ -119,13 +126,13 @@ def in_order(engine: Engine) -> list[Entry]:
     ]
 
 
-def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
+def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
     """
     Yield each trained weight's name and whole gradient, between `finish` and `step`; every rank
     must read all of them.
     """
     bundles = [
-        _Bundle(b.weights, b.layout, _totalling(engine, index))
+        _GatheredBucket(b.weights, b.layout, _gradient_gatherer(engine, index))
         for index, b in enumerate(engine.bundles)
     ]
     rest = {}
@@ -133,7 +140,7 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
         grad = engine.masters.get(weight.index, weight.param).grad
         if grad is not None:
             rest[weight.index] = grad.to(engine.whole.device)
-    parts = _Parts(bundles, rest)
+    parts = _LocalShards(bundles, rest)
     entries = engine.catalogue.entries
     if engine.place.model.world == 1:
         mine = [weight for bundle in bundles for weight in bundle.weights] + engine.alone
@@ -143,15 +150,15 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
             if entry.index in rest:
                 yield entry.name, rest[entry.index]
         elif entry.trained:
-            part = parts.take(entry.index)
-            dtype = engine.settings.precision.sums(entry.dtype)
+            part = parts.take_shard(entry.index)
+            dtype = engine.settings.precision.sum_dtype(entry.dtype)
             yield (
                 entry.name,
-                _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None,
+                _assemble_weight(engine, entry, part, dtype) if engine.used[entry.index] else None,
             )
 
 
-def storages(engine: Engine) -> set[int]:
+def weight_storages(engine: Engine) -> set[int]:
     """Return the identities of the storages in which the model's weights lie."""
     cuts = {cut.full.untyped_storage()._cdata for cut in engine.cuts}
     return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
@@ -161,7 +168,7 @@ def storages(engine: Engine) -> set[int]:
 
 
 @dataclass(eq=False)
-class _Bundle:
+class _GatheredBucket:
     """Weights that lie in one flat buffer, and how to have all of it."""
 
     weights: list[Weight]
@@ -169,7 +176,7 @@ class _Bundle:
     gather: Callable[[], torch.Tensor]
 
 
-def _gathering(cut: Cut) -> Callable[[], torch.Tensor]:
+def _weight_gatherer(cut: Cut) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
         full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
         cut.comm.gather_shards(full, cut.master.detach().to(full.device), cut.label).wait()
@@ -178,7 +185,7 @@ def _gathering(cut: Cut) -> Callable[[], torch.Tensor]:
     return gather
 
 
-def _totalling(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
+def _gradient_gatherer(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
         part = engine.bundles[index]
         total = part.finish()
@@ -191,13 +198,13 @@ def _totalling(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
     return gather
 
 
-class _Parts:
+class _LocalShards:
     """
     This rank's tiles, which are asked for once each; a bundle is in memory from its first one to
     its last.
     """
 
-    def __init__(self, bundles: list[_Bundle], rest: dict[int, torch.Tensor]) -> None:
+    def __init__(self, bundles: list[_GatheredBucket], rest: dict[int, torch.Tensor]) -> None:
         self._rest = rest
         self._where = {
             w.index: (bundle, slot) for bundle in bundles for slot, w in enumerate(bundle.weights)
@@ -205,7 +212,7 @@ class _Parts:
         self._left = {id(bundle): len(bundle.weights) for bundle in bundles}
         self._open: dict[int, torch.Tensor] = {}
 
-    def take(self, index: int) -> torch.Tensor | None:
+    def take_shard(self, index: int) -> torch.Tensor | None:
         """Return the tile of a weight; None where this rank has none."""
         if index not in self._where:
             return self._rest.get(index)
@@ -220,7 +227,7 @@ class _Parts:
         return found
 
 
-def _assembled(
+def _assemble_weight(
     engine: Engine, entry: Entry, part: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a whole weight of its parts on the model axes; ``part`` is this rank's."""

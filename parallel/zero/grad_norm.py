@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.model.weights import Weight
     from pdrun.parallel.zero.gradients import GradBundle
 
-PIECE = 65536
+CHUNK_ELEMENTS = 65536
 """Elements that are widened at once; they stay in a core's cache."""
 
 
@@ -35,7 +35,7 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
         for tensor in tensors:
             if tensor.is_complex():
                 tensor = torch.view_as_real(tensor.resolve_conj())
-            for piece in tensor.reshape(-1).split(PIECE):
+            for piece in tensor.reshape(-1).split(CHUNK_ELEMENTS):
                 widened = piece.to(wide)
                 total += torch.dot(widened, widened)
         return total
@@ -72,7 +72,7 @@ def global_norm(
     for shared in (True, False):
         some = [(part, total) for part, total in totals if (part.comm.shards > 1) == shared]
         if some:
-            mine = [tensor for part, total in some for tensor in _counted(part, total)]
+            mine = [tensor for part, total in some for tensor in _counted_parts(part, total)]
             found = square_sum(mine, exact) if mine else torch.zeros_like(square)
             if shared:
                 found = place.sharded_data.sum_small(found, "the norm", shards_only=True).wait()
@@ -87,7 +87,7 @@ def global_norm(
     return total.sqrt()
 
 
-def _counted(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
+def _counted_parts(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
     """Return what of a bundle's total counts in the norm here."""
     if all(weight.counted for weight in part.weights):
         return [total]

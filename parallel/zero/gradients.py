@@ -21,7 +21,7 @@ import torch
 
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.weights import Weight
-from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
+from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pool:
             return torch.zeros(layout.numel, dtype=dtype, device=device)
         used, flat = waiting.pop()
         return (
-            flat if used.extents == layout.extents else flat.zero_()
+            flat if used.slot_extents == layout.slot_extents else flat.zero_()
         )  # norms look at all of a buffer
 
     def give(self, layout: FlatLayout, flat: torch.Tensor) -> None:
@@ -113,10 +113,10 @@ class GradBundle:
         self.dtype = dtype
         self.label = label
         self.across = list(across)
-        self.layout: FlatLayout = lay_out(
+        self.layout: FlatLayout = make_flat_layout(
             [(w.name, w.shape) for w in weights], comm.shards, comm.world
         )
-        self.segments: list[Segment] = self.layout.segments(comm.shard)
+        self.segments: list[FlatSegment] = self.layout.segments_of(comm.shard)
         alone = comm.world == 1
         several = policy.accumulate > 1
         self.each = not alone and policy.each
@@ -228,11 +228,12 @@ class GradBundle:
         Zero the padding again, where the total stays and may have been multiplied with what is no
         number.
         """
-        if not self._keep or self._total is None or not self.layout.gaps:
+        if not self._keep or self._total is None or not self.layout.padding_extents:
             return
         if self._padding is None:
             places = [
-                torch.arange(low, high, device=self._total.device) for low, high in self.layout.gaps
+                torch.arange(low, high, device=self._total.device)
+                for low, high in self.layout.padding_extents
             ]
             self._padding = torch.cat(places)
         self._total.index_fill_(0, self._padding, 0)

@@ -26,7 +26,7 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError
 
-AHEAD = 2
+PREFETCH_TENSORS = 2
 """Tensors on their way back while one is used."""
 
 
@@ -54,7 +54,7 @@ class Offload:
             )
 
 
-def parse(value: Any) -> Offload:
+def parse_offload(value: Any) -> Offload:
     """
     Return what a user's ``offload`` means: None, "optimizer", "activations", "all" or an Offload.
     """
@@ -71,7 +71,7 @@ def parse(value: Any) -> Offload:
 # ---- optimizer state in files -----------------------------------------------
 
 
-def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
+def move_state_to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """
     Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes
     moved.
@@ -88,7 +88,7 @@ def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
             if not value.numel():
                 continue
             path = folder / f"{id(value)}-{key}.bin"
-            _reserve(path, value.numel() * value.element_size())
+            _reserve_file(path, value.numel() * value.element_size())
             there = torch.from_file(
                 str(path), shared=True, size=value.numel(), dtype=value.dtype
             ).view(value.shape)
@@ -100,7 +100,7 @@ def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
     return moved
 
 
-def _reserve(path: Path, size: int) -> None:
+def _reserve_file(path: Path, size: int) -> None:
     """
     Make a file that has its room on the disk: one without it would end the process when it is
     written.
@@ -121,11 +121,11 @@ def _reserve(path: Path, size: int) -> None:
 # ---- activations ------------------------------------------------------------
 
 
-class _Saved:
+class _SavedTensor:
     """One saved tensor: on the host, or on its way to or from it."""
 
     def __init__(
-        self, among: list[_Saved | None], host: torch.Tensor, device: torch.device, done: Any
+        self, among: list[_SavedTensor | None], host: torch.Tensor, device: torch.device, done: Any
     ) -> None:
         self.among = among
         self.index = len(among)
@@ -137,7 +137,7 @@ class _Saved:
         self.came: Any = None
 
 
-class Saver:
+class ActivationOffload:
     """
     Hooks for autograd that keep what it saves on the host.
 
@@ -152,20 +152,20 @@ class Saver:
         self._weights = weights
         self._module = getattr(torch, device.type) if device.type != "cpu" else None
         self._stream = self._module.Stream() if self._module is not None else None
-        self._saved: list[_Saved | None] = []
-        self.moved = 0
+        self._saved: list[_SavedTensor | None] = []
+        self.moved_bytes = 0
         """Bytes that went to the host in the last pass."""
 
-    def around(self) -> AbstractContextManager[Any]:
+    def saved_tensors_hooks(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
         self._saved = []
-        self.moved = 0
+        self.moved_bytes = 0
         hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
+            self._pack_tensor, self._unpack_tensor
         )
         return hooks
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
         size = tensor.numel() * tensor.element_size()
         small = size < self._least or not tensor.is_floating_point()
         if (
@@ -184,19 +184,19 @@ class Saver:
                 host.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._stream)
             done = self._stream.record_event()
-        saved = _Saved(self._saved, host, tensor.device, done)
+        saved = _SavedTensor(self._saved, host, tensor.device, done)
         self._saved.append(saved)
-        self.moved += size
+        self.moved_bytes += size
         return saved
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+    def _unpack_tensor(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedTensor):
             return saved
-        for index in range(saved.index, max(-1, saved.index - AHEAD - 1), -1):
+        for index in range(saved.index, max(-1, saved.index - PREFETCH_TENSORS - 1), -1):
             near = saved.among[index]
             if near is not None:
-                self._fetch(near)
-        self._fetch(saved)
+                self._start_fetch(near)
+        self._start_fetch(saved)
         saved.among[saved.index] = None
         tensor = saved.back
         saved.back = None
@@ -206,7 +206,7 @@ class Saver:
             tensor.record_stream(self._module.current_stream())
         return tensor
 
-    def _fetch(self, saved: _Saved) -> None:
+    def _start_fetch(self, saved: _SavedTensor) -> None:
         """Start bringing one back."""
         if saved.back is not None:
             return

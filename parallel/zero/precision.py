@@ -17,7 +17,7 @@ import torch
 
 from pdrun.errors import UsageError
 
-NAMES = {
+DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -49,49 +49,49 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "reduce"):
             value = getattr(self, name)
-            if value is not None and value not in NAMES:
+            if value is not None and value not in DTYPES:
                 raise UsageError(
-                    f"{name}={value!r} is none of {', '.join(NAMES)}", where="pdrun.Precision"
+                    f"{name}={value!r} is none of {', '.join(DTYPES)}", where="pdrun.Precision"
                 )
         if self.autocast and self.compute not in ("bf16", "fp16"):
             raise UsageError("autocast needs compute='bf16' or 'fp16'", where="pdrun.Precision")
 
-    def weights(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
+    def weight_dtype(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
         """
         Return the type of a parameter in the model whose master has type ``own``, which a ``wide``
         one keeps.
         """
-        if self.inputs is not None and own.is_floating_point and not wide:
-            return self.inputs
+        if self.input_dtype is not None and own.is_floating_point and not wide:
+            return self.input_dtype
         return own
 
-    def sums(self, own: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of a weight are added."""
-        return NAMES[self.reduce] if self.reduce and own.is_floating_point else own
+        return DTYPES[self.reduce] if self.reduce and own.is_floating_point else own
 
     @property
-    def inputs(self) -> torch.dtype | None:
+    def input_dtype(self) -> torch.dtype | None:
         """Type to which floating point inputs are brought, or None."""
-        return NAMES[self.compute] if self.compute and not self.autocast else None
+        return DTYPES[self.compute] if self.compute and not self.autocast else None
 
-    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
         if not self.autocast:
             return nullcontext()
         context: AbstractContextManager[Any] = torch.autocast(
-            device.type, dtype=NAMES[self.compute or ""]
+            device.type, dtype=DTYPES[self.compute or ""]
         )
         return context
 
 
-def parse(value: Any) -> Precision:
+def parse_precision(value: Any) -> Precision:
     """Return the policy that a user's ``precision`` means: None, "bf16", "fp16" or a Precision."""
     if value is None:
         return Precision()
-    return Precision(compute=value) if isinstance(value, str) else _typed(value)
+    return Precision(compute=value) if isinstance(value, str) else _require_precision(value)
 
 
-def _typed(value: Any) -> Precision:
+def _require_precision(value: Any) -> Precision:
     if not isinstance(value, Precision):
         raise UsageError(
             f"precision={value!r}",
@@ -106,17 +106,17 @@ class LossScale:
     The factor on a loss in fp16: the same on every rank, since the norm that it looks at is global.
     """
 
-    PATIENCE = 2000
+    GROWTH_STEPS = 2000
 
     def __init__(self, first: float) -> None:
         self.value = first
-        self.good = 0
+        self.good_steps = 0
 
-    def update(self, finite: bool) -> None:
+    def record_step(self, finite: bool) -> None:
         """Take note of a step whose gradients were finite, or not: then it was left out."""
-        self.good = self.good + 1 if finite else 0
+        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
-        elif self.good == self.PATIENCE:
+        elif self.good_steps == self.GROWTH_STEPS:
             self.value = self.value * 2
-            self.good = 0
+            self.good_steps = 0

@@ -11,9 +11,9 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.model.weights import Fusion
-from pdrun.parallel.zero.precision import NAMES, Precision
+from pdrun.parallel.zero.precision import DTYPES, Precision
 
-WHERE = "pdrun.parallelize"
+PARALLELIZE = "pdrun.parallelize"
 VAR = inspect.Parameter.VAR_POSITIONAL
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
@@ -33,15 +33,15 @@ class Settings:
     layerwise: Sequence[str] = ()
     units: Sequence[str] | None = None
     fusion: Fusion = field(default_factory=Fusion)
-    wire: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     precision: Precision = field(default_factory=Precision)
-    home: torch.device | None = None
+    master_device: torch.device | None = None
     """Where masters and optimizer state live; None: on the device."""
     gather: str = "pass"
     """How long level 3 has the weights of a unit there; see `gatherer`."""
 
     @property
-    def keeps(self) -> bool:
+    def keep_for_step(self) -> bool:
         """Whether level 3 gathers weights, and sums gradients over the ranks, once a step."""
         return self.level == 3 and self.gather == "step"
 
@@ -53,7 +53,7 @@ def check_level(level: Any) -> int:
     if level not in (0, 1, 2, 3) or isinstance(level, bool):
         raise UsageError(
             f"optimizer_level={level!r}",
-            where=WHERE,
+            where=PARALLELIZE,
             hint="0 whole optimizer, 1 state cut, 2 and gradients, 3 and weights",
         )
     return int(level)
@@ -62,7 +62,9 @@ def check_level(level: Any) -> int:
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r} is no whole number of at least {least}", where=WHERE)
+        raise UsageError(
+            f"{name}={value!r} is no whole number of at least {least}", where=PARALLELIZE
+        )
     return value
 
 
@@ -71,7 +73,7 @@ def check_above_zero(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UsageError(f"{name}={value!r} is not above 0", where=WHERE)
+        raise UsageError(f"{name}={value!r} is not above 0", where=PARALLELIZE)
     return float(value)
 
 
@@ -79,17 +81,17 @@ def check_globs(name: str, value: Any) -> tuple[str, ...]:
     """Return globs, of which there may be several."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(
-            f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]'
+            f"{name}={value!r} is no list of globs", where=PARALLELIZE, hint=f'{name}=["blocks.*"]'
         )
     found = tuple(value)
     if not all(isinstance(glob, str) for glob in found):
         raise UsageError(
-            f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]'
+            f"{name}={value!r} is no list of globs", where=PARALLELIZE, hint=f'{name}=["blocks.*"]'
         )
     return found
 
 
-def check_has(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
+def check_methods(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
     """
     Refuse what lacks one of the methods; None and classes that nobody has made an object of
     included.
@@ -97,7 +99,7 @@ def check_has(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
     if isinstance(value, type) or not all(
         callable(getattr(value, method, None)) for method in methods
     ):
-        raise UsageError(f"{name}={value!r} is none", where=WHERE, hint=hint)
+        raise UsageError(f"{name}={value!r} is none", where=PARALLELIZE, hint=hint)
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -117,22 +119,22 @@ def check_scheduler(scheduler: Any) -> None:
         name = type(scheduler).__name__
         what = f"the scheduler's step wants {', '.join(wanted)}, and a run calls it without anything: {name}"
         hint = f"leave scheduler= out; schedule = {name}(run.optimizer), and schedule.step(metrics.loss) after run.step"
-        raise UsageError(what, where=WHERE, hint=hint)
+        raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 
 def check_callable(name: str, value: Any, hint: str) -> None:
     """Refuse what can't be called, but for None."""
     if value is not None and not callable(value):
-        raise UsageError(f"{name}={value!r} is no function", where=WHERE, hint=hint)
+        raise UsageError(f"{name}={value!r} is no function", where=PARALLELIZE, hint=hint)
 
 
-def check_wire(value: Any) -> torch.dtype | None:
+def parse_compress(value: Any) -> torch.dtype | None:
     """Return the type of gradients on the network."""
     if value is None:
         return None
     if value not in ("bf16", "fp16"):
-        raise UsageError(f"compress={value!r}", where=WHERE, hint="'bf16', 'fp16' or None")
-    return NAMES[value]
+        raise UsageError(f"compress={value!r}", where=PARALLELIZE, hint="'bf16', 'fp16' or None")
+    return DTYPES[value]
 
 
 def check_gather(value: Any, level: int, copies: int, staged: bool) -> str:
@@ -144,13 +146,13 @@ def check_gather(value: Any, level: int, copies: int, staged: bool) -> str:
         staged: whether a pipeline's schedule has several micro-batches on their way.
     """
     if value not in (None, "pass", "step"):
-        raise UsageError(f"gather={value!r}", where=WHERE, hint="'pass', 'step' or None")
+        raise UsageError(f"gather={value!r}", where=PARALLELIZE, hint="'pass', 'step' or None")
     if value is not None and level < 3:
         what = f"gather={value!r} at optimizer_level={level}, which gathers nothing"
-        raise UsageError(what, where=WHERE, hint="optimizer_level=3, or leave gather= out")
+        raise UsageError(what, where=PARALLELIZE, hint="optimizer_level=3, or leave gather= out")
     if value == "pass" and copies > 1:
         what = f"gather='pass' beside copies={copies}, of which one needs a unit's weights while the other has left it"
-        raise UsageError(what, where=WHERE, hint="gather='step'")
+        raise UsageError(what, where=PARALLELIZE, hint="gather='step'")
     return value or ("step" if staged or copies > 1 else "pass")
 
 
@@ -159,12 +161,15 @@ def check_group(value: Any, world: int, level: int) -> int:
     if level == 0:
         if value is not None:
             raise UsageError(
-                f"shard_group={value!r} with optimizer_level=0, which cuts nothing", where=WHERE
+                f"shard_group={value!r} with optimizer_level=0, which cuts nothing",
+                where=PARALLELIZE,
             )
         return 1
     if value is None or value == -1:
         return world
     size = check_count("shard_group", value)
     if world % size:
-        raise UsageError(f"shard_group={size} does not divide the {world} ranks of dp", where=WHERE)
+        raise UsageError(
+            f"shard_group={size} does not divide the {world} ranks of dp", where=PARALLELIZE
+        )
     return size

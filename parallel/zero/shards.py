@@ -21,7 +21,7 @@ from torch import nn
 
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.weights import Weight
-from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
+from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
 
 
 class Cut:
@@ -55,18 +55,22 @@ class Cut:
         self.label = label
         self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
         """The parts of a pipeline's stage that compute with any of them."""
-        self.layout: FlatLayout = lay_out(
+        self.layout: FlatLayout = make_flat_layout(
             [(w.name, w.shape) for w in weights], comm.shards, comm.world
         )
-        self.segments: list[Segment] = self.layout.segments(comm.shard)
+        self.segments: list[FlatSegment] = self.layout.segments_of(comm.shard)
         self.home = home
         self._pending: PendingResult | None = None
         self.full = torch.zeros(self.layout.numel, dtype=compute, device=comm.device)
-        self._own = self.full.narrow(0, comm.shard * self.layout.length, self.layout.length)
+        self._own = self.full.narrow(
+            0, comm.shard * self.layout.shard_numel, self.layout.shard_numel
+        )
         self.shared = compute == train and not released and home == comm.device
         """Whether the master is a part of ``full``."""
         self.master = (
-            self._own if self.shared else torch.zeros(self.layout.length, dtype=train, device=home)
+            self._own
+            if self.shared
+            else torch.zeros(self.layout.shard_numel, dtype=train, device=home)
         )
         self._views = self._fill()
         self.parts = [
@@ -97,7 +101,7 @@ class Cut:
                 weight.param.data = view
         return views
 
-    def _part(self, segment: Segment) -> torch.Tensor:
+    def _part(self, segment: FlatSegment) -> torch.Tensor:
         """Return a segment of the master; where it is a whole weight, in its shape."""
         slot = self.layout.slots[segment.slot]
         piece = self.master.narrow(0, segment.offset, segment.numel)

@@ -58,77 +58,77 @@ class Stages:
 class Fill:
     """See `pdrun.parallel.training.driver.Driver`."""
 
-    splits = False
+    splits_backward = False
 
     def chunk_of(self, name: str) -> int:
         """A stage is one piece."""
         return 0
 
-    def users_of(self, name: str) -> tuple[int, ...]:
+    def chunks_using(self, name: str) -> tuple[int, ...]:
         """The same for what uses it."""
         return (0,)
 
     def check_units(self, names: Sequence[str]) -> None:
         """Blocks lie on one stage."""
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         """Nothing to tell."""
         return ""
 
-    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """Forward only, one micro-batch after the other."""
-        axis, found = run.axes["pp"], []
+        axis, found = step.axes["pp"], []
         for micro in micros:
-            x = run.here(micro.batch)[0]
-            with torch.no_grad(), run.engine.forward(micro=micro.place), run.around(micro):
+            x = step.prepare_batch(micro.batch)[0]
+            with torch.no_grad(), step.engine.forward(micro=micro.position), step.forward_context(micro):
                 if axis.index > 0:
                     x = torch.empty(*x.shape, WIDTH)
                     dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
-                y = run.model(x)
+                y = step.model(x)
             if axis.index < axis.size - 1:
                 dist.send(y, axis.ranks[axis.index + 1], group=axis.group)
                 y = None
             found.append(y)
-        run.engine.evaluated()
+        step.engine.evaluated()
         return found
 
-    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> Tensor:
+    def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> Tensor:
         """Fill the pipeline, then drain it."""
-        axis = run.axes["pp"]
+        axis = step.axes["pp"]
         first, last = axis.index == 0, axis.index == axis.size - 1
-        sums = torch.zeros(len(micros), 2, dtype=widest_float(run.device))
+        sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device))
         taken: list[Any] = []
         for micro in micros:
-            batch, calls, x = run.here(micro.batch), torch.zeros((), dtype=torch.int64), None
+            batch, calls, x = step.prepare_batch(micro.batch), torch.zeros((), dtype=torch.int64), None
             if not first:
                 x = torch.empty(*batch[0].shape, WIDTH)
                 dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
                 dist.recv(calls, axis.ranks[axis.index - 1], group=axis.group)
                 x.requires_grad_()
-            with run.engine.forward(micro=micro.place), run.around(micro, calls=int(calls)):
-                y = run.objective.output(run.model, batch) if x is None else run.model(x)
+            with step.engine.forward(micro=micro.position), step.forward_context(micro, calls=int(calls)):
+                y = step.objective.compute_output(step.model, batch) if x is None else step.model(x)
                 if last:
-                    y, count = run.objective.judge(y, batch, max(len(micro.rows), 1))
+                    y, count = step.objective.compute_loss(y, batch, max(len(micro.rows), 1))
                     y = y * micro.weight
-                    sums[micro.place] = torch.stack(
+                    sums[micro.position] = torch.stack(
                         [y.detach().double(), count.double() * micro.weight]
                     )
             if not last:
                 dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
                 dist.send(
-                    torch.tensor(run.rng.calls), axis.ranks[axis.index + 1], group=axis.group
+                    torch.tensor(step.rng.calls), axis.ranks[axis.index + 1], group=axis.group
                 )
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):
-            ends = micro.place == len(micros) - 1
-            with run.engine.backward(micro=micro.place, last=ends):
-                run.engine.begin(first=micro.place == 0, last=ends, chunk=0)
+            ends = micro.position == len(micros) - 1
+            with step.engine.backward(micro=micro.position, last=ends):
+                step.engine.begin(first=micro.position == 0, last=ends, chunk=0)
                 grad = None
                 if not last:
                     grad = torch.empty_like(y)
                     dist.recv(grad, axis.ranks[axis.index + 1], group=axis.group)
-                run.backward([y], [grad])
+                step.run_backward([y], [grad])
                 if x is not None:
                     dist.send(x.grad, axis.ranks[axis.index - 1], group=axis.group)
-                run.engine.backward_done()
+                step.engine.backward_done()
         return sums

@@ -354,7 +354,7 @@ def test_weights_made_in_place_are_the_same_on_every_mesh(
 def evaluated(level: int, degrees: Degrees) -> Any:
     run = make(Case(4, level, accumulate=2, dropout=True), degrees)
     run.model.eval()
-    found = [(run.state.rows.index, out) for out in run.evaluate(zoo.batch_of(11, 0))]
+    found = [(run.state.row_axis.index, out) for out in run.evaluate(zoo.batch_of(11, 0))]
     run.model.train()
     run.step(zoo.batch_of(11, 0))
     return [(index, None if out is None else out.tolist()) for index, out in found]

@@ -12,7 +12,7 @@ from torch import nn
 import pdrun
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.zero import optimizer as retarget
-from pdrun.parallel.zero.flat_layout import lay_out
+from pdrun.parallel.zero.flat_layout import make_flat_layout
 from pdrun.parallel.zero.grad_norm import square_sum
 from tests.lib.rank_pool import Worlds
 
@@ -51,11 +51,11 @@ def overflow(level: int) -> tuple[int, float, float]:
     policy = pdrun.Precision("fp16", scale=2.0**30)
     run = pdrun.parallelize(mlp(), adam, loss, optimizer_level=level, precision=policy, clip=1.0)
     told = [run.step(rows(step)) for step in range(30)]
-    assert run.state.scale is not None
+    assert run.state.loss_scale is not None
     return (
         sum(metrics.skipped for metrics in told),
         float(told[-1].grad_norm or "nan"),
-        run.state.scale.value,
+        run.state.loss_scale.value,
     )
 
 
@@ -69,11 +69,11 @@ def test_an_overflow_under_clipping_costs_steps_and_no_more(level: int, worlds: 
 def test_gaps_are_all_that_is_no_weight() -> None:
     for shapes in ([("a", (3,)), ("b", (64,)), ("c", (5, 13))], [("a", (64, 2))], [("a", ())]):
         for shards in (1, 2, 3):
-            layout = lay_out(shapes, shards, shards)
-            held = [*layout.extents, *layout.gaps]
+            layout = make_flat_layout(shapes, shards, shards)
+            held = [*layout.slot_extents, *layout.padding_extents]
             found = sorted(place for low, high in held for place in range(low, high))
             assert found == list(range(layout.numel)) and all(
-                low < high for low, high in layout.gaps
+                low < high for low, high in layout.padding_extents
             )
 
 
@@ -328,10 +328,10 @@ def test_verify_does_not_take_an_overflow_for_a_fault() -> None:
     run = pdrun.parallelize(
         mlp(), adam, loss, precision=pdrun.Precision("fp16", scale=2.0**30), clip=1.0
     )
-    assert run.state.scale is not None
+    assert run.state.loss_scale is not None
     report = run.verify([rows()])
     assert report.steps[0].norm == pytest.approx(report.steps[0].norm_alone, rel=1e-2)
-    assert run.state.scale.value == 2.0**30 and run.step(rows()).skipped
+    assert run.state.loss_scale.value == 2.0**30 and run.step(rows()).skipped
 
 
 # ---- complex weights --------------------------------------------------------

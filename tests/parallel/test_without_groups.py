@@ -154,20 +154,20 @@ shapes = st.lists(st.lists(st.integers(0, 70), max_size=3), min_size=1, max_size
 
 @given(shapes, st.integers(1, 5), st.integers(1, 3))
 def test_shards_cover_each_weight_once(sizes: list[list[int]], shards: int, copies: int) -> None:
-    layout = flat.lay_out(
+    layout = flat.make_flat_layout(
         [(str(i), shape) for i, shape in enumerate(sizes)], shards, shards * copies
     )
     covered: list[set[int]] = [set() for _ in sizes]
     for shard in range(shards):
-        for segment in layout.segments(shard):
+        for segment in layout.segments_of(shard):
             mine = set(range(segment.start, segment.stop))
             assert not covered[segment.slot] & mine
             covered[segment.slot] |= mine
-            place = shard * layout.length + segment.offset
+            place = shard * layout.shard_numel + segment.offset
             assert place == layout.slots[segment.slot].start + segment.start
-            assert segment.start % flat.ALIGN == 0
+            assert segment.start % flat.ALIGN_ELEMENTS == 0
     assert [len(found) for found in covered] == [torch.Size(shape).numel() for shape in sizes]
-    assert layout.numel % (shards * copies * flat.ALIGN) == 0
+    assert layout.numel % (shards * copies * flat.ALIGN_ELEMENTS) == 0
 
 
 # ---- fusion and units -------------------------------------------------------
@@ -273,11 +273,11 @@ def test_others_are_refused_by_name(kind: Any) -> None:
 def test_wrong_optimizers() -> None:
     params = list(zoo.build().parameters())
     with pytest.raises(UsageError, match="closure"):
-        retarget.make(torch.optim.LBFGS, params)
+        retarget.build_optimizer(torch.optim.LBFGS, params)
     with pytest.raises(UsageError, match="no trained weight of the model"):
-        retarget.make(lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), params)
+        retarget.build_optimizer(lambda ps: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), params)
     with pytest.raises(UsageError, match="the optimizer is a NoneType"):
-        retarget.make(lambda ps: None, params)
+        retarget.build_optimizer(lambda ps: None, params)
 
 
 # ---- the rest ---------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_wrong_optimizers() -> None:
         (lambda: settings.check_level(4), "optimizer_level=4"),
         (lambda: settings.check_count("accumulate", 0), "accumulate=0"),
         (lambda: settings.check_above_zero("clip", 0), "clip=0"),
-        (lambda: settings.check_wire("int8"), "compress='int8'"),
+        (lambda: settings.parse_compress("int8"), "compress='int8'"),
         (lambda: settings.check_group(3, 4, 1), "does not divide the 4"),
         (lambda: settings.check_group(2, 4, 0), "cuts nothing"),
         (lambda: recompute.apply(zoo.build(), "some"), "no way to recompute"),
@@ -311,7 +311,7 @@ def test_losses() -> None:
             loss.Objective(model, lambda out, b, told=told: told)(model, batch, 4)
     plain = loss.Objective(model, lambda out, b: (out - b[1]).square().mean())
     total, count = plain(model, batch, 4)
-    assert (plain.plain, float(count)) == (True, 4.0)
+    assert (plain.is_mean, float(count)) == (True, 4.0)
     assert float(total.detach()) == pytest.approx(
         float((model(batch[0]) - batch[1]).square().sum().detach())
     )
@@ -335,7 +335,7 @@ def test_hashes_are_uniform() -> None:
 def test_buffers_come_back_with_zeros_between_their_slots() -> None:
     """Norms look at all of a buffer: what another bundle left in the gaps would count."""
     pool, cpu = grads.Pool(), torch.device("cpu")
-    long, short = (flat.lay_out([("a", [size])], 1, 4) for size in (200, 100))
+    long, short = (flat.make_flat_layout([("a", [size])], 1, 4) for size in (200, 100))
     assert long.numel == short.numel == 256
     full = pool.take(long, torch.float32, cpu)
     full[:200] = 1.0

@@ -21,7 +21,7 @@ import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.compiler import compile as compiling
 from pdrun.parallel.report.model_copies import reference_copy
-from pdrun.parallel.tensor.style import Entry
+from pdrun.parallel.tensor.style import SharedInput
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
 
@@ -108,13 +108,13 @@ def test_another_compiled_run_takes_up_what_was_saved(
     check(worlds, prove_twice, DROPS, place, tmp_path)
 
 
-def entries(model: nn.Module) -> list[tuple[str, Entry]]:
+def entries(model: nn.Module) -> list[tuple[str, SharedInput]]:
     """Return the ways of tensors into cut modules."""
     found = []
     for name, module in model.named_modules():
         enter = getattr(getattr(module, "_place", None), "enter", None)
         enter = enter.keywords.get("enter") if isinstance(enter, functools.partial) else enter
-        if isinstance(enter, Entry):
+        if isinstance(enter, SharedInput):
             found.append((name, enter))
     assert len(found) > 8
     return found
@@ -136,7 +136,7 @@ def count(kind: str, compile: Any) -> Any:
     )
     assert held == [], "what a layer has gathered goes when the last of its modules has had it"
     told = {key: (one.calls, one.nbytes) for key, one in run.axes.counts.items()}
-    names = run.state.compiled
+    names = run.state.compiled_modules
     assert not names or f"compiled: {names[0]}" in run.explain()
     return told, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), names
 

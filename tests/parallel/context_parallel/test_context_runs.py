@@ -192,8 +192,8 @@ def outputs() -> None:
     (found,) = run.evaluate(batch)
     with torch.no_grad():
         whole = run.model(batch["tokens"])
-    assert isinstance(run.state.sequences, ContextParallel)
-    torch.testing.assert_close(found, run.state.sequences.sequences(run.axes).take(whole, 1))
+    assert isinstance(run.state.sequence_slicer, ContextParallel)
+    torch.testing.assert_close(found, run.state.sequence_slicer.sequences(run.axes).take(whole, 1))
 
 
 def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:

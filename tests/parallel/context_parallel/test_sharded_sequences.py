@@ -166,9 +166,9 @@ def train(
     parallel = ContextParallel(**settings)
     assert parallel.apply(model, axes) is model
     part = parallel.part(batch, axes)
-    with parallel.running(axes):
+    with parallel.patched_attention(axes):
         loss = _loss(model, part)
-    with parallel.running(axes):
+    with parallel.patched_attention(axes):
         loss.backward()
     tolerance = (
         {"rtol": 1e-10, "atol": 1e-10} if kind == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
@@ -245,7 +245,7 @@ def some_heads(settings: dict[str, Any]) -> None:
 
     def attend(low: int, high: int) -> torch.Tensor:
         thrown.begin_forward(1, 0, range(3), torch.device("cpu"))
-        with thrown.patched_dropout(), parallel.running(axes), shard_region({1: (low, high, 4)}):
+        with thrown.patched_dropout(), parallel.patched_attention(axes), shard_region({1: (low, high, 4)}):
             heads = (x[:, low:high] for x in (q, k, v))
             return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
 
@@ -284,7 +284,7 @@ def attempt(what: str) -> str:
         part = parallel.part(
             _batch(1) if what == "few" else {"x": torch.zeros(3)} if what == "flat" else batch, axes
         )
-        with parallel.running(axes):
+        with parallel.patched_attention(axes):
             if what == "open":
                 model.head(model.wte(part["tokens"]))
             elif what == "other":

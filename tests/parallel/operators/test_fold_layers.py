@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.parallel.operators.compiler import meta_copy
-from pdrun.parallel.operators.graph.export import trace
-from pdrun.parallel.operators.graph.fold_layers import equal_members, folding
+from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.fold_layers import find_equal_layers, fold_equal_layers
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
 from tests.lib.small_models import Block, Tiny
@@ -155,22 +155,22 @@ MODELS: dict[str, tuple[nn.Module, Tensor, int]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folded_export_is_the_export(name: str) -> None:
     model, x, count = MODELS[name]
-    assert sum(map(len, equal_members(model))) == count
+    assert sum(map(len, find_equal_layers(model))) == count
     shadow = meta_copy(model)
-    folded, whole = (trace(shadow, (x.to("meta"),), fold=fold) for fold in (True, False))
+    folded, whole = (export_graph(shadow, (x.to("meta"),), fold=fold) for fold in (True, False))
     assert folded.tensors == whole.tensors
     assert folded.operators == whole.operators
-    assert (folded.inputs, folded.results, folded.structure) == (
+    assert (folded.inputs, folded.results, folded.result_structure) == (
         whole.inputs,
         whole.results,
-        whole.structure,
+        whole.result_structure,
     )
     assert all("forward" not in module.__dict__ for module in shadow.modules())
 
 
 def test_equal_layers_leave_a_node_each() -> None:
     model = meta_copy(Tiny(layers=6))
-    with folding(model) as folded:
+    with fold_equal_layers(model) as folded:
         assert folded
         nodes = torch.export.export(model, (words().to("meta"),), strict=False).graph.nodes
     kinds = [str(node.target) for node in nodes if node.op == "call_function"]
@@ -182,8 +182,8 @@ def test_what_shares_a_weight_or_has_hooks_inside_is_exported_by_itself() -> Non
     model = Tiny(layers=4)
     model.blocks[1].up.weight = model.blocks[2].up.weight
     model.blocks[3].up.register_forward_hook(lambda *args: None)
-    assert equal_members(model) == []
+    assert find_equal_layers(model) == []
     model = Tiny(layers=4)
     model.blocks.append(Block(0.5))
     model.blocks[0].eval()
-    assert equal_members(model) == [["blocks.1", "blocks.2", "blocks.3"]]
+    assert find_equal_layers(model) == [["blocks.1", "blocks.2", "blocks.3"]]

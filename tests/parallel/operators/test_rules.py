@@ -11,48 +11,48 @@ from typing import Any
 import pytest
 
 from pdrun.parallel.operators import rule_checker as checker
-from pdrun.parallel.operators.plan import Choice
-from pdrun.parallel.operators.rules.examples import Example, examples
-from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, RUNS, WHOLE, Split
+from pdrun.parallel.operators.plan import OperatorSharding
+from pdrun.parallel.operators.rules.examples import OperatorExample, all_examples
+from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, LOCAL_CALLS, REPLICATED, OpSplit
 
 pytestmark = pytest.mark.torch
 
 
 @functools.cache
-def by_kind() -> dict[str, list[Example]]:
+def by_kind() -> dict[str, list[OperatorExample]]:
     """Return all examples, sorted by kind."""
-    found: dict[str, list[Example]] = collections.defaultdict(list)
-    for example in examples():
+    found: dict[str, list[OperatorExample]] = collections.defaultdict(list)
+    for example in all_examples():
         found[example.kind].append(example)
     return found
 
 
 def test_every_rule_has_an_example() -> None:
     assert set(RULES) == set(by_kind())
-    assert set(RUNS) <= set(RULES)
+    assert set(LOCAL_CALLS) <= set(RULES)
 
 
 @pytest.mark.parametrize("kind", sorted(RULES))
 def test_the_parts_of_an_operator_make_the_whole(kind: str) -> None:
     for example in by_kind()[kind]:
-        for case in checker.cases(example):
-            assert checker.check(case) == "", case
+        for case in checker.list_cases(example):
+            assert checker.check_case(case) == "", case
 
 
 @pytest.mark.parametrize(
     ("kind", "split"),
     [
-        ("softmax", Split((1,), (1,))),  # the dim that is normalised over
-        ("relu", Split((PARTIAL,), (PARTIAL,))),  # not linear
-        ("mm", Split((1, 0), (WHOLE,))),  # a sum that isn't one
-        ("layer_norm", Split((2, 0, 0), (2,))),
+        ("softmax", OpSplit((1,), (1,))),  # the dim that is normalised over
+        ("relu", OpSplit((PARTIAL,), (PARTIAL,))),  # not linear
+        ("mm", OpSplit((1, 0), (REPLICATED,))),  # a sum that isn't one
+        ("layer_norm", OpSplit((2, 0, 0), (2,))),
     ],
 )
-def test_the_checker_finds_wrong_rules(kind: str, split: Split) -> None:
+def test_the_checker_finds_wrong_rules(kind: str, split: OpSplit) -> None:
     example = by_kind()[kind][0]
-    right: Any = next(iter(checker.cases(example)))
-    wrong = checker.Case(example, right.grid, Choice({"a": split}, ("a",)))
-    assert checker.check(wrong) != ""
+    right: Any = next(iter(checker.list_cases(example)))
+    wrong = checker.RuleCase(example, right.grid, OperatorSharding({"a": split}, ("a",)))
+    assert checker.check_case(wrong) != ""
 
 
 def test_the_docs_list_every_rule() -> None:

@@ -173,7 +173,7 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
     grouped = {**rules, "0.qkv": col("tp", blocks=(16, 8, 8))}
     two = Grid(("tp",), (2,))
     assert "how q, k and v lie side by side" in mistake(rules, model, two)
-    assert Strategy(grouped).plan(model, two, 1).tiles["0.qkv.weight"].ranges[0] == (
+    assert Strategy(grouped).plan(model, two, 1).shards["0.qkv.weight"].ranges[0] == (
         (8, 16),
         (20, 24),
         (28, 32),
@@ -222,15 +222,15 @@ def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
         "not matched, whole on every rank: layers.0-1.norm1.bias, layers.0-1.norm2.weight, layers.0-1.norm2.bias, "
         "layers.1.norm1.weight, norm.weight, norm.bias",
     ]
-    assert plan.tiles["layers.1.mlp.up.weight"].ranges == (((38, 50),), ((0, 32),))
-    assert plan.tiles["layers.1.attn.wk.weight"].sums == ("tp",)
-    assert plan.tiles["emb.weight"].local_shape == (9, 32)
+    assert plan.shards["layers.1.mlp.up.weight"].ranges == (((38, 50),), ((0, 32),))
+    assert plan.shards["layers.1.attn.wk.weight"].sums == ("tp",)
+    assert plan.shards["emb.weight"].local_shape == (9, 32)
 
 
 def test_norms_between_sequence_parts_have_gradients_to_be_summed() -> None:
     plan = strategy(sequence=True).plan(build(), GRID)
     assert plan.unmatched == ()
-    for name, tile in plan.tiles.items():
+    for name, tile in plan.shards.items():
         partial = "norm" in name or name.endswith(("wo.bias", "down.bias"))
         assert tile.sums == (("tp",) if partial else ()), name
     assert isinstance(strategy(sequence=True).rules["*norm*|layers.*.drop"], type(seq("tp")))

@@ -23,12 +23,12 @@ from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor import Strategy, col
 from pdrun.parallel.training import rank_agreement as module
 from pdrun.parallel.training.rank_agreement import (
-    Agreement,
-    of_batch,
-    of_model,
-    of_optimizer,
-    of_scheduler,
-    text,
+    RankAgreement,
+    describe_batch,
+    describe_model,
+    describe_optimizer,
+    describe_scheduler,
+    to_text,
 )
 from tests.lib.rank_pool import Worlds
 
@@ -111,38 +111,38 @@ def test_other_models_and_optimizers_on_real_ranks(worlds: Worlds, other: str, t
     assert (kind, told in words) == ("UsageError", True), words
 
 
-def check(agreement: Agreement, choice: str) -> None:
+def check(agreement: RankAgreement, choice: str) -> None:
     model, optimizer, scheduler = choice.split()
     module = MODELS[model]()
     weights = collect(module)
     made = OPTIMIZERS[optimizer]([weight.param for weight in weights if weight.trained])
     schedule = SCHEDULERS[scheduler]
-    agreement.check(of_model(module, weights))
-    agreement.check(of_optimizer(made))
-    agreement.check(of_scheduler(schedule(made) if schedule else None))
+    agreement.check_equal(describe_model(module, weights))
+    agreement.check_equal(describe_optimizer(made))
+    agreement.check_equal(describe_scheduler(schedule(made) if schedule else None))
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Agreement]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], RankAgreement]:
     """Make one rank's side of a call, as processes of their own would."""
     store = torch.distributed.HashStore()
 
-    def make(rank: int) -> Agreement:
+    def make(rank: int) -> RankAgreement:
         monkeypatch.setattr(module, "_calls", itertools.count())
-        return Agreement(rank, store, 0.2)
+        return RankAgreement(rank, store, 0.2)
 
     return make
 
 
-def test_the_first_difference_is_named(ranks: Callable[[int], Agreement]) -> None:
-    ranks(0).check([("mesh", "a"), ("clip", None)])
-    ranks(2).check([("mesh", "a"), ("clip", None)])
+def test_the_first_difference_is_named(ranks: Callable[[int], RankAgreement]) -> None:
+    ranks(0).check_equal([("mesh", "a"), ("clip", None)])
+    ranks(2).check_equal([("mesh", "a"), ("clip", None)])
     with pytest.raises(
         UsageError, match=r"rank 3 has clip=1.0, rank 0 has clip=None; every rank calls it with"
     ):
-        ranks(3).check([("mesh", "a"), ("clip", 1.0)])
+        ranks(3).check_equal([("mesh", "a"), ("clip", 1.0)])
     with pytest.raises(UsageError, match="rank 4 has clip, mesh, rank 0 has mesh, clip"):
-        ranks(4).check([("clip", None), ("mesh", "a")])
+        ranks(4).check_equal([("clip", None), ("mesh", "a")])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_the_first_difference_is_named(ranks: Callable[[int], Agreement]) -> Non
     ],
 )
 def test_other_models_and_optimizers(
-    ranks: Callable[[int], Agreement], zero: str, one: str, told: str
+    ranks: Callable[[int], RankAgreement], zero: str, one: str, told: str
 ) -> None:
     check(ranks(0), zero)
     check(ranks(2), zero)
@@ -207,24 +207,24 @@ def test_other_models_and_optimizers(
     assert told in str(caught.value)
 
 
-def test_what_a_rank_keeps_to_itself_is_its_own(ranks: Callable[[int], Agreement]) -> None:
+def test_what_a_rank_keeps_to_itself_is_its_own(ranks: Callable[[int], RankAgreement]) -> None:
     for rank, name in enumerate(("plain", "wide")):
         module = MODELS[name]()
-        ranks(rank).check(of_model(module, collect(module, ["0.*"])))
+        ranks(rank).check_equal(describe_model(module, collect(module, ["0.*"])))
 
 
-def test_each_check_meets_its_own(ranks: Callable[[int], Agreement]) -> None:
+def test_each_check_meets_its_own(ranks: Callable[[int], RankAgreement]) -> None:
     zero, one = ranks(0), ranks(1)
     for value in (1, 2):
-        zero.check([("a", value)])
-    one.check([("a", 1)])
+        zero.check_equal([("a", value)])
+    one.check_equal([("a", 1)])
     with pytest.raises(UsageError, match="rank 1 has a=1, rank 0 has a=2"):
-        one.check([("a", 1)])
+        one.check_equal([("a", 1)])
 
 
-def test_a_first_rank_that_stays_away_is_told(ranks: Callable[[int], Agreement]) -> None:
+def test_a_first_rank_that_stays_away_is_told(ranks: Callable[[int], RankAgreement]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"rank 0 has not come here within 0\.2 s of rank 1"):
-        ranks(1).check([("mesh", "a")])
+        ranks(1).check_equal([("mesh", "a")])
 
 
 class Colour(enum.Enum):
@@ -258,13 +258,13 @@ class Colour(enum.Enum):
     ],
 )
 def test_what_is_compared(value: Any, said: str) -> None:
-    assert text(value) == said
+    assert to_text(value) == said
 
 
 def test_strategies_are_compared_by_what_they_say() -> None:
-    said = [text(Strategy({"0": col("tp", gather=gather)})) for gather in (True, True, False)]
+    said = [to_text(Strategy({"0": col("tp", gather=gather)})) for gather in (True, True, False)]
     assert said[0] == said[1] != said[2] and " at 0x" not in said[0]
-    assert text(Operators({"fc": L("tp", None)})) != text(Operators({"fc": L(None, "tp")}))
+    assert to_text(Operators({"fc": L("tp", None)})) != to_text(Operators({"fc": L(None, "tp")}))
 
 
 def train(options: list[tuple[str, dict[str, Any]]]) -> None:
@@ -307,7 +307,7 @@ def test_ranks_that_have_rows_of_their_own(worlds: Worlds) -> None:
     )
 
 
-def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
+def test_what_of_a_batch_is_compared(ranks: Callable[[int], RankAgreement]) -> None:
     wide = torch.arange(24.0).reshape(4, 6)
     batch = {
         "a": wide,
@@ -324,8 +324,8 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
         "sparse": wide.to_sparse(),
         "grad": wide.clone().requires_grad_(),
     }
-    ranks(0).check(of_batch(batch))
-    ranks(1).check(of_batch({**batch, "a": wide.T.contiguous().T}))
+    ranks(0).check_equal(describe_batch(batch))
+    ranks(1).check_equal(describe_batch({**batch, "a": wide.T.contiguous().T}))
     for name, value, told in (
         ("a", -wide, "rank 1 has contents of batch['a']="),
         (
@@ -344,13 +344,13 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
         ("late", 1, "rank 1 has batch['late']=1, rank 0 has no batch['late']"),
     ):
         with pytest.raises(UsageError) as caught:
-            ranks(1).check(of_batch({**batch, name: value}))
+            ranks(1).check_equal(describe_batch({**batch, name: value}))
         assert told in str(caught.value)
 
 
 def test_a_large_batch_is_looked_at_here_and_there() -> None:
-    large = torch.zeros(module.SEEN * 3 + 5)
-    (said,) = (value for name, value in of_batch(large) if name.startswith("contents"))
+    large = torch.zeros(module.MAX_HASHED_ELEMENTS * 3 + 5)
+    (said,) = (value for name, value in describe_batch(large) if name.startswith("contents"))
     large[-3 * 7 :] = 1.0
-    (other,) = (value for name, value in of_batch(large) if name.startswith("contents"))
+    (other,) = (value for name, value in describe_batch(large) if name.startswith("contents"))
     assert said != other

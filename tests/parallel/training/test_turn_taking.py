@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pdrun.parallel.training.turn_taking import Baton
+from pdrun.parallel.training.turn_taking import TurnTaking
 
 
 def test_threads_run_one_at_a_time_in_the_order_of_the_round() -> None:
@@ -16,53 +16,53 @@ def test_threads_run_one_at_a_time_in_the_order_of_the_round() -> None:
     def enter(kept: str) -> None:
         state["of"] = kept
 
-    baton = Baton(3, lambda: state["of"], enter)
+    baton = TurnTaking(3, lambda: state["of"], enter)
 
     def work(name: str, pauses: int) -> str:
         state["of"] = name
         for place in range(pauses):
             said.append(f"{name}{place}")
-            baton.pause()
+            baton.yield_turn()
             assert state["of"] == name
         return name
 
-    found = baton.run([lambda: work("a", 3), lambda: work("b", 1), lambda: work("c", 2)])
+    found = baton.run_all([lambda: work("a", 3), lambda: work("b", 1), lambda: work("c", 2)])
     assert found == ["a", "b", "c"]
     assert said == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert baton.turns == 8  # a, b, c, a, b (which ends), c, a, c (which ends), a
+    assert baton.switches == 8  # a, b, c, a, b (which ends), c, a, c (which ends), a
 
 
 def test_one_thread_never_waits() -> None:
-    baton = Baton(1, lambda: None, lambda kept: None)
-    assert baton.run([lambda: baton.pause() or threading.current_thread()]) == [
+    baton = TurnTaking(1, lambda: None, lambda kept: None)
+    assert baton.run_all([lambda: baton.yield_turn() or threading.current_thread()]) == [
         threading.current_thread()
     ]
-    assert baton.turns == 0
+    assert baton.switches == 0
 
 
 def test_a_pause_outside_of_the_round_does_nothing() -> None:
-    baton = Baton(2, lambda: None, lambda kept: None)
-    baton.pause()
-    assert baton.turns == 0
+    baton = TurnTaking(2, lambda: None, lambda kept: None)
+    baton.yield_turn()
+    assert baton.switches == 0
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_ends_the_others_where_they_pause(who: int) -> None:
-    baton = Baton(2, lambda: None, lambda kept: None)
+    baton = TurnTaking(2, lambda: None, lambda kept: None)
     ended: list[int] = []
 
     def work(index: int) -> None:
         try:
-            baton.pause()
+            baton.yield_turn()
             if index == who:
                 raise ValueError(f"copy {index}")
             while True:
-                baton.pause()
+                baton.yield_turn()
         finally:
             ended.append(index)
 
     before = threading.active_count()
     with pytest.raises(ValueError, match=f"copy {who}"):
-        baton.run([lambda: work(0), lambda: work(1)])
+        baton.run_all([lambda: work(0), lambda: work(1)])
     assert sorted(ended) == [0, 1]
     assert threading.active_count() == before

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.torch
 @LEVELS
 @pytest.mark.parametrize("what", ["optimizer", "activations", "all"])
 def test_offloading_changes_no_bit(level: int, what: Any, worlds: Worlds, tmp_path: Path) -> None:
-    away = offload.parse(what)
+    away = offload.parse_offload(what)
     away = offload.Offload(
         away.optimizer, tmp_path / "files" if what == "all" else None, away.activations, least=100
     )
@@ -56,8 +56,8 @@ def test_offloading_changes_no_bit(level: int, what: Any, worlds: Worlds, tmp_pa
 def moved(least: int) -> tuple[int, int]:
     run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
     run.step(zoo.batch_of(24, 0))
-    assert run.state.saver is not None
-    return run.state.saver.moved, memory.estimate_passes(run.state, zoo.batch_of(24, 0))
+    assert run.state.activation_offload is not None
+    return run.state.activation_offload.moved_bytes, memory.estimate_passes(run.state, zoo.batch_of(24, 0))
 
 
 def predicted_away() -> list[int]:
@@ -83,7 +83,7 @@ def test_activations_really_go(worlds: Worlds) -> None:
 @pytest.mark.parametrize("value", ["disk", 3, True])
 def test_wrong_offload(value: Any) -> None:
     with pytest.raises(UsageError, match=r"'optimizer', 'activations', 'all' or pdrun\.Offload"):
-        offload.parse(value)
+        offload.parse_offload(value)
     with pytest.raises(UsageError, match="set optimizer=True"):
         offload.Offload(disk="x")
 
@@ -195,7 +195,7 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     run.state.engine._hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
     ledger.ignore_existing([*run.model.parameters(), *run.model.buffers(), *batch])
     with ledger:
-        total, _ = run.state.objective_of(run.model, batch, range(24), 0)
+        total, _ = run.state.compute_objective(run.model, batch, range(24), 0)
         total.backward()
     return want, ledger.peak
 
@@ -294,7 +294,7 @@ def leaves(case: Case) -> tuple[bool, int]:
     engine, model = weakref.ref(run.state.engine), weakref.ref(run.model)
     del run
     gc.collect()
-    torch_compat.end_groups()
+    torch_compat.destroy_unused_groups()
     left = (
         len(torch.distributed.distributed_c10d._world.pg_map)
         if torch.distributed.is_initialized()

@@ -1,5 +1,5 @@
 """
-One small file of facts for each way in which a cluster starts processes.
+Other launchers: what their environment variables mean, and the commands that start them.
 
 May import: hosts, common.
 Start reading here: detect.py, then model.py.

@@ -1,28 +1,32 @@
 """
-Batch systems that give hosts and start nothing themselves: PBS, LSF, SGE, and the MPI operator's
-launcher pod.
+Batch systems that reserve hosts and start nothing: PBS, LSF, SGE, and the launcher pod of the MPI
+operator.
 
-    PBS   PBS_JOBID=123.server PBS_NODEFILE=/var/spool/pbs/aux/123.server    one line a slot, repeats need not be
-    neighbours LSF   LSB_JOBID=71 LSB_MCPU_HOSTS="hA 2 hB 4" or LSB_HOSTS="hA hA hB" or LSB_DJOB_HOSTFILE (as PBS)
-    SGE   JOB_ID=9 PE_HOSTFILE with lines "node1 4 all.q@node1 UNDEFINED" NSLOTS=8; SGE_TASK_ID is an array's index, no
-    rank
+    PBS   PBS_JOBID=123.server PBS_NODEFILE=/var/spool/pbs/aux/123.server
+          one line per slot; the lines of a host need not be adjacent
+    LSF   LSB_JOBID=71 with one of
+          LSB_MCPU_HOSTS="hA 2 hB 4", LSB_HOSTS="hA hA hB", LSB_DJOB_HOSTFILE (as PBS)
+    SGE   JOB_ID=9 NSLOTS=8 PE_HOSTFILE with lines "node1 4 all.q@node1 UNDEFINED"
+          SGE_TASK_ID is the index of an array job, not a rank
 
-pbsdsh and blaunch start one command a host; their tasks know their host and no rank: the place in
-the list counts.
+pbsdsh and blaunch start one command per host. Their tasks have no rank, so the node rank is the
+position of the host in the list.
 """
 
 from __future__ import annotations
 
+import re
+
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, LauncherKind, Probes
+from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, LauncherKind, Probes
 from pdrun.launcher.adapters.parsing import (
     MAX_VALUE_CHARS,
     Environ,
     LauncherAdapter,
-    read_lines,
-    parse_host_names,
-    read_number,
     find_own_host,
+    parse_host_names,
+    read_lines,
+    read_number,
 )
 from pdrun.launcher.hosts import hostfile
 
@@ -30,15 +34,22 @@ _HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE"
 
 
 def _read_pbs(environ: Environ, probes: Probes) -> LauncherInfo:
-    hosts = parse_host_names(read_lines(environ["PBS_NODEFILE"], "PBS_NODEFILE", probes), "PBS_NODEFILE")
+    hosts = parse_host_names(
+        read_lines(environ["PBS_NODEFILE"], "PBS_NODEFILE", probes), "PBS_NODEFILE"
+    )
     task = read_number(environ, "PBS_TASKNUM") or 0
     kind: LauncherKind = "task" if task > 1 else "allocation"
     limit = read_number(environ, "PBS_WALLTIME")
+    title = "an allocation of PBS"
+    node_rank = None
+    if kind == "task":
+        title = "pbsdsh (a task of PBS)"
+        node_rank = find_own_host(hosts, probes)
     return LauncherInfo(
         "pbs",
-        "pbsdsh (a task of PBS)" if kind == "task" else "an allocation of PBS",
+        title,
         kind,
-        node_rank=find_own_host(hosts, probes) if kind == "task" else None,
+        node_rank=node_rank,
         nodes=len(hosts),
         hosts=hosts,
         job_id=environ.get("PBS_JOBID", ""),
@@ -55,40 +66,49 @@ def _read_pbs(environ: Environ, probes: Probes) -> LauncherInfo:
 
 def _read_lsf_hosts(environ: Environ, probes: Probes) -> tuple[tuple[AllocatedHost, ...], str]:
     """
-    The hosts, and the variable that gave them: the file counts before the lists, which LSF cuts for
-    large jobs.
+    Return the hosts and the variable that they come from.
+
+    The file has precedence, because LSF truncates the lists of large jobs.
     """
     if "LSB_DJOB_HOSTFILE" in environ:
         name = "LSB_DJOB_HOSTFILE"
         return parse_host_names(read_lines(environ[name], name, probes), name), name
     name = "LSB_MCPU_HOSTS" if "LSB_MCPU_HOSTS" in environ else "LSB_HOSTS"
     words = environ[name][: MAX_VALUE_CHARS + 1].split()
-    if not words or len(environ[name]) > MAX_VALUE_CHARS:
-        raise ConfigError("names no host" if not words else "is too long", where=name)
+    if not words:
+        raise ConfigError("has no host", where=name)
+    if len(environ[name]) > MAX_VALUE_CHARS:
+        raise ConfigError(f"must have at most {MAX_VALUE_CHARS} characters", where=name)
     if name == "LSB_HOSTS":
         return parse_host_names(words, name), name
-    if len(words) % 2 or not all(
-        count.isascii() and count.isdigit() and len(count) < 7 for count in words[1::2]
-    ):
-        raise ConfigError("is not pairs of a host and a number", where=name)
+    counts_ok = all(re.fullmatch("[0-9]{1,6}", count) for count in words[1::2])
+    if len(words) % 2 or not counts_ok:
+        raise ConfigError("must be a list of HOST NUMBER pairs", where=name)
     hosts = parse_host_names(words[::2], name)
     if len(hosts) * 2 != len(words):
-        raise ConfigError("names a host twice", where=name)
-    return tuple(
-        AllocatedHost(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)
-    ), name
+        raise ConfigError("lists a host twice", where=name)
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return tuple(AllocatedHost(host, int(count)) for host, count in pairs), name
 
 
 def _read_lsf(environ: Environ, probes: Probes) -> LauncherInfo:
     hosts, name = _read_lsf_hosts(environ, probes)
-    kind: LauncherKind = "task" if "LSF_PM_TASKID" in environ else "allocation"
+    kind: LauncherKind = "allocation"
+    title = "an allocation of LSF"
+    node_rank = None
+    if "LSF_PM_TASKID" in environ:
+        kind = "task"
+        title = "blaunch (a task of LSF)"
+        node_rank = find_own_host(hosts, probes)
+    job = environ.get("LSB_JOBID", "")
     index = environ.get("LSB_JOBINDEX", "0")
-    job = environ.get("LSB_JOBID", "") + (f".{index}" if index != "0" else "")
+    if index != "0":
+        job += f".{index}"
     return LauncherInfo(
         "lsf",
-        "blaunch (a task of LSF)" if kind == "task" else "an allocation of LSF",
+        title,
         kind,
-        node_rank=find_own_host(hosts, probes) if kind == "task" else None,
+        node_rank=node_rank,
         nodes=len(hosts),
         hosts=hosts,
         job_id=job,
@@ -102,26 +122,28 @@ def _read_lsf(environ: Environ, probes: Probes) -> LauncherInfo:
 
 
 def _read_host_file(variable: str, environ: Environ, probes: Probes) -> tuple[AllocatedHost, ...]:
-    """The hosts of a file in one of the grammars of `pdrun.launcher.hosts.hostfile`."""
+    """Return the hosts of a file in one of the grammars of `pdrun.launcher.hosts.hostfile`."""
     text = "\n".join(read_lines(environ[variable], variable, probes))
     try:
-        return tuple(
-            AllocatedHost(host.name, host.devices) for host in hostfile.parse_hostfile(text, environ[variable])
-        )
+        hosts = hostfile.parse_hostfile(text, environ[variable])
     except PdrunError as error:
         raise ConfigError(str(error), where=variable) from None
+    return tuple(AllocatedHost(host.name, host.devices) for host in hosts)
 
 
 def _read_sge(environ: Environ, probes: Probes) -> LauncherInfo:
     hosts = _read_host_file("PE_HOSTFILE", environ, probes)
-    task = environ.get("SGE_TASK_ID", "undefined")
+    job = environ.get("JOB_ID", "")
+    array_index = environ.get("SGE_TASK_ID", "undefined")
+    if array_index != "undefined":
+        job += f".{array_index}"
     return LauncherInfo(
         "sge",
         "an allocation of Grid Engine",
         "allocation",
         nodes=len(hosts),
         hosts=hosts,
-        job_id=environ.get("JOB_ID", "") + (f".{task}" if task != "undefined" else ""),
+        job_id=job,
         attempt=read_number(environ, "RESTARTED") or 0,
         sources={
             "nodes": "PE_HOSTFILE",
@@ -151,7 +173,9 @@ def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:
 
 
 ALLOCATION_ADAPTERS = (
-    LauncherAdapter("pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)),
+    LauncherAdapter(
+        "pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)
+    ),
     LauncherAdapter(
         "lsf",
         "LSF",

@@ -1,10 +1,12 @@
 """
-Managed services: one container or machine a node, described in a variable.
+Managed services with one container or machine per node.
 
     SageMaker  SM_HOSTS=["algo-1","algo-2"] SM_CURRENT_HOST=algo-2 TRAINING_JOB_NAME=job-7
-    AzureML    AZUREML_RUN_ID=run_1 MASTER_ADDR=10.0.0.4 NODE_RANK=1 AZUREML_NODE_COUNT=2 (in mode MPI mpirun counts)
-    Vertex AI  CLUSTER_SPEC={"cluster":{"workerpool0":["cmle-0:2222"],"workerpool1":["cmle-1:2222"]},
-                             "task":{"type":"workerpool1","index":0}} CLOUD_ML_JOB_ID=7
+    AzureML    AZUREML_RUN_ID=run_1 MASTER_ADDR=10.0.0.4 NODE_RANK=1 AZUREML_NODE_COUNT=2
+               (in mode MPI, mpirun is the inner launcher)
+    Vertex AI  CLOUD_ML_JOB_ID=7 CLUSTER_SPEC={
+                 "cluster": {"workerpool0": ["cmle-0:2222"], "workerpool1": ["cmle-1:2222"]},
+                 "task": {"type": "workerpool1", "index": 0}}
     TPU VM     TPU_WORKER_ID=1 TPU_WORKER_HOSTNAMES=t1v-0,t1v-1; several slices: MEGASCALE_SLICE_ID,
                MEGASCALE_NUM_SLICES, MEGASCALE_COORDINATOR_ADDRESS=t1v-0:8080
 """
@@ -14,16 +16,16 @@ from __future__ import annotations
 from typing import Any
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, Probes
+from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
     LauncherAdapter,
     check_below,
-    read_host_list,
     parse_host_names,
-    require_number,
-    read_number,
+    read_host_list,
     read_json,
+    read_number,
+    require_number,
 )
 from pdrun.launcher.common.parsers import quote_text
 
@@ -31,11 +33,11 @@ from pdrun.launcher.common.parsers import quote_text
 def _read_sagemaker(environ: Environ, probes: Probes) -> LauncherInfo:
     names = read_json(environ, "SM_HOSTS")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError("is not a JSON list of host names", where="SM_HOSTS")
+        raise ConfigError("must be a JSON list of host names", where="SM_HOSTS")
     hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, "SM_HOSTS"))
     current = environ.get("SM_CURRENT_HOST", "")
     if current not in names:
-        raise ConfigError(f"{quote_text(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
+        raise ConfigError(f"{quote_text(current)} is not in SM_HOSTS", where="SM_CURRENT_HOST")
     rank = names.index(current)
     return LauncherInfo(
         "sagemaker",
@@ -67,7 +69,7 @@ def _read_azureml(environ: Environ, probes: Probes) -> LauncherInfo:
     local = read_number(environ, "LOCAL_RANK") or 0
     if local:
         raise ConfigError(
-            f"{local}: AzureML starts several processes on this node, and each would start workers of its own",
+            f"is {local}: AzureML started several processes on this node, but pdrun needs one",
             where="LOCAL_RANK",
             hint="set process_count_per_instance: 1",
         )
@@ -95,35 +97,46 @@ def _read_azureml(environ: Environ, probes: Probes) -> LauncherInfo:
     )
 
 
-_WORKER_POOLS = ("chief", "master", "workerpool0", "worker", "workerpool1", "workerpool2", "workerpool3")
-"""In rank order; parameter servers and evaluators are no nodes of a job."""
+_WORKER_POOLS = (
+    "chief",
+    "master",
+    "workerpool0",
+    "worker",
+    "workerpool1",
+    "workerpool2",
+    "workerpool3",
+)
+"""In rank order. Parameter servers and evaluators are not nodes of the job."""
 
 
 def _read_cluster_spec(environ: Environ, probes: Probes) -> LauncherInfo:
-    """Vertex AI's CLUSTER_SPEC, or TF_CONFIG, which has the same shape."""
+    """Read Vertex AI's CLUSTER_SPEC, or TF_CONFIG, which has the same structure."""
     name = _find_cluster_variable(environ)
     data = read_json(environ, name)
-    cluster, task = (
-        data.get(key) if isinstance(data, dict) else None for key in ("cluster", "task")
-    )
+    if not isinstance(data, dict):
+        data = {}
+    cluster = data.get("cluster")
+    task = data.get("task")
     if not isinstance(cluster, dict) or not isinstance(task, dict):
-        raise ConfigError("has no objects cluster and task", where=name)
+        raise ConfigError("must have the objects cluster and task", where=name)
     names: list[str] = []
     rank = None
     for pool in _WORKER_POOLS:
         members = cluster.get(pool, [])
         if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
-            raise ConfigError(f"cluster.{pool} is no list of addresses", where=name)
+            raise ConfigError(f"cluster.{pool} must be a list of addresses", where=name)
         if task.get("type") == pool:
             rank = len(names) + _parse_task_index(task, len(members), name)
         names += [member.rpartition(":")[0] or member for member in members]
     if rank is None:
         raise ConfigError(
-            f"task.type {quote_text(str(task.get('type')))} is none of {', '.join(_WORKER_POOLS)}", where=name
+            f"task.type must be one of {', '.join(_WORKER_POOLS)},"
+            f" got {quote_text(str(task.get('type')))}",
+            where=name,
         )
     hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, name))
     if len(hosts) != len(names):
-        raise ConfigError("names a host twice", where=name)
+        raise ConfigError("lists a host twice", where=name)
     return LauncherInfo(
         "vertex",
         "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG",
@@ -152,15 +165,19 @@ def _parse_task_index(task: dict[str, Any], count: int, name: str) -> int:
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 9:
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
-        raise ConfigError(f"task.index {quote_text(str(index))} is no place among {count}", where=name)
+        raise ConfigError(
+            f"task.index must be 0 to {count - 1}, got {quote_text(str(index))}", where=name
+        )
     return index
 
 
 def _find_cluster_variable(environ: Environ) -> str:
-    """CLUSTER_SPEC on Vertex AI; TF_CONFIG of a job with more than one address."""
+    """Return CLUSTER_SPEC on Vertex AI, TF_CONFIG if it has a cluster, or an empty string."""
     if "CLUSTER_SPEC" in environ and "CLOUD_ML_JOB_ID" in environ:
         return "CLUSTER_SPEC"
-    return "TF_CONFIG" if '"cluster"' in environ.get("TF_CONFIG", "")[:1000] else ""
+    if '"cluster"' in environ.get("TF_CONFIG", "")[:1000]:
+        return "TF_CONFIG"
+    return ""
 
 
 def _read_tpu(environ: Environ, probes: Probes) -> LauncherInfo:

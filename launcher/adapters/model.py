@@ -1,9 +1,8 @@
 """
-What a process's environment says about the launcher that started it: plain data, and the questions
-that a reader of environments may ask this machine.
+Data about the launcher that started this process, and the probes that a reader may use.
 
-`pdrun.launcher.adapters.detect.detect` returns a `Found`; everything in it has the variables that
-it came from, so that ``pdrun env`` and every complaint can name them.
+`pdrun.launcher.adapters.detect.detect_launcher` returns a `LauncherInfo`. It has the source variable
+of every value, for ``pdrun env`` and for error messages.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pdrun.names import make_name
 
 LauncherKind = Literal["task", "allocation", "none"]
 """
-task: an outer launcher started this process as one of several. allocation: hosts are ours, but this
-process is not one of several (the body of a batch script). none: nothing says anything.
+task: a launcher started this process as one of several. allocation: hosts are reserved, but this
+process is not one of several (the body of a batch script). none: no launcher was detected.
 """
 
 
@@ -29,20 +28,19 @@ class AllocatedHost:
     name: str
     slots: int | None = None
     """
-    Tasks or CPUs that the launcher counts there; never a number of accelerators. None: it does not
-    say.
+    Tasks or CPUs of the host by the launcher's count, not accelerators. None: unknown.
     """
 
 
 @dataclass(frozen=True)
 class IgnoredLauncher:
-    """A launcher that left its words in the environment and is not the one that counts."""
+    """A launcher whose variables are set but not used."""
 
     launcher: str
     why: str
     """
-    ``stale: SLURM_TASK_PID=71 is no ancestor of this process``, ``outer: mpirun (Open MPI) is
-    nearer``.
+    ``stale: SLURM_TASK_PID=71 is not an ancestor of this process``, ``outer: mpirun (Open MPI)
+    takes precedence``.
     """
     variables: tuple[str, ...] = ()
 
@@ -50,20 +48,19 @@ class IgnoredLauncher:
 @dataclass(frozen=True)
 class LauncherInfo:
     """
-    The launcher that counts, the innermost one, and what it says. None, 0 and empty: it does not
-    say.
+    The values of the innermost launcher. None, 0 and empty: unknown.
 
-    ``rank`` and ``world`` count the launcher's tasks, which are pdrun's nodes when there is one a
-    node (``local_size`` 1), and its workers when a script without pdrun's agent runs in each.
+    ``rank`` and ``world`` count the launcher's tasks. With one task per node (``local_size`` 1) the
+    tasks are pdrun's nodes. If each task runs a script without an agent, they are the workers.
     """
 
     launcher: str = "none"
     """
-    A name of `pdrun.launcher.adapters.detect.LAUNCHERS`: ``slurm-step``, ``openmpi``, ``pbs``,
+    Name of an adapter in `pdrun.launcher.adapters.detect.ADAPTERS`, for example ``slurm-step``, or
     ``none``.
     """
     title: str = "no launcher"
-    """For people: ``srun (Slurm step)``."""
+    """Name for messages: ``srun (a step of Slurm)``."""
     kind: LauncherKind = "none"
     rank: int | None = None
     world: int | None = None
@@ -72,49 +69,47 @@ class LauncherInfo:
     node_rank: int | None = None
     nodes: int | None = None
     hosts: tuple[AllocatedHost, ...] = ()
-    """In the launcher's order, each once."""
+    """In the launcher's order, without duplicates."""
     head: str = ""
     """
-    The host to meet at where no list of hosts is known: MASTER_ADDR, or where mpirun itself runs.
+    Host of the scheduler if there is no list of hosts: MASTER_ADDR, or the host of mpirun.
     """
     port: int | None = None
     """
-    The port that the launcher reserves for meeting (MASTER_PORT); None: one is derived from the job
-    id.
+    Port that the launcher reserves (MASTER_PORT). None: it is derived from the job id.
     """
     job_id: str = ""
-    """Unique among the jobs of this launcher, as it writes it; of a Slurm step ``JOB.STEP``."""
+    """Job id of the launcher, unique among its jobs; for a Slurm step ``JOB.STEP``."""
     path: str = ""
-    """The file that describes the whole job: Ascend's rank table."""
+    """Path of the file that describes the job: an Ascend rank table."""
     attempt: int = 0
-    """How often the launcher has started this job again."""
+    """How often the launcher has restarted this job."""
     time_limit: float | None = None
-    """Seconds that the launcher gives the whole job."""
+    """Time limit of the whole job in seconds."""
     ends_at: float | None = None
-    """Wall clock (seconds since 1970) at which it ends the job."""
+    """Wall clock (seconds since 1970) at which the launcher ends the job."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Field -> the variable or variables that it came from."""
+    """Field -> the variables that it comes from."""
     ignored: tuple[IgnoredLauncher, ...] = ()
     notes: tuple[str, ...] = ()
-    """Contradictions and how they were settled, one line each."""
+    """Contradictions and how they were resolved, one line each."""
 
     @property
     def job_name(self) -> str:
         """
-        Launcher and job id, and the attempt when it is not the first, fit for a job's name; empty
-        without an id.
+        Job name made of launcher, job id and, after a restart, attempt; empty without a job id.
         """
         if not self.job_id:
             return ""
         family = {"slurm-step": "slurm", "slurm-job": "slurm"}.get(self.launcher, self.launcher)
         text = self.job_id if self.job_id.startswith(family) else f"{family}-{self.job_id}"
-        if len(text) > 50:  # a name has 63 characters at most; what is cut off still counts
+        if len(text) > 50:  # a name has at most 63 characters; the checksum covers the rest
             text = f"{text[:41]}-{zlib.crc32(text.encode('utf-8', 'surrogateescape')):08x}"
         return make_name(f"{text}-r{self.attempt}" if self.attempt else text)
 
     @property
     def has_one_task_per_node(self) -> bool:
-        """Whether each task stands alone on its node, as agents must."""
+        """Whether there is one task per node, as agents need it."""
         return self.kind == "task" and self.local_size == 1
 
 
@@ -125,11 +120,10 @@ def _raise_no_file(path: str) -> str:
 @dataclass(frozen=True)
 class Probes:
     """
-    Questions about this machine: real ones from `pdrun.launcher.adapters.probes.real`, fixed
+    Functions that examine this machine: `pdrun.launcher.adapters.probes.make_probes` in a run, fixed
     answers in tests.
 
-    The defaults know nothing: no file is there, every host name may be ours, nobody can say whose
-    children we are.
+    By default no file exists, every host name may be this machine, and ancestors are unknown.
     """
 
     hostname: str = ""
@@ -139,23 +133,22 @@ class Probes:
     """The address of this machine that other machines reach by a host name."""
     is_ancestor: Callable[[int], bool | None] = lambda pid: None
     """
-    Whether a pid is this process or one above it; None: a container hides the processes above.
+    Whether a pid is this process or an ancestor. None: a container hides the ancestors.
     """
     is_under: Callable[[tuple[str, ...]], bool | None] = lambda commands: None
-    """Whether a process above this one has one of these command names; None as above."""
+    """Whether an ancestor has one of these command names; None as above."""
     is_open: Callable[[int], bool] = lambda descriptor: False
     """Whether a descriptor is open in this process."""
     accepts_connections: Callable[[str, int], bool] = lambda host, port: False
-    """Whether something accepts connections at a host and port of this machine."""
+    """Whether a process accepts connections on a host and port of this machine."""
     option_above: Callable[[tuple[str, ...], str], str] = lambda commands, option: ""
     """
-    The value of an option on the command line of the nearest process above with one of these
-    command names.
+    Value of an option on the command line of the nearest ancestor with one of these command names.
     """
     peer_above: Callable[[tuple[str, ...], int], str] = lambda commands, descriptor: ""
     """
-    The address at the other end of that TCP connection of the nearest process above with one of
-    these names.
+    Remote address of the TCP connection with this descriptor in the nearest ancestor with one of
+    these command names.
     """
     read_file: Callable[[str], str] = _raise_no_file
-    """The text of a small file; raises OSError, ValueError when it is too long or no text."""
+    """The text of a small file. Raises OSError; ValueError if it is too long or not text."""

@@ -1,23 +1,26 @@
 """
-Launchers that give each task its numbers in variables of their own: the MPIs, their relatives,
-torchrun and pdrun.
+Launchers that give each task its numbers in variables: the MPIs, their relatives, torchrun, pdrun.
 
-Real values, from tests/launcher/adapters/environments:
+Values from tests/launcher/adapters/environments:
 
-    Open MPI 4.1  OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=2
-    OMPI_COMM_WORLD_LOCAL_SIZE=4
+    Open MPI 4.1  OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4
+                  OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=4
                   OMPI_MCA_orte_hnp_uri=1909325824.0;tcp://192.0.2.2:40283;tcp6://[fd00::2]:40549
                   PMIX_NAMESPACE=1909325825
     Open MPI 5.0  the same, PRTE_LAUNCHED=1 PMIX_NAMESPACE=prterun-vm-25670@1
-    PMIX_SERVER_URI2=...;tcp4://127.0.0.1:55963 MPICH 4, 5    HYDI_CONTROL_FD=7 PMI_FD=8 PMI_RANK=1 PMI_SIZE=4
-    MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 Intel MPI     I_MPI_HYDRA_UUID=a4640000-... HYDRA_BSTRAP_NODE_ID=0 PMI_FD=9
-    PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 PALS          PALS_APID PALS_RANKID PALS_NODEID PALS_LOCAL_RANKID PMI_SIZE
-    PMI_LOCAL_SIZE jsrun         JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=0
-    JSM_NAMESPACE_LOCAL_SIZE=1 Flux          FLUX_JOB_ID=ƒ58 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=0
-    FLUX_JOB_NNODES=4
+                  PMIX_SERVER_URI2=...;tcp4://127.0.0.1:55963
+    MPICH 4, 5    HYDI_CONTROL_FD=7 PMI_FD=8 PMI_RANK=1 PMI_SIZE=4
+                  MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4
+    Intel MPI     I_MPI_HYDRA_UUID=a4640000-... HYDRA_BSTRAP_NODE_ID=0
+                  PMI_FD=9 PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0
+    PALS          PALS_APID PALS_RANKID PALS_NODEID PALS_LOCAL_RANKID PMI_SIZE PMI_LOCAL_SIZE
+    jsrun         JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4
+                  JSM_NAMESPACE_LOCAL_RANK=0 JSM_NAMESPACE_LOCAL_SIZE=1
+    Flux          FLUX_JOB_ID=ƒ58 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=4
+                  FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=4
 
-OMPI_COMM_WORLD_NODE_RANK is a rank on the node, no number of a node: it is never read. A local rank
-is taken from the launcher, never computed: Open MPI 5 places rank 1 as local rank 2 when it
+OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not a node rank, so it is not read. Local ranks
+are read from the launcher and never computed: Open MPI 5 places rank 1 as local rank 2 when it
 oversubscribes.
 """
 
@@ -41,59 +44,68 @@ OPENMPI_COMMANDS = (
 )
 INTEL_COMMANDS = ("mpiexec.hydra",)
 HYDRA_COMMANDS = ("hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra", "mpiexec", "mpirun")
-"""Command names (the kernel keeps 15 characters) of the processes above a task."""
+"""Command names of the ancestors of a task. The kernel keeps 15 characters."""
 
 
 def _why_pmix_stale(environ: Environ, probes: Probes) -> str:
     """
-    The server of the daemon on this node must be there: by a process above us, else by its port.
+    Require the daemon of this node: as an ancestor, or by an answer from its server.
     """
     if probes.is_under(OPENMPI_COMMANDS) is not False:
         return ""
     uri = environ.get("PMIX_SERVER_URI2", "")
     match = re.fullmatch(r"[^;]*;tcp4://([0-9.]{7,15}):([0-9]{1,5})", uri)
-    if match is None or int(match[2]) > 65535 or probes.accepts_connections(match[1], int(match[2])):
+    if match is None or int(match[2]) > 65535:
         return ""
-    return f"no mpirun is above this process, and nothing answers at PMIX_SERVER_URI2 ({match[1]}:{match[2]})"
+    host, port = match[1], int(match[2])
+    if probes.accepts_connections(host, port):
+        return ""
+    return (
+        "mpirun is not an ancestor of this process, and PMIX_SERVER_URI2"
+        f" ({host}:{match[2]}) does not answer"
+    )
 
 
 def _why_hydra_stale(environ: Environ, probes: Probes) -> str:
     """
-    PMI_FD must be open, or the proxy must be above us (a shell or Python in between closes the
-    descriptor).
+    Require an open PMI_FD, or the proxy as an ancestor: a shell or Python in between closes the
+    descriptor.
     """
     text = environ.get("PMI_FD", "")
-    if (re.fullmatch(r"[0-9]{1,9}", text) and probes.is_open(int(text))) or probes.is_under(
-        HYDRA_COMMANDS
-    ) is not False:
+    if re.fullmatch(r"[0-9]{1,9}", text) and probes.is_open(int(text)):
         return ""
-    return f"PMI_FD={text[:20]} is not open here, and no mpiexec is above this process"
+    if probes.is_under(HYDRA_COMMANDS) is not False:
+        return ""
+    return f"PMI_FD={text[:20]} is not open, and mpiexec is not an ancestor of this process"
 
 
 def _find_openmpi_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
-    Where AzureML says that node 0 is, else mpirun's own host: in its URI (4) or its name space (5).
+    Return AzureML's node 0, or the host of mpirun from its URI (version 4) or namespace (5).
     """
-    if match := re.fullmatch(
-        r"([A-Za-z0-9._-]{1,253}):[0-9]{1,5}", environ.get("AZ_BATCH_MASTER_NODE", "")
-    ):
+    azure = environ.get("AZ_BATCH_MASTER_NODE", "")
+    if match := re.fullmatch(r"([A-Za-z0-9._-]{1,253}):[0-9]{1,5}", azure):
         return match[1], "AZ_BATCH_MASTER_NODE"
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if match := re.match(r"[0-9.]+;tcp://([0-9.]{7,15})[,:]", uri):
         return match[1], "OMPI_MCA_orte_hnp_uri"
     if match := re.match(r"[0-9.]+;tcp6://\[([0-9a-fA-F:]{2,39})[],]", uri):
         return match[1], "OMPI_MCA_orte_hnp_uri"
-    space = environ.get("PMIX_NAMESPACE", "")
-    if match := re.fullmatch(r"prterun-([A-Za-z0-9._-]{1,253})-[0-9]+@[0-9]+", space):
+    namespace = environ.get("PMIX_NAMESPACE", "")
+    if match := re.fullmatch(r"prterun-([A-Za-z0-9._-]{1,253})-[0-9]+@[0-9]+", namespace):
         return match[1], "PMIX_NAMESPACE"
     return "", ""
 
 
 def _find_hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
-    """mpiexec's own host: the proxy above us was told where to report."""
-    for command, option in ((HYDRA_COMMANDS[:1], "--control-port"), (HYDRA_COMMANDS[1:2], "--upstream-host")):
-        word = probes.option_above(command, option)
-        host = word.rpartition(":")[0] if option == "--control-port" else word
+    """Return the host of mpiexec, from the command line of the proxy above this process."""
+    for command, option in (
+        (HYDRA_COMMANDS[:1], "--control-port"),
+        (HYDRA_COMMANDS[1:2], "--upstream-host"),
+    ):
+        host = probes.option_above(command, option)
+        if option == "--control-port":
+            host = host.rpartition(":")[0]
         if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host):
             return host, f"{option} of {command[0]}"
     return "", ""
@@ -101,11 +113,11 @@ def _find_hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
 
 def _find_intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
-    As above; in 2021.19 the proxy replaces the process that was told, and what is left is its
-    connection.
+    Return the host of mpiexec, also for Intel MPI 2021.19.
 
-    Proxies form a tree. mpiexec is the root, and the first of them, as many as the tree is wide,
-    hang on it directly.
+    There the proxy replaces the process whose command line has the host. Only its connection is
+    left. Proxies form a tree with mpiexec as the root. The first ones, as many as the width of the
+    tree, are connected to mpiexec directly.
     """
     host, source = _find_hydra_head(environ, probes)
     if host:
@@ -150,7 +162,7 @@ WORKER_LAUNCHERS = (
         absent=("PDRUN_GENERATION",),
     ),
 )
-"""Launchers whose processes are workers already: a pdrun below one is a job of its own."""
+"""Launchers whose tasks are workers. A pdrun inside a worker starts a separate job."""
 
 HAND_SET_VARIABLES = TaskVariables(
     "variables",
@@ -163,7 +175,7 @@ HAND_SET_VARIABLES = TaskVariables(
     prefixes=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
     absent=("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID"),
 )
-"""What a script exports for torch's env:// and no launcher of this table has set."""
+"""Variables that a script exports for torch's env://, without a known launcher."""
 
 MPI_LAUNCHERS = (
     TaskVariables(
@@ -263,6 +275,6 @@ MPI_LAUNCHERS = (
     ),
 )
 """
-Innermost first. A step of srun with PMI or PMIx has these variables of a library too and belongs to
+Innermost first. A step of srun with PMI or PMIx has some of these variables too, but belongs to
 Slurm.
 """

@@ -1,14 +1,21 @@
 """
-The words with which each kind of mpirun starts one task a node, and how each is known. Pure.
+The command that starts one task per node with each kind of mpirun. Pure.
 
-    Open MPI 4.1   "mpirun (Open MPI) 4.1.4"                 mpirun -np 2 --host a:1,b:1 --map-by ppr:1:node ... -x NAME
-    Open MPI 5.0   "mpirun (Open MPI) 5.0.7"                 the same; parameters of PRRTE are called --prtemca
-    MPICH 4, 5     "HYDRA build details:\\n Version: 4.0.2"   mpiexec -n 2 -hosts a,b -ppn 1; passes its environment on
-    Intel MPI      "Intel(R) MPI Library ... Version 2021"   the same, and pins tasks unless I_MPI_PIN=0
-    jsrun          "jsrun" in its name                       jsrun -n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none ...
+The kind is identified by the output of ``--version``:
 
-Open MPI binds a task to a core and cuts host names at the first dot unless it is told not to, and
-refuses root; values of variables are never words of a command: they go by name.
+    Open MPI 4.1   "mpirun (Open MPI) 4.1.4"
+                   mpirun -np 2 --host a:1,b:1 --map-by ppr:1:node ... -x NAME
+    Open MPI 5.0   "mpirun (Open MPI) 5.0.7"
+                   the same; the option for parameters of PRRTE is --prtemca
+    MPICH 4, 5     "HYDRA build details:\\n Version: 4.0.2"
+                   mpiexec -n 2 -hosts a,b -ppn 1; passes its environment on
+    Intel MPI      "Intel(R) MPI Library ... Version 2021"
+                   the same; pins tasks unless I_MPI_PIN=0
+    jsrun          "jsrun" in the program's name
+                   jsrun -n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none ...
+
+By default Open MPI binds a task to a core, cuts host names at the first dot and refuses root. The
+options here change that. Variables are passed by name, so that no value is visible in a command.
 """
 
 from __future__ import annotations
@@ -33,38 +40,37 @@ MPI_TITLES = {
 
 @dataclass(frozen=True)
 class MpirunProgram:
-    """An mpirun that was found."""
+    """An mpirun on this machine."""
 
     program: str
-    """As it is to be called: a path."""
+    """Path of the program."""
     family: MpiFamily
     version: str = ""
 
 
-def identify_mpirun(program: str, said: str) -> MpirunProgram:
+def identify_mpirun(program: str, version_output: str) -> MpirunProgram:
     """
-    Return which mpirun a program is, by what ``--version`` printed.
+    Identify an mpirun by the output of ``--version``.
 
     Raises:
-        ConfigError: it is none that is known.
+        ConfigError: it is not a known mpirun.
     """
-    if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (([0-9]+)\.[0-9.]+)", said):
-        return MpirunProgram(
-            program,
-            "openmpi4" if int(match[2]) < 5 and "PRRTE" not in match[0] else "openmpi5",
-            match[1],
-        )
-    if match := re.search(r"Intel\(R\) MPI Library.*Version ([0-9.]+)", said):
+    if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (([0-9]+)\.[0-9.]+)", version_output):
+        family: MpiFamily = "openmpi5"
+        if int(match[2]) < 5 and "PRRTE" not in match[0]:
+            family = "openmpi4"
+        return MpirunProgram(program, family, match[1])
+    if match := re.search(r"Intel\(R\) MPI Library.*Version ([0-9.]+)", version_output):
         return MpirunProgram(program, "intelmpi", match[1])
-    if match := re.search(r"HYDRA build details:\s+Version:\s+([0-9.]+)", said):
+    if match := re.search(r"HYDRA build details:\s+Version:\s+([0-9.]+)", version_output):
         return MpirunProgram(program, "mpich", match[1])
+    first_line, *_ = version_output.strip().splitlines() or [""]
     if program.rpartition("/")[2].startswith("jsrun"):
-        return MpirunProgram(program, "jsrun", said.strip().splitlines()[0][:40] if said.strip() else "")
-    first = said.strip().splitlines()[0][:80] if said.strip() else "nothing"
+        return MpirunProgram(program, "jsrun", first_line[:40])
     raise ConfigError(
-        f"{program} is no mpirun that pdrun knows: --version says {first!r}",
+        f"{program} is not a known mpirun: --version prints {first_line[:80]!r}",
         where="--mpirun",
-        hint="known are Open MPI, MPICH, Intel MPI and jsrun; or start the hosts with --launcher ssh",
+        hint="use Open MPI, MPICH, Intel MPI or jsrun; or start the agents with --launcher ssh",
     )
 
 
@@ -82,36 +88,40 @@ def build_mpirun_command(
     Return the command that runs ``argv`` once on each node.
 
     Args:
-        hosts: empty: the mpirun knows them (an allocation, its own hostfile).
+        hosts: hosts of the job; empty: mpirun knows them (an allocation, a hostfile of its own).
         names: variables that the tasks get from mpirun's environment.
-        options: more words for mpirun, before the program.
+        options: additional options of mpirun, before the program.
         root: whether the user is root.
 
     Raises:
-        UsageError: a host has a port, or a user that this mpirun cannot be told.
+        UsageError: a host has a port, or a user that this mpirun does not support.
     """
     for host in hosts:
-        if host.port is not None or (host.user and not mpi.family.startswith("openmpi")):
-            what = "port" if host.port is not None else "user"
+        setting = ""
+        if host.port is not None:
+            setting = "port"
+        elif host.user and not mpi.family.startswith("openmpi"):
+            setting = "user"
+        if setting:
             raise UsageError(
-                f"{host.name} has a {what}, which {MPI_TITLES[mpi.family]} cannot be told",
+                f"{host.name} has a {setting}, which {MPI_TITLES[mpi.family]} does not support",
                 where=host.where or "--hosts",
-                hint="say it in ~/.ssh/config, or use --launcher ssh",
+                hint="set it in ~/.ssh/config, or use --launcher ssh",
             )
-    words = {
+    arg_builders = {
         "openmpi4": _openmpi_args,
         "openmpi5": _openmpi_args,
         "mpich": _hydra_args,
         "intelmpi": _hydra_args,
         "jsrun": _jsrun_args,
     }
-    return (mpi.program, *words[mpi.family](mpi, hosts, nodes, names, root), *options, *argv)
+    return (mpi.program, *arg_builders[mpi.family](mpi, hosts, nodes, names, root), *options, *argv)
 
 
 def mpirun_environment(mpi: MpirunProgram) -> dict[str, str]:
     """
-    Return variables that mpirun itself needs: no pinning, for a task has all the workers of its
-    node.
+    Return the variables that mpirun itself needs. They switch pinning off, because a task starts
+    all workers of its node.
     """
     return {"I_MPI_PIN": "0"} if mpi.family == "intelmpi" else {}
 

@@ -1,6 +1,5 @@
 """
-What `pdrun.launcher.adapters.model.Probes` asks, answered by this machine: /proc, open descriptors,
-small files.
+The probes of `pdrun.launcher.adapters.model.Probes` for this machine: /proc, descriptors, files.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pathlib import Path
 from pdrun.launcher.adapters.model import Probes
 
 MAX_FILE_BYTES = 8 << 20
-"""Bytes of a file that a launcher names, at most."""
+"""Size limit of a file that a launcher names."""
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of /proc/PID/ns/pid outside of any container (PROC_PID_INIT_INO of the kernel)."""
 _MAX_ANCESTORS = 128
-"""Ancestors that are looked at."""
+"""Largest number of ancestors that are examined."""
 
 
 def make_probes(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Probes:
@@ -56,7 +55,7 @@ def _address_for(host: str) -> str:
 
 
 def _iter_ancestors(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield (pid, command name) of this process and those above it."""
+    """Yield (pid, command name) of this process and its ancestors."""
     pid = os.getpid()
     for _ in range(_MAX_ANCESTORS):
         if pid <= 0:
@@ -73,7 +72,7 @@ def _iter_ancestors(root: Path) -> Iterator[tuple[int, str]]:
 
 def _sees_all_processes(root: Path) -> bool:
     """
-    Whether the processes above this one are all visible: not in a container with pids of its own.
+    Whether all ancestors are visible, which is not the case in a separate PID namespace.
     """
     try:
         return (root / "proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
@@ -84,13 +83,17 @@ def _sees_all_processes(root: Path) -> bool:
 def _is_ancestor(pid: int, root: Path) -> bool | None:
     if any(pid == above for above, _ in _iter_ancestors(root)):
         return True
-    return False if _sees_all_processes(root) else None
+    if _sees_all_processes(root):
+        return False
+    return None
 
 
 def _is_under(commands: tuple[str, ...], root: Path) -> bool | None:
     if any(name in commands for _, name in _iter_ancestors(root)):
         return True
-    return False if _sees_all_processes(root) else None
+    if _sees_all_processes(root):
+        return False
+    return None
 
 
 def _option_above(commands: tuple[str, ...], option: str, root: Path) -> str:
@@ -117,7 +120,8 @@ def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
                 link = str((process / f"fd/{descriptor}").readlink())
                 return next(
                     filter(
-                        None, (_find_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))
+                        None,
+                        (_find_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6")),
                     ),
                     "",
                 )
@@ -128,15 +132,14 @@ def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
 
 def _find_peer(table: Path, link: str) -> str:
     """
-    Return the remote address of the socket ``link`` (``socket:[INODE]``) by one of the kernel's
-    tables.
+    Return the remote address of the socket ``link`` (``socket:[INODE]``) from one of the kernel's
+    tables, or an empty string.
     """
     for line in table.read_text().splitlines()[1:]:
         fields = line.split()
         if link == f"socket:[{fields[9]}]":
-            words = bytes.fromhex(
-                fields[2].partition(":")[0]
-            )  # 32 bits a word, each as this machine writes numbers
+            # 32-bit words, each in the byte order of this machine
+            words = bytes.fromhex(fields[2].partition(":")[0])
             packed = b"".join(
                 int.from_bytes(words[at : at + 4], "big").to_bytes(4, sys.byteorder)
                 for at in range(0, len(words), 4)
@@ -168,8 +171,8 @@ def _read_file(path: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
+            raise ValueError("is not a regular file")
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"is larger than {MAX_FILE_BYTES} bytes")
     return data.decode("utf-8")

@@ -1,11 +1,11 @@
 """
-The words of one ssh connection, and what its failures mean. Pure: nothing is started here.
+The command of one ssh connection, and the meaning of its failures. Pure.
 
-    ssh [--ssh-opts] -o BatchMode=yes ... -T [-p PORT] [-l USER] -- HOST 'exec PYTHON -P -m pdrun.launcher.launch.remote_main'
+    ssh [--ssh-opts] -o BatchMode=yes ... -T [-p PORT] [-l USER] -- HOST
+        'exec PYTHON -P -m pdrun.launcher.launch.remote_main'
 
-The remote command is the same for every job: what differs goes over stdin as data. The options of
-the user stand first, for ssh takes the first value that it meets; ~/.ssh/config counts where
-neither says anything.
+The remote command is the same for every job. The job is sent over stdin as data. The user's options
+are first, because ssh uses the first value of an option. ~/.ssh/config applies to the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SSH_OPTIONS = (
     f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
-    "ControlMaster=no",  # a master that stays behind would hold our pipes open
+    "ControlMaster=no",  # a master process that remains would keep our pipes open
     "ClearAllForwardings=yes",
     "RemoteCommand=none",
 )
@@ -34,23 +34,22 @@ BOOTSTRAP_ARGS = (
     "import base64; exec(base64.b64decode(open(0, chr(114)+chr(98), 0, closefd=False).readline()))",
 )
 """
-Runs the program that stands, in base64, in the first line of stdin
-(`pdrun.launcher.controller.bundle`).
+Runs the base64-encoded program in the first line of stdin (`pdrun.launcher.controller.bundle`).
 """
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_./+@%:=,~ -]+")
 
 
 def check_python(python: str, *, where: str) -> str:
     """
-    Return an interpreter's path when every login shell reads it alike inside single quotes.
+    Return an interpreter's path if every login shell reads it alike inside single quotes.
 
     Raises:
-        UsageError: it begins with ``-`` or holds anything but letters, digits, blanks and
-            ``_./+@%:=,~-``.
+        UsageError: the path starts with ``-`` or has a character other than letters, digits, blanks
+            and ``_./+@%:=,~-``.
     """
     if python.startswith("-") or not _SAFE_PATH.fullmatch(python):
         raise UsageError(
-            f"{quote_text(python)} cannot be given to another host's shell",
+            f"{quote_text(python)} cannot be passed to the shell of another host",
             where=where,
             hint="use a path of letters, digits and _./+@%:=,~-",
         )
@@ -59,48 +58,51 @@ def check_python(python: str, *, where: str) -> str:
 
 def build_remote_command(python: str, words: Sequence[str] = REMOTE_MAIN_ARGS) -> str:
     """
-    Return the one line that the remote login shell reads: ``exec`` and words of our own, quoted.
+    Return the line that the remote login shell runs: ``exec`` and the quoted command.
     """
     return " ".join(["exec", *(_quote_word(word) for word in (python, *words))])
 
 
 def _quote_word(word: str) -> str:
     """
-    Quote for sh, csh and fish alike: in single quotes, all but ``'``, ``!`` and ``\\`` stand for
-    themselves.
+    Quote for sh, csh and fish: in single quotes only ``'``, ``!`` and ``\\`` are special.
     """
-    return word if re.fullmatch(r"[A-Za-z0-9_./+@%:=,-]+", word) else f"'{word}'"
+    if re.fullmatch(r"[A-Za-z0-9_./+@%:=,-]+", word):
+        return word
+    return f"'{word}'"
 
 
-def build_ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> tuple[str, ...]:
+def build_ssh_argv(
+    program: str, options: Sequence[str], host: Host, command: str
+) -> tuple[str, ...]:
     """
     Return the argument list that runs ``command`` on a host.
 
     Raises:
-        UsageError: the host's name or user begins with ``-``: ssh would take it for an option.
+        UsageError: the host's name or user starts with ``-``, which ssh would read as an option.
     """
     for word in (host.name, host.user):
         if word.startswith("-"):
-            raise UsageError(f"{quote_text(word)} begins with '-'", where=host.where or "--hosts")
-    return (
-        program,
-        *options,
-        *(part for option in SSH_OPTIONS for part in ("-o", option)),
-        "-T",
-        *(("-p", str(host.port)) if host.port is not None else ()),
-        *(("-l", host.user) if host.user else ()),
-        "--",
-        host.name,
-        command,
-    )
+            raise UsageError(
+                f"{quote_text(word)} must not start with '-'", where=host.where or "--hosts"
+            )
+    argv = [program, *options]
+    for option in SSH_OPTIONS:
+        argv += ["-o", option]
+    argv.append("-T")
+    if host.port is not None:
+        argv += ["-p", str(host.port)]
+    if host.user:
+        argv += ["-l", host.user]
+    return (*argv, "--", host.name, command)
 
 
 def split_options(text: str, where: str) -> tuple[str, ...]:
     """
-    Split options for another program as a shell would, running nothing.
+    Split the options of another program as a shell does. Nothing is run.
 
     Raises:
-        UsageError: a quote is not closed, or the first word is no option.
+        UsageError: a quote is not closed, or the first item is not an option.
     """
     try:
         found = tuple(shlex.split(text))
@@ -108,31 +110,37 @@ def split_options(text: str, where: str) -> tuple[str, ...]:
         raise UsageError(f"{quote_text(text)}: {error}".lower(), where=where) from None
     if found and not found[0].startswith("-"):
         raise UsageError(
-            f"{quote_text(found[0])} is no option", where=where, hint=f"write {where} '-o VALUE'"
+            f"must start with an option, got {quote_text(found[0])}",
+            where=where,
+            hint=f"use {where} '-o VALUE'",
         )
     return found
 
 
 def split_ssh_options(text: str, where: str) -> tuple[str, ...]:
-    """As `words`; ``--`` is refused, for pdrun adds options behind these."""
+    """Split as `split_options` does. ``--`` is refused, because pdrun appends more options."""
     found = split_options(text, where)
     if "--" in found:
         raise UsageError(
-            "'--' ends ssh's options, and pdrun adds more", where=where, hint="leave it out"
+            "'--' is not supported: pdrun appends more options", where=where, hint="remove it"
         )
     return found
 
 
 _FAILURES = (
-    (r"could not resolve hostname", "its name is not known", "check the name, or ~/.ssh/config"),
+    (
+        r"could not resolve hostname",
+        "its name cannot be resolved",
+        "check the name, or ~/.ssh/config",
+    ),
     (
         r"identification has changed|host key for .* has changed",
         "its host key has changed",
-        "make sure that it is the same host, then: ssh-keygen -R {host}",
+        "check that it is the same host, then run: ssh-keygen -R {host}",
     ),
     (
         r"host key verification failed|no .*host key is known",
-        "its host key is not known here",
+        "its host key is unknown on this machine",
         "log in once with: ssh {host}",
     ),
     (
@@ -140,7 +148,7 @@ _FAILURES = (
         "it refuses the key",
         "check that this works without a password: ssh -o BatchMode=yes {host} true",
     ),
-    (r"connection refused", "nothing answers on its ssh port", "check that sshd runs there"),
+    (r"connection refused", "its ssh port is closed", "check that sshd runs on this host"),
     (
         r"timed out|no route to host|network is unreachable|host is down",
         "it cannot be reached",
@@ -149,60 +157,62 @@ _FAILURES = (
     (
         r"connection (?:closed|reset)|kex_exchange|broken pipe",
         "it closed the connection",
-        "look into its sshd's log",
+        "see the log of its sshd",
     ),
     (
         r"no such identity|bad configuration option|bad owner or permissions|unknown option|usage: ssh",
-        "ssh refuses its options",
+        "ssh refuses the options",
         "check --ssh-opts and ~/.ssh/config",
     ),
 )
-"""What ssh says on stderr, what that means, and what to do. {host} is filled in."""
+"""Pattern of ssh's stderr, cause, and what to do. {host} is replaced."""
 
 
-def explain_failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, str]:
+def explain_failure(host: Host, code: int | None, stderr: str, python: str) -> tuple[str, str]:
     """
-    Return why a connection came to nothing, and a hint.
+    Return why a connection failed, and a hint.
 
     Args:
-        code: exit status of ssh; None: it was given up.
-        said: what it, or the far end, wrote to stderr.
-        python: the interpreter that was to be started.
+        code: exit status of ssh; None: it did not answer in time.
+        stderr: what ssh and the remote side wrote to stderr.
+        python: the interpreter to start on the host.
     """
-    low = " ".join(said.lower().split())
-    last = _last_line(said)
+    low = " ".join(stderr.lower().split())
+    last = _last_line(stderr)
     if code is None:
         return (
             "it did not answer in time",
-            "check that the interpreter starts there: a file system may hang",
+            "check that the interpreter starts on this host: a file system may hang",
         )
     if code != 255:
         return _explain_remote_failure(code, low, last, python)
-    target = f"{host.user}@{host.name}" if host.user else host.name
+    target = host.name
+    if host.user:
+        target = f"{host.user}@{host.name}"
     for pattern, what, hint in _FAILURES:
         if re.search(pattern, low):
             return f"{what} ({last})", hint.format(host=target)
-    return f"ssh failed ({last or 'it says nothing'})", f"try: ssh -o BatchMode=yes {target} true"
+    return f"ssh failed ({last or 'no message'})", f"try: ssh -o BatchMode=yes {target} true"
 
 
 def _explain_remote_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
-    """The login worked, the interpreter did not."""
+    """Explain a failure after the login: the interpreter did not start."""
     if "far end:" in low:
         return (
-            f"{python} has no pdrun there, and it cannot be taken along ({last.partition(': ')[2]})",
+            f"{python} has no pdrun there, and pdrun cannot be copied ({last.partition(': ')[2]})",
             "",
         )
     if "no module named" in low and "pdrun" in low:
-        return f"{python} has no pdrun there", "install it there, or add --ship"
+        return f"{python} has no pdrun there", "install pdrun on this host, or add --ship"
     if code in (126, 127) or "not found" in low or "no such file" in low:
-        return f"there is no {python} there", "give the interpreter's path with --python"
+        return f"there is no {python} on this host", "set the interpreter with --python"
     if "unknown option" in low:
-        return f"{python} there is older than Python 3.11", "give a newer one with --python"
-    return f"the far end ended with code {code} ({last or 'it says nothing'})", ""
+        return f"{python} on this host is older than Python 3.11", "set a newer one with --python"
+    return f"the remote side ended with exit code {code} ({last or 'no message'})", ""
 
 
 def lacks_pdrun(what: str) -> bool:
-    """Whether a failure is one that ``--ship`` mends."""
+    """Whether ``--ship`` can repair a failure."""
     return "has no pdrun there" in what or "there has pdrun" in what
 
 

@@ -16,7 +16,7 @@ import re
 from typing import Literal
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.common import parsers
+from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.config.options import (
     FieldValues,
     Option,
@@ -217,7 +217,7 @@ def _read_cluster_time_out(text: str, where: str) -> FieldValues:
 
 
 def _read_tail(text: str, where: str) -> FieldValues:
-    return {"output.show_ranks": "all" if text == "-1" else parsers.parse_ranks(text, where)}
+    return {"output.show_ranks": "all" if text == "-1" else rank_lists.parse_ranks(text, where)}
 
 
 def _read_log_stem(text: str, where: str) -> FieldValues:
@@ -334,7 +334,7 @@ TORCHRUN_OPTIONS = (
     _torchrun_option(
         "local-ranks-filter",
         "local ranks to show",
-        store_parsed("torchrun.shown", parsers.parse_rank_list),
+        store_parsed("torchrun.shown", rank_lists.parse_rank_list),
         "RANKS",
     ),
     _torchrun_option(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.launcher.common.parsers import format_ranks
+from pdrun.launcher.common.rank_lists import format_ranks
 from pdrun.launcher.config.aliases import MSRUN_PORT, TORCHRUN_PORT
 from pdrun.launcher.config.settings import (
     Priority,

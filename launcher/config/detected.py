@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from pdrun.endpoint import port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
-from pdrun.launcher.adapters.model import Found, Probes
-from pdrun.launcher.adapters.names import STARTERS
+from pdrun.launcher.adapters.model import LauncherInfo, Probes
+from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.hosts.selection import Host, check_host_name
 
-_MPI_NAMES = tuple(row.name for row in mpi.MPI)
-_WORKER_NAMES = tuple(row.name for row in mpi.WORKERS)
+_MPI_NAMES = tuple(row.name for row in mpi.MPI_LAUNCHERS)
+_WORKER_NAMES = tuple(row.name for row in mpi.WORKER_LAUNCHERS)
 _ONE_TASK_COMMANDS = {
     "openmpi": "mpirun --map-by ppr:1:node",
     "mpich": "mpiexec -ppn 1",
@@ -59,7 +59,7 @@ def detect_settings(
     launcher = said["place.launcher"].value if "place.launcher" in said else ""
     if any(path in said and said[path].value for path in _OVERRIDING_PATHS):
         return (), (), ()
-    found = detect.detect(environ, probes, launcher_to_detect(launcher))
+    found = detect.detect_launcher(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
         return (), notes, found.notes
@@ -77,10 +77,10 @@ def launcher_to_detect(launcher: str) -> str:
     Return what ``--launcher`` has `detect` look for: nothing in particular where it names what
     starts the hosts.
     """
-    return "" if launcher == "auto" or launcher in STARTERS else launcher
+    return "" if launcher == "auto" or launcher in START_LAUNCHERS else launcher
 
 
-def _summarize_launcher(found: Found) -> str:
+def _summarize_launcher(found: LauncherInfo) -> str:
     parts = [
         f"node {found.node_rank}" if found.node_rank is not None else "",
         f"{found.nodes} node(s)" if found.nodes is not None else "",
@@ -89,7 +89,7 @@ def _summarize_launcher(found: Found) -> str:
     return ", ".join(filter(None, parts)) or "read"
 
 
-def _make_setting(path: str, value: object, found: Found, key: str) -> Setting:
+def _make_setting(path: str, value: object, found: LauncherInfo, key: str) -> Setting:
     return Setting(
         path,
         value,
@@ -97,7 +97,7 @@ def _make_setting(path: str, value: object, found: Found, key: str) -> Setting:
     )
 
 
-def _allocation_settings(found: Found, said: Mapping[str, Setting]) -> list[Setting]:
+def _allocation_settings(found: LauncherInfo, said: Mapping[str, Setting]) -> list[Setting]:
     """Hosts, unless the user says where this node stands: then the nodes are started one by one."""
     if found.launcher == "ascend":
         # every pod is started by the operator, or every host by hand: nobody is started by us
@@ -112,12 +112,12 @@ def _allocation_settings(found: Found, said: Mapping[str, Setting]) -> list[Sett
     return [*made, *_job_name_settings(found)] if len(hosts) > 1 else []
 
 
-def _job_name_settings(found: Found) -> list[Setting]:
+def _job_name_settings(found: LauncherInfo) -> list[Setting]:
     name = found.job_name
     return [_make_setting("job", name, found, "job_id")] if name else []
 
 
-def _task_settings(found: Found, said: Mapping[str, Setting], probes: Probes) -> list[Setting]:
+def _task_settings(found: LauncherInfo, said: Mapping[str, Setting], probes: Probes) -> list[Setting]:
     """The agent of one node of a job that the outer launcher has started everywhere."""
     if found.launcher in _WORKER_NAMES or found.launcher == "pet":
         return []  # inside a worker: a job of its own; PET_* are options, read as such
@@ -155,7 +155,7 @@ def _task_settings(found: Found, said: Mapping[str, Setting], probes: Probes) ->
     return made
 
 
-def _hand_set_settings(found: Found, said: Mapping[str, Setting]) -> list[Setting]:
+def _hand_set_settings(found: LauncherInfo, said: Mapping[str, Setting]) -> list[Setting]:
     """A rank of several without a launcher: does it count nodes or workers? Only the user knows."""
     if found.world == 1 or any(
         path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")
@@ -168,7 +168,7 @@ def _hand_set_settings(found: Found, said: Mapping[str, Setting]) -> list[Settin
     )
 
 
-def _several_tasks_error(found: Found) -> ConfigError:
+def _several_tasks_error(found: LauncherInfo) -> ConfigError:
     count = f"{found.local_size} tasks" if found.local_size else "several tasks"
     one = (
         f"start one a node ({_ONE_TASK_COMMANDS[found.launcher]})"
@@ -182,7 +182,7 @@ def _several_tasks_error(found: Found) -> ConfigError:
     )
 
 
-def _first_host(found: Found) -> str:
+def _first_host(found: LauncherInfo) -> str:
     """
     The first host; LSF puts the host of the batch script in front of those on which jsrun starts
     tasks.
@@ -196,7 +196,7 @@ def _first_host(found: Found) -> str:
     return names[0]
 
 
-def _scheduler_settings(found: Found, probes: Probes) -> list[Setting]:
+def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
     """The first host, else where mpirun itself runs; its port, else one from the job's name."""
     key = "hosts" if found.hosts else "head"
     host = _first_host(found) if found.hosts else found.head

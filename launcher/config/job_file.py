@@ -18,10 +18,10 @@ import yaml
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.adapters import names
-from pdrun.launcher.adapters.ssh_command import ssh_options, words
-from pdrun.launcher.common import parsers
+from pdrun.launcher.adapters.ssh_command import split_ssh_options, split_options
+from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.common.parsers import Parser, quote_text
-from pdrun.launcher.common.textfile import read_text
+from pdrun.launcher.common.files import read_text
 from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import BACKENDS
 from pdrun.launcher.hosts import selection
@@ -83,7 +83,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "log_dir": parsers.parse_path,
         "log_name": parsers.parse_log_name,
         "files": _parse_true_false,
-        "show_ranks": parsers.parse_ranks,
+        "show_ranks": rank_lists.parse_ranks,
         "prefix": parsers.choice_parser("auto", "rank", "none"),
     },
     "place": {
@@ -99,16 +99,16 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "include": selection.parse_host_choice,
         "exclude": selection.parse_host_choice,
         "rank_table": parsers.parse_path,
-        "launcher": names.check,
+        "launcher": names.check_launcher,
     },
     "reach": {
         "ssh": parsers.parse_path,
-        "ssh_opts": ssh_options,
+        "ssh_opts": split_ssh_options,
         "forward": parsers.parse_patterns,
         "ship": _parse_true_false,
         "mpirun": parsers.parse_path,
-        "mpirun_opts": words,
-        "srun_opts": words,
+        "mpirun_opts": split_options,
+        "srun_opts": split_options,
     },
 }
 """Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""

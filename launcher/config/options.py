@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pdrun.endpoint import Endpoint
-from pdrun.launcher.adapters.ssh_command import ssh_options, words
-from pdrun.launcher.common import parsers
+from pdrun.launcher.adapters.ssh_command import split_ssh_options, split_options
+from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.config.spec import BACKENDS
 from pdrun.launcher.hosts import selection
 
@@ -98,7 +98,7 @@ def _read_mpirun(text: str, where: str) -> FieldValues:
 def _read_launcher(text: str, where: str) -> FieldValues:
     from pdrun.launcher.adapters import names
 
-    return {"place.launcher": names.check(text, where)}
+    return {"place.launcher": names.check_launcher(text, where)}
 
 
 def _read_env(text: str, where: str) -> FieldValues:
@@ -354,7 +354,7 @@ RUN_OPTIONS = (
     Option(
         ("--ssh-opts",),
         "its options, as one text: '-p 2222 -i KEY'",
-        store_parsed("reach.ssh_opts", ssh_options),
+        store_parsed("reach.ssh_opts", split_ssh_options),
         HELP_GROUPS[2],
         "TEXT",
         ("PDRUN_SSH_OPTS",),
@@ -370,7 +370,7 @@ RUN_OPTIONS = (
     Option(
         ("--mpirun-opts",),
         "more options for it, as one text",
-        store_parsed("reach.mpirun_opts", words),
+        store_parsed("reach.mpirun_opts", split_options),
         HELP_GROUPS[2],
         "TEXT",
         ("PDRUN_MPIRUN_OPTS",),
@@ -378,7 +378,7 @@ RUN_OPTIONS = (
     Option(
         ("--srun-opts",),
         "more options for srun, as one text",
-        store_parsed("reach.srun_opts", words),
+        store_parsed("reach.srun_opts", split_options),
         HELP_GROUPS[2],
         "TEXT",
         ("PDRUN_SRUN_OPTS",),
@@ -523,7 +523,7 @@ RUN_OPTIONS = (
     Option(
         ("--show-ranks",),
         "all, none or 0,7-9; a failed rank is always shown",
-        store_parsed("output.show_ranks", parsers.parse_ranks),
+        store_parsed("output.show_ranks", rank_lists.parse_ranks),
         HELP_GROUPS[4],
         "RANKS",
         ("PDRUN_SHOW_RANKS",),

@@ -20,7 +20,7 @@ from pdrun.backends import affinity
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common import files, network
-from pdrun.launcher.common.places import warm_folder
+from pdrun.launcher.common.files import warm_folder
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan import hosts as fan
 from pdrun.launcher.plan import program
@@ -59,7 +59,10 @@ def gather_facts(
     scheduler = spec.place.scheduler
     found = program.check_program(spec.program, cwd, {**environ, **spec.env})
     torch = _torch_search_path(spec)
-    here = network.find_own_names(spec.place.hosts, hostname) if spec.place.hosts else ()
+    here: tuple[str, ...] = ()
+    if spec.place.hosts:
+        names = ((host.name, host.address) for host in spec.place.hosts)
+        here = network.find_own_names(names, hostname)
     route = _find_route(spec, here) if networked else network.LOOPBACK_INTERFACE[1]
     return Facts(
         hostname=hostname,

@@ -14,7 +14,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.launcher.adapters.mpirun_command import MpirunProgram
 from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.supervisor.events import Warm
+from pdrun.launcher.supervisor.events import WarmProcess
 from pdrun.topology import CpuSet, Device
 
 
@@ -113,7 +113,7 @@ class Facts:
     ``train.py:3 sets OMP_NUM_THREADS`` before the import of torch, which has no effect in a fork;
     or empty.
     """
-    warm: tuple[Warm, ...] = ()
+    warm: tuple[WarmProcess, ...] = ()
     """
     Warm processes of this user. They are searched only if workers may be forked.
     """

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pdrun.launcher.common.parsers import format_ranks
+from pdrun.launcher.common.rank_lists import format_ranks
 from pdrun.launcher.config.spec import JobSpec, Policy, list_field_paths
 from pdrun.launcher.plan.environment import display_value, is_launcher_variable
 from pdrun.launcher.plan.external import describe_external

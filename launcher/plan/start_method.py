@@ -19,8 +19,8 @@ from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.plan.model import Facts, LaunchPlan, StartMethod
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.stdlib_only import import_env
-from pdrun.launcher.supervisor.boot import OPTIMIZER, PLAIN, starter_words
-from pdrun.launcher.supervisor.events import Warm, WorkerCommand
+from pdrun.launcher.supervisor.boot import OPTIMIZER_MODULES, BASE_MODULES, fork_server_argv
+from pdrun.launcher.supervisor.events import WarmProcess, WorkerCommand
 
 _FORK_SERVER_SLOT = -1
 
@@ -67,7 +67,7 @@ def choose_start_method(
 
 
 def why_unusable(
-    warm: Warm,
+    warm: WarmProcess,
     argv: Sequence[str],
     modules: Iterable[str],
     torch_version: str,
@@ -94,7 +94,7 @@ def why_unusable(
     if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
         return "PYTHONPATH names a folder relative to where the job starts"
     wanted = import_env.import_environment(dict(environ))
-    if warm.every_variable:
+    if warm.depends_on_all:
         names = {
             *warm.variables,
             *(name for name in wanted if not import_env.is_session_variable(name)),
@@ -121,7 +121,7 @@ def _fork_or_exec(
     if asked == "exec":
         return StartMethod("exec", "asked for")
     why = _why_unforkable(spec, facts, environ, visibility)
-    modules = PLAIN + (OPTIMIZER if facts.uses_optimizer else ())
+    modules = BASE_MODULES + (OPTIMIZER_MODULES if facts.uses_optimizer else ())
     if asked == "fork":
         if why:
             raise UsageError(
@@ -179,7 +179,7 @@ def fork_server_command(plan: LaunchPlan) -> WorkerCommand:
     later.
     """
     python, *flags = plan.workers[0].argv[:2]
-    argv = starter_words(
+    argv = fork_server_argv(
         python,
         plan.start_method.modules,
         plan.workers[0].argv,

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.explain import explain, moves
-from pdrun.parallel.operators.graph.export import trace
+from pdrun.parallel.operators.explain import explain_plan, list_moves
+from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.module import Operators
 
 
@@ -117,11 +117,11 @@ def main() -> None:
         model = Decoder(chosen.layers)
     tokens = torch.zeros(1, 4096, dtype=torch.long, device="meta")
     print(f"torch {torch.__version__}, {chosen.layers} layers on ({grid})")
-    graph = timed("export", trace, model, (tokens,), None, not chosen.whole)
+    graph = timed("export", export_graph, model, (tokens,), None, not chosen.whole)
     engine = strategy(list(degrees))
     plan = timed("plan", engine.plan_of, graph, grid, {})
-    found = timed("moves", lambda: list(moves(plan)))
-    text = timed("explain", explain, plan)
+    found = timed("moves", lambda: list(list_moves(plan)))
+    text = timed("explain", explain_plan, plan)
     print(
         f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines of explanation"
     )

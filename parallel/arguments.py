@@ -12,7 +12,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
-from pdrun.parallel.model.weights import parse_fusion
+from pdrun.parallel.model.weights import parse_bucket_policy
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction
 from pdrun.parallel.zero import precision as precisions
 from pdrun.parallel.zero.offload import parse_offload as parse_offload
@@ -164,7 +164,7 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
         threshold=check_count("threshold", arguments.threshold, 0),
         layerwise=check_globs("layerwise", arguments.layerwise),
         units=None if arguments.units is None else check_globs("units", arguments.units),
-        fusion=parse_fusion(arguments.comm_fusion, level),
+        fusion=parse_bucket_policy(arguments.comm_fusion, level),
         wire_dtype=parse_compress(arguments.compress),
         precision=precision,
         master_device=torch.device("cpu") if offload.optimizer else None,

@@ -24,7 +24,7 @@ class Cutter(Protocol):
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
-        Return the model to run. Its parameters keep their names and have tiles (`set_tile`) where
+        Return the model to run. Its parameters keep their names and are shards (`set_shard`) where
         they are sharded.
 
         Args:

@@ -23,7 +23,7 @@ from pdrun.parallel.data.batch_slicing import parse_batch_slicing as parse_strat
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model import recompute as recomputing
-from pdrun.parallel.model.meta_init import Filler
+from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
@@ -247,10 +247,10 @@ def _build_state(
     elif partitioned.original is not None:
         retarget.check_elementwise(optimizer, device, tiles_only=True)
     # once more, for the weights that are sharded now
-    param_hooks.check(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
+    param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     compiled = compiling.compile_modules(partitioned.model, arguments.compile)
-    recomputed = recomputing.apply(partitioned.model, recompute)
+    recomputed = recomputing.apply_recompute(partitioned.model, recompute)
     compiling.check_combination(
         compiled, recompute, recomputed, splits=partitioned.driver.splits_backward
     )
@@ -262,7 +262,7 @@ def _build_state(
         partitioned.catalogue,
         settings,
         partitioned.local_units(settings.units) if settings.level == 3 else (),
-        filler.fill if filler else lambda weights: None,
+        filler.fill_weights if filler else lambda weights: None,
     )
     retarget.shard_param_groups(optimizer, engine.parts_of)
     scheduler = arguments.scheduler
@@ -302,14 +302,14 @@ def _build_filler(
     prepared: PreparedModel,
     partitioned: PartitionedModel,
     device: torch.device,
-) -> Filler | None:
+) -> WeightInitializer | None:
     """Return what gives weights without memory their values; None if all have some."""
     if not prepared.is_empty:
         return None
     model = partitioned.original or arguments.model
-    filler = Filler(model, device, arguments.seed, arguments.init)
+    filler = WeightInitializer(model, device, arguments.seed, arguments.init)
     if partitioned.original is not None:
-        filler.adopt(partitioned.weights)
+        filler.use_shards(partitioned.weights)
     return filler
 
 

@@ -22,9 +22,9 @@ from pdrun.parallel.interfaces import (
     StagedCutter,
     StageSplitter,
 )
-from pdrun.parallel.model.copies import blank
-from pdrun.parallel.model.shard_map import Catalogue, Holders, tell
-from pdrun.parallel.model.weights import WHERE, Weight, find_units
+from pdrun.parallel.model.copies import on_meta
+from pdrun.parallel.model.shard_map import WeightCatalogue, ShardMap, exchange_shards
+from pdrun.parallel.model.weights import API_NAME, Weight, find_units
 from pdrun.parallel.training.driver import Driver, SimpleDriver
 
 
@@ -50,8 +50,8 @@ class PartitionedModel:
     model: nn.Module
     weights: list[Weight]
     driver: Driver
-    holders: Holders
-    catalogue: Catalogue
+    holders: ShardMap
+    catalogue: WeightCatalogue
     original: nn.Module | None
     """The whole model without memory; None where nothing was cut."""
 
@@ -84,8 +84,8 @@ def apply_partitioning(
     Raises:
         UsageError: what was cut is no longer the model that was given.
     """
-    catalogue = Catalogue(model, weights)
-    original = None if spec.is_empty else blank(model)
+    catalogue = WeightCatalogue(model, weights)
+    original = None if spec.is_empty else on_meta(model)
     driver: Driver = SimpleDriver()
     if spec.context is not None:
         model = _require_module(spec.context.apply(model, place.axes, spec.sample), "context")
@@ -94,19 +94,19 @@ def apply_partitioning(
     if spec.pipeline is not None:
         model, driver = spec.pipeline.apply(model, place.axes, spec.sample)
     if original is not None:
-        weights = catalogue.collect(model)
+        weights = catalogue.collect_weights(model)
     sums = {weight.index: _partial_axes(weight, place) for weight in weights}
-    holders = tell(place.axes[place.model_axes], place.mesh.pp, weights)
-    holders.check(catalogue)
-    shared = {holders.stages_of(entry.index) for entry in catalogue.entries if not entry.alone}
+    holders = exchange_shards(place.axes[place.model_axes], place.mesh.pp, weights)
+    holders.check_shards(catalogue)
+    shared = {holders.stages_of(entry.index) for entry in catalogue.weights if not entry.unsynced}
     place.make_shared_groups(stages for stages in shared if len(stages) > 1)
     for weight in weights:
         weight.chunk, weight.chunks = driver.chunk_of(weight.name), driver.chunks_using(weight.name)
-        weight.counted = holders.alike(weight.index)[0] == holders.axis.index
-        if not weight.alone:
+        weight.counts_in_norm = holders.replicas_of(weight.index)[0] == holders.axis.index
+        if not weight.unsynced:
             stages = holders.stages_of(weight.index)
             weight.stages = stages if len(stages) > 1 else ()
-            weight.sums = tuple(
+            weight.sum_axes = tuple(
                 axis for axis in place.mesh.tensor_axes if axis in sums[weight.index]
             )
     return PartitionedModel(model, weights, driver, holders, catalogue, original)
@@ -125,7 +125,7 @@ def _require_module(made: Any, name: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise UsageError(
             f"{name}= made a {type(made).__name__} of the model",
-            where=WHERE,
+            where=API_NAME,
             hint="apply returns a module",
         )
     return made
@@ -136,13 +136,13 @@ def _partial_axes(weight: Weight, place: RankGroups) -> set[str]:
     Return the tensor axes over which a weight's gradient is partial; axes of one device are left
     out.
     """
-    foreign = [axis for axis in weight.tile.layout.axes if axis not in place.mesh.tensor_axes]
+    foreign = [axis for axis in weight.shard.layout.axes if axis not in place.mesh.tensor_axes]
     if foreign:
         what = f"{weight.name} is cut over {foreign[0]}, which is no tensor axis"
-        raise UsageError(what, where=WHERE, hint="optimizer_level=3 cuts weights over the data")
-    for axis in weight.tile.sums:
-        if axis not in place.mesh.tensor_axes or axis in weight.tile.layout.axes:
+        raise UsageError(what, where=API_NAME, hint="optimizer_level=3 cuts weights over the data")
+    for axis in weight.shard.sum_axes:
+        if axis not in place.mesh.tensor_axes or axis in weight.shard.layout.axes:
             what = f"the gradient of {weight.name} can't be added up over {axis}"
             hint = "a tile's sums are tensor axes over which it is replicated"
-            raise UsageError(what, where=WHERE, hint=hint)
-    return {axis for axis in weight.tile.sums if place.mesh.degree(axis) > 1}
+            raise UsageError(what, where=API_NAME, hint=hint)
+    return {axis for axis in weight.shard.sum_axes if place.mesh.degree(axis) > 1}

@@ -20,8 +20,8 @@ from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
 from pdrun.parallel.model import param_hooks, sync_batchnorm
-from pdrun.parallel.model.meta_init import move
-from pdrun.parallel.model.weights import Weight, collect
+from pdrun.parallel.model.meta_init import move_model
+from pdrun.parallel.model.weights import Weight, collect_weights
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model, describe_optimizer
 from pdrun.parallel.zero import optimizer as retarget
@@ -70,19 +70,19 @@ def prepare_model(
     precision = settings.precision
     if ranks > 1 or settings.level or precision.compute or settings.master_device is not None:
         _check_forwards(model)
-    keep_own_type = sync_batchnorm.own_weights(model) if precision.input_dtype else ()
-    weights = collect(model, settings.layerwise, keep_own_type)
+    keep_own_type = sync_batchnorm.running_stat_params(model) if precision.input_dtype else ()
+    weights = collect_weights(model, settings.layerwise, keep_own_type)
     optimizer = retarget.build_optimizer(
-        arguments.optimizer, [w.param for w in weights if w.trained]
+        arguments.optimizer, [w.param for w in weights if w.is_trained]
     )
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    param_hooks.check(weights, [0] * len(weights), PARALLELIZE)
+    param_hooks.check_hooks(weights, [0] * len(weights), PARALLELIZE)
     agreement.check_equal(describe_model(model, weights))
     agreement.check_equal(describe_optimizer(optimizer))
     axes = _build_axes(job, mesh, device, seconds)
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
-    sync_batchnorm.place(place.axes[DATA_AXES])
+    sync_batchnorm.set_batch_axis(place.axes[DATA_AXES])
     _broadcast_values(model, weights, place.job)
     return PreparedModel(weights, optimizer, names, members, place, is_empty)
 
@@ -110,10 +110,10 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
         )
     _check_unwrapped(model)
     model._pdrun = True
-    empty = move(model, device)
+    empty = move_model(model, device)
     if sync_norms:
-        sync_batchnorm.synchronise(model)
-    found = sync_batchnorm.find(model) if world > 1 else []
+        sync_batchnorm.sync_batchnorms(model)
+    found = sync_batchnorm.find_unsynced(model) if world > 1 else []
     if found:
         raise UsageError(
             f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
@@ -174,7 +174,7 @@ def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGrou
     """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
     with torch.no_grad():
         for weight in weights:
-            if not weight.alone and weight.param.device.type != "meta":
+            if not weight.unsynced and weight.param.device.type != "meta":
                 axis.broadcast_first(weight.param.detach(), f"rank 0's {weight.name}")
         for name, buffer in model.named_buffers():
             if buffer.layout != torch.strided and axis.world > 1:

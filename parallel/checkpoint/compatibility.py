@@ -58,10 +58,10 @@ def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator
         for name, _ in (*whole.named_buffers(), *state.model.named_buffers())
         if name in kept
     }
-    for entry in state.engine.catalogue.entries:
+    for entry in state.engine.catalogue.weights:
         names = (
             [f"{entry.name}@{rank}" for rank in range(state.data_group.world)]
-            if entry.alone
+            if entry.unsynced
             else [entry.name]
         )
         known.update(f"weights/{name}" for name in names)

@@ -64,7 +64,7 @@ def load_weights(state: RunState, path: Path) -> None:
                 raise ConfigError(
                     f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path)
                 )
-            value = value if tile.is_whole else tile.take(value)
+            value = value if tile.is_full else tile.take_from(value)
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in state.model.named_buffers():
             if name in state.persistent_buffers and name in file.entries:

@@ -362,7 +362,7 @@ def _load_weight(state: RunState, reader: CheckpointReader, held: LocalRange) ->
             value = value.to(part.dtype)
         stays = shape == () and not _keeps_counts_on_device(state)
         kept[key] = value if stays else value.to(part.device)
-    if held.weight.trained:
+    if held.weight.is_trained:
         state.optimizer.state.pop(part, None)
         if kept:
             state.optimizer.state[part] = kept

@@ -208,7 +208,7 @@ class AxisGroup(AxisTransport):
         if self.size > 1:
             start = functools.partial(
                 dist.broadcast,
-                torch_compat.sendable(x),
+                torch_compat.as_sendable(x),
                 src=self.ranks[index],
                 group=self.group,
                 async_op=True,

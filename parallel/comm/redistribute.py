@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm import autograd
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.redistribute import plan_redistribution
@@ -93,15 +93,15 @@ def _run_step(step: LayoutStep, x: torch.Tensor, axes: MeshGroups) -> torch.Tens
         return x.reshape(local)
     axis = axes.on_grid(step.after.grid)[step.axes]
     if step.kind == SLICE:
-        return collectives.slice_to_shard(x, axis, step.dim)
+        return autograd.slice_to_shard(x, axis, step.dim)
     if step.kind == ALL_TO_ALL:
-        return collectives.all_to_all(x, axis, step.dim, step.origin, local[step.origin])
+        return autograd.all_to_all(x, axis, step.dim, step.origin, local[step.origin])
     if step.kind == ALL_GATHER:
-        return collectives.all_gather(x, axis, step.dim, local[step.dim])
+        return autograd.all_gather(x, axis, step.dim, local[step.dim])
     if step.kind == ALL_REDUCE:
-        return collectives.all_reduce(x, axis)
+        return autograd.all_reduce(x, axis)
     if step.kind == REDUCE_SCATTER:
-        return collectives.reduce_scatter(x, axis, step.dim)
+        return autograd.reduce_scatter(x, axis, step.dim)
     if step.kind == FIRST:
         return x if axis.size == 1 else _FirstRankOnly.apply(x, axis.index == 0)
     assert step.kind == PAD, step.kind

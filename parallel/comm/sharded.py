@@ -253,7 +253,7 @@ class ShardedGroup:
         # between, too
         sent = tensor.contiguous()
         work = dist.broadcast(
-            torch_compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True
+            torch_compat.as_sendable(sent), src=self.ranks[index], group=self.group, async_op=True
         )
 
         def finish() -> torch.Tensor:

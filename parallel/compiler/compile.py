@@ -20,8 +20,8 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
-from pdrun.parallel.model.forward_wrapper import wrap
-from pdrun.parallel.model.recompute import match
+from pdrun.parallel.model.forward_wrapper import wrap_forward
+from pdrun.parallel.model.recompute import match_modules
 from pdrun.parallel.model.weights import find_units
 from pdrun.parallel.zero.settings import PARALLELIZE, check_globs
 
@@ -133,12 +133,12 @@ def compile_modules(model: nn.Module, value: Any) -> list[str]:
     if parsed is None:
         return []
     globs, options = parsed
-    names = find_units(model, None) if globs is None else match(model, globs, "compile")
+    names = find_units(model, None) if globs is None else match_modules(model, globs, "compile")
     torch_compat.exclude_untraced()
     try:
         kinds = _add_overlap_pass(options)
         for name in names:
-            wrap(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
+            wrap_forward(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
     except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:
         what = f"compile={value!r}: {str(error).splitlines()[0]}"
         raise UsageError(

@@ -22,20 +22,20 @@ import torch
 from torch.nn import functional
 
 _aten = torch.ops.aten
-FLASH = 1
-EFFICIENT = 2
+FLASH_BACKEND = 1
+EFFICIENT_BACKEND = 2
 """What torch's own choice among its kernels is called (at::SDPBackend)."""
-_ALIGNED = 32
+_LSE_ALIGNMENT = 32
 """The memory-efficient kernel's lse has room for a multiple of this many queries."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which sums over blocks are kept: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
-class Extra:
+class ScoreTerms:
     """
     What is added to scores or drawn for weights of a block.
 
@@ -46,19 +46,19 @@ class Extra:
     """
 
     bias: torch.Tensor | None = None
-    drop: torch.Tensor | None = None
+    dropout: torch.Tensor | None = None
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+def attend_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: ScoreTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return (output, lse) of a block; keys and values may have fewer heads, each for a group of query
     heads.
     """
-    k = spread(k, q.shape[1])
-    v = spread(v, q.shape[1])
-    kind = _kernel(q, k, v, extra)
+    k = repeat_heads(k, q.shape[1])
+    v = repeat_heads(v, q.shape[1])
+    kind = _choose_kernel(q, k, v, extra)
     if kind == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
@@ -72,11 +72,11 @@ def forward(
             q, k, v, None, True, 0.0, causal, scale=scale
         )
         return found[0], found[1][..., : q.shape[2]]
-    return _plain(q, k, v, causal, scale, extra)
+    return _plain_forward(q, k, v, causal, scale, extra)
 
 
 @dataclass(frozen=True)
-class Finished:
+class AttentionResult:
     """What the forward over all keys gave: output, lse, and the gradient of the output."""
 
     grad: torch.Tensor
@@ -84,22 +84,22 @@ class Finished:
     lse: torch.Tensor
 
 
-def backward(
-    done: Finished,
+def attend_block_backward(
+    done: AttentionResult,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
     scale: float,
-    extra: Extra,
+    extra: ScoreTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """
     Return this block's part of the gradients of q, k, v, and (where there is a bias) of the scores.
     """
     heads = k.shape[1]
-    k = spread(k, q.shape[1])
-    v = spread(v, q.shape[1])
-    kind = _kernel(q, k, v, extra)
+    k = repeat_heads(k, q.shape[1])
+    v = repeat_heads(v, q.shape[1])
+    kind = _choose_kernel(q, k, v, extra)
     scores = None
     if kind == "cpu":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -111,39 +111,43 @@ def backward(
         dq, dk, dv = _efficient_backward(done, q, k, v, causal, scale)
     else:
         dq, dk, dv, scores = _plain_backward(done, q, k, v, causal, scale, extra)
-    return dq, gathered(dk, heads), gathered(dv, heads), scores
+    return dq, sum_repeated_heads(dk, heads), sum_repeated_heads(dv, heads), scores
 
 
-def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeat each head of keys or values for its group of query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def gathered(grad: torch.Tensor, heads: int) -> torch.Tensor:
+def sum_repeated_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
     """Add the gradients of the repeated heads up: the backward of `spread`."""
     if grad.shape[1] == heads:
         return grad
-    return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2, dtype=wide(grad.dtype))
+    return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(
+        2, dtype=accumulate_dtype(grad.dtype)
+    )
 
 
 # ---- which kernel -----------------------------------------------------------
 
 
-def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: Extra) -> str:
+def _choose_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: ScoreTerms) -> str:
     """Return which kernel computes a block: torch's own choice, where that one tells its lse."""
-    if extra.bias is not None or extra.drop is not None or v.shape[-1] != q.shape[-1]:
+    if extra.bias is not None or extra.dropout is not None or v.shape[-1] != q.shape[-1]:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     if q.device.type != "cuda" or q.shape[-1] % 8:
         return "plain"
     choice = int(torch._fused_sdp_choice(q, k, v))
-    if q.dtype in (torch.float16, torch.bfloat16) and choice != EFFICIENT:
+    if q.dtype in (torch.float16, torch.bfloat16) and choice != EFFICIENT_BACKEND:
         return "flash" if choice else "plain"  # torch's third choice, cuDNN's, has the same limits
-    return "efficient" if choice == EFFICIENT else "plain"
+    return "efficient" if choice == EFFICIENT_BACKEND else "plain"
 
 
-def _flash_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+def _flash_backward(
+    done: AttentionResult, q: Any, k: Any, v: Any, causal: bool, scale: float
+) -> Any:
     none = torch.empty(0, dtype=torch.int32, device=q.device)
     state = torch.zeros(
         2, dtype=torch.uint64, device=q.device
@@ -167,9 +171,11 @@ def _flash_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale:
     )
 
 
-def _efficient_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+def _efficient_backward(
+    done: AttentionResult, q: Any, k: Any, v: Any, causal: bool, scale: float
+) -> Any:
     lse = functional.pad(
-        done.lse, (0, -done.lse.shape[-1] % _ALIGNED), value=float("inf")
+        done.lse, (0, -done.lse.shape[-1] % _LSE_ALIGNMENT), value=float("inf")
     ).contiguous()
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     found = _aten._scaled_dot_product_efficient_attention_backward(
@@ -193,10 +199,10 @@ def _efficient_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, sc
 # ---- plain mathematics ------------------------------------------------------
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, extra: Extra
+def _masked_scores(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, extra: ScoreTerms
 ) -> torch.Tensor:
-    kind = wide(q.dtype)
+    kind = accumulate_dtype(q.dtype)
     scores = q.to(kind) @ k.to(kind).mT * scale
     if extra.bias is not None:
         scores = scores + extra.bias
@@ -206,40 +212,40 @@ def _scores(
     return scores
 
 
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _attention_weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return exp(scores - lse); 0 for a query that sees no key at all, whose lse is -inf."""
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
 
 
-def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+def _plain_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: ScoreTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _scores(q, k, causal, scale, extra)
+    scores = _masked_scores(q, k, causal, scale, extra)
     lse = scores.logsumexp(-1)
-    weights = _weights(scores, lse)
-    if extra.drop is not None:
-        weights = weights * extra.drop
+    weights = _attention_weights(scores, lse)
+    if extra.dropout is not None:
+        weights = weights * extra.dropout
     return weights @ v.to(weights.dtype), lse
 
 
 def _plain_backward(
-    done: Finished,
+    done: AttentionResult,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
     scale: float,
-    extra: Extra,
+    extra: ScoreTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    kind = wide(q.dtype)
-    weights = _weights(_scores(q, k, causal, scale, extra), done.lse)
+    kind = accumulate_dtype(q.dtype)
+    weights = _attention_weights(_masked_scores(q, k, causal, scale, extra), done.lse)
     grad = done.grad.to(kind)
     delta = (grad * done.out.to(kind)).sum(-1, keepdim=True)
     kept = weights
     back = grad @ v.to(kind).mT
-    if extra.drop is not None:
-        kept = weights * extra.drop
-        back = back * extra.drop
+    if extra.dropout is not None:
+        kept = weights * extra.dropout
+        back = back * extra.dropout
     scores = weights * (back - delta)
     dq = scores @ k.to(kind) * scale
     dk = scores.mT @ q.to(kind) * scale

@@ -29,11 +29,11 @@ from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.context_parallel.sequences import WHERE, Sequences
+from pdrun.parallel.context_parallel.sequences import API_NAME, ShardedSequences
 from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
 from pdrun.parallel.rng.shard_region import sharded_sequence
 
-_current: Sequences | None = None
+_current: ShardedSequences | None = None
 """What the forward or backward that is computed now works on."""
 
 
@@ -65,25 +65,27 @@ class ContextParallel:
     dims: Any = None
     tables: Mapping[str, int] = field(default_factory=dict)
     elsewhere: bool = False
-    _bound: WeakKeyDictionary[MeshGroups, Sequences] = field(
+    _bound: WeakKeyDictionary[MeshGroups, ShardedSequences] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
         whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
         if not whole or (self.ulysses != -1 and self.ulysses < 1):
-            raise UsageError(f"ulysses={self.ulysses!r} is neither -1 nor at least 1", where=WHERE)
+            raise UsageError(
+                f"ulysses={self.ulysses!r} is neither -1 nor at least 1", where=API_NAME
+            )
         if self.order not in (None, *ORDERS):
-            raise UsageError(f"order={self.order!r}", where=WHERE, hint=" or ".join(ORDERS))
+            raise UsageError(f"order={self.order!r}", where=API_NAME, hint=" or ".join(ORDERS))
         if not isinstance(self.tables, Mapping):
             what = f"tables={self.tables!r} is no dict"
-            raise UsageError(what, where=WHERE, hint='{"places.weight": 0}: the dim of the rows')
+            raise UsageError(what, where=API_NAME, hint='{"places.weight": 0}: the dim of the rows')
 
-    def sequences(self, axes: MeshGroups) -> Sequences:
+    def sequences(self, axes: MeshGroups) -> ShardedSequences:
         """Return how sequences lie on the ranks of a run."""
         if axes not in self._bound:
             ulysses = axes["cp"].size if self.ulysses == -1 else self.ulysses
-            self._bound[axes] = Sequences(axes, ulysses, self.order, self.elsewhere)
+            self._bound[axes] = ShardedSequences(axes, ulysses, self.order, self.elsewhere)
         return self._bound[axes]
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
@@ -95,10 +97,10 @@ class ContextParallel:
         """
         sequences = self.sequences(axes)
         for pattern, dim in self.tables.items():
-            found = [name for name, _ in _tensors(model) if fnmatchcase(name, pattern)]
+            found = [name for name, _ in _named_tensors(model) if fnmatchcase(name, pattern)]
             if not found:
                 raise UsageError(
-                    f"tables: {pattern!r} matches no weight and no buffer", where=WHERE
+                    f"tables: {pattern!r} matches no weight and no buffer", where=API_NAME
                 )
             for name in found:
                 owner, _, attribute = name.rpartition(".")
@@ -106,7 +108,7 @@ class ContextParallel:
                 shape = list(getattr(module, attribute).shape)
                 if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
                     what = f"tables: the rows of {name}, {shape}, are not along dim {dim!r}"
-                    raise UsageError(what, where=WHERE, hint=f"0 to {len(shape) - 1}")
+                    raise UsageError(what, where=API_NAME, hint=f"0 to {len(shape) - 1}")
                 _make_table(module, attribute, dim, name)
                 sequences.tables.append((module, attribute, name))
         return model
@@ -123,7 +125,7 @@ class ContextParallel:
         if sequences.axis.size == 1:
             return batch
         leaves, form = pytree.tree_flatten(batch)
-        dims = _dims(batch, leaves, self.dims)
+        dims = _sequence_dims(batch, leaves, self.dims)
         lengths = {
             leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
         }
@@ -131,12 +133,12 @@ class ContextParallel:
             told = f"lengths {sorted(lengths)}" if lengths else "no tensor has a dim 1"
             raise UsageError(
                 f"the batch has no sequence to cut: {told}",
-                where=WHERE,
+                where=API_NAME,
                 hint="dims= says which they are",
             )
-        sequences.begin(lengths.pop())
+        sequences.set_length(lengths.pop())
         pairs = zip(leaves, dims, strict=True)
-        cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
+        cut = [leaf if dim is None else sequences.take_positions(leaf, dim) for leaf, dim in pairs]
         return pytree.tree_unflatten(cut, form)
 
     def describe(self, axes: MeshGroups) -> str:
@@ -155,10 +157,10 @@ class ContextParallel:
         attention = functional.scaled_dot_product_attention
         heads = functional.multi_head_attention_forward
         _current = sequences
-        functional.scaled_dot_product_attention = sequences.stands_in(attention)
-        functional.multi_head_attention_forward = _without_weights(heads)
+        functional.scaled_dot_product_attention = sequences.make_replacement(attention)
+        functional.multi_head_attention_forward = _refuse_weights(heads)
         try:
-            with sharded_sequence(lambda: (sequences.mine, sequences.length)):
+            with sharded_sequence(lambda: (sequences.own_positions, sequences.length)):
                 yield
         finally:
             _current = before
@@ -167,7 +169,9 @@ class ContextParallel:
         if not sequences.calls and axes["pp"].size == 1:
             told = "the model did not call torch.nn.functional.scaled_dot_product_attention on its sequences"
             raise UsageError(
-                told, where=WHERE, hint="attention in the open would see this rank's positions only"
+                told,
+                where=API_NAME,
+                hint="attention in the open would see this rank's positions only",
             )
 
 
@@ -181,30 +185,30 @@ def positions(count_here: int, device: Any = None) -> torch.Tensor:
     """
     if _current is None:
         return torch.arange(count_here, device=device)
-    mine = count_positions(_current.mine)
+    mine = count_positions(_current.own_positions)
     if count_here != mine:
         told = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
         raise UsageError(
             told, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence"
         )
-    return _current.positions(device)
+    return _current.position_ids(device)
 
 
 # ---- batches ----------------------------------------------------------------
 
 
-def _dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
+def _sequence_dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
     """Return along which dim each leaf of a batch is cut."""
     if isinstance(given, Mapping):
         if not isinstance(batch, Mapping) or set(given) - set(batch):
             unknown = ", ".join(
                 map(str, set(given) - set(batch if isinstance(batch, Mapping) else ()))
             )
-            raise UsageError(f"dims= names what the batch lacks: {unknown}", where=WHERE)
+            raise UsageError(f"dims= names what the batch lacks: {unknown}", where=API_NAME)
         return [given.get(key) for key, value in batch.items() for _ in pytree.tree_leaves(value)]
     if given is not None:
         if not isinstance(given, Sequence) or len(given) != len(leaves):
-            raise UsageError(f"dims={given!r} for a batch of {len(leaves)} leaves", where=WHERE)
+            raise UsageError(f"dims={given!r} for a batch of {len(leaves)} leaves", where=API_NAME)
         return list(given)
     sizes = [
         leaf.shape[1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 else None
@@ -217,7 +221,7 @@ def _dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
 # ---- tables -----------------------------------------------------------------
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -235,8 +239,8 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
             return held
         if held.shape[dim] < _current.length:
             told = f"the table {name} has {held.shape[dim]} rows along dim {dim}, sequences {_current.length} positions"
-            raise UsageError(told, where=WHERE)
-        return _current.take(held, dim)
+            raise UsageError(told, where=API_NAME)
+        return _current.take_positions(held, dim)
 
     kind = type(module)
     module.__class__ = type(
@@ -245,13 +249,13 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
 
 
 @functools.cache  # one function for one: compiled code relies on its identity
-def _without_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what `nn.MultiheadAttention` computes in the open."""
 
     def forward(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
         if need_weights:
             told = "MultiheadAttention returns weights, which no rank has whole"
-            raise UsageError(told, where=WHERE, hint="need_weights=False")
+            raise UsageError(told, where=API_NAME, hint="need_weights=False")
         return original(*args, need_weights=False, **kwargs)
 
     return forward

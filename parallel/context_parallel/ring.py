@@ -17,9 +17,15 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.context_parallel import block_attention as kernels
-from pdrun.parallel.context_parallel.block_attention import Finished
-from pdrun.parallel.context_parallel.ring_exchange import Drop, Gradients, Plan, Round, pair_of
+from pdrun.parallel.context_parallel import block_attention as block_attention
+from pdrun.parallel.context_parallel.block_attention import AttentionResult
+from pdrun.parallel.context_parallel.ring_exchange import (
+    DropoutFactors,
+    GradientRing,
+    KeyValueRing,
+    RingPlan,
+    flat_pair_of,
+)
 from pdrun.parallel.layouts.sequence_order import (
     ZIGZAG,
     AttentionBlock,
@@ -31,7 +37,7 @@ from pdrun.parallel.layouts.sequence_order import (
 )
 from pdrun.parallel.torch_compat import untraced
 
-WHERE = "ring_attention"
+API_NAME = "ring_attention"
 
 
 @untraced
@@ -46,7 +52,7 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     mask: torch.Tensor | None = None,
-    drop: Drop | None = None,
+    drop: DropoutFactors | None = None,
 ) -> torch.Tensor:
     """
     Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
@@ -72,7 +78,7 @@ def ring_attention(
     mine = q.shape[-2]
     length = mine * axis.size if length is None else length
     parts = tuple(positions_of(length, axis.size, index, order) for index in range(axis.size))
-    _check(q, k, v, mask, length, count_positions(parts[axis.index]))
+    _check_shapes(q, k, v, mask, length, count_positions(parts[axis.index]))
     if q.dim() == 3:
         told = ring_attention(
             q[None],
@@ -87,14 +93,14 @@ def ring_attention(
             drop=drop,
         )
         return told[0]
-    plan = Plan(axis, parts, causal, q.shape[-1] ** -0.5 if scale is None else scale, drop)
+    plan = RingPlan(axis, parts, causal, q.shape[-1] ** -0.5 if scale is None else scale, drop)
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (
             x.to(torch.get_autocast_dtype(device)) for x in (q, k, v)
         )  # as torch's own attention does
     with torch.autocast(device, enabled=False):
-        found: torch.Tensor = _Ring.apply(
+        found: torch.Tensor = _RingAttention.apply(
             q, k, v, None if mask is None else as_bias(mask, q.dtype), plan
         )
     return found
@@ -103,12 +109,12 @@ def ring_attention(
 def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask as what is added to scores, [1 or batch, 1 or heads, ...]."""
     if mask.dtype == torch.bool:
-        kind = kernels.wide(dtype)
+        kind = block_attention.accumulate_dtype(dtype)
         mask = torch.zeros((), dtype=kind, device=mask.device).masked_fill(~mask, float("-inf"))
     return mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
 
 
-def _check(
+def _check_shapes(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -119,39 +125,41 @@ def _check(
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
         dims = f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims"
         raise UsageError(
-            dims, where=WHERE, hint="[batch, heads, positions, size], or without batch"
+            dims, where=API_NAME, hint="[batch, heads, positions, size], or without batch"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[-2] != mine:
             told = f"{name} has {x.shape[-2]} positions; this rank's part of {length} is {mine}"
-            raise UsageError(told, where=WHERE, hint="length= is that of whole sequences")
+            raise UsageError(told, where=API_NAME, hint="length= is that of whole sequences")
     if q.shape[-3] % k.shape[-3] or k.shape[-3] != v.shape[-3]:
         told = (
             f"{q.shape[-3]} heads of queries over {k.shape[-3]} of keys and {v.shape[-3]} of values"
         )
         raise UsageError(
             told,
-            where=WHERE,
+            where=API_NAME,
             hint="each head of keys and values serves the same number of query heads",
         )
     if mask is not None and (
         mask.dim() < 2 or mask.shape[-2] not in (1, mine) or mask.shape[-1] != length
     ):
         told = f"a mask of {list(mask.shape)} for {mine} queries of this rank and {length} keys"
-        raise UsageError(told, where=WHERE, hint="rows for this rank's positions, columns for all")
+        raise UsageError(
+            told, where=API_NAME, hint="rows for this rank's positions, columns for all"
+        )
 
 
 # ---- inside -----------------------------------------------------------------
 
 
 @dataclass
-class _Output:
+class _RunningOutput:
     """Output and lse over the keys seen so far, in the wide type."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
-    def add(self, low: int, high: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def add_block(self, low: int, high: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Put a block of keys to queries ``low`` to ``high``."""
         old = self.lse[:, :, low:high]
         so_far = self.out[:, :, low:high]
@@ -165,7 +173,7 @@ class _Output:
         old.copy_(both)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -173,28 +181,28 @@ class _Ring(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         bias: torch.Tensor | None,
-        plan: Plan,
+        plan: RingPlan,
     ) -> torch.Tensor:
-        kind = kernels.wide(q.dtype)
-        found = _Output(
+        kind = block_attention.accumulate_dtype(q.dtype)
+        found = _RunningOutput(
             q.new_zeros(*q.shape[:3], v.shape[3], dtype=kind),
             q.new_full(q.shape[:3], float("-inf"), dtype=kind),
         )
-        ring = Round(k, v, plan)
+        ring = KeyValueRing(k, v, plan)
         for step in range(plan.axis.size):
-            source = plan.source(step)
-            keys, values = ring.take(step)
-            for block in attention_blocks(plan.mine, plan.parts[source], plan.causal):
+            source = plan.source_of(step)
+            keys, values = ring.take_step(step)
+            for block in attention_blocks(plan.own_positions, plan.positions[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
-                out, lse = kernels.forward(
+                out, lse = block_attention.attend_block(
                     q[:, :, low:high],
                     keys[:, :, first:last],
                     values[:, :, first:last],
                     block.causal,
                     plan.scale,
-                    plan.extra(block, source, bias),
+                    plan.score_terms(block, source, bias),
                 )
-                found.add(low, high, out, lse)
+                found.add_block(low, high, out, lse)
         out = found.out.to(q.dtype)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, bias, out, found.lse)
@@ -204,26 +212,28 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, bias, out, lse = ctx.saved_tensors
         plan = ctx.plan
-        kind = kernels.wide(q.dtype)
+        kind = block_attention.accumulate_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=kind, memory_format=torch.contiguous_format)
         dbias = (
             torch.zeros_like(bias, dtype=kind)
             if bias is not None and ctx.needs_input_grad[3]
             else None
         )
-        ring = Round(k, v, plan)
-        pair = pair_of(k, v)
-        back = Gradients(plan, pair)
+        ring = KeyValueRing(k, v, plan)
+        pair = flat_pair_of(k, v)
+        back = GradientRing(plan, pair)
         for step in range(plan.axis.size):
             source = plan.source(step)
-            keys, values = ring.take(step)
-            back.expect(step)
-            flat = q.new_zeros(pair.size(keys.shape[2]), dtype=kind)
-            dk, dv = pair.unpack(flat, keys.shape[2])
+            keys, values = ring.take_step(step)
+            back.start_step(step)
+            flat = q.new_zeros(pair.numel_of(keys.shape[2]), dtype=kind)
+            dk, dv = pair.unpack_views(flat, keys.shape[2])
             for block in attention_blocks(plan.mine, plan.parts[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
-                done = Finished(grad[:, :, low:high], out[:, :, low:high], lse[:, :, low:high])
-                parts = kernels.backward(
+                done = AttentionResult(
+                    grad[:, :, low:high], out[:, :, low:high], lse[:, :, low:high]
+                )
+                parts = block_attention.attend_block_backward(
                     done,
                     q[:, :, low:high],
                     keys[:, :, first:last],
@@ -236,11 +246,11 @@ class _Ring(torch.autograd.Function):
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
                 if dbias is not None:
-                    _add_bias(
+                    _add_bias_grad(
                         dbias, parts[3], block, positions_within(plan.parts[source], first, last)
                     )
-            back.put(step, flat)
-        dk, dv = pair.unpack(back.home(), k.shape[2])
+            back.finish_step(step, flat)
+        dk, dv = pair.unpack_views(back.collect_own(), k.shape[2])
         return (
             dq.to(q.dtype),
             dk.to(k.dtype),
@@ -250,7 +260,9 @@ class _Ring(torch.autograd.Function):
         )
 
 
-def _add_bias(total: torch.Tensor, scores: Any, block: AttentionBlock, columns: Ranges) -> None:
+def _add_bias_grad(
+    total: torch.Tensor, scores: Any, block: AttentionBlock, columns: Ranges
+) -> None:
     """Add a block's gradient of the scores to that of the bias, summed over what was broadcast."""
     rows = total if total.shape[2] == 1 else total[:, :, block.q[0] : block.q[1]]
     start = 0

@@ -15,7 +15,7 @@ import torch
 
 from pdrun.parallel.comm.axis_transport import PendingTensor
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.context_parallel.block_attention import Extra
+from pdrun.parallel.context_parallel.block_attention import ScoreTerms
 from pdrun.parallel.layouts.sequence_order import (
     AttentionBlock,
     Ranges,
@@ -23,121 +23,127 @@ from pdrun.parallel.layouts.sequence_order import (
     positions_within,
 )
 
-Drop = Callable[[Ranges, Ranges], torch.Tensor]
+DropoutFactors = Callable[[Ranges, Ranges], torch.Tensor]
 """
 (positions of queries, positions of keys) -> what their weights are multiplied by, 0 or 1 / (1 - p).
 """
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingPlan:
     """One attention over a ring: who holds what, and how it is computed."""
 
     axis: AxisGroup
-    parts: tuple[Ranges, ...]
+    positions: tuple[Ranges, ...]
     """Positions of each rank of the axis, by index."""
     causal: bool
     scale: float
-    drop: Drop | None = None
+    dropout: DropoutFactors | None = None
 
     @property
-    def mine(self) -> Ranges:
+    def own_positions(self) -> Ranges:
         """This rank's positions."""
-        return self.parts[self.axis.index]
+        return self.positions[self.axis.index]
 
-    def source(self, step: int) -> int:
+    def source_of(self, step: int) -> int:
         """Return whose keys this rank holds in a step."""
         return (self.axis.index - step) % self.axis.size
 
-    def extra(self, block: AttentionBlock, source: int, bias: torch.Tensor | None) -> Extra:
+    def score_terms(
+        self, block: AttentionBlock, source: int, bias: torch.Tensor | None
+    ) -> ScoreTerms:
         """
         Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout.
         """
-        if bias is None and self.drop is None:
-            return Extra()
-        q = positions_within(self.mine, *block.q)
-        k = positions_within(self.parts[source], *block.k)
+        if bias is None and self.dropout is None:
+            return ScoreTerms()
+        q = positions_within(self.own_positions, *block.q)
+        k = positions_within(self.positions[source], *block.k)
         if bias is not None:
             rows = bias if bias.shape[-2] == 1 else bias[..., block.q[0] : block.q[1], :]
             bias = torch.cat([rows[..., low:high] for low, high in k], -1)
-        return Extra(bias, None if self.drop is None else self.drop(q, k))
+        return ScoreTerms(bias, None if self.dropout is None else self.dropout(q, k))
 
 
 @dataclass
-class Pair:
+class FlatPair:
     """Two tensors that travel as one flat one: keys and values, or their gradients."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     """Shapes for one position: [batch, heads, 1, size]."""
 
-    def size(self, positions: int) -> int:
+    def numel_of(self, positions: int) -> int:
         """Return the number of elements for so many positions."""
         return (prod(self.first) + prod(self.second)) * positions
 
-    def pack(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def pack_tensors(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Return both as one."""
         return torch.cat([first.reshape(-1), second.reshape(-1)])
 
-    def unpack(self, flat: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack_views(self, flat: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of both."""
         shapes = [(*shape[:2], positions, shape[3]) for shape in (self.first, self.second)]
         border = prod(shapes[0])
         return flat[:border].view(shapes[0]), flat[border:].view(shapes[1])
 
 
-def pair_of(k: torch.Tensor, v: torch.Tensor) -> Pair:
+def flat_pair_of(k: torch.Tensor, v: torch.Tensor) -> FlatPair:
     """Return how these keys and values travel."""
-    return Pair((*k.shape[:2], 1, k.shape[3]), (*v.shape[:2], 1, v.shape[3]))
+    return FlatPair((*k.shape[:2], 1, k.shape[3]), (*v.shape[:2], 1, v.shape[3]))
 
 
-class Round:
+class KeyValueRing:
     """Keys and values on their way round; the next ones are sent for when these are handed out."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: RingPlan) -> None:
         self.plan = plan
-        self.pair = pair_of(k, v)
+        self.pair = flat_pair_of(k, v)
         self._next: PendingTensor | None = None
         self._here = (k, v)
-        self._flat = self.pair.pack(k, v) if plan.axis.size > 1 else k
+        self._flat = self.pair.pack_tensors(k, v) if plan.axis.size > 1 else k
 
-    def take(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def take_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a step, and send them on."""
         if self._next is not None:
             self._flat = self._next.wait()
-            self._here = self.pair.unpack(
-                self._flat, count_positions(self.plan.parts[self.plan.source(step)])
+            self._here = self.pair.unpack_views(
+                self._flat, count_positions(self.plan.positions[self.plan.source_of(step)])
             )
             self._next = None
         if step < self.plan.axis.size - 1:
-            coming = self.pair.size(count_positions(self.plan.parts[self.plan.source(step + 1)]))
+            coming = self.pair.numel_of(
+                count_positions(self.plan.positions[self.plan.source_of(step + 1)])
+            )
             self._next = self.plan.axis.start_shift(self._flat, shape=(coming,))
         return self._here
 
 
 @dataclass
-class Gradients:
+class GradientRing:
     """
     Gradients of keys and values: those of this rank's own stay here, all others travel behind what
     they are of.
     """
 
-    plan: Plan
-    pair: Pair
+    plan: RingPlan
+    pair: FlatPair
     own: torch.Tensor | None = None
     _travelling: torch.Tensor | None = None
     _pending: PendingTensor | None = field(default=None)
 
-    def expect(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """
         Before a step's computation: send on what the step before gave, and begin to receive what
         belongs here.
         """
         if step >= 2:
             assert self._travelling is not None
-            self._pending = self._send(count_positions(self.plan.parts[self.plan.source(step)]))
+            self._pending = self._start_shift(
+                count_positions(self.plan.positions[self.plan.source_of(step)])
+            )
 
-    def put(self, step: int, grads: torch.Tensor) -> None:
+    def finish_step(self, step: int, grads: torch.Tensor) -> None:
         """
         After a step's computation: its gradients, added to what came with the keys and values.
         """
@@ -149,13 +155,13 @@ class Gradients:
         self._travelling = grads
         self._pending = None
 
-    def home(self) -> torch.Tensor:
+    def collect_own(self) -> torch.Tensor:
         """Return all gradients of this rank's own keys and values."""
         assert self.own is not None
         if self._travelling is not None:
-            self.own += self._send(count_positions(self.plan.mine)).wait()
+            self.own += self._start_shift(count_positions(self.plan.own_positions)).wait()
         return self.own
 
-    def _send(self, positions: int) -> PendingTensor:
+    def _start_shift(self, positions: int) -> PendingTensor:
         assert self._travelling is not None
-        return self.plan.axis.start_shift(self._travelling, shape=(self.pair.size(positions),))
+        return self.plan.axis.start_shift(self._travelling, shape=(self.pair.numel_of(positions),))

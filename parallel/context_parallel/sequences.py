@@ -15,9 +15,9 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.context_parallel import block_attention as kernels
+from pdrun.parallel.context_parallel import block_attention as block_attention
 from pdrun.parallel.context_parallel.ring import ring_attention
-from pdrun.parallel.context_parallel.ring_exchange import Drop
+from pdrun.parallel.context_parallel.ring_exchange import DropoutFactors
 from pdrun.parallel.context_parallel.ulysses import heads_of, ulysses_attention
 from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.layouts.sequence_order import (
@@ -32,12 +32,12 @@ from pdrun.parallel.rng.shard_region import cuts_of
 from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.torch_compat import untraced
 
-WHERE = "ContextParallel"
-Original = Callable[..., torch.Tensor]
+API_NAME = "ContextParallel"
+AttentionFunction = Callable[..., torch.Tensor]
 """torch's scaled_dot_product_attention."""
 
 
-class Sequences:
+class ShardedSequences:
     """
     The sequences of a run.
 
@@ -57,7 +57,7 @@ class Sequences:
         degree = self.axis.size
         if degree % ulysses:
             told = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
-            raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
+            raise UsageError(told, where=API_NAME, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
         ring = axes.make_subgroup(
@@ -69,7 +69,7 @@ class Sequences:
         self.ulysses = group
         self.length = 0
         self.calls = 0
-        self._stand_in: tuple[Original, Original] | None = None
+        self._replacement: tuple[AttentionFunction, AttentionFunction] | None = None
         self.parts: tuple[Ranges, ...] = ()
         """Positions of each rank along cp, by index."""
         self.sizes: list[int] = []
@@ -79,7 +79,7 @@ class Sequences:
 
     # ---- positions ----------------------------------------------------------
 
-    def begin(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """
         Note how long the sequences of the step are.
 
@@ -90,24 +90,24 @@ class Sequences:
         for module, attribute, name in self.tables:
             if not isinstance(getattr(type(module), attribute, None), property):
                 told = f"the table {name} is in a module that strategy= has replaced by {type(module).__name__}"
-                raise UsageError(told, where=WHERE, hint="leave that module out of the strategy")
+                raise UsageError(told, where=API_NAME, hint="leave that module out of the strategy")
         if length == self.length:
             return
-        parts = tuple(self._part(length, index) for index in range(self.axis.size))
-        sizes = [count_positions(ranges) for ranges in parts]
+        positions = tuple(self._positions_of(length, index) for index in range(self.axis.size))
+        sizes = [count_positions(ranges) for ranges in positions]
         if min(sizes) == 0:
             told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
-            raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
+            raise UsageError(told, where=API_NAME, hint="a smaller cp, or longer sequences")
         self.length = length
-        self.parts = parts
+        self.parts = positions
         self.sizes = sizes
 
     @property
-    def mine(self) -> Ranges:
+    def own_positions(self) -> Ranges:
         """This rank's positions."""
         return self.parts[self.axis.index]
 
-    def _part(self, length: int, index: int) -> Ranges:
+    def _positions_of(self, length: int, index: int) -> Ranges:
         """Return the positions of a rank along cp."""
         place, member = divmod(index, self.ulysses.size)
         ranges = positions_of(length, self.ring.size, place, self.order)
@@ -115,15 +115,17 @@ class Sequences:
             ranges, *shard_range(count_positions(ranges), self.ulysses.size, member)
         )
 
-    def positions(self, device: Any = None) -> torch.Tensor:
+    def position_ids(self, device: Any = None) -> torch.Tensor:
         """Return this rank's positions as integers, in the order in which it holds them."""
-        return torch.cat([torch.arange(low, high, device=device) for low, high in self.mine])
+        return torch.cat(
+            [torch.arange(low, high, device=device) for low, high in self.own_positions]
+        )
 
-    def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def take_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's positions of a tensor that has all of them along a dim."""
-        return torch.cat([x.narrow(dim, low, high - low) for low, high in self.mine], dim)
+        return torch.cat([x.narrow(dim, low, high - low) for low, high in self.own_positions], dim)
 
-    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """
         Return all positions of a tensor that has this rank's along a dim, in their order; without
         gradients.
@@ -152,22 +154,22 @@ class Sequences:
 
     # ---- attention ----------------------------------------------------------
 
-    def stands_in(self, original: Original) -> Original:
+    def make_replacement(self, original: AttentionFunction) -> AttentionFunction:
         """
         Return what stands in for torch's function: the same one each time, which compiled code only
         calls.
         """
-        if self._stand_in is None or self._stand_in[0] is not original:
+        if self._replacement is None or self._replacement[0] is not original:
 
             def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return self.attention(original, *args, **kwargs)
+                return self.run_attention(original, *args, **kwargs)
 
-            self._stand_in = original, untraced(attend)
-        return self._stand_in[1]
+            self._replacement = original, untraced(attend)
+        return self._replacement[1]
 
-    def attention(
+    def run_attention(
         self,
-        original: Original,
+        original: AttentionFunction,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -181,7 +183,7 @@ class Sequences:
         Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut
         sequences.
         """
-        if not self._is_ours(query.shape[-2], key.shape[-2], is_causal):
+        if not self._is_over_sequences(query.shape[-2], key.shape[-2], is_causal):
             return original(
                 query,
                 key,
@@ -193,8 +195,8 @@ class Sequences:
                 enable_gqa=enable_gqa,
             )
         self.calls += 1
-        mask = None if attn_mask is None else self.mask(attn_mask)
-        drop = self._drop(query, dropout_p) if dropout_p else None
+        mask = None if attn_mask is None else self.localize_mask(attn_mask)
+        drop = self._make_dropout(query, dropout_p) if dropout_p else None
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None
@@ -226,7 +228,7 @@ class Sequences:
             query, key, value, self.ulysses, length=held, mask=mask, attend=attend
         )
 
-    def _drop(self, query: torch.Tensor, p: float) -> Drop:
+    def _make_dropout(self, query: torch.Tensor, p: float) -> DropoutFactors:
         """
         Return the dropout of the weights of one attention: for any block what it is for the whole
         sequences.
@@ -234,7 +236,7 @@ class Sequences:
         run = current_rng()
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
-            raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
+            raise UsageError(what, where=API_NAME, hint="pdrun.parallelize(..., context=...)")
         drawn = run.draw_call()
         here = query.shape[-3]
         # of the heads here, which may be some of the model's (tensor parallel), an all-to-all
@@ -258,16 +260,18 @@ class Sequences:
                 cuts,
                 query.device,
             )
-            return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
+            return keep.to(block_attention.accumulate_dtype(query.dtype)).mul_(
+                0.0 if p >= 1 else 1 / (1 - p)
+            )
 
         return drop
 
-    def _is_ours(self, queries: int, keys: int, causal: bool) -> bool:
+    def _is_over_sequences(self, queries: int, keys: int, causal: bool) -> bool:
         """
         Return whether an attention is one over the cut sequences, by its sizes; the same on all
         ranks.
         """
-        mine = count_positions(self.mine)
+        mine = count_positions(self.own_positions)
         sizes = set(self.sizes)
         if queries == keys == mine:
             return True
@@ -279,9 +283,9 @@ class Sequences:
             return False
         told = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
         hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
-        raise UsageError(told, where=WHERE, hint=hint)
+        raise UsageError(told, where=API_NAME, hint=hint)
 
-    def mask(self, mask: torch.Tensor) -> torch.Tensor:
+    def localize_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """
         Return a model's mask with this rank's rows, or one for all, and all columns.
 
@@ -291,13 +295,13 @@ class Sequences:
         mask = mask if mask.dim() > 1 else mask[None]
         rows = mask.shape[-2]
         columns = mask.shape[-1]
-        mine = count_positions(self.mine)
+        mine = count_positions(self.own_positions)
         if columns == self.length and rows in (1, mine):
             return mask
         if columns == self.length and rows == self.length:
-            return self.take(mask, mask.dim() - 2)
+            return self.take_positions(mask, mask.dim() - 2)
         if columns == mine and rows == 1 and not mask.requires_grad:
-            return self.whole(mask, mask.dim() - 1)
+            return self.gather_positions(mask, mask.dim() - 1)
         told = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
         hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
-        raise UsageError(told, where=WHERE, hint=hint)
+        raise UsageError(told, where=API_NAME, hint=hint)

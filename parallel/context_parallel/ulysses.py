@@ -15,13 +15,15 @@ import torch
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm import autograd
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.context_parallel.block_attention import spread
+from pdrun.parallel.context_parallel.block_attention import repeat_heads
 from pdrun.parallel.layouts.layout import shard_range
 
-WHERE = "ulysses_attention"
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+API_NAME = "ulysses_attention"
+HeadAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+]
 """(q, k, v, mask) of some heads and all positions -> attention."""
 
 
@@ -40,7 +42,7 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     mask: torch.Tensor | None = None,
-    attend: Attend | None = None,
+    attend: HeadAttention | None = None,
 ) -> torch.Tensor:
     """
     Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
@@ -76,10 +78,10 @@ def ulysses_attention(
         return told[0]
     length = q.shape[2] * axis.size if length is None else length
     heads = q.shape[1]
-    times = repeats(q.shape[1], k.shape[1], axis)
-    k = spread(k, k.shape[1] * times)
-    v = spread(v, v.shape[1] * times)
-    q, k, v = (collectives.all_to_all(x, axis, 1, 2, length) for x in (q, k, v))
+    times = count_repeats(q.shape[1], k.shape[1], axis)
+    k = repeat_heads(k, k.shape[1] * times)
+    v = repeat_heads(v, v.shape[1] * times)
+    q, k, v = (autograd.all_to_all(x, axis, 1, 2, length) for x in (q, k, v))
     mask = None if mask is None else rows_for_heads(mask, axis, heads, length)
     if attend is None:
         out = functional.scaled_dot_product_attention(
@@ -87,10 +89,10 @@ def ulysses_attention(
         )
     else:
         out = attend(q, k, v, mask)
-    return collectives.all_to_all(out, axis, 2, 1, heads)
+    return autograd.all_to_all(out, axis, 2, 1, heads)
 
 
-def repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
+def count_repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
     """
     Return how often keys and values have to be repeated so that their heads divide as those of the
     queries do.
@@ -103,14 +105,14 @@ def repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
         what = f"{heads} heads of queries do not divide over {where}"
         raise UsageError(
             what,
-            where=WHERE,
+            where=API_NAME,
             hint="give Ulysses a degree that divides the heads, and the ring the rest",
         )
     times = axis.size // gcd(axis.size, key_heads)
     if heads % key_heads or (heads // key_heads) % times:
         what = f"{key_heads} heads of keys, {times} times each, do not serve {heads} heads of queries over {where}"
         raise UsageError(
-            what, where=WHERE, hint="give Ulysses a smaller degree, and the ring the rest"
+            what, where=API_NAME, hint="give Ulysses a smaller degree, and the ring the rest"
         )
     return times
 
@@ -121,8 +123,8 @@ def rows_for_heads(mask: torch.Tensor, axis: AxisGroup, heads: int, length: int)
     if mask.shape[1] == 1:
         if mask.shape[2] == 1:
             return mask
-        return collectives.all_gather_sum_grad(mask, axis, 2, length)
+        return autograd.all_gather_sum_grad(mask, axis, 2, length)
     if mask.shape[2] == 1:
         low, high = heads_of(axis, heads)
         return mask[:, low:high]
-    return collectives.all_to_all(mask, axis, 1, 2, length)
+    return autograd.all_to_all(mask, axis, 1, 2, length)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.layouts.common_grid import find_common_grid, axis_spans, split_at_strides
+from pdrun.parallel.layouts.common_grid import axis_spans, find_common_grid, split_at_strides
 from pdrun.parallel.layouts.device_matrix import from_tensor_map, to_tensor_map
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L

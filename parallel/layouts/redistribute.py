@@ -37,8 +37,8 @@ from pdrun.parallel.layouts.steps import (
     REDUCE_SCATTER,
     RESHAPE,
     SLICE,
-    RedistributionPlan,
     LayoutStep,
+    RedistributionPlan,
 )
 from pdrun.parallel.layouts.view import View
 

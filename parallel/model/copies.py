@@ -11,10 +11,10 @@ from torch import nn
 from pdrun.parallel.model import param_hooks
 
 
-def blank(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters are on the meta device; buffers are copied."""
     memo: dict[int, Any] = {
-        id(param): param_hooks.carry(
+        id(param): param_hooks.copy_hooks(
             param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         )
         for param in model.parameters()

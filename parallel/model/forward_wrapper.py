@@ -8,20 +8,20 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
-_NOTE = "_pdrun_forward"
+_ORIGINAL_ATTRIBUTE = "_pdrun_forward"
 
 
-def wrap(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
+def wrap_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
     """Put a wrapper around a module's forward; hooks stay outside of it."""
-    vars(module).setdefault(_NOTE, vars(module).get("forward"))
+    vars(module).setdefault(_ORIGINAL_ATTRIBUTE, vars(module).get("forward"))
     module.forward = make(module.forward)
 
 
-def unwrap(model: nn.Module) -> None:
+def unwrap_forwards(model: nn.Module) -> None:
     """Take all wrappers off a model; what a user had put there comes to light again."""
     for module in model.modules():
-        if _NOTE in vars(module):
-            own = vars(module).pop(_NOTE)
+        if _ORIGINAL_ATTRIBUTE in vars(module):
+            own = vars(module).pop(_ORIGINAL_ATTRIBUTE)
             del module.forward
             if own is not None:
                 module.forward = own

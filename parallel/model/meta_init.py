@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.model.shards import set_tile
+from pdrun.parallel.model.shards import set_shard
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.rng.hashing import mix_bits
 
-WHERE = "pdrun.parallelize"
+API_NAME = "pdrun.parallelize"
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def empty_init() -> Iterator[None]:
         nn.Module.register_parameter = original
 
 
-def _own_memory(model: nn.Module) -> None:
+def _expand_buffers(model: nn.Module) -> None:
     """
     Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be
     written to.
@@ -58,16 +58,16 @@ def _own_memory(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and any(
                 stride == 0 and size > 1
-                for size, stride in zip(buffer.shape, _strides(buffer), strict=False)
+                for size, stride in zip(buffer.shape, _strides_of(buffer), strict=False)
             ):
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().contiguous())
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
-def move(model: nn.Module, device: torch.device) -> bool:
+def move_model(model: nn.Module, device: torch.device) -> bool:
     """
     Move what has memory to a device; return whether some parameter has none.
 
@@ -78,10 +78,10 @@ def move(model: nn.Module, device: torch.device) -> bool:
         if buffer.device.type == "meta":
             raise UsageError(
                 f"nobody knows what the buffer {name} should hold: it is on the meta device",
-                where=WHERE,
+                where=API_NAME,
                 hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
             )
-    _own_memory(model)
+    _expand_buffers(model)
     empty = any(param.device.type == "meta" for param in model.parameters())
     if not empty:
         model.to(device)
@@ -95,7 +95,7 @@ def move(model: nn.Module, device: torch.device) -> bool:
     return True
 
 
-class Filler:
+class WeightInitializer:
     """
     Makes weights real.
 
@@ -115,7 +115,7 @@ class Filler:
         self._seed = seed
         self._init = init
         self._owners: dict[str, tuple[int, str, nn.Module]] = {}
-        self._parts: dict[str, Weight] | None = None
+        self._sharded_weights: dict[str, Weight] | None = None
         seen: dict[int, str] = {}
         for place, (name, module) in enumerate(model.named_modules()):
             for key, param in module.named_parameters(recurse=False):
@@ -123,14 +123,14 @@ class Filler:
                     first = seen.setdefault(id(param), f"{name}.{key}" if name else key)
                     self._owners.setdefault(first, (place, name, module))
 
-    def adopt(self, weights: Sequence[Weight]) -> None:
+    def use_shards(self, weights: Sequence[Weight]) -> None:
         """
         Have these be filled with the parts that they are of the model's weights; the model itself
         stays empty.
         """
-        self._parts = {weight.name: weight for weight in weights}
+        self._sharded_weights = {weight.name: weight for weight in weights}
 
-    def fill(self, weights: Sequence[Weight]) -> None:
+    def fill_weights(self, weights: Sequence[Weight]) -> None:
         """
         Have these weights hold their first values; those that do already are left alone.
 
@@ -140,39 +140,41 @@ class Filler:
         for weight in weights:
             if weight.param.device.type == "meta":
                 place, name, module = self._owners[weight.name]
-                if self._parts is None:
+                if self._sharded_weights is None:
                     self._fill_module(place, name, module)
                 else:
-                    self._fill_parts(place, name, module)
+                    self._fill_shards(place, name, module)
 
     def _fill_module(self, place: int, name: str, module: nn.Module) -> None:
         made = {}
         for key, param in module.named_parameters(recurse=False):
             if param.device.type == "meta":
-                torch.utils.swap_tensors(param, self._blank(param))
+                torch.utils.swap_tensors(param, self._make_empty(param))
                 made[key] = param
-        self._initialise(place, name, module, made)
+        self._init_module(place, name, module, made)
 
-    def _fill_parts(self, place: int, name: str, module: nn.Module) -> None:
+    def _fill_shards(self, place: int, name: str, module: nn.Module) -> None:
         """Fill a stand-in of a module and take from it what this rank has."""
         stand_in = copy.copy(module)
-        made = {key: self._blank(param) for key, param in module.named_parameters(recurse=False)}
+        made = {
+            key: self._make_empty(param) for key, param in module.named_parameters(recurse=False)
+        }
         stand_in.__dict__["_parameters"] = {**module._parameters, **made}
-        self._initialise(place, name, stand_in, made)
+        self._init_module(place, name, stand_in, made)
         for key, whole in made.items():
-            weight = (self._parts or {}).get(f"{name}.{key}" if name else key)
+            weight = (self._sharded_weights or {}).get(f"{name}.{key}" if name else key)
             if weight is not None and weight.param.device.type == "meta":
-                part = nn.Parameter(weight.tile.take(whole.detach()), weight.trained)
+                part = nn.Parameter(weight.shard.take_from(whole.detach()), weight.is_trained)
                 torch.utils.swap_tensors(weight.param, part)
-                set_tile(weight.param, weight.tile)
+                set_shard(weight.param, weight.shard)
 
-    def _blank(self, param: nn.Parameter) -> nn.Parameter:
+    def _make_empty(self, param: nn.Parameter) -> nn.Parameter:
         real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
         return nn.Parameter(
             real.fill_(float("nan") if param.is_floating_point() else 0), param.requires_grad
         )
 
-    def _initialise(
+    def _init_module(
         self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]
     ) -> None:
         """Have a module fill its parameters, drawing from a generator of its own."""
@@ -184,7 +186,7 @@ class Filler:
         if init is None:
             what = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters"
             raise UsageError(
-                what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters"
+                what, where=API_NAME, hint="init=lambda module: ... fills a module's own parameters"
             )
         kept = torch.get_rng_state()
         seed = mix_bits(self._seed, place, 6)
@@ -196,4 +198,4 @@ class Filler:
         torch.set_rng_state(kept)
         for key, param in made.items():
             if param.is_floating_point() and bool(torch.isnan(param).any()):
-                raise UsageError(f"initialising {name} left {key} unfilled", where=WHERE)
+                raise UsageError(f"initialising {name} left {key} unfilled", where=API_NAME)

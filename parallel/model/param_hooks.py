@@ -19,20 +19,22 @@ import torch
 from pdrun.errors import UsageError
 from pdrun.parallel.model.weights import Weight
 
-FACTOR = 64.0
+TRIAL_FACTOR = 64.0
 """
 Gradients are tried out in two sizes; a power of two, so that what is linear gives the same bits.
 """
-RULE = "hooks see one rank's gradient of a micro-batch's summed loss, before it is added up and divided"
-HINT = "clip=, or a function in run.watchers; hooks that are linear (a mask, a factor) may stay"
+HOOK_RULE = "hooks see one rank's gradient of a micro-batch's summed loss, before it is added up and divided"
+HOOK_HINT = (
+    "clip=, or a function in run.watchers; hooks that are linear (a mask, a factor) may stay"
+)
 
 
-def counts(weights: Iterable[Weight]) -> list[tuple[int, int]]:
+def count_hooks(weights: Iterable[Weight]) -> list[tuple[int, int]]:
     """Return how many hooks each weight has: on its gradient, and after that has come."""
-    return [tuple(len(kind or ()) for kind in _hooks(weight.param)) for weight in weights]  # type: ignore[misc]
+    return [tuple(len(kind or ()) for kind in _hooks_of(weight.param)) for weight in weights]  # type: ignore[misc]
 
 
-def carry(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
+def copy_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
     """
     Return a weight with the hooks on another one's gradient, for a copy that computes the same.
     """
@@ -41,11 +43,11 @@ def carry(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Paramete
     return new
 
 
-def _hooks(param: torch.Tensor) -> tuple[Any, Any]:
+def _hooks_of(param: torch.Tensor) -> tuple[Any, Any]:
     return param._backward_hooks, param._post_accumulate_grad_hooks
 
 
-def check(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
+def check_hooks(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
     """
     Refuse hooks of which a step's numbers would depend on the ranks.
 
@@ -56,7 +58,7 @@ def check(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
         UsageError: names the weight, and why.
     """
     for weight, mine in zip(weights, own, strict=True):
-        before, after = _hooks(weight.param)
+        before, after = _hooks_of(weight.param)
         if len(after or ()) > mine:
             what = f"{weight.name} has a hook of register_post_accumulate_grad_hook, which would take the gradient "
             what += "before it is added up over micro-batches and ranks"
@@ -65,19 +67,19 @@ def check(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
                 where=where,
                 hint="the run calls the optimizer; run.watchers see whole gradients",
             )
-        if before and not weight.tile.is_whole:
+        if before and not weight.shard.is_full:
             what = f"{weight.name} is cut, and has a hook on its gradient, which would get a part of it"
             raise UsageError(what, where=where, hint="without it, or without the cut")
         if (
             before
             and weight.param.device.type != "meta"
-            and not _linear(list(before.values()), weight.param)
+            and not _is_linear(list(before.values()), weight.param)
         ):
-            what = f"{weight.name} has a hook on its gradient that is not linear: {RULE}"
-            raise UsageError(what, where=where, hint=HINT)
+            what = f"{weight.name} has a hook on its gradient that is not linear: {HOOK_RULE}"
+            raise UsageError(what, where=where, hint=HOOK_HINT)
 
 
-def _linear(hooks: list[Any], param: torch.Tensor) -> bool:
+def _is_linear(hooks: list[Any], param: torch.Tensor) -> bool:
     """
     Whether gradients may be added up and multiplied before or after some hooks; one that fails may
     not be known.
@@ -101,7 +103,7 @@ def _linear(hooks: list[Any], param: torch.Tensor) -> bool:
     with torch.no_grad():
         try:
             first = after(one)
-            if not torch.equal(after(one * -FACTOR), first * -FACTOR):
+            if not torch.equal(after(one * -TRIAL_FACTOR), first * -TRIAL_FACTOR):
                 return False
             return bool(
                 torch.allclose(after(one + other), first + after(other), rtol=1e-2, atol=1e-3)

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.model.forward_wrapper import wrap
+from pdrun.parallel.model.forward_wrapper import wrap_forward
 from pdrun.parallel.model.weights import find_units
 
-WHERE = "recompute"
-KEPT = (
+API_NAME = "recompute"
+SAVED_OPERATORS = (
     "mm",
     "addmm",
     "bmm",
@@ -44,7 +44,7 @@ result.
 """
 
 
-def apply(model: nn.Module, value: Any) -> list[str]:
+def apply_recompute(model: nn.Module, value: Any) -> list[str]:
     """
     Have modules recompute; return their names.
 
@@ -54,14 +54,14 @@ def apply(model: nn.Module, value: Any) -> list[str]:
     """
     if value is None or value is False or value == "none":
         return []
-    policy, globs = _parse(value)
-    names = find_units(model, None) if globs is None else match(model, globs, WHERE)
+    policy, globs = _parse_policy(value)
+    names = find_units(model, None) if globs is None else match_modules(model, globs, API_NAME)
     for name in names:
-        wrap(model.get_submodule(name), functools.partial(_recomputed, policy=policy))
+        wrap_forward(model.get_submodule(name), functools.partial(_wrap_checkpoint, policy=policy))
     return names
 
 
-def _parse(value: Any) -> tuple[str, Sequence[str] | None]:
+def _parse_policy(value: Any) -> tuple[str, Sequence[str] | None]:
     if value is True or value in ("full", "selective"):
         return ("full" if value is True else value), None
     if isinstance(value, tuple) and len(value) == 2 and value[1] in ("full", "selective"):
@@ -74,10 +74,10 @@ def _parse(value: Any) -> tuple[str, Sequence[str] | None]:
     ):
         return "full", list(value)
     hint = "'full', 'selective', a list of globs, or (globs, 'selective')"
-    raise UsageError(f"{value!r} is no way to recompute", where=WHERE, hint=hint)
+    raise UsageError(f"{value!r} is no way to recompute", where=API_NAME, hint=hint)
 
 
-def match(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
+def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
     """
     Return the names of modules that globs match, outermost ones only.
 
@@ -97,11 +97,11 @@ def match(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
     return [name for name in chosen if not any(name.startswith(other + ".") for other in chosen)]
 
 
-def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def _wrap_checkpoint(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy == "selective":
         options["context_fn"] = functools.partial(
-            torch_checkpoint.create_selective_checkpoint_contexts, _decide
+            torch_checkpoint.create_selective_checkpoint_contexts, _choose_policy
         )
 
     @functools.wraps(forward)
@@ -113,9 +113,9 @@ def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return run
 
 
-def _decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     policy = torch_checkpoint.CheckpointPolicy
     name = (
         operator.overloadpacket.__name__ if hasattr(operator, "overloadpacket") else str(operator)
     )
-    return policy.MUST_SAVE if name in KEPT else policy.PREFER_RECOMPUTE
+    return policy.MUST_SAVE if name in SAVED_OPERATORS else policy.PREFER_RECOMPUTE

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+
 import torch
 from torch import nn
 
@@ -22,7 +23,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Tile:
+class Shard:
     """
     A part of a weight.
 
@@ -40,7 +41,7 @@ class Tile:
     shape: tuple[int, ...]
     layout: L
     ranges: tuple[Ranges, ...]
-    sums: tuple[str, ...] = ()
+    sum_axes: tuple[str, ...] = ()
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -48,11 +49,11 @@ class Tile:
         return tuple(sum(high - low for low, high in dim) for dim in self.ranges)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the part is everything."""
         return self.local_shape == self.shape
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def take_from(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this part of a whole tensor, contiguous and with memory of its own."""
         found = whole
         for dim, ranges in enumerate(self.ranges):
@@ -60,7 +61,7 @@ class Tile:
                 found = torch.cat([found.narrow(dim, low, high - low) for low, high in ranges], dim)
         return found.clone(memory_format=torch.contiguous_format)
 
-    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+    def put_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this part where it belongs in a whole tensor."""
         views = [(part, whole)]
         for dim, ranges in enumerate(self.ranges):
@@ -77,14 +78,14 @@ class Tile:
             target.copy_(source)
 
 
-def tile(
+def make_shard(
     shape: tuple[int, ...],
     layout: L,
     grid: Grid,
     rank: int,
-    sums: tuple[str, ...] = (),
+    sum_axes: tuple[str, ...] = (),
     blocks: dict[int, tuple[int, ...]] | None = None,
-) -> Tile:
+) -> Shard:
     """
     Return what a rank holds of a weight.
 
@@ -96,31 +97,31 @@ def tile(
             them is cut, as
             ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
     """
-    return Tile(shape, layout, layout.ranges(grid, shape, rank, blocks), sums)
+    return Shard(shape, layout, layout.ranges(grid, shape, rank, blocks), sum_axes)
 
 
-def whole(param: torch.Tensor) -> Tile:
+def full_shard(param: torch.Tensor) -> Shard:
     """Return the tile that is all of a tensor."""
     shape = tuple(param.shape)
-    return Tile(shape, L(*[None] * len(shape)), tuple(((0, size),) for size in shape))
+    return Shard(shape, L(*[None] * len(shape)), tuple(((0, size),) for size in shape))
 
 
-def set_tile(param: nn.Parameter, tile: Tile) -> nn.Parameter:
+def set_shard(param: nn.Parameter, shard: Shard) -> nn.Parameter:
     """
     Note on a parameter which part of which weight it is; its shape must be the tile's local one.
     """
-    if tuple(param.shape) != tile.local_shape:
-        raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {tile.local_shape}")
-    param._pdrun_tile = tile
+    if tuple(param.shape) != shard.local_shape:
+        raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {shard.local_shape}")
+    param._pdrun_shard = shard
     return param
 
 
-def tile_of(param: torch.Tensor) -> Tile:
+def shard_of(param: torch.Tensor) -> Shard:
     """Return what part a parameter is; one that nobody has cut is whole."""
-    found: Tile | None = getattr(param, "_pdrun_tile", None)
-    return found if found is not None else whole(param)
+    found: Shard | None = getattr(param, "_pdrun_shard", None)
+    return found if found is not None else full_shard(param)
 
 
-def count(tile: Tile) -> int:
+def shard_numel(tile: Shard) -> int:
     """Return the number of elements of a tile."""
     return prod(tile.local_shape)

@@ -25,11 +25,11 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return _rows().all_reduce(value)
+        return _batch_axis().all_reduce(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _rows().all_reduce(grads[0])
+        return _batch_axis().all_reduce(grads[0])
 
 
 class SyncedBatchNorm(_BatchNorm):
@@ -40,7 +40,7 @@ class SyncedBatchNorm(_BatchNorm):
     ``weight_of_rows`` is 0 while a rank computes a row that isn't part of the batch.
     """
 
-    weight_of_rows = 1.0
+    row_weight = 1.0
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -53,20 +53,20 @@ class SyncedBatchNorm(_BatchNorm):
         dims = [0, *range(2, input.dim())]
         shape = (1, -1, *[1] * (input.dim() - 2))
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        rows = wide.new_full((1,), input.numel() / input.shape[1] * self.weight_of_rows)
-        sums = torch.cat([wide.sum(dims) * self.weight_of_rows, rows])
-        sums = _sum(sums)
+        rows = wide.new_full((1,), input.numel() / input.shape[1] * self.row_weight)
+        sums = torch.cat([wide.sum(dims) * self.row_weight, rows])
+        sums = _sum_over_ranks(sums)
         mean = sums[:-1] / sums[-1]
         centred = wide - mean.view(shape)
-        var = _sum((centred * centred).sum(dims) * self.weight_of_rows) / sums[-1]
+        var = _sum_over_ranks((centred * centred).sum(dims) * self.row_weight) / sums[-1]
         if self.training and self.track_running_stats:
-            self._track(mean.detach(), var.detach(), float(sums[-1].detach()))
+            self._track_statistics(mean.detach(), var.detach(), float(sums[-1].detach()))
         result = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
         return result.to(input.dtype)
 
-    def _track(self, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
+    def _track_statistics(self, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
         if (
             self.running_mean is None
             or self.running_var is None
@@ -81,11 +81,11 @@ class SyncedBatchNorm(_BatchNorm):
         self.running_var.lerp_((var * count / max(count - 1, 1)).to(self.running_var.dtype), share)
 
 
-_alone = False
+_is_local_only = False
 _axis: AxisGroup | None = None
 
 
-def place(axis: AxisGroup) -> None:
+def set_batch_axis(axis: AxisGroup) -> None:
     """
     Have statistics be those of the rows of all ranks along some axes, from now on in this process.
     """
@@ -93,48 +93,48 @@ def place(axis: AxisGroup) -> None:
     _axis = axis
 
 
-def _rows() -> AxisGroup:
+def _batch_axis() -> AxisGroup:
     assert _axis is not None
     return _axis
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def local_statistics() -> Iterator[None]:
     """While this lasts, a rank has all rows itself."""
-    global _alone
-    _alone = True
+    global _is_local_only
+    _is_local_only = True
     try:
         yield
     finally:
-        _alone = False
+        _is_local_only = False
 
 
-def _sum(value: torch.Tensor) -> torch.Tensor:
-    if _alone or _axis is None or _axis.size == 1:
+def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    if _is_local_only or _axis is None or _axis.size == 1:
         return value
     return _SumOverRanks.apply(value)
 
 
-def synchronise(model: nn.Module) -> int:
+def sync_batchnorms(model: nn.Module) -> int:
     """Turn the batch normalisations inside a model into synchronised ones; return how many."""
     count = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
             if not isinstance(module, nn.SyncBatchNorm):
-                module.__class__ = _like(type(module))
+                module.__class__ = _synced_class(type(module))
             else:
                 module.__class__ = SyncedBatchNorm
             count += 1
     return count
 
 
-def _like(kind: type[_BatchNorm]) -> type[SyncedBatchNorm]:
+def _synced_class(kind: type[_BatchNorm]) -> type[SyncedBatchNorm]:
     if kind not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise UsageError(f"{kind.__name__} can't be synchronised", where="sync_batchnorm")
     return SyncedBatchNorm
 
 
-def own_weights(model: nn.Module) -> set[int]:
+def running_stat_params(model: nn.Module) -> set[int]:
     """
     Return the ids of the parameters of modules that normalise with running statistics.
 
@@ -149,7 +149,7 @@ def own_weights(model: nn.Module) -> set[int]:
     }
 
 
-def find(model: nn.Module) -> list[str]:
+def find_unsynced(model: nn.Module) -> list[str]:
     """Return the names of the modules that normalise by the statistics of their own rows."""
     return [
         name
@@ -161,7 +161,7 @@ def find(model: nn.Module) -> list[str]:
     ]
 
 
-def resting(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_inactive(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     Return the modules that would normalise by the statistics of their own rows if they were put
     into training.
@@ -169,7 +169,7 @@ def resting(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if _is_local(module)]
 
 
-def check_resting(modules: list[tuple[str, nn.Module]]) -> None:
+def check_inactive(modules: list[tuple[str, nn.Module]]) -> None:
     """
     Refuse modules that `resting` has found and that have been put into training since.
 

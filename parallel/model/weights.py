@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.model.shards import Tile, tile_of
+from pdrun.parallel.model.shards import Shard, shard_of
 
-WHERE = "pdrun.parallelize"
+API_NAME = "pdrun.parallelize"
 MIB = 1024 * 1024
-AUTO_BYTES = 32 * MIB
+DEFAULT_BUCKET_BYTES = 32 * MIB
 """Size of a fused transfer where none is asked for; DDP has 25 MiB, MindSpore 64 MB."""
-FIRST_BYTES = MIB
+FIRST_BUCKET_BYTES = MIB
 """The first bundle is small, so that the network starts early."""
-ALL = 1 << 60
+UNLIMITED_BYTES = 1 << 60
 """Level 3 fuses what a unit holds, since it is gathered at once."""
-BETWEEN_INDEX = -1
+ANY_INDEX = -1
 
 
 @dataclass(eq=False)
@@ -45,16 +45,16 @@ class Weight:
     shape: tuple[int, ...]
     """Of what this rank holds."""
     dtype: torch.dtype
-    trained: bool
-    alone: bool = False
+    is_trained: bool
+    unsynced: bool = False
     """Excluded from all communication: each rank has its own."""
-    wide: bool = False
+    keep_dtype: bool = False
     """Computes in its own type, whatever that of the policy is."""
     unit: str = ""
     """
     Name of the module with which it is gathered at level 3; the empty string is the model itself.
     """
-    sums: tuple[str, ...] = ()
+    sum_axes: tuple[str, ...] = ()
     """Axes besides those of the data over which its gradients are added up."""
     stages: tuple[int, ...] = ()
     """Stages that share it, where there are several: its gradients are added up over them."""
@@ -62,21 +62,21 @@ class Weight:
     """Which part of a pipeline's stage it belongs to."""
     chunks: tuple[int, ...] = (0,)
     """Which parts of the stage compute with it."""
-    counted: bool = True
+    counts_in_norm: bool = True
     """
     Whether this rank's part counts in norms; of several ranks with the same part only the first
     does.
     """
-    tile: Tile = field(init=False)
+    shard: Shard = field(init=False)
     """Which part of the whole weight this rank holds."""
 
     def __post_init__(self) -> None:
-        self.tile = tile_of(self.param)
+        self.shard = shard_of(self.param)
 
     @property
-    def together(self) -> tuple[Any, ...]:
+    def bucket_key(self) -> tuple[Any, ...]:
         """What weights of one bundle have in common besides their type."""
-        return self.sums, self.stages, self.chunk, self.wide
+        return self.sum_axes, self.stages, self.chunk, self.keep_dtype
 
     @property
     def numel(self) -> int:
@@ -89,7 +89,7 @@ class Weight:
         return self.numel * int(self.dtype.itemsize)
 
 
-def collect(
+def collect_weights(
     model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[int] = ()
 ) -> list[Weight]:
     """
@@ -106,7 +106,7 @@ def collect(
     for index, (name, param) in enumerate(model.named_parameters()):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(
-                f"{name} has no shape yet", where=WHERE, hint="run the lazy module once before"
+                f"{name} has no shape yet", where=API_NAME, hint="run the lazy module once before"
             )
         made = Weight(
             name,
@@ -115,18 +115,18 @@ def collect(
             tuple(param.shape),
             param.dtype,
             param.requires_grad,
-            wide=id(param) in wide,
+            keep_dtype=id(param) in wide,
         )
         found.append(made)
     for glob in layerwise:
         hits = [weight for weight in found if fnmatch.fnmatchcase(weight.name, glob)]
         if not hits:
             hint = did_you_mean(glob, [weight.name for weight in found])
-            raise UsageError(f"layerwise={glob!r} matches no weight", where=WHERE, hint=hint)
+            raise UsageError(f"layerwise={glob!r} matches no weight", where=API_NAME, hint=hint)
         for weight in hits:
-            weight.alone = True
-    if not any(weight.trained for weight in found):
-        raise UsageError("the model has no weight that requires a gradient", where=WHERE)
+            weight.unsynced = True
+    if not any(weight.is_trained for weight in found):
+        raise UsageError("the model has no weight that requires a gradient", where=API_NAME)
     return found
 
 
@@ -134,18 +134,18 @@ def collect(
 
 
 @dataclass(frozen=True)
-class Fusion:
+class BucketPolicy:
     """
     How weights are put together: by ``nbytes``, or before each of the ``cuts`` (indices in
     registration order).
     """
 
-    nbytes: int = AUTO_BYTES
-    cuts: tuple[int, ...] | None = None
-    auto: bool = True
+    nbytes: int = DEFAULT_BUCKET_BYTES
+    first_indices: tuple[int, ...] | None = None
+    is_auto: bool = True
 
 
-def parse_fusion(value: Any, level: int) -> Fusion:
+def parse_bucket_policy(value: Any, level: int) -> BucketPolicy:
     """
     Return what a user's ``comm_fusion`` means.
 
@@ -164,17 +164,17 @@ def parse_fusion(value: Any, level: int) -> Fusion:
     if isinstance(value, Mapping):
         return _parse_openstate(value, level)
     if value is None or value == "auto":
-        return Fusion() if level < 3 else Fusion(nbytes=ALL, auto=False)
+        return BucketPolicy() if level < 3 else BucketPolicy(nbytes=UNLIMITED_BYTES, is_auto=False)
     if value is False:
-        return Fusion(nbytes=0, auto=False)
+        return BucketPolicy(nbytes=0, is_auto=False)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return Fusion(nbytes=int(value * MIB), auto=False)
+        return BucketPolicy(nbytes=int(value * MIB), is_auto=False)
     if isinstance(value, Sequence) and not isinstance(value, str):
         cuts = tuple(value)
         if all(isinstance(cut, int) and cut > 0 for cut in cuts) and list(cuts) == sorted(
             set(cuts)
         ):
-            return Fusion(cuts=cuts, auto=False)
+            return BucketPolicy(first_indices=cuts, is_auto=False)
         raise UsageError(f"{value!r}: indices must be above 0 and grow", where="comm_fusion")
     raise UsageError(
         f"{value!r} is no fusion",
@@ -183,7 +183,7 @@ def parse_fusion(value: Any, level: int) -> Fusion:
     )
 
 
-def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
+def _parse_openstate(value: Mapping[str, Any], level: int) -> BucketPolicy:
     keys = ("openstate", "allreduce", "reducescatter", "allgather")
     for key in value:
         if key not in keys:
@@ -191,7 +191,7 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
                 f"there is no key {key!r}", where="comm_fusion", hint=did_you_mean(key, keys)
             )
     if not value.get("openstate", True):
-        return Fusion(nbytes=0, auto=False)
+        return BucketPolicy(nbytes=0, is_auto=False)
     parsed = {}
     for key in keys[1:]:
         entry = value.get(key, {"mode": "auto"})
@@ -203,9 +203,9 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
                 hint="auto, size; index for allreduce",
             )
         parsed[key] = (
-            parse_fusion("auto", level)
+            parse_bucket_policy("auto", level)
             if mode == "auto"
-            else parse_fusion(entry.get("config"), level)
+            else parse_bucket_policy(entry.get("config"), level)
         )
     if level == 0:
         return parsed["allreduce"]
@@ -219,31 +219,31 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
     return parsed["reducescatter" if "reducescatter" in value else "allgather"]
 
 
-def bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
+def make_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[Weight]]:
     """
     Put weights of one type that are summed over the same ranks together, in the order of their
     gradients.
     """
     kinds: dict[tuple[Any, ...], list[Weight]] = {}
     for weight in weights:
-        kinds.setdefault(weight.together, []).append(weight)
-    found = [group for kind in kinds.values() for group in _bundle(kind, fusion)]
+        kinds.setdefault(weight.bucket_key, []).append(weight)
+    found = [group for kind in kinds.values() for group in _fill_buckets(kind, fusion)]
     return sorted(
         found, key=lambda group: -group[-1].index
     )  # a bundle is there with the last of its gradients
 
 
-def _bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
+def _fill_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[Weight]]:
     found: list[list[Weight]] = []
     size = 0
     key = None
     for weight in sorted(weights, key=lambda weight: -weight.index):
-        limit = FIRST_BYTES if fusion.auto and len(found) == 1 else fusion.nbytes
-        if fusion.cuts is not None:
-            now = (weight.dtype, sum(cut <= weight.index for cut in fusion.cuts))
+        limit = FIRST_BUCKET_BYTES if fusion.is_auto and len(found) == 1 else fusion.nbytes
+        if fusion.first_indices is not None:
+            now = (weight.dtype, sum(cut <= weight.index for cut in fusion.first_indices))
             fits = now == key
         else:
-            now = (weight.dtype, BETWEEN_INDEX)
+            now = (weight.dtype, ANY_INDEX)
             fits = now == key and size + weight.nbytes <= limit
         if not found or not fits:
             found.append([])
@@ -293,13 +293,13 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
         if not hits:
             raise UsageError(
                 f"units={glob!r} matches no module with weights",
-                where=WHERE,
+                where=API_NAME,
                 hint=did_you_mean(glob, names),
             )
         chosen += hits
     for name in chosen:
         if any(other != name and name.startswith(other + ".") for other in chosen):
-            raise UsageError(f"the unit {name} lies inside another unit", where=WHERE)
+            raise UsageError(f"the unit {name} lies inside another unit", where=API_NAME)
     return [name for name in names if name in chosen]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.graph import OperatorGraph, Operator
+from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph
 from pdrun.parallel.operators.plan import OperatorSharding, states_of
-from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split
+from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OpSplit
 
 OPERATORS_API = "pdrun.Operators"
 DimCounts = tuple[int, ...]
@@ -37,7 +37,7 @@ class SplitChooser:
     def choose_by_layouts(
         self,
         operator: Operator,
-        splits: list[Split],
+        splits: list[OpSplit],
         layouts: list[L | None],
         out: L | None,
         entry_name: str,
@@ -60,32 +60,43 @@ class SplitChooser:
             split = _find_matching_split(splits, axis, layouts, out)
             if split is None:
                 raise self._layout_error(operator, splits, axis, layouts, entry_name)
-            if not split.is_whole:
+            if not split.is_replicated:
                 found[axis] = split
         self._check_divisible(operator, found, entry_name)
         fixed = tuple(found) if by_weight else self.grid.names
         return OperatorSharding(found, _nest_axes(self.grid, [*layouts, out]), fixed)
 
     def _layout_error(
-        self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], entry_name: str
+        self,
+        operator: Operator,
+        splits: list[OpSplit],
+        axis: str,
+        layouts: list[Any],
+        entry_name: str,
     ) -> UsageError:
         told = "; ".join(describe_split(split) for split in splits)
         where = f" at {operator.source}" if operator.source else ""
         asked = ", ".join(str(layout) for layout in layouts)
         what = f"{entry_name}: {_describe_kind(operator)}{where} can't take ({asked}) along {axis}"
-        return UsageError(what, where=OPERATORS_API, hint=f"along one axis its inputs may be {told}")
+        return UsageError(
+            what, where=OPERATORS_API, hint=f"along one axis its inputs may be {told}"
+        )
 
-    def _check_divisible(self, operator: Operator, splits: dict[str, Split], entry_name: str) -> None:
+    def _check_divisible(
+        self, operator: Operator, splits: dict[str, OpSplit], entry_name: str
+    ) -> None:
         for split in splits.values():
-            parts = self.grid.group_size(tuple(axis for axis, other in splits.items() if other == split))
-            if split.divides and split.divides % parts:
-                what = f"{entry_name}: {_describe_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
+            parts = self.grid.group_size(
+                tuple(axis for axis, other in splits.items() if other == split)
+            )
+            if split.must_divide and split.must_divide % parts:
+                what = f"{entry_name}: {_describe_kind(operator)} can be cut so into parts of {split.must_divide}, not into {parts}"
                 raise UsageError(what, where=operator.source or OPERATORS_API)
 
     # ---- counts a dim -------------------------------------------------------
 
     def choose_by_counts(
-        self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], entry_name: str
+        self, operator: Operator, splits: list[OpSplit], wanted: tuple[Any, ...], entry_name: str
     ) -> OperatorSharding:
         """
         Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the
@@ -113,27 +124,27 @@ class SplitChooser:
     def _assign_axes(
         self,
         axes: tuple[str, ...],
-        splits: list[Split],
+        splits: list[OpSplit],
         counts: list[DimCounts | None],
-        chosen: dict[str, Split],
-    ) -> dict[str, Split] | None:
+        chosen: dict[str, OpSplit],
+    ) -> dict[str, OpSplit] | None:
         """Return the first assignment of a split to each axis, by depth, that makes the counts."""
         if not axes:
             return chosen if self._compare_counts(counts, chosen) == 0 else None
         axis, *rest = axes
         for split in (*splits[1:], splits[0]):
-            if PARTIAL in split.ins or (axis == "dp" and split.ins[0] != 0):
+            if PARTIAL in split.in_states or (axis == "dp" and split.in_states[0] != 0):
                 continue
-            if axis != "dp" and self.grid.degree(axis) == 1 and not split.is_whole:
+            if axis != "dp" and self.grid.degree(axis) == 1 and not split.is_replicated:
                 continue
-            more = chosen if split.is_whole else {**chosen, axis: split}
+            more = chosen if split.is_replicated else {**chosen, axis: split}
             if self._compare_counts(counts, more) <= 0:
                 result = self._assign_axes(tuple(rest), splits, counts, more)
                 if result is not None:
                     return result
         return None
 
-    def _compare_counts(self, counts: list[DimCounts | None], chosen: dict[str, Split]) -> int:
+    def _compare_counts(self, counts: list[DimCounts | None], chosen: dict[str, OpSplit]) -> int:
         """
         Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where
         they can't.
@@ -142,7 +153,7 @@ class SplitChooser:
         for at, wanted in enumerate(counts):
             for dim, count in enumerate(wanted or ()):
                 have = self.mesh.group_size(
-                    tuple(axis for axis, split in chosen.items() if split.ins[at] == dim)
+                    tuple(axis for axis, split in chosen.items() if split.in_states[at] == dim)
                 )
                 if count % have:
                     return 1
@@ -151,8 +162,8 @@ class SplitChooser:
 
 
 def _find_matching_split(
-    splits: list[Split], axis: str, layouts: list[L | None], out: L | None
-) -> Split | None:
+    splits: list[OpSplit], axis: str, layouts: list[L | None], out: L | None
+) -> OpSplit | None:
     """
     Return the split along an axis that fits the layouts, best one whose result is what is wanted.
     """
@@ -161,14 +172,14 @@ def _find_matching_split(
         split
         for split in splits
         if all(
-            layout is None or split.ins[at] == state
+            layout is None or split.in_states[at] == state
             for at, (layout, state) in enumerate(zip(layouts, wanted, strict=True))
         )
     ]
     if out is not None:
         state = states_of(out).get(axis)
         for split in fitting:
-            if split.outs[0] == state:
+            if split.out_states[0] == state:
                 return split
     return fitting[0] if fitting else None
 
@@ -201,8 +212,8 @@ def missing_rule_error(operator: Operator) -> UsageError:
     return UsageError(what, where=operator.source or OPERATORS_API, hint=hint)
 
 
-def describe_split(split: Split) -> str:
+def describe_split(split: OpSplit) -> str:
     """Return a split as text: what is cut where."""
-    names = {WHOLE: "whole", PARTIAL: "a sum"}
-    ins = [names.get(state, f"cut on dim {state}") for state in split.ins]
+    names = {REPLICATED: "whole", PARTIAL: "a sum"}
+    ins = [names.get(state, f"cut on dim {state}") for state in split.in_states]
     return f"({', '.join(ins)})"

@@ -28,9 +28,9 @@ from pdrun.parallel.operators.partition import build_local_program
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.program import LocalProgram
 from pdrun.parallel.operators.propagate import propagate_layouts
-from pdrun.parallel.operators.replan import layouts_like
+from pdrun.parallel.operators.replan import replan
 from pdrun.parallel.operators.segments import find_called_modules
-from pdrun.parallel.operators.stages import StagePlan, assign_weights, assign_stages, stage_plans
+from pdrun.parallel.operators.stages import StagePlan, assign_stages, assign_weights, stage_plans
 from pdrun.parallel.operators.strategy import StrategyEntry, resolve_entries
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class OperatorEngine:
     def __deepcopy__(self, memo: Any) -> OperatorEngine:
         return self
 
-    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> OperatorPlan:
+    def plan_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> OperatorPlan:
         """Return the plan for a call, made now where there is none for its shapes yet."""
         key = _call_key(args, kwargs, training)
         if key not in self.plans:
@@ -102,7 +104,9 @@ class OperatorEngine:
             plan = self.plan_call(args, kwargs, model.training)
             part = stage_plans(plan)[stage]
             held = str if self._split is None else functools.partial(self._local_name, model, part)
-            self.programs[key] = build_local_program(plan, self.axes, part, find_called_modules(model), held)
+            self.programs[key] = build_local_program(
+                plan, self.axes, part, find_called_modules(model), held
+            )
         return self.programs[key]
 
     def split(self) -> Split | None:
@@ -152,7 +156,9 @@ def plan_graph(
             result is cut along its last dim.
     """
     grid = tensor_grid(mesh)
-    plan = propagate_layouts(graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts))
+    plan = propagate_layouts(
+        graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts)
+    )
     if not gather:
         plan.keep_results_sharded()
         if not plan.sharded_results and grid.size > 1:
@@ -166,18 +172,6 @@ def tensor_grid(mesh: Grid) -> Grid:
     """Return the tensor axes of a mesh."""
     names = tuple(name for name in mesh.names if name not in FIXED_AXES)
     return Grid(names, tuple(mesh.degree(name) for name in names))
-
-
-def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
-    """
-    Return the plan for the same model on other shapes: the layouts of the first plan, by name.
-
-    An operator that the first plan lacks, or whose way needs other sizes, follows by propagation.
-    """
-    plan = propagate_layouts(graph, first.grid, layouts_like(first, graph))
-    sums = {first.graph.tensors[index].name: axes for index, axes in first.grad_sums.items()}
-    plan.grad_sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.grad_sums}
-    return plan
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:

@@ -12,14 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.graph import Ref
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.redistribute import Move, count, way
-from pdrun.parallel.operators.stages import Part, parts
+from pdrun.parallel.operators.graph.graph import TensorRef
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.redistribute import (
+    LayoutMove,
+    largest_shard_numel,
+    redistribution_path,
+)
+from pdrun.parallel.operators.stages import StagePlan, stage_plans
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveTraffic:
     """
     One move of a plan.
 
@@ -29,23 +33,23 @@ class Moved:
         forward, backward: bytes.
     """
 
-    operator: int
+    position: int
     tensor: int
-    move: Move
-    forward: int
-    backward: int
+    move: LayoutMove
+    forward_bytes: int
+    backward_bytes: int
 
 
-def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
+def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[MoveTraffic]:
     """
     Return all moves, in the order in which operators ask for them; shared ones once.
 
     Args:
         part: those of one stage of a pipeline; default: all.
     """
-    if part is None:
-        for one in parts(plan):
-            yield from moves(plan, one)
+    if stage is None:
+        for one in stage_plans(plan):
+            yield from list_moves(plan, one)
         return
     graph = plan.graph
     seen = set()
@@ -57,141 +61,150 @@ def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
         target: L,
         fans: tuple[str, ...] = (),
         shares: tuple[str, ...] = (),
-    ) -> Iterator[Moved]:
+    ) -> Iterator[MoveTraffic]:
         tensor = graph.tensors[index]
-        done: tuple[Move, ...] = ()
-        for move in way(source, target, fans, shares):
+        done: tuple[LayoutMove, ...] = ()
+        for move in redistribution_path(source, target, fans, shares):
             done = (*done, move)
             if (index, source, done) not in seen:
                 seen.add((index, source, done))
-                sent = move.moved(plan.grid, tensor.shape, tensor.dtype.itemsize, tensor.grad)
-                yield Moved(place, index, move, *sent)
+                sent = move.count_bytes(
+                    plan.grid, tensor.shape, tensor.dtype.itemsize, tensor.requires_grad
+                )
+                yield MoveTraffic(place, index, move, *sent)
 
-    for place in part.places:
+    for place in stage.operators:
         operator = graph.operators[place]
-        choice = plan.choices[place]
+        choice = plan.shardings[place]
         for at, index in enumerate(operator.inputs):
-            target = choice.layout_in(at, len(graph.shape(index)))
-            source = part.source(plan, index)
+            target = choice.input_layout(at, len(graph.shape_of(index)))
+            source = stage.source_layout(plan, index)
             yield from new(
-                place, index, source, target, plan.fans(place, at), plan.shares(place, at)
+                place,
+                index,
+                source,
+                target,
+                plan.grad_sum_axes(place, at),
+                plan.grad_share_axes(place, at),
             )
         for at, index in enumerate(operator.outputs):
-            if index in plan.placed:
-                raw = choice.layout_out(at, len(graph.shape(index)))
-                yield from new(place, index, raw, plan.placed[index])
-    for index, layout in part.given.items():
-        yield from new(len(graph.operators), index, part.source(plan, index), layout)
-    for value in graph.results if part.ends else ():
-        if isinstance(value, Ref):
+            if index in plan.out_layouts:
+                raw = choice.output_layout(at, len(graph.shape_of(index)))
+                yield from new(place, index, raw, plan.out_layouts[index])
+    for index, layout in stage.sent.items():
+        yield from new(len(graph.operators), index, stage.source_layout(plan, index), layout)
+    for value in graph.results if stage.is_last else ():
+        if isinstance(value, TensorRef):
             yield from new(
                 len(graph.operators),
                 value.index,
-                part.source(plan, value.index),
-                plan.result(value.index),
+                stage.source_layout(plan, value.index),
+                plan.result_layout(value.index),
             )
 
 
-def explain(plan: Plan) -> str:
+def explain_plan(plan: OperatorPlan) -> str:
     """Return a plan as text, stage by stage where there are some."""
-    every = list[Moved]()
+    every = list[MoveTraffic]()
     lines = [f"operators over ({plan.grid})"]
-    for part in parts(plan):
-        mine = list(moves(plan, part))
+    for part in stage_plans(plan):
+        mine = list(list_moves(plan, part))
         every += mine
-        if plan.graph.stages:
+        if plan.graph.stage_count:
             lines.append(f"stage {part.stage}")
-        lines += _operators(plan, part, mine)
-    return "\n".join([*lines, *_weights(plan), *_total(plan, every), *plan.notes])
+        lines += _operator_lines(plan, part, mine)
+    return "\n".join([*lines, *_weight_lines(plan), *_total_lines(plan, every), *plan.notes])
 
 
-def _operators(plan: Plan, part: Part, mine: list[Moved]) -> Iterator[str]:
+def _operator_lines(
+    plan: OperatorPlan, stage: StagePlan, moves: list[MoveTraffic]
+) -> Iterator[str]:
     """
     Yield a line for each operator of a part, with what is moved before it, and for what goes out.
     """
     graph = plan.graph
-    found: dict[int, list[Moved]] = {}
-    for moved in mine:
-        found.setdefault(moved.operator, []).append(moved)
-    for place in part.places:
+    found: dict[int, list[MoveTraffic]] = {}
+    for moved in moves:
+        found.setdefault(moved.position, []).append(moved)
+    for place in stage.operators:
         operator = graph.operators[place]
-        choice = plan.choices[place]
+        choice = plan.shardings[place]
         for moved in found.get(place, ()):
-            yield f"    {_move(plan, moved)}"
+            yield f"    {_describe_move(plan, moved)}"
         ins = ", ".join(
-            _short(choice.layout_in(at, len(graph.shape(index))))
+            _format_layout(choice.input_layout(at, len(graph.shape_of(index))))
             for at, index in enumerate(operator.inputs)
         )
         outs = ", ".join(
-            _short(choice.layout_out(at, len(graph.shape(index))))
+            _format_layout(choice.output_layout(at, len(graph.shape_of(index))))
             for at, index in enumerate(operator.outputs)
         )
-        said = "  (as configured)" if choice.fixed else ""
+        said = "  (as configured)" if choice.fixed_axes else ""
         yield f"{operator.name}: {ins} -> {outs}{said}"
     for moved in found.get(len(graph.operators), ()):
-        yield f"    {'result ' if part.ends else ''}{_move(plan, moved)}"
-    for index, layout in part.given.items():
-        yield f"    to stage {part.stage + 1}: {_what(plan, index)} as {_short(layout)} {_sent(plan, index, layout)}"
-    for value in graph.results if part.ends else ():
-        if isinstance(value, Ref) and value.index in plan.kept:
-            yield f"    result {_what(plan, value.index)} stays {_short(plan.kept[value.index])}"
+        yield f"    {'result ' if stage.is_last else ''}{_describe_move(plan, moved)}"
+    for index, layout in stage.sent.items():
+        yield f"    to stage {stage.stage + 1}: {_describe_tensor(plan, index)} as {_format_layout(layout)} {_describe_sent(plan, index, layout)}"
+    for value in graph.results if stage.is_last else ():
+        if isinstance(value, TensorRef) and value.index in plan.sharded_results:
+            yield f"    result {_describe_tensor(plan, value.index)} stays {_format_layout(plan.sharded_results[value.index])}"
 
 
-def _sent(plan: Plan, index: int, layout: L) -> str:
+def _describe_sent(plan: OperatorPlan, index: int, layout: L) -> str:
     """Return the bytes that a rank sends of a tensor, and gets back of its gradient, as text."""
     tensor = plan.graph.tensors[index]
-    nbytes = count(plan.grid, layout, tensor.shape) * tensor.dtype.itemsize
-    return f"({size(nbytes)} forward{f', {size(nbytes)} backward' if tensor.grad else ''})"
+    nbytes = largest_shard_numel(plan.grid, layout, tensor.shape) * tensor.dtype.itemsize
+    return f"({format_bytes(nbytes)} forward{f', {format_bytes(nbytes)} backward' if tensor.requires_grad else ''})"
 
 
-def _what(plan: Plan, index: int) -> str:
+def _describe_tensor(plan: OperatorPlan, index: int) -> str:
     tensor = plan.graph.tensors[index]
     return f"{tensor.name} {list(tensor.shape)}"
 
 
-def _move(plan: Plan, moved: Moved) -> str:
-    told = moved.move.told(plan.graph.tensors[moved.tensor].grad)
-    return f"{_what(plan, moved.tensor)}: {told} {_bytes(moved)}".rstrip()
+def _describe_move(plan: OperatorPlan, moved: MoveTraffic) -> str:
+    told = moved.move.describe(plan.graph.tensors[moved.tensor].requires_grad)
+    return f"{_describe_tensor(plan, moved.tensor)}: {told} {_format_traffic(moved)}".rstrip()
 
 
-def _short(layout: L) -> str:
+def _format_layout(layout: L) -> str:
     """Return a layout without the letter: ``[tp, -]``, and ``+tp`` for sums over tp."""
     dims = ", ".join("*".join(axes) or "-" for axes in layout.dims)
     return f"[{dims}]" + "".join(f"+{axis}" for axis in layout.sums)
 
 
-def _bytes(moved: Moved) -> str:
+def _format_traffic(moved: MoveTraffic) -> str:
     told = [
-        f"{size(count)} {way}"
-        for way, count in (("forward", moved.forward), ("backward", moved.backward))
+        f"{format_bytes(count)} {way}"
+        for way, count in (("forward", moved.forward_bytes), ("backward", moved.backward_bytes))
         if count
     ]
     return f"({', '.join(told)})" if told else ""
 
 
-def _weights(plan: Plan) -> Iterator[str]:
+def _weight_lines(plan: OperatorPlan) -> Iterator[str]:
     cut = {index: layout for index, layout in plan.weights.items() if layout.axes}
     if cut:
         yield "weights that are cut"
         for index, layout in cut.items():
-            yield f"    {_what(plan, index)} {_short(layout)}"
+            yield f"    {_describe_tensor(plan, index)} {_format_layout(layout)}"
     for axis in plan.grid.names:
-        summed = [index for index, axes in plan.sums.items() if axis in axes]
+        summed = [index for index, axes in plan.grad_sums.items() if axis in axes]
         if summed:
             nbytes = sum(plan.graph.tensors[index].nbytes for index in summed)
             names = ", ".join(plan.graph.tensors[index].name for index in summed)
-            yield f"gradients added up over {axis} once a step ({size(nbytes)}): {names}"
+            yield f"gradients added up over {axis} once a step ({format_bytes(nbytes)}): {names}"
 
 
-def _total(plan: Plan, every: list[Moved]) -> Iterator[str]:
+def _total_lines(plan: OperatorPlan, moves: list[MoveTraffic]) -> Iterator[str]:
     for axis in plan.grid.names:
-        mine = [moved for moved in every if moved.move.axis == axis]
-        forward = sum(moved.forward for moved in mine)
-        backward = sum(moved.backward for moved in mine)
-        yield f"over {axis}: {size(forward)} forward, {size(backward)} backward a pass"
+        mine = [moved for moved in moves if moved.move.axis == axis]
+        forward = sum(moved.forward_bytes for moved in mine)
+        backward = sum(moved.backward_bytes for moved in mine)
+        yield f"over {axis}: {format_bytes(forward)} forward, {format_bytes(backward)} backward a pass"
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes as text."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

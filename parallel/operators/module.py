@@ -26,17 +26,23 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.model.shards import set_tile, tile
+from pdrun.parallel.model.shards import make_shard, set_shard
 from pdrun.parallel.operators import rules as rules  # registers them
 from pdrun.parallel.operators.choose_splits import OPERATORS_API
-from pdrun.parallel.operators.compiler import OperatorEngine, find_weight_layouts, meta_copy, on_meta, plan_graph
+from pdrun.parallel.operators.compiler import (
+    OperatorEngine,
+    find_weight_layouts,
+    meta_copy,
+    on_meta,
+    plan_graph,
+)
 from pdrun.parallel.operators.graph.constraints import LayoutSpec
 from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.plan import OperatorPlan
-from pdrun.parallel.operators.segments import derive_class, accept_segments
+from pdrun.parallel.operators.segments import accept_segments, derive_class
 from pdrun.parallel.operators.strategy import StrategyEntry
-from pdrun.parallel.tensor.vocab_cross_entropy import mark
+from pdrun.parallel.tensor.vocab_cross_entropy import mark_sharded_logits
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import Split
@@ -55,17 +61,23 @@ class Operators:
             `pdrun.cross_entropy`; otherwise every rank returns all of them.
     """
 
-    def __init__(self, entries: Mapping[str, StrategyEntry] | None = None, *, gather: bool = True) -> None:
+    def __init__(
+        self, entries: Mapping[str, StrategyEntry] | None = None, *, gather: bool = True
+    ) -> None:
         if entries is not None and not (
             isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
         ):
             hint = '{"fc1.weight": pdrun.L("tp", None)}'
             raise UsageError(
-                f"{entries!r} is no dict of layouts and cuts by name", where=OPERATORS_API, hint=hint
+                f"{entries!r} is no dict of layouts and cuts by name",
+                where=OPERATORS_API,
+                hint=hint,
             )
         if not isinstance(gather, bool):
             hint = "gather=False leaves logits cut by words, for pdrun.cross_entropy"
-            raise UsageError(f"gather={gather!r} is neither True nor False", where=OPERATORS_API, hint=hint)
+            raise UsageError(
+                f"gather={gather!r} is neither True nor False", where=OPERATORS_API, hint=hint
+            )
         self.entries = dict(entries or {})
         self.gather = gather
 
@@ -92,7 +104,9 @@ class Operators:
         args, kwargs = on_meta((args, kwargs or {}))
         return self.plan_of(export_graph(shadow, args, kwargs), mesh, find_weight_layouts(model))
 
-    def plan_of(self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]) -> OperatorPlan:
+    def plan_of(
+        self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
+    ) -> OperatorPlan:
         """Return the plan for a graph (see `plan`)."""
         return plan_graph(graph, mesh, self.entries, inner, gather=self.gather)
 
@@ -110,17 +124,23 @@ class Operators:
         """
         if axes.grid.degree("pp") > 1:
             told = f"pp={axes.grid.degree('pp')} without a pipeline that says which module is on which stage"
-            raise UsageError(told, where=OPERATORS_API, hint="pipeline=pdrun.Pipeline(microbatches=8)")
+            raise UsageError(
+                told, where=OPERATORS_API, hint="pipeline=pdrun.Pipeline(microbatches=8)"
+            )
         return self._check_and_cut(model, axes, sample, None)
 
-    def apply_in_stages(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split) -> nn.Module:
+    def apply_in_stages(
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split
+    ) -> nn.Module:
         """
         Cut a model that a pipeline will cut besides: see
         `pdrun.parallel.interfaces.StagedCutter`.
         """
         return self._check_and_cut(model, axes, sample, split)
 
-    def _check_and_cut(self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split | None) -> nn.Module:
+    def _check_and_cut(
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split | None
+    ) -> nn.Module:
         parts = axes.grid.degree("cp")
         if parts > 1:
             told = f"cp={parts} beside a strategy of operators, which cuts sequences over tensor axes itself"
@@ -153,13 +173,13 @@ class Operators:
             tensor = plan.graph.tensors[index]
             sums = plan.grad_sums[index]
             if layout.axes or sums:
-                cut = tile(tensor.shape, layout, axes.grid, axes.rank, sums)
+                cut = make_shard(tensor.shape, layout, axes.grid, axes.rank, sums)
                 param = params[tensor.name]
                 if param.device.type == "meta":
                     param.data = torch.empty(cut.local_shape, dtype=param.dtype, device="meta")
                 else:
-                    param.data = cut.take(param.data)
-                set_tile(param, cut)
+                    param.data = cut.take_from(param.data)
+                set_shard(param, cut)
         derive_class(model, PartitionedModule)
         accept_segments(model)
         model._pdrun_engine = engine
@@ -186,7 +206,7 @@ class PartitionedModule(nn.Module):
             program = engine.program_for(self, args, kwargs, one.stage)
             results = one.through(functools.partial(program.run, self, leaves))
         for place, words in program.vocab_shards.items():
-            mark(results[place], words)
+            mark_sharded_logits(results[place], words)
         return pytree.tree_unflatten(results, program.plan.graph.result_structure)
 
     def explain(self) -> str:
@@ -211,6 +231,8 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
         return (), {key: value for key, value in batch.items() if takes_all or key in known}
     if isinstance(batch, (tuple, list)) and not batch:
         raise UsageError(
-            "the sample is empty", where=OPERATORS_API, hint="sample= is a batch as run.step takes it"
+            "the sample is empty",
+            where=OPERATORS_API,
+            hint="sample= is a batch as run.step takes it",
         )
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}

@@ -20,15 +20,20 @@ from torch import fx, nn
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators import redistribute as convert
 from pdrun.parallel.operators.graph.graph import Operator, TensorRef, iter_refs, replace_refs
 from pdrun.parallel.operators.plan import OperatorPlan
-from pdrun.parallel.operators.program import MoveModule, LocalProgram
-from pdrun.parallel.operators.redistribute import LayoutMove, redistribution_path
-from pdrun.parallel.operators.rules.rule import Place, call_of
-from pdrun.parallel.operators.segments import UNIT_KEY, get_item, extract_segments, find_unit
+from pdrun.parallel.operators.program import LocalProgram, MoveModule
+from pdrun.parallel.operators.redistribute import (
+    ALL_GATHER,
+    ALL_GATHER_SUM_GRAD,
+    ALL_TO_ALL,
+    LayoutMove,
+    redistribution_path,
+)
+from pdrun.parallel.operators.rules.rule import LocalContext, make_local_call
+from pdrun.parallel.operators.segments import UNIT_KEY, extract_segments, find_unit, get_item
 from pdrun.parallel.operators.stages import StagePlan
-from pdrun.parallel.tensor.vocab_cross_entropy import Words
+from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard
 
 NO_OP_KINDS = ("constrain", "stop", "detach")
 """Kinds that a rank has nothing to compute for; the last two end gradients."""
@@ -55,7 +60,12 @@ def build_local_program(
 
 class _ProgramBuilder:
     def __init__(
-        self, plan: OperatorPlan, axes: MeshGroups, stage: StagePlan, units: list[str], local_name: Callable[[str], str]
+        self,
+        plan: OperatorPlan,
+        axes: MeshGroups,
+        stage: StagePlan,
+        units: list[str],
+        local_name: Callable[[str], str],
     ) -> None:
         self.plan = plan
         self.axes = axes
@@ -80,7 +90,9 @@ class _ProgramBuilder:
         self.local_graph.output(self._build_results())
         self.local_graph.eliminate_dead_code(_is_impure)
         graph, names = (
-            extract_segments(self.root, self.local_graph, names) if self.units else (self.local_graph, names)
+            extract_segments(self.root, self.local_graph, names)
+            if self.units
+            else (self.local_graph, names)
         )
         graph.lint()
         words = {
@@ -100,10 +112,10 @@ class _ProgramBuilder:
             for value in self.graph.results
         ]
 
-    def _vocab_shard(self, index: int) -> Words:
+    def _vocab_shard(self, index: int) -> VocabShard:
         layout = self.plan.sharded_results[index]
         shape = self.graph.shape_of(index)
-        return Words(
+        return VocabShard(
             self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1]
         )
 
@@ -115,7 +127,9 @@ class _ProgramBuilder:
             node = node.next
 
     def _add_placeholders(self) -> list[str]:
-        used = {index for place in self.stage.operators for index in self.graph.operators[place].inputs}
+        used = {
+            index for place in self.stage.operators for index in self.graph.operators[place].inputs
+        }
         used |= (
             {value.index for value in self.graph.results if isinstance(value, TensorRef)}
             if self.stage.is_last
@@ -146,16 +160,24 @@ class _ProgramBuilder:
         return names
 
     def _in_layout(
-        self, index: int, target: L, grad_sum_axes: tuple[str, ...], grad_share_axes: tuple[str, ...] = ()
+        self,
+        index: int,
+        target: L,
+        grad_sum_axes: tuple[str, ...],
+        grad_share_axes: tuple[str, ...] = (),
     ) -> fx.Node:
         """
         Return a tensor in a layout; the moves that lead there are inserted where they haven't been
         yet.
         """
-        moves = redistribution_path(self.stage.source_layout(self.plan, index), target, grad_sum_axes, grad_share_axes)
+        moves = redistribution_path(
+            self.stage.source_layout(self.plan, index), target, grad_sum_axes, grad_share_axes
+        )
         return self._apply_moves(index, (), moves)
 
-    def _apply_moves(self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]) -> fx.Node:
+    def _apply_moves(
+        self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]
+    ) -> fx.Node:
         node = self.nodes[index, done]
         for move in rest:
             done = (*done, move)
@@ -166,9 +188,9 @@ class _ProgramBuilder:
 
     def _insert_move(self, node: fx.Node, move: LayoutMove, shape: tuple[int, ...]) -> fx.Node:
         total = 0
-        if move.kind in (convert.ALL_GATHER, convert.ALL_GATHER_SUM_GRAD):
+        if move.kind in (ALL_GATHER, ALL_GATHER_SUM_GRAD):
             total = self._local_size(move.after, shape, move.dim)
-        elif move.kind == convert.ALL_TO_ALL:
+        elif move.kind == ALL_TO_ALL:
             total = self._local_size(move.after, shape, move.origin_dim)
         name = f"{move.kind}_{self.move_count}"
         self.move_count += 1
@@ -187,7 +209,12 @@ class _ProgramBuilder:
         for at, index in enumerate(operator.inputs):
             wanted = choice.input_layout(at, len(self.graph.shape_of(index)))
             inputs.append(
-                self._in_layout(index, wanted, self.plan.grad_sum_axes(position, at), self.plan.grad_share_axes(position, at))
+                self._in_layout(
+                    index,
+                    wanted,
+                    self.plan.grad_sum_axes(position, at),
+                    self.plan.grad_share_axes(position, at),
+                )
             )
         if operator.kind in NO_OP_KINDS:
             made: Any = (
@@ -198,7 +225,11 @@ class _ProgramBuilder:
         else:
             made = self._call_operator(position, operator, inputs)
         for at, index in enumerate(operator.outputs):
-            node = self.local_graph.call_function(get_item, (made, at)) if operator.returns_list else made
+            node = (
+                self.local_graph.call_function(get_item, (made, at))
+                if operator.returns_list
+                else made
+            )
             raw = choice.output_layout(at, len(self.graph.shape_of(index)))
             self.nodes[index, ()] = node
             if index in self.plan.out_layouts:
@@ -206,7 +237,9 @@ class _ProgramBuilder:
                 self.nodes[index, ()] = self._apply_moves(index, (), moves)
 
     def _call_operator(self, position: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
-        target, args, kwargs = call_of(local_context(self.plan, position, self.grid, self.axes.rank))
+        target, args, kwargs = make_local_call(
+            local_context(self.plan, position, self.grid, self.axes.rank)
+        )
         rest = dict(zip(_ref_ids(operator), inputs, strict=True))
 
         def take(ref: TensorRef) -> fx.Node:
@@ -237,7 +270,7 @@ def _ref_ids(operator: Operator) -> list[int]:
     return [id(ref) for ref in iter_refs(operator.args, operator.kwargs)]
 
 
-def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> Place:
+def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> LocalContext:
     """Return one rank's share of an operator."""
     graph = plan.graph
     operator = plan.graph.operators[position]
@@ -245,13 +278,14 @@ def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> P
     ins = tuple(graph.shape_of(index) for index in operator.inputs)
     outs = tuple(graph.shape_of(index) for index in operator.outputs)
     here = grid.coordinate(rank)
-    return Place(
+    return LocalContext(
         operator,
         choice.splits,
         ins,
         outs,
         tuple(
-            choice.input_layout(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)
+            choice.input_layout(at, len(shape)).box(grid, shape, rank)
+            for at, shape in enumerate(ins)
         ),
         tuple(
             choice.output_layout(at, len(shape)).box(grid, shape, rank)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.graph import OperatorGraph, TensorRef
-from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State
+from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OpSplit, State
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class OperatorSharding:
         fixed: axes along which the user said so, which propagation leaves alone.
     """
 
-    splits: dict[str, Split] = field(default_factory=dict)
+    splits: dict[str, OpSplit] = field(default_factory=dict)
     axis_order: tuple[str, ...] = ()
     fixed_axes: tuple[str, ...] = ()
 
     def input_state(self, axis: str, position: int) -> State:
         """Return what the operator wants of an input along an axis."""
         split = self.splits.get(axis)
-        return WHOLE if split is None else split.ins[position]
+        return REPLICATED if split is None else split.in_states[position]
 
     def output_state(self, axis: str, position: int) -> State:
         """Return what the operator makes of an output along an axis."""
         split = self.splits.get(axis)
-        return WHOLE if split is None else split.outs[position]
+        return REPLICATED if split is None else split.out_states[position]
 
     def sums_input_grad(self, axis: str, position: int) -> bool:
         """
@@ -46,18 +46,26 @@ class OperatorSharding:
         gradient is a term.
         """
         split = self.splits.get(axis)
-        return split is not None and not split.is_whole and split.ins[position] is WHOLE
+        return (
+            split is not None
+            and not split.is_replicated
+            and split.in_states[position] is REPLICATED
+        )
 
     def input_layout(self, position: int, ndim: int) -> L:
         """Return the layout that an input of ``rank`` dims has to have."""
         return layout_of(
-            {axis: split.ins[position] for axis, split in self.splits.items()}, self.axis_order, ndim
+            {axis: split.in_states[position] for axis, split in self.splits.items()},
+            self.axis_order,
+            ndim,
         )
 
     def output_layout(self, position: int, ndim: int) -> L:
         """Return the layout that an output of ``rank`` dims has."""
         return layout_of(
-            {axis: split.outs[position] for axis, split in self.splits.items()}, self.axis_order, ndim
+            {axis: split.out_states[position] for axis, split in self.splits.items()},
+            self.axis_order,
+            ndim,
         )
 
 
@@ -142,7 +150,9 @@ class OperatorPlan:
         choice = self.shardings[position]
         summed = self.grad_sums.get(index, ())
         return tuple(
-            axis for axis in self.grid.names if choice.sums_input_grad(axis, input_position) and axis not in summed
+            axis
+            for axis in self.grid.names
+            if choice.sums_input_grad(axis, input_position) and axis not in summed
         )
 
     def grad_share_axes(self, position: int, input_position: int) -> tuple[str, ...]:
@@ -151,7 +161,11 @@ class OperatorPlan:
         other part.
         """
         summed = self.grad_sums.get(self.graph.operators[position].inputs[input_position], ())
-        return tuple(axis for axis in summed if not self.shardings[position].sums_input_grad(axis, input_position))
+        return tuple(
+            axis
+            for axis in summed
+            if not self.shardings[position].sums_input_grad(axis, input_position)
+        )
 
     @property
     def _output_layouts(self) -> dict[int, L]:

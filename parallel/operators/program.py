@@ -10,13 +10,29 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.autograd import (
+    all_gather,
+    all_gather_sum_grad,
+    all_reduce,
+    all_to_all,
+    copy_to_axis,
+    reduce_scatter,
+    slice_to_shard,
+)
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.operators import redistribute as convert
 from pdrun.parallel.operators.plan import OperatorPlan
-from pdrun.parallel.operators.redistribute import LayoutMove
+from pdrun.parallel.operators.redistribute import (
+    ALL_GATHER,
+    ALL_GATHER_SUM_GRAD,
+    ALL_REDUCE,
+    COPY_TO_AXIS,
+    REDUCE_SCATTER,
+    SCALE_GRAD,
+    SLICE,
+    LayoutMove,
+)
 from pdrun.parallel.operators.segments import get_tensor
-from pdrun.parallel.tensor.vocab_cross_entropy import Words
+from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard
 
 
 class LocalProgram:
@@ -33,7 +49,11 @@ class LocalProgram:
     """
 
     def __init__(
-        self, plan: OperatorPlan, module: fx.GraphModule, names: list[str], words: dict[int, Words]
+        self,
+        plan: OperatorPlan,
+        module: fx.GraphModule,
+        names: list[str],
+        words: dict[int, VocabShard],
     ) -> None:
         self.plan = plan
         self.module = module
@@ -80,21 +100,21 @@ class MoveModule(nn.Module):
         """Return the tensor in the layout after the move."""
         move = self.move
         axis = self.axis
-        if move.kind == convert.COPY_TO_AXIS:
-            return collectives.copy_to_axis(x, axis) if x.requires_grad else x
-        if move.kind == convert.SCALE_GRAD:
+        if move.kind == COPY_TO_AXIS:
+            return copy_to_axis(x, axis) if x.requires_grad else x
+        if move.kind == SCALE_GRAD:
             return _ScaleGradient.apply(x, axis.size)
-        if move.kind == convert.ALL_REDUCE:
-            return collectives.all_reduce(x, axis)
-        if move.kind == convert.ALL_GATHER:
-            return collectives.all_gather(x, axis, move.dim, self.total)
-        if move.kind == convert.ALL_GATHER_SUM_GRAD:
-            return collectives.all_gather_sum_grad(x, axis, move.dim, self.total)
-        if move.kind == convert.SLICE:
-            return collectives.slice_to_shard(x, axis, move.dim)
-        if move.kind == convert.REDUCE_SCATTER:
-            return collectives.reduce_scatter(x, axis, move.dim)
-        return collectives.all_to_all(x, axis, move.dim, move.origin_dim, self.total)
+        if move.kind == ALL_REDUCE:
+            return all_reduce(x, axis)
+        if move.kind == ALL_GATHER:
+            return all_gather(x, axis, move.dim, self.total)
+        if move.kind == ALL_GATHER_SUM_GRAD:
+            return all_gather_sum_grad(x, axis, move.dim, self.total)
+        if move.kind == SLICE:
+            return slice_to_shard(x, axis, move.dim)
+        if move.kind == REDUCE_SCATTER:
+            return reduce_scatter(x, axis, move.dim)
+        return all_to_all(x, axis, move.dim, move.origin_dim, self.total)
 
     @property
     def compute_key(self) -> tuple[Any, ...]:

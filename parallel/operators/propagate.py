@@ -20,8 +20,15 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import missing_rule_error
 from pdrun.parallel.operators.graph.graph import OperatorGraph
-from pdrun.parallel.operators.plan import OperatorSharding, OperatorPlan, layout_of, states_of
-from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, splits_of, view_of
+from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding, layout_of, states_of
+from pdrun.parallel.operators.rules.rule import (
+    PARTIAL,
+    REPLICATED,
+    OpSplit,
+    State,
+    list_splits,
+    view_operator,
+)
 from pdrun.parallel.operators.strategy import UserLayouts
 
 
@@ -46,18 +53,22 @@ class _Propagation:
         self.graph = graph
         self.grid = grid
         self.user_layouts = wishes
-        self.options: list[list[Split]] = []
+        self.options: list[list[OpSplit]] = []
         for place, operator in enumerate(graph.operators):
-            view = view_of(graph, operator)
-            options = splits_of(view)
+            view = view_operator(graph, operator)
+            options = list_splits(view)
             if place in wishes.replicated:
-                options = [Split((WHOLE,) * len(view.ins), (WHOLE,) * len(view.outs))]
+                options = [
+                    OpSplit(
+                        (REPLICATED,) * len(view.in_shapes), (REPLICATED,) * len(view.out_shapes)
+                    )
+                ]
             if options is None:
                 raise missing_rule_error(operator)
             self.options.append(options)
         self.users = graph.tensor_users()
         self.makers = graph.tensor_producers()
-        self.chosen: list[dict[str, Split]] = [{} for _ in graph.operators]
+        self.chosen: list[dict[str, OpSplit]] = [{} for _ in graph.operators]
         self.weight_states: dict[int, dict[str, State]] = {}
         self.out_layouts = {
             graph.operators[place].outputs[0]: layout for place, layout in wishes.results.items()
@@ -90,7 +101,9 @@ class _Propagation:
         """
         given = self.user_layouts.shardings.get(position)
         splits = {
-            axis: self.chosen[position][axis] for axis in self.grid.names if axis in self.chosen[position]
+            axis: self.chosen[position][axis]
+            for axis in self.grid.names
+            if axis in self.chosen[position]
         }
         if given is not None and given.axis_order:
             return OperatorSharding(splits, given.axis_order, given.fixed_axes)
@@ -99,7 +112,9 @@ class _Propagation:
             for index in self.graph.operators[position].inputs
             if index in self.makers
         ]
-        return OperatorSharding(splits, before[producers[0]].axis_order if producers else self.grid.names)
+        return OperatorSharding(
+            splits, before[producers[0]].axis_order if producers else self.grid.names
+        )
 
     def _weight_layout(self, index: int, plan: OperatorPlan) -> L:
         if index in self.user_layouts.weights:
@@ -120,7 +135,7 @@ class _AxisPropagation:
         self.degree = whole.grid.degree(axis)
         self.graph = whole.graph
         self.options = whole.options
-        self.known: dict[int, Split] = {}
+        self.known: dict[int, OpSplit] = {}
         self.summed_inputs: set[int] = set()
         for place, choice in whole.user_layouts.shardings.items():
             if axis in choice.fixed_axes:
@@ -138,7 +153,7 @@ class _AxisPropagation:
                     self._record_choice(place)
                     queue.append(place)
         for place, split in self.known.items():
-            if not split.is_whole:
+            if not split.is_replicated:
                 self.parent.chosen[place][self.axis] = split
 
     def _record_choice(self, position: int) -> None:
@@ -147,9 +162,9 @@ class _AxisPropagation:
         for at, index in enumerate(self.graph.operators[position].inputs):
             if self.graph.tensors[index].kind == "param":
                 self.parent.weight_states.setdefault(index, {}).setdefault(
-                    self.axis, _weight_state(split.ins[at])
+                    self.axis, _weight_state(split.in_states[at])
                 )
-            if split.ins[at] is WHOLE and not split.is_whole:
+            if split.in_states[at] is REPLICATED and not split.is_replicated:
                 self.summed_inputs.add(index)
 
     def _find_neighbours(self, position: int) -> list[int]:
@@ -169,14 +184,17 @@ class _AxisPropagation:
         ]
         return list(dict.fromkeys((*sorted(after), *before, *shared)))
 
-    def _best_split(self, position: int) -> Split:
-        keys = [(self._cost_key(position, split, at), at) for at, split in enumerate(self.options[position])]
+    def _best_split(self, position: int) -> OpSplit:
+        keys = [
+            (self._cost_key(position, split, at), at)
+            for at, split in enumerate(self.options[position])
+        ]
         allowed = [(key, at) for key, at in keys if key is not None]
         return self.options[position][min(allowed)[1]]
 
     # ---- costs, in bytes of whole tensors -----------------------------------
 
-    def _cost_key(self, position: int, split: Split, option: int) -> CostKey | None:
+    def _cost_key(self, position: int, split: OpSplit, option: int) -> CostKey | None:
         """Return what a split costs, in the order of the criteria; None where it can't be."""
         operator = self.graph.operators[position]
         if split.takes_partial() or not self._can_use(position, split):
@@ -184,51 +202,57 @@ class _AxisPropagation:
         moved = own = grads = 0.0
         for input_at, index in enumerate(operator.inputs):
             tensor = self.graph.tensors[index]
-            wanted = split.ins[input_at]
+            wanted = split.in_states[input_at]
             have, decided = self._tensor_state(index)
-            fans = wanted is WHOLE and not split.is_whole and tensor.requires_grad
+            fans = wanted is REPLICATED and not split.is_replicated and tensor.requires_grad
             if tensor.kind == "param":
                 if decided and have != wanted:
                     moved += self._redistribution_bytes(have, wanted, tensor.nbytes, True)
                 grads += tensor.nbytes if fans else 0
             elif decided:
-                moved += self._redistribution_bytes(have, wanted, tensor.nbytes, tensor.requires_grad)
+                moved += self._redistribution_bytes(
+                    have, wanted, tensor.nbytes, tensor.requires_grad
+                )
             if fans and tensor.kind != "param" and index not in self.summed_inputs:
                 own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
         for output_at, index in enumerate(operator.outputs):
             tensor = self.graph.tensors[index]
-            state = split.outs[output_at]
+            state = split.out_states[output_at]
             if state == PARTIAL:
                 own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
-                state = WHOLE
+                state = REPLICATED
             if index in self.parent.out_layouts:
                 state = self.parent.out_states[index].get(self.axis)
             for user in self.parent.users[index]:
                 if user in self.known:
                     for input_at, other in enumerate(self.graph.operators[user].inputs):
                         if other == index:
-                            wanted = self.known[user].ins[input_at]
-                            moved += self._redistribution_bytes(state, wanted, tensor.nbytes, tensor.requires_grad)
-        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_whole), option)
+                            wanted = self.known[user].in_states[input_at]
+                            moved += self._redistribution_bytes(
+                                state, wanted, tensor.nbytes, tensor.requires_grad
+                            )
+        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_replicated), option)
 
-    def _can_use(self, position: int, split: Split) -> bool:
+    def _can_use(self, position: int, split: OpSplit) -> bool:
         """
         Whether a split may be used along this axis too, beside those along the axes before it.
         """
-        if split.is_whole:
+        if split.is_replicated:
             return True
         others = [
             axis
             for axis, other in self.parent.chosen[position].items()
             if other == split and axis != self.axis
         ]
-        if split.divides and split.divides % (self.parent.grid.group_size(tuple(others)) * self.degree):
+        if split.must_divide and split.must_divide % (
+            self.parent.grid.group_size(tuple(others)) * self.degree
+        ):
             return False
         return all(
             state is None or state == PARTIAL or self.graph.shape_of(index)[state] >= self.degree
             for states, tensors in (
-                (split.ins, self.graph.operators[position].inputs),
-                (split.outs, self.graph.operators[position].outputs),
+                (split.in_states, self.graph.operators[position].inputs),
+                (split.out_states, self.graph.operators[position].outputs),
             )
             for state, index in zip(states, tensors, strict=True)
         )
@@ -240,29 +264,31 @@ class _AxisPropagation:
         if index in self.parent.makers:
             place = self.parent.makers[index]
             if place not in self.known:
-                return WHOLE, False
-            return self.known[place].outs[self.graph.operators[place].outputs.index(index)], True
+                return REPLICATED, False
+            return self.known[place].out_states[
+                self.graph.operators[place].outputs.index(index)
+            ], True
         if self.graph.tensors[index].kind == "param":
             states = self.parent.weight_states.get(index, {})
             return states.get(self.axis), self.axis in states
-        return WHOLE, True
+        return REPLICATED, True
 
     def _redistribution_bytes(self, have: State, wanted: State, nbytes: int, grad: bool) -> float:
         """Return the bytes of a redistribution, forward and backward; adding up is the maker's."""
         part = nbytes * (self.degree - 1) / self.degree
-        if have == wanted or (have == PARTIAL and wanted is WHOLE):
+        if have == wanted or (have == PARTIAL and wanted is REPLICATED):
             return 0.0
         if wanted == PARTIAL:
             return float("inf")
-        if have is WHOLE:
+        if have is REPLICATED:
             return part if grad else 0.0
         if have == PARTIAL:
             return part
-        return part if wanted is WHOLE else 2 * part / self.degree
+        return part if wanted is REPLICATED else 2 * part / self.degree
 
 
 def _weight_state(state: State) -> State:
-    return WHOLE if state == PARTIAL else state
+    return REPLICATED if state == PARTIAL else state
 
 
 def find_grad_sums(plan: OperatorPlan, users: list[list[int]]) -> None:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
-FAN_OUT = "fan_out"
-ADD_UP = "add_up"
-GATHER = "gather"
-COLLECT = "collect"
-PART = "part"
-SCATTER = "scatter"
-SWAP = "swap"
-SHARE = "share"
+COPY_TO_AXIS = "copy_to_axis"
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+ALL_GATHER_SUM_GRAD = "all_gather_sum_grad"
+SLICE = "slice"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
+SCALE_GRAD = "scale_grad"
 """
 Of a weight whose gradients are added up over an axis, where it is used alike by all ranks there:
 nothing forward, and backward each takes its share of the gradient, of which all have the whole.
@@ -30,7 +30,7 @@ nothing forward, and backward each takes its share of the gradient, of which all
 
 
 @dataclass(frozen=True)
-class Move:
+class LayoutMove:
     """
     One move over one axis.
 
@@ -46,10 +46,10 @@ class Move:
     before: L
     after: L
     dim: int = -1
-    origin: int = -1
+    origin_dim: int = -1
 
-    def moved(
-        self, grid: Grid, shape: tuple[int, ...], itemsize: int, grad: bool
+    def count_bytes(
+        self, grid: Grid, shape: tuple[int, ...], itemsize: int, has_grad: bool
     ) -> tuple[int, int]:
         """
         Return the bytes that the rank with the largest part sends, forward and backward, as rings
@@ -61,44 +61,47 @@ class Move:
         """
         n = grid.degree(self.axis)
         small, large = sorted(
-            count(grid, layout, shape) * itemsize for layout in (self.before, self.after)
+            largest_shard_numel(grid, layout, shape) * itemsize
+            for layout in (self.before, self.after)
         )
         gathered = large - small
         summed = 2 * (large - large // n)
         ways = {
-            FAN_OUT: (0, summed),
-            SHARE: (0, 0),
-            ADD_UP: (summed, 0),
-            GATHER: (gathered, 0),
-            COLLECT: (gathered, gathered),
-            PART: (0, gathered),
-            SCATTER: (gathered, gathered),
-            SWAP: (small - small // n, small - small // n),
+            COPY_TO_AXIS: (0, summed),
+            SCALE_GRAD: (0, 0),
+            ALL_REDUCE: (summed, 0),
+            ALL_GATHER: (gathered, 0),
+            ALL_GATHER_SUM_GRAD: (gathered, gathered),
+            SLICE: (0, gathered),
+            REDUCE_SCATTER: (gathered, gathered),
+            ALL_TO_ALL: (small - small // n, small - small // n),
         }
         forward, backward = ways[self.kind]
-        return forward, backward if grad else 0
+        return forward, backward if has_grad else 0
 
-    def told(self, grad: bool = True) -> str:
+    def describe(self, has_grad: bool = True) -> str:
         """Return the move as text, with what happens in the backward pass if there is one."""
         names = {
-            FAN_OUT: ("", "all-reduce"),
-            SHARE: ("", "share"),
-            ADD_UP: ("all-reduce", ""),
-            GATHER: ("all-gather", ""),
-            COLLECT: ("all-gather", "reduce-scatter"),
-            PART: ("slice", "all-gather"),
-            SCATTER: ("reduce-scatter", "all-gather"),
-            SWAP: ("all-to-all", "all-to-all"),
+            COPY_TO_AXIS: ("", "all-reduce"),
+            SCALE_GRAD: ("", "share"),
+            ALL_REDUCE: ("all-reduce", ""),
+            ALL_GATHER: ("all-gather", ""),
+            ALL_GATHER_SUM_GRAD: ("all-gather", "reduce-scatter"),
+            SLICE: ("slice", "all-gather"),
+            REDUCE_SCATTER: ("reduce-scatter", "all-gather"),
+            ALL_TO_ALL: ("all-to-all", "all-to-all"),
         }
         forward, backward = names[self.kind]
         dim = f" dim {self.dim}" if self.dim >= 0 else ""
         said = [
-            text for text in (forward, f"backward {backward}" if backward and grad else "") if text
+            text
+            for text in (forward, f"backward {backward}" if backward and has_grad else "")
+            if text
         ]
         return f"{', '.join(said)} over {self.axis}{dim}"
 
 
-def count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
+def largest_shard_numel(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
     """Return the number of elements of the largest part of a tensor."""
     total = 1
     for low, high in layout.box(grid, shape, 0):
@@ -106,9 +109,9 @@ def count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
     return total
 
 
-def way(
-    source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()
-) -> tuple[Move, ...]:
+def redistribution_path(
+    source: L, target: L, grad_sum_axes: tuple[str, ...] = (), grad_share_axes: tuple[str, ...] = ()
+) -> tuple[LayoutMove, ...]:
     """
     Return the moves from one layout to another.
 
@@ -119,52 +122,57 @@ def way(
     Raises:
         ValueError: the target is partial where the source isn't.
     """
-    return _Way(source, target, fans).run(shares)
+    return _PathBuilder(source, target, grad_sum_axes).build_path(grad_share_axes)
 
 
-class _Way:
+class _PathBuilder:
     """Builds a list of moves."""
 
-    def __init__(self, source: L, target: L, fans: tuple[str, ...]) -> None:
+    def __init__(self, source: L, target: L, grad_sum_axes: tuple[str, ...]) -> None:
         self.dims = [list(dim) for dim in source.dims]
         self.sums = list(source.sums)
         self.target = target
-        self.fans = list(fans)
-        self.moves: list[Move] = []
+        self.grad_sum_axes = list(grad_sum_axes)
+        self.moves: list[LayoutMove] = []
         if set(target.sums) - set(source.sums):
             raise ValueError(f"{source} does not become {target}: nothing makes a tensor a sum")
 
-    def run(self, shares: tuple[str, ...]) -> tuple[Move, ...]:
+    def build_path(self, grad_share_axes: tuple[str, ...]) -> tuple[LayoutMove, ...]:
         """Return the moves."""
-        for axis in shares:
-            self._move(SHARE, axis)
+        for axis in grad_share_axes:
+            self._add_move(SCALE_GRAD, axis)
         changed = True
         while changed:
-            changed = self._scatter() or self._swap() or self._add_up() or self._gather()
+            changed = (
+                self._try_reduce_scatter()
+                or self._try_all_to_all()
+                or self._try_all_reduce()
+                or self._try_all_gather()
+            )
         for dim, wanted in enumerate(self.target.dims):
             for axis in wanted[len(self.dims[dim]) :]:
-                self._move(PART, axis, dim)
-        for axis in self.fans:
-            self._move(FAN_OUT, axis)
+                self._add_move(SLICE, axis, dim)
+        for axis in self.grad_sum_axes:
+            self._add_move(COPY_TO_AXIS, axis)
         return tuple(self.moves)
 
-    def _layout(self) -> L:
+    def _current_layout(self) -> L:
         return L(*map(tuple, self.dims), sums=tuple(self.sums))
 
-    def _move(self, kind: str, axis: str, dim: int = -1, origin: int = -1) -> bool:
-        before = self._layout()
-        if kind in (GATHER, COLLECT):
+    def _add_move(self, kind: str, axis: str, dim: int = -1, origin_dim: int = -1) -> bool:
+        before = self._current_layout()
+        if kind in (ALL_GATHER, ALL_GATHER_SUM_GRAD):
             self.dims[dim].remove(axis)
-        elif kind in (ADD_UP, SCATTER):
+        elif kind in (ALL_REDUCE, REDUCE_SCATTER):
             self.sums.remove(axis)
-        elif kind == SWAP:
-            self.dims[origin].remove(axis)
-        if kind in (PART, SCATTER, SWAP):
+        elif kind == ALL_TO_ALL:
+            self.dims[origin_dim].remove(axis)
+        if kind in (SLICE, REDUCE_SCATTER, ALL_TO_ALL):
             self.dims[dim].append(axis)
-        self.moves.append(Move(kind, axis, before, self._layout(), dim, origin))
+        self.moves.append(LayoutMove(kind, axis, before, self._current_layout(), dim, origin_dim))
         return True
 
-    def _next(self, axis: str) -> int | None:
+    def _next_dim(self, axis: str) -> int | None:
         """Return the dim that the target cuts over an axis, if that is what comes next there."""
         for dim, wanted in enumerate(self.target.dims):
             here = self.dims[dim]
@@ -172,36 +180,36 @@ class _Way:
                 return dim
         return None
 
-    def _scatter(self) -> bool:
+    def _try_reduce_scatter(self) -> bool:
         for axis in self.sums:
-            dim = self._next(axis) if axis not in self.target.sums else None
+            dim = self._next_dim(axis) if axis not in self.target.sums else None
             if dim is not None:
-                return self._move(SCATTER, axis, dim)
+                return self._add_move(REDUCE_SCATTER, axis, dim)
         return False
 
-    def _swap(self) -> bool:
+    def _try_all_to_all(self) -> bool:
         for origin, axes in enumerate(self.dims):
             if axes and axes[-1] not in self.target.dims[origin]:
-                dim = self._next(axes[-1])
+                dim = self._next_dim(axes[-1])
                 if dim is not None:
-                    return self._move(SWAP, axes[-1], dim, origin)
+                    return self._add_move(ALL_TO_ALL, axes[-1], dim, origin)
         return False
 
-    def _add_up(self) -> bool:
+    def _try_all_reduce(self) -> bool:
         for axis in self.sums:
             if axis not in self.target.sums and axis not in self.target.axes:
-                return self._move(ADD_UP, axis)
+                return self._add_move(ALL_REDUCE, axis)
         return False
 
-    def _gather(self) -> bool:
+    def _try_all_gather(self) -> bool:
         for dim, axes in enumerate(self.dims):
             if tuple(axes) != self.target.dims[dim][: len(axes)]:
                 axis = axes[-1]
-                if axis in self.fans:
-                    self.fans.remove(axis)
-                    return self._move(COLLECT, axis, dim)
-                return self._move(GATHER, axis, dim)
+                if axis in self.grad_sum_axes:
+                    self.grad_sum_axes.remove(axis)
+                    return self._add_move(ALL_GATHER_SUM_GRAD, axis, dim)
+                return self._add_move(ALL_GATHER, axis, dim)
         for axis in self.sums:
             if axis not in self.target.sums:
-                return self._move(ADD_UP, axis)
+                return self._add_move(ALL_REDUCE, axis)
         return False

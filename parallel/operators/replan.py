@@ -4,13 +4,14 @@ The same layouts for other shapes: what a first plan chose, as wishes for the gr
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.plan import Choice, Plan
-from pdrun.parallel.operators.rules.rule import Split, splits_of, view_of
-from pdrun.parallel.operators.strategy import Wishes
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding
+from pdrun.parallel.operators.propagate import propagate_layouts
+from pdrun.parallel.operators.rules.rule import OpSplit, list_splits, view_operator
+from pdrun.parallel.operators.strategy import UserLayouts
 
 
-def wishes_like(first: Plan, graph: Graph) -> Wishes:
+def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:
     """
     Return a first plan's layouts for another graph of the same model, by the names of operators and
     weights.
@@ -19,7 +20,7 @@ def wishes_like(first: Plan, graph: Graph) -> Wishes:
     """
     names = {operator.name: place for place, operator in enumerate(first.graph.operators)}
     weights = {first.graph.tensors[index].name: layout for index, layout in first.weights.items()}
-    wishes = Wishes()
+    wishes = UserLayouts()
     for index, tensor in enumerate(graph.tensors):
         if tensor.kind == "param" and tensor.name in weights:
             wishes.weights[index] = weights[tensor.name]
@@ -27,30 +28,49 @@ def wishes_like(first: Plan, graph: Graph) -> Wishes:
         before = names.get(operator.name)
         if before is None:
             continue
-        choice = first.choices[before]
+        choice = first.shardings[before]
         old = first.graph.operators[before]
-        splits = splits_of(view_of(graph, operator))
+        splits = list_splits(view_operator(graph, operator))
         if splits is None:  # the user had it replicated
-            wishes.whole.add(place)
+            wishes.replicated.add(place)
             continue
-        found = {axis: _like(splits, split) for axis, split in choice.splits.items()}
-        if all(split is not None for split in found.values()) and _divides(first, found):
+        found = {axis: _find_same_split(splits, split) for axis, split in choice.splits.items()}
+        if all(split is not None for split in found.values()) and _is_divisible(first, found):
             kept = {axis: split for axis, split in found.items() if split is not None}
-            wishes.choices[place] = Choice(kept, choice.order, first.grid.names)
-        if old.outputs[0] in first.placed:
-            wishes.outs[place] = first.placed[old.outputs[0]]
+            wishes.shardings[place] = OperatorSharding(kept, choice.axis_order, first.grid.names)
+        if old.outputs[0] in first.out_layouts:
+            wishes.results[place] = first.out_layouts[old.outputs[0]]
     return wishes
 
 
-def _like(splits: list[Split], wanted: Split) -> Split | None:
+def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
+    """
+    Return the plan for the same model on other shapes: the layouts of the first plan, by name.
+
+    An operator that the first plan lacks, or whose way needs other sizes, follows by propagation.
+    """
+    plan = propagate_layouts(graph, first.grid, layouts_like(first, graph))
+    sums = {first.graph.tensors[index].name: axes for index, axes in first.grad_sums.items()}
+    plan.grad_sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.grad_sums}
+    return plan
+
+
+def _find_same_split(splits: list[OpSplit], wanted: OpSplit) -> OpSplit | None:
     return next(
-        (split for split in splits if (split.ins, split.outs) == (wanted.ins, wanted.outs)), None
+        (
+            split
+            for split in splits
+            if (split.in_states, split.out_states) == (wanted.in_states, wanted.out_states)
+        ),
+        None,
     )
 
 
-def _divides(first: Plan, found: dict[str, Split | None]) -> bool:
+def _is_divisible(first: OperatorPlan, found: dict[str, OpSplit | None]) -> bool:
     for split in found.values():
-        parts = first.grid.group_size(tuple(axis for axis, other in found.items() if other == split))
-        if split is not None and split.divides and split.divides % parts:
+        parts = first.grid.group_size(
+            tuple(axis for axis, other in found.items() if other == split)
+        )
+        if split is not None and split.must_divide and split.must_divide % parts:
             return False
     return True

@@ -22,87 +22,93 @@ import torch
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.choose_splits import describe
-from pdrun.parallel.operators.graph.graph import Operator, Ref, substitute
-from pdrun.parallel.operators.plan import Choice
-from pdrun.parallel.operators.rules.examples import Example, examples
+from pdrun.parallel.operators.choose_splits import describe_split
+from pdrun.parallel.operators.graph.graph import Operator, TensorRef, replace_refs
+from pdrun.parallel.operators.plan import OperatorSharding
+from pdrun.parallel.operators.rules.examples import OperatorExample, all_examples
 from pdrun.parallel.operators.rules.rule import (
     PARTIAL,
     RULES,
-    Place,
-    Split,
+    LocalContext,
+    OperatorView,
+    OpSplit,
     State,
-    View,
-    call_of,
-    splits_of,
+    list_splits,
+    make_local_call,
 )
 
 
 @dataclass(frozen=True)
-class Case:
+class RuleCase:
     """One example, cut in one way."""
 
-    example: Example
+    example: OperatorExample
     grid: Grid
-    choice: Choice
+    choice: OperatorSharding
 
     def __str__(self) -> str:
-        ways = ", ".join(f"{axis}: {describe(split)}" for axis, split in self.choice.splits.items())
-        shapes = [list(one.shape) for one in _tensors(self.example)]
+        ways = ", ".join(
+            f"{axis}: {describe_split(split)}" for axis, split in self.choice.splits.items()
+        )
+        shapes = [list(one.shape) for one in _example_tensors(self.example)]
         return f"{self.example.kind}{shapes} on ({self.grid}), {ways}"
 
 
-def cases(example: Example) -> Iterator[Case]:
+def list_cases(example: OperatorExample) -> Iterator[RuleCase]:
     """
     Return every way to cut an example: along one axis of 2 and of 3, and every pair of ways along
     two of 2.
     """
-    _, view = _viewed(example)
-    splits = [split for split in splits_of(view) or [] if not split.is_whole]
+    _, view = _view_example(example)
+    splits = [split for split in list_splits(view) or [] if not split.is_replicated]
     for split, size in itertools.product(splits, (2, 3)):
-        if not split.divides or split.divides % size == 0:
-            yield Case(example, Grid(("a",), (size,)), Choice({"a": split}, ("a",)))
+        if not split.must_divide or split.must_divide % size == 0:
+            yield RuleCase(example, Grid(("a",), (size,)), OperatorSharding({"a": split}, ("a",)))
     for first, second in itertools.combinations_with_replacement(splits, 2):
-        if first != second or not first.divides or first.divides % 4 == 0:
-            yield Case(
-                example, Grid(("a", "b"), (2, 2)), Choice({"a": first, "b": second}, ("a", "b"))
+        if first != second or not first.must_divide or first.must_divide % 4 == 0:
+            yield RuleCase(
+                example,
+                Grid(("a", "b"), (2, 2)),
+                OperatorSharding({"a": first, "b": second}, ("a", "b")),
             )
 
 
-def check(case: Case) -> str:
+def check_case(case: RuleCase) -> str:
     """Return what is wrong with a rule in one case; the empty string where it is right."""
     try:
-        return _check(case)
+        return _compare_case(case)
     except (RuntimeError, TypeError, IndexError, AssertionError) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _check(case: Case) -> str:
-    operator, view = _viewed(case.example)
+def _compare_case(case: RuleCase) -> str:
+    operator, view = _view_example(case.example)
     leaves = [
         one.detach().clone().requires_grad_(one.is_floating_point() and place < case.example.grads)
-        for place, one in enumerate(_tensors(case.example))
+        for place, one in enumerate(_example_tensors(case.example))
     ]
     torch.manual_seed(0)
-    whole = _flat(_run(operator.target, operator.args, operator.kwargs, leaves))
+    whole = _as_list(_call_target(operator.target, operator.args, operator.kwargs, leaves))
     others = [one.detach().clone().requires_grad_(one.requires_grad) for one in leaves]
-    held = [_cut(one, case, place) for place, one in enumerate(others)]
+    held = [_shard_input(one, case, place) for place, one in enumerate(others)]
     results: list[list[torch.Tensor]] = []
     for rank in range(case.grid.size):
-        target, args, kwargs = call_of(_place(operator, view, case, rank))
+        target, args, kwargs = make_local_call(_local_context(operator, view, case, rank))
         torch.manual_seed(0)
-        results.append(_flat(_run(target, args, kwargs, [one[rank] for one in held])))
+        results.append(_as_list(_call_target(target, args, kwargs, [one[rank] for one in held])))
     for place, wanted in enumerate(whole):
-        states = {axis: split.outs[place] for axis, split in case.choice.splits.items()}
-        found = _joined([one[place] for one in results], case, states)
-        told = _differ(found, wanted, f"result {place}")
+        states = {axis: split.out_states[place] for axis, split in case.choice.splits.items()}
+        found = _join_shards([one[place] for one in results], case, states)
+        told = _describe_difference(found, wanted, f"result {place}")
         if told:
             return told
         whole[place], results[0][place] = wanted, found
-    return _gradients(whole, results[0], leaves, others)
+    return _compare_gradients(whole, results[0], leaves, others)
 
 
-def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: list[Any]) -> str:
+def _compare_gradients(
+    whole: list[Any], found: list[Any], leaves: list[Any], others: list[Any]
+) -> str:
     pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.requires_grad]
     if not pairs:
         return ""
@@ -117,7 +123,7 @@ def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: li
         (b * weight).sum().backward(retain_graph=True)
     for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.grad is not None:
-            told = _differ(
+            told = _describe_difference(
                 torch.zeros_like(b) if b.grad is None else b.grad,
                 a.grad,
                 f"gradient of input {place}",
@@ -127,7 +133,7 @@ def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: li
     return ""
 
 
-def _differ(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
+def _describe_difference(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
     if found.shape != wanted.shape:
         return f"{what} is {list(found.shape)}, not {list(wanted.shape)}"
     found = found.detach()
@@ -138,80 +144,91 @@ def _differ(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
     return f"{what} differs by {float((found.double() - wanted.double()).abs().max()):.3g}"
 
 
-def _viewed(example: Example) -> tuple[Operator, View]:
+def _view_example(example: OperatorExample) -> tuple[Operator, OperatorView]:
     """Return an example as an operator of a graph."""
-    tensors = _tensors(example)
+    tensors = _example_tensors(example)
     count = itertools.count()
-    mark = lambda _: Ref(next(count))  # noqa: E731
-    args = _replace(example.args, mark)
-    kwargs = _replace(example.kwargs, mark)
+    mark = lambda _: TensorRef(next(count))  # noqa: E731
+    args = _replace_tensors(example.args, mark)
+    kwargs = _replace_tensors(example.kwargs, mark)
     torch.manual_seed(0)
-    outs = _flat(_run(example.target, args, kwargs, tensors))
+    outs = _as_list(_call_target(example.target, args, kwargs, tensors))
     places = tuple(range(len(tensors)))
     made = tuple(range(len(tensors), len(tensors) + len(outs)))
     operator = Operator(
         example.kind, example.kind, example.target, args, kwargs, places, made, len(outs) > 1
     )
-    return operator, View(
+    return operator, OperatorView(
         operator, tuple(tuple(x.shape) for x in tensors), tuple(tuple(x.shape) for x in outs)
     )
 
 
-def _tensors(example: Example) -> list[torch.Tensor]:
+def _example_tensors(example: OperatorExample) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _replace((example.args, example.kwargs), found.append)
+    _replace_tensors((example.args, example.kwargs), found.append)
     return found
 
 
-def _replace(value: Any, take: Any) -> Any:
+def _replace_tensors(value: Any, take: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return take(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_replace(one, take) for one in value)
+        return type(value)(_replace_tensors(one, take) for one in value)
     if isinstance(value, dict):
-        return {key: _replace(one, take) for key, one in value.items()}
+        return {key: _replace_tensors(one, take) for key, one in value.items()}
     return value
 
 
-def _run(target: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-    def take(ref: Ref) -> torch.Tensor:
+def _call_target(target: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def take(ref: TensorRef) -> torch.Tensor:
         return tensors[ref.index]
 
-    return target(*substitute(args, take), **substitute(kwargs, take))
+    return target(*replace_refs(args, take), **replace_refs(kwargs, take))
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
+def _as_list(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-def _place(operator: Operator, view: View, case: Case, rank: int) -> Place:
+def _local_context(
+    operator: Operator, view: OperatorView, case: RuleCase, rank: int
+) -> LocalContext:
     choice = case.choice
     here = case.grid.coordinate(rank)
     ins = [
-        choice.layout_in(at, len(shape)).box(case.grid, shape, rank)
-        for at, shape in enumerate(view.ins)
+        choice.input_layout(at, len(shape)).box(case.grid, shape, rank)
+        for at, shape in enumerate(view.in_shapes)
     ]
     outs = [
-        choice.layout_out(at, len(shape)).box(case.grid, shape, rank)
-        for at, shape in enumerate(view.outs)
+        choice.output_layout(at, len(shape)).box(case.grid, shape, rank)
+        for at, shape in enumerate(view.out_shapes)
     ]
     sizes = {axis: case.grid.degree(axis) for axis in choice.splits}
-    return Place(operator, choice.splits, view.ins, view.outs, tuple(ins), tuple(outs), here, sizes)
+    return LocalContext(
+        operator,
+        choice.splits,
+        view.in_shapes,
+        view.out_shapes,
+        tuple(ins),
+        tuple(outs),
+        here,
+        sizes,
+    )
 
 
-_SHARES = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
+_TERM_FACTORS = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
 """What the ranks hold of a sum, of both signs; together 1."""
 
 
-def _cut(x: torch.Tensor, case: Case, place: int) -> list[torch.Tensor]:
+def _shard_input(x: torch.Tensor, case: RuleCase, place: int) -> list[torch.Tensor]:
     """Return what each rank holds of an input; sums are made of shares that differ."""
-    layout = case.choice.layout_in(place, x.dim())
+    layout = case.choice.input_layout(place, x.dim())
     found = []
     for rank in range(case.grid.size):
         share = 1.0
         here = case.grid.coordinate(rank)
         for axis in layout.sums:
-            share *= _SHARES[case.grid.degree(axis)][here[axis]]
+            share *= _TERM_FACTORS[case.grid.degree(axis)][here[axis]]
         part = x * share if layout.sums else x
         found.append(
             part[
@@ -221,16 +238,18 @@ def _cut(x: torch.Tensor, case: Case, place: int) -> list[torch.Tensor]:
     return found
 
 
-def _joined(parts: list[torch.Tensor], case: Case, states: dict[str, State]) -> torch.Tensor:
+def _join_shards(
+    parts: list[torch.Tensor], case: RuleCase, states: dict[str, State]
+) -> torch.Tensor:
     """Return the whole of what the ranks hold, the inner axes first."""
     for axis in reversed(case.grid.names):
         n = case.grid.degree(axis)
         groups = [parts[start : start + n] for start in range(0, len(parts), n)]
-        parts = [_together(group, states.get(axis)) for group in groups]
+        parts = [_join_group(group, states.get(axis)) for group in groups]
     return parts[0]
 
 
-def _together(group: list[torch.Tensor], state: State) -> torch.Tensor:
+def _join_group(group: list[torch.Tensor], state: State) -> torch.Tensor:
     if state == PARTIAL:
         return torch.stack(group).sum(0)
     if state is not None:
@@ -247,12 +266,12 @@ def main() -> int:
     """Print what is proven of each kind; return 1 if some rule is wrong."""
     table: dict[str, list[str]] = {kind: [] for kind in RULES}
     counts = dict.fromkeys(RULES, 0)
-    ways: dict[str, dict[Split, None]] = {kind: {} for kind in RULES}
-    for example in examples():
-        for case in cases(example):
+    ways: dict[str, dict[OpSplit, None]] = {kind: {} for kind in RULES}
+    for example in all_examples():
+        for case in list_cases(example):
             counts[example.kind] += 1
             ways[example.kind].update(dict.fromkeys(case.choice.splits.values()))
-            told = check(case)
+            told = check_case(case)
             if told:
                 table[example.kind].append(f"{case}: {told}")
     for kind in sorted(RULES):

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdrun.parallel.operators.graph.constraints import Sharding
+from pdrun.parallel.operators.graph.constraints import ModuleSharding
 
-UNIT = "pdrun_unit"
+UNIT_KEY = "pdrun_unit"
 """Key of ``node.meta``: path of the module that is called, or the empty string."""
 
 
 @dataclass(frozen=True)
-class Segment:
+class GraphSegment:
     """
     A stretch of a local graph.
 
@@ -34,26 +34,26 @@ class Segment:
     """
 
     module: fx.GraphModule
-    names: tuple[str, ...]
+    weight_names: tuple[str, ...]
 
 
-class Segmented(nn.Module):
+class SegmentedModule(nn.Module):
     """
     What the class of every submodule gets as a base: called with a `Segment`, it computes that.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the segment computes, or what the module does."""
-        if args and isinstance(args[0], Segment):
+        if args and isinstance(args[0], GraphSegment):
             segment, *tensors = args
-            return segment.module(*(tensor_at(self, name) for name in segment.names), *tensors)
+            return segment.module(*(get_tensor(self, name) for name in segment.names), *tensors)
         return super().forward(*args, **kwargs)
 
 
-class Call(nn.Module):
+class SegmentCall(nn.Module):
     """A place of a local graph where a submodule is called; the first argument is the model."""
 
-    def __init__(self, path: str, segment: Segment) -> None:
+    def __init__(self, path: str, segment: GraphSegment) -> None:
         super().__init__()
         self.path = path
         self.segment = segment
@@ -63,29 +63,29 @@ class Call(nn.Module):
         return model.get_submodule(self.path)(self.segment, *tensors)
 
 
-def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """Return a weight or buffer by its path."""
     path, _, key = name.rpartition(".")
     found: torch.Tensor = getattr(module.get_submodule(path), key)
     return found
 
 
-def derived(module: nn.Module, base: type[nn.Module]) -> None:
+def derive_class(module: nn.Module, base: type[nn.Module]) -> None:
     """
     Give a module a class of the same name that has ``base`` in front of the old one; ``forward``
     looks as before.
     """
     kind = type(module)
-    if (kind, base) not in _classes:
-        _classes[kind, base] = _derived(kind, base)
-    module.__class__ = _classes[kind, base]
+    if (kind, base) not in _derived_classes:
+        _derived_classes[kind, base] = _make_class(kind, base)
+    module.__class__ = _derived_classes[kind, base]
 
 
-_classes: dict[tuple[type, type], type[nn.Module]] = {}
+_derived_classes: dict[tuple[type, type], type[nn.Module]] = {}
 """One class for all layers of a kind: what they are compiled to is then the same."""
 
 
-def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+def _make_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(kind.forward)  # whose arguments say which keys of a batch it takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)
@@ -93,14 +93,14 @@ def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "forward": forward})
 
 
-def prepare(model: nn.Module) -> None:
+def accept_segments(model: nn.Module) -> None:
     """Have all submodules take segments."""
     for module in model.modules():
-        if module is not model and not isinstance(module, Segmented):
-            derived(module, Segmented)
+        if module is not model and not isinstance(module, SegmentedModule):
+            derive_class(module, SegmentedModule)
 
 
-def called(model: nn.Module) -> list[str]:
+def find_called_modules(model: nn.Module) -> list[str]:
     """
     Return the paths of the submodules that have to be called: the outermost with hooks or a forward
     of their own.
@@ -108,22 +108,24 @@ def called(model: nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
-        if name and not inside and ("forward" in module.__dict__ or _is_hooked(module)):
+        if name and not inside and ("forward" in module.__dict__ or _has_user_hooks(module)):
             found.append(name)
     return found
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _has_user_hooks(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), Sharding) for hook in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), ModuleSharding) for hook in hooks)
 
 
-def unit_of(module: str, paths: list[str]) -> str:
+def find_unit(module: str, paths: list[str]) -> str:
     """Return which of some modules an operator's module is, or is in; the empty string for none."""
     return next((path for path in paths if module == path or module.startswith(f"{path}.")), "")
 
 
-def segmented(root: nn.Module, graph: fx.Graph, names: list[str]) -> tuple[fx.Graph, list[str]]:
+def extract_segments(
+    root: nn.Module, graph: fx.Graph, names: list[str]
+) -> tuple[fx.Graph, list[str]]:
     """
     Return a graph in which stretches of equal `UNIT` are calls, and the names of the weights that
     are left to it.
@@ -132,7 +134,7 @@ def segmented(root: nn.Module, graph: fx.Graph, names: list[str]) -> tuple[fx.Gr
         root: has the modules and buffers of the graph, and gets the calls.
         graph: whose first placeholders are the model and the weights by name.
     """
-    return _Segmenter(root, graph, names).run()
+    return _Segmenter(root, graph, names).build_graph()
 
 
 class _Segmenter:
@@ -144,27 +146,27 @@ class _Segmenter:
             : len(names) + 1
         ]
         self.weights = dict(zip(weights, names, strict=True))
-        self.main = fx.Graph()
+        self.main_graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        self.calls = 0
-        self.known: dict[tuple[Any, ...], fx.GraphModule] = {}
+        self.call_count = 0
+        self.segment_graphs: dict[tuple[Any, ...], fx.GraphModule] = {}
         """
         The graphs of stretches, by what they compute: layers of a kind share one, and what it is
         compiled to.
         """
 
-    def run(self) -> tuple[fx.Graph, list[str]]:
+    def build_graph(self) -> tuple[fx.Graph, list[str]]:
         """Copy node by node, stretch by stretch."""
         at = 0
         while at < len(self.nodes):
-            unit = self.nodes[at].meta.get(UNIT, "")
+            unit = self.nodes[at].meta.get(UNIT_KEY, "")
             end = at + 1
-            while unit and end < len(self.nodes) and self.nodes[end].meta.get(UNIT, "") == unit:
+            while unit and end < len(self.nodes) and self.nodes[end].meta.get(UNIT_KEY, "") == unit:
                 end += 1
             if unit:
-                self._stretch(unit, self.nodes[at:end])
+                self._add_segment(unit, self.nodes[at:end])
             else:
-                self.made[self.nodes[at]] = self.main.node_copy(
+                self.made[self.nodes[at]] = self.main_graph.node_copy(
                     self.nodes[at], self.made.__getitem__
                 )
             at = end
@@ -173,10 +175,10 @@ class _Segmenter:
             if self.made[node].users:
                 left.append(name)
             else:
-                self.main.erase_node(self.made[node])
-        return self.main, left
+                self.main_graph.erase_node(self.made[node])
+        return self.main_graph, left
 
-    def _stretch(self, unit: str, nodes: list[fx.Node]) -> None:
+    def _add_segment(self, unit: str, nodes: list[fx.Node]) -> None:
         inside = set(nodes)
         entering = dict.fromkeys(
             one for node in nodes for one in node.all_input_nodes if one not in inside
@@ -192,20 +194,20 @@ class _Segmenter:
             made[node] = graph.node_copy(node, made.__getitem__)
         graph.output(tuple(made[node] for node in leaving))
         names = tuple(self.weights[one][len(unit) + 1 :] for one in own)
-        name = f"call_{self.calls}"
-        self.calls += 1
-        key = self._key(graph)
-        if key not in self.known:
-            self.known[key] = fx.GraphModule(self.root, graph, "Segment")
-        segment = Segment(self.known[key], names)
-        self.root.add_module(name, Call(unit, segment))
-        result = self.main.call_module(
+        name = f"call_{self.call_count}"
+        self.call_count += 1
+        key = self._graph_key(graph)
+        if key not in self.segment_graphs:
+            self.segment_graphs[key] = fx.GraphModule(self.root, graph, "Segment")
+        segment = GraphSegment(self.segment_graphs[key], names)
+        self.root.add_module(name, SegmentCall(unit, segment))
+        result = self.main_graph.call_module(
             name, (self.made[self.model], *(self.made[one] for one in others))
         )
         for place, node in enumerate(leaving):
-            self.made[node] = self.main.call_function(item, (result, place))
+            self.made[node] = self.main_graph.call_function(get_item, (result, place))
 
-    def _key(self, graph: fx.Graph) -> tuple[Any, ...]:
+    def _graph_key(self, graph: fx.Graph) -> tuple[Any, ...]:
         """Return what two graphs have in common only if they compute the same."""
         numbers = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
 
@@ -213,7 +215,7 @@ class _Segmenter:
             if node.op != "call_module":
                 return node.target
             module = self.root.get_submodule(str(node.target))
-            return getattr(module, "same", id(module))
+            return getattr(module, "compute_key", id(module))
 
         return tuple(
             (
@@ -225,6 +227,6 @@ class _Segmenter:
         )
 
 
-def item(values: Any, place: int) -> Any:
+def get_item(values: Any, place: int) -> Any:
     """Return one of several results."""
     return values[place]

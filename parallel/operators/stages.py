@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph.graph import Graph, Operator, Ref
-from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.redistribute import way
+from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph, TensorRef
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.redistribute import redistribution_path
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import Split
 
-WHERE = "pdrun.Operators in stages"
-ORDER = "Pipeline(stages={glob: stage}) in the order in which values flow"
+OPERATORS_IN_STAGES = "pdrun.Operators in stages"
+ORDER_HINT = "Pipeline(stages={glob: stage}) in the order in which values flow"
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePlan:
     """
     What one stage computes of a plan; without a pipeline, everything.
 
@@ -46,17 +46,17 @@ class Part:
     """
 
     stage: int
-    places: tuple[int, ...]
-    taken: Mapping[int, L]
-    given: Mapping[int, L]
-    ends: bool = True
+    operators: tuple[int, ...]
+    received: Mapping[int, L]
+    sent: Mapping[int, L]
+    is_last: bool = True
 
-    def source(self, plan: Plan, index: int) -> L:
+    def source_layout(self, plan: OperatorPlan, index: int) -> L:
         """Return how a tensor lies where this stage has it from."""
-        return self.taken[index] if index in self.taken else plan.source(index)
+        return self.received[index] if index in self.received else plan.source_layout(index)
 
 
-def locate(graph: Graph, cut: Split) -> None:
+def assign_stages(graph: OperatorGraph, split: Split) -> None:
     """
     Note on a graph which stage computes each operator.
 
@@ -65,100 +65,108 @@ def locate(graph: Graph, cut: Split) -> None:
             order than in one
             process, or a stage has nothing to compute; names stage and operator.
     """
-    graph.stages = cut.stages
+    graph.stage_count = split.stages
     for index, tensor in enumerate(graph.tensors):
-        unit = _unit(tensor.name, cut.units) if tensor.kind == "buffer" else None
+        unit = _enclosing_unit(tensor.name, split.units) if tensor.kind == "buffer" else None
         if unit is not None:
-            graph.origins[index] = cut.units[unit]
+            graph.tensor_stages[index] = split.units[unit]
     dropped = 0
     for place, operator in enumerate(graph.operators):
-        stage = _stage(graph, operator, cut)
-        if _draws(operator):
+        stage = _operator_stage(graph, operator, split)
+        if _draws_mask(operator):
             stage = 0 if stage is None else stage
             if stage < dropped:
                 what = f"{operator.name} of stage {stage} drops after a dropout of stage {dropped}"
                 raise UsageError(
-                    f"{what}: its mask would not be that of one process", where=WHERE, hint=ORDER
+                    f"{what}: its mask would not be that of one process",
+                    where=OPERATORS_IN_STAGES,
+                    hint=ORDER_HINT,
                 )
             dropped = stage
         graph.operators[place] = replace(operator, stage=stage)
         if stage is not None:
-            graph.origins.update(dict.fromkeys(operator.outputs, stage))
-    for stage in range(cut.stages):
+            graph.tensor_stages.update(dict.fromkeys(operator.outputs, stage))
+    for stage in range(split.stages):
         if not any(operator.stage == stage for operator in graph.operators):
-            names = ", ".join(cut.modules(stage))
+            names = ", ".join(split.modules(stage))
             raise UsageError(
                 f"stage {stage} computes nothing: forward calls none of {names}",
-                where=WHERE,
-                hint=ORDER,
+                where=OPERATORS_IN_STAGES,
+                hint=ORDER_HINT,
             )
 
 
-def _stage(graph: Graph, operator: Operator, cut: Split) -> int | None:
-    unit = _unit(operator.module, cut.units)
-    found = [(graph.origins[index], index) for index in operator.inputs if index in graph.origins]
+def _operator_stage(graph: OperatorGraph, operator: Operator, split: Split) -> int | None:
+    unit = _enclosing_unit(operator.module, split.units)
+    found = [
+        (graph.tensor_stages[index], index)
+        for index in operator.inputs
+        if index in graph.tensor_stages
+    ]
     latest, index = max(found, default=(None, -1))
     if unit is None:
         return latest
-    stage = cut.units[unit]
+    stage = split.units[unit]
     if latest is not None and latest > stage:
         what = f"{operator.name} of stage {stage} takes {graph.tensors[index].name}, which stage {latest} computes"
-        raise UsageError(what, where=operator.source or WHERE, hint=ORDER)
+        raise UsageError(what, where=operator.source or OPERATORS_IN_STAGES, hint=ORDER_HINT)
     return stage
 
 
-def _unit(name: str, units: Mapping[str, int]) -> str | None:
+def _enclosing_unit(name: str, units: Mapping[str, int]) -> str | None:
     """Return the unit that a name is, or lies in."""
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name or None
 
 
-def _draws(operator: Operator) -> bool:
+def _draws_mask(operator: Operator) -> bool:
     """Whether an operator draws a mask."""
     if operator.kind == "scaled_dot_product_attention":
-        return bool(operator.arg(4, "dropout_p", 0.0))
+        return bool(operator.get_arg(4, "dropout_p", 0.0))
     return (
-        "dropout" in operator.kind and bool(operator.arg(1, "p")) and bool(operator.arg(2, "train"))
+        "dropout" in operator.kind
+        and bool(operator.get_arg(1, "p"))
+        and bool(operator.get_arg(2, "train"))
     )
 
 
 # ---- what each stage computes, takes and gives ------------------------------
 
 
-def parts(plan: Plan) -> tuple[Part, ...]:
+def stage_plans(plan: OperatorPlan) -> tuple[StagePlan, ...]:
     """Return what each stage computes; one part where there is no pipeline."""
     graph = plan.graph
-    if not graph.stages:
-        return (Part(0, tuple(range(len(graph.operators))), {}, {}),)
-    makers = graph.makers()
-    results = [value.index for value in graph.results if isinstance(value, Ref)]
+    if not graph.stage_count:
+        return (StagePlan(0, tuple(range(len(graph.operators))), {}, {}),)
+    makers = graph.tensor_producers()
+    results = [value.index for value in graph.results if isinstance(value, TensorRef)]
     places: list[tuple[int, ...]] = []
     until: dict[int, int] = {}
     layouts: dict[int, L] = {}
-    for stage in range(graph.stages):
-        ends = stage == graph.stages - 1
+    for stage in range(graph.stage_count):
+        ends = stage == graph.stage_count - 1
         own = [place for place, operator in enumerate(graph.operators) if operator.stage == stage]
-        places.append(_with_common(graph, makers, own, results if ends else ()))
-        for index, wanted in _wanted(plan, places[-1], results if ends else ()):
-            if graph.origins.get(index, stage) < stage:
+        places.append(_add_common_operators(graph, makers, own, results if ends else ()))
+        for index, wanted in _wanted_layouts(plan, places[-1], results if ends else ()):
+            if graph.tensor_stages.get(index, stage) < stage:
                 until[index] = stage
                 if index not in layouts:
-                    layouts[index] = _travelling(plan, index, wanted)
-    found: list[Part] = []
+                    layouts[index] = _sent_layout(plan, index, wanted)
+    found: list[StagePlan] = []
     taken: dict[int, L] = {}
     for stage, some in enumerate(places):
         crossing = sorted(
-            index for index, end in until.items() if graph.origins[index] <= stage < end
+            index for index, end in until.items() if graph.tensor_stages[index] <= stage < end
         )
         given = {index: layouts[index] for index in crossing}
-        found.append(Part(stage, some, taken, given, stage == graph.stages - 1))
+        found.append(StagePlan(stage, some, taken, given, stage == graph.stage_count - 1))
         taken = given
     return tuple(found)
 
 
-def _with_common(
-    graph: Graph, makers: Mapping[int, int], own: Iterable[int], results: Iterable[int]
+def _add_common_operators(
+    graph: OperatorGraph, makers: Mapping[int, int], own: Iterable[int], results: Iterable[int]
 ) -> tuple[int, ...]:
     """Return some operators with those of every stage that they, or results, need."""
     found = set(own)
@@ -171,22 +179,24 @@ def _with_common(
     return tuple(sorted(found))
 
 
-def _wanted(plan: Plan, places: Iterable[int], results: Iterable[int]) -> Iterator[tuple[int, L]]:
+def _wanted_layouts(
+    plan: OperatorPlan, places: Iterable[int], results: Iterable[int]
+) -> Iterator[tuple[int, L]]:
     """Yield the tensors that operators and results take, with the layouts that they want."""
     for place in places:
         for at, index in enumerate(plan.graph.operators[place].inputs):
-            yield index, plan.choices[place].layout_in(at, len(plan.graph.shape(index)))
+            yield index, plan.shardings[place].input_layout(at, len(plan.graph.shape_of(index)))
     for index in results:
-        yield index, plan.result(index)
+        yield index, plan.result_layout(index)
 
 
-def _travelling(plan: Plan, index: int, wanted: L) -> L:
+def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
     """
     Return the layout in which a tensor travels to one that wants it in a layout: as it lies, but
     for sums.
     """
-    layout = plan.source(index)
-    for move in way(layout, wanted):
+    layout = plan.source_layout(index)
+    for move in redistribution_path(layout, wanted):
         if not layout.sums:
             break
         layout = move.after
@@ -196,7 +206,7 @@ def _travelling(plan: Plan, index: int, wanted: L) -> L:
 # ---- who holds which weight -------------------------------------------------
 
 
-def holders(plan: Plan, cut: Split, names: Mapping[str, list[str]]) -> Split:
+def assign_weights(plan: OperatorPlan, split: Split, names: Mapping[str, list[str]]) -> Split:
     """
     Return a split in which every stage holds the weights that its operators use.
 
@@ -206,18 +216,18 @@ def holders(plan: Plan, cut: Split, names: Mapping[str, list[str]]) -> Split:
     Args:
         names: all names of a weight, by its first.
     """
-    loose: dict[str, Any] = dict(cut.loose)
-    every = tuple(range(cut.stages))
+    loose: dict[str, Any] = dict(split.loose)
+    every = tuple(range(split.stages))
     used: dict[str, set[int]] = {}
-    for part in parts(plan):
-        for place in part.places:
+    for part in stage_plans(plan):
+        for place in part.operators:
             for index in plan.graph.operators[place].inputs:
                 if plan.graph.tensors[index].kind == "param":
                     used.setdefault(plan.graph.tensors[index].name, set()).add(part.stage)
     for first, stages in used.items():
-        own = {stage for name in names[first] for stage in cut.holders(name)}
+        own = {stage for name in names[first] for stage in split.holders(name)}
         if all(loose.get(name) == every for name in names[first]):
             loose |= dict.fromkeys(names[first], tuple(sorted(stages)))
         elif stages - own:
-            loose[first] = tuple(sorted({*cut.holders(first), *(stages - own)}))
-    return replace(cut, loose=loose)
+            loose[first] = tuple(sorted({*split.holders(first), *(stages - own)}))
+    return replace(split, loose=loose)

@@ -25,12 +25,17 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.choose_splits import OPERATORS_API, DimCounts, SplitChooser, missing_rule_error
+from pdrun.parallel.operators.choose_splits import (
+    OPERATORS_API,
+    DimCounts,
+    SplitChooser,
+    missing_rule_error,
+)
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, decode_layout, is_layout
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.plan import OperatorSharding
-from pdrun.parallel.operators.rules.rule import splits_of, view_of
-from pdrun.parallel.tensor.sequence_parallel import Replicate
+from pdrun.parallel.operators.rules.rule import list_splits, view_operator
+from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,15 @@ class OpLayout:
         if not isinstance(self.in_, tuple) or not (self.out is None or is_layout(self.out)):
             hint = 'OpLayout(in_=(L("dp", "tp"), None), out=L("dp", None))'
             raise UsageError(
-                f"{self} has no tuple of inputs, or no layout as its result", where=OPERATORS_API, hint=hint
+                f"{self} has no tuple of inputs, or no layout as its result",
+                where=OPERATORS_API,
+                hint=hint,
             )
 
 
 Cut = OpLayout
 """The former name of `OpLayout`; it will be removed in 0.2."""
-StrategyEntry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | Replicate
+StrategyEntry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | ReplicateStyle
 
 
 @dataclass
@@ -81,7 +88,11 @@ class UserLayouts:
 
 
 def resolve_entries(
-    graph: OperatorGraph, grid: Grid, mesh: Grid, entries: Mapping[str, StrategyEntry], weight_layouts: Mapping[str, LayoutSpec]
+    graph: OperatorGraph,
+    grid: Grid,
+    mesh: Grid,
+    entries: Mapping[str, StrategyEntry],
+    weight_layouts: Mapping[str, LayoutSpec],
 ) -> UserLayouts:
     """
     Return what the entries of a strategy and the constraints inside a model mean for a graph.
@@ -194,14 +205,21 @@ class _EntryResolver:
         if index is None:
             raise UsageError(f"no operator uses the weight {name}", where=OPERATORS_API)
         layout = self._drop_data_axes(
-            self._to_mesh_axes(given, name, has_batch=False), self.graph.shape_of(index), name, has_batch=False
+            self._to_mesh_axes(given, name, has_batch=False),
+            self.graph.shape_of(index),
+            name,
+            has_batch=False,
         )
         if layout.sums:
-            raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=OPERATORS_API)
+            raise UsageError(
+                f"{name}: a weight is never a sum, as in {layout}", where=OPERATORS_API
+            )
         old = self.layouts.weights.setdefault(index, layout)
         if old != layout:
             first = self.layouts.entry_names.get(-1 - index, name)
-            raise UsageError(f"{name} is {old} for {first} and {layout} for {entry_name}", where=OPERATORS_API)
+            raise UsageError(
+                f"{name} is {old} for {first} and {layout} for {entry_name}", where=OPERATORS_API
+            )
         self.layouts.entry_names.setdefault(-1 - index, entry_name)
 
     def follow_weights(self) -> None:
@@ -227,7 +245,9 @@ class _EntryResolver:
                     for index in operator.inputs
                 )
                 said = self.layouts.entry_names.get(-1 - cut[0], "")
-                self.layouts.shardings[place] = self._choose_sharding(place, wanted, None, said, by_weight=True)
+                self.layouts.shardings[place] = self._choose_sharding(
+                    place, wanted, None, said, by_weight=True
+                )
 
     # ---- operators ----------------------------------------------------------
 
@@ -237,7 +257,7 @@ class _EntryResolver:
             what = f"{self.graph.operators[position].display_name} is configured by {self.layouts.entry_names[position]} and by {entry_name}"
             raise UsageError(what, where=OPERATORS_API)
         self.layouts.entry_names[position] = entry_name
-        if isinstance(entry, Replicate):
+        if isinstance(entry, ReplicateStyle):
             self.layouts.replicated.add(position)
             self.layouts.shardings[position] = OperatorSharding({}, (), self.grid.names)
             return
@@ -252,7 +272,8 @@ class _EntryResolver:
         if len(cut.in_) > len(self.graph.operators[position].inputs):
             count = len(self.graph.operators[position].inputs)
             raise UsageError(
-                f"{entry_name} has {count} inputs, {len(cut.in_)} are described", where=OPERATORS_API
+                f"{entry_name} has {count} inputs, {len(cut.in_)} are described",
+                where=OPERATORS_API,
             )
         for one in cut.in_:
             if not (one is None or is_layout(one)) or (
@@ -260,7 +281,9 @@ class _EntryResolver:
             ):
                 what = f"{entry_name}: {one!r} is neither a layout nor a tuple of counts"
                 raise UsageError(
-                    what, where=OPERATORS_API, hint="an operator of one input has ((2, 4),), with a comma"
+                    what,
+                    where=OPERATORS_API,
+                    hint="an operator of one input has ((2, 4),), with a comma",
                 )
         out = None
         if cut.out is not None:
@@ -269,9 +292,12 @@ class _EntryResolver:
             self.layouts.results[position] = out
         if cut.in_:
             wanted = tuple(
-                self._to_mesh_axes(one, entry_name) if isinstance(one, DeviceMatrixLayout) else one for one in cut.in_
+                self._to_mesh_axes(one, entry_name) if isinstance(one, DeviceMatrixLayout) else one
+                for one in cut.in_
             )
-            self.layouts.shardings[position] = self._choose_sharding(position, wanted, out, entry_name)
+            self.layouts.shardings[position] = self._choose_sharding(
+                position, wanted, out, entry_name
+            )
 
     def apply_constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""
@@ -290,7 +316,9 @@ class _EntryResolver:
         """
         try:
             if isinstance(given, DeviceMatrixLayout):
-                return to_mesh_layout(given, self.grid if given.grid.size == self.grid.size else self.mesh)
+                return to_mesh_layout(
+                    given, self.grid if given.grid.size == self.grid.size else self.mesh
+                )
             if isinstance(given, L):
                 return given
             try:
@@ -300,21 +328,29 @@ class _EntryResolver:
                     raise
             return match_counts(given, self.mesh, ("dp", *self.grid.names))
         except UsageError as error:
-            raise UsageError(f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint) from None
+            raise UsageError(
+                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
+            ) from None
 
-    def _drop_data_axes(self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True) -> L:
+    def _drop_data_axes(
+        self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True
+    ) -> L:
         """Return a layout without data axes, which cut the batch anyway."""
         try:
             layout.check(self.mesh, shape)
         except UsageError as error:
-            raise UsageError(f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint) from None
+            raise UsageError(
+                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
+            ) from None
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 if axis not in self.grid.names and not (axis == "dp" and dim == 0 and has_batch):
                     what = f"{entry_name}: {layout} has {axis} cut dim {dim}"
                     hint = "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
                     raise UsageError(what, where=OPERATORS_API, hint=hint)
-        plain = tuple(tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims)
+        plain = tuple(
+            tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims
+        )
         return L(*plain, sums=tuple(axis for axis in layout.sums if self._is_tensor_axis(axis)))
 
     def _is_tensor_axis(self, axis: str) -> bool:
@@ -329,8 +365,8 @@ class _EntryResolver:
         by_weight: bool = False,
     ) -> OperatorSharding:
         operator = self.graph.operators[position]
-        view = view_of(self.graph, operator)
-        splits = splits_of(view)
+        view = view_operator(self.graph, operator)
+        splits = list_splits(view)
         if splits is None:
             raise missing_rule_error(operator)
         if any(isinstance(one, tuple) for one in wanted):
@@ -339,7 +375,9 @@ class _EntryResolver:
         for at, one in enumerate(wanted):
             batch = self.graph.tensors[operator.inputs[at]].kind != "param"
             layouts.append(
-                self._drop_data_axes(one, view.ins[at], entry_name, batch) if isinstance(one, L) else None
+                self._drop_data_axes(one, view.in_shapes[at], entry_name, batch)
+                if isinstance(one, L)
+                else None
             )
         return self.chooser.choose_by_layouts(operator, splits, layouts, out, entry_name, by_weight)
 

@@ -87,7 +87,7 @@ class Stages:
             holders.setdefault(names[name], set()).update(cut.holders(name))
         for name, stage in cut.units.items():
             module = model.get_submodule(name)
-            module._pdrun_unit = Unit(self, name, stage)
+            module._pdrun_unit = Unit(self.find_running, name, stage, self.mine)
             module.__class__ = staged(type(module))
             if stage in self.weights:
                 self.weights[stage] += [
@@ -124,12 +124,16 @@ class Stages:
         """
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
-            gone = each.__dict__.setdefault("_pdrun_absent", {})
+            gone = each.__dict__.setdefault("_pdrun_remote", {})
             for held in (each._parameters, each._buffers):
                 for own, tensor in list(held.items()):
                     if tensor is None or set(self.cut.loose.get(prefix + own, ())) & set(self.mine):
                         continue
-                    gone[own] = (prefix + own, self, self.make(tuple(tensor.shape), tensor.dtype))
+                    gone[own] = (
+                        prefix + own,
+                        self.find_running,
+                        self.make(tuple(tensor.shape), tensor.dtype),
+                    )
                     del held[own]
             if each is not module:
                 each.__class__ = absent(type(each))
@@ -145,8 +149,12 @@ class Stages:
                     if param is not None and param.requires_grad:
                         self.weights[stage].append(param)
             elif param is not None:
-                gone = module.__dict__.setdefault("_pdrun_absent", {})
-                gone[own] = (name, self, self.make(tuple(param.shape), param.dtype))
+                gone = module.__dict__.setdefault("_pdrun_remote", {})
+                gone[own] = (
+                    name,
+                    self.find_running,
+                    self.make(tuple(param.shape), param.dtype),
+                )
                 del module._parameters[own]
                 module.__class__ = absent(type(module))
 
@@ -154,6 +162,10 @@ class Stages:
         """Return a blank."""
         with self.blank:
             return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def find_running(self) -> Pass | None:
+        """Return the pass that runs now; None outside of one."""
+        return self.current
 
     def going(self) -> Pass:
         """
@@ -243,6 +255,10 @@ class Pass:
     def told(self, calls: int) -> Record:
         """Return what to tell the next stage."""
         return Record(self._door, self._leaves, tuple(self._sent), calls, tuple(self._returned))
+
+    def note_remote_read(self, name: str) -> None:
+        """Note that a weight of another stage was read."""
+        self.read.append(name)
 
     def call(
         self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,24 +8,49 @@ aren't here as blanks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.metadata import WHERE
 
-if TYPE_CHECKING:
-    from pdrun.parallel.pipeline.stage import Stages
+
+class RunningStage(Protocol):
+    """The forward pass of a stage, as the modules of the model see it."""
+
+    def call(
+        self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what the call of a unit means in the stage."""
+        ...
+
+    def note_remote_read(self, name: str) -> None:
+        """Note that a weight of another stage was read."""
+        ...
+
+
+Lookup = Callable[[], RunningStage | None]
+"""Returns the forward pass that runs now; None outside of one."""
 
 
 class Unit:
-    """What a module at which a model may be cut knows: its name and its stage."""
+    """
+    What a module at which the model can be split knows.
 
-    def __init__(self, stages: Stages, name: str, stage: int) -> None:
-        self.stages = stages
+    Attributes:
+        lookup: returns the forward pass that runs now.
+        name: of the module.
+        stage: of the module.
+        own_stages: the stages of this rank.
+    """
+
+    def __init__(self, lookup: Lookup, name: str, stage: int, own_stages: tuple[int, ...]) -> None:
+        self.lookup = lookup
         self.name = name
         self.stage = stage
+        self.own_stages = own_stages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return itself."""
@@ -36,13 +61,14 @@ class Absent:
     """A module whose weights are on another stage: they read as blanks."""
 
     def __getattr__(self, name: str) -> Any:
-        gone: dict[str, tuple[str, Stages, Any]] = self.__dict__.get("_pdrun_absent", {})
-        if name not in gone:
+        remote: dict[str, tuple[str, Lookup, Any]] = self.__dict__.get("_pdrun_remote", {})
+        if name not in remote:
             return super().__getattr__(name)  # type: ignore[misc]
-        full, stages, blank = gone[name]
-        if stages.current is not None:
-            stages.current.read.append(full)
-        return blank
+        full_name, lookup, placeholder = remote[name]
+        running = lookup()
+        if running is not None:
+            running.note_remote_read(full_name)
+        return placeholder
 
 
 class Staged(Absent):
@@ -51,12 +77,12 @@ class Staged(Absent):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what a call means in the stage that runs; outside of one, what it always means."""
         unit: Unit = self.__dict__["_pdrun_unit"]
-        one = unit.stages.current
-        if one is not None:
-            return one.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
-        if unit.stage not in unit.stages.mine:
+        running = unit.lookup()
+        if running is not None:
+            return running.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+        if unit.stage not in unit.own_stages:
             what = (
-                f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.stages.mine)}"
+                f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.own_stages)}"
             )
             raise UsageError(
                 what, where=WHERE, hint="run.step and run.evaluate run a model in stages"

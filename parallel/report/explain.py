@@ -78,17 +78,17 @@ def build_plan(state: RunState) -> RunPlan:
             "weights": [w.name for w in part.weights],
             "bytes": part.layout.numel * part.dtype.itemsize,
             "shards": part.comm.shards,
-            "sums": [*state.mesh.data_axes, *part.weights[0].sums],
+            "sums": [*state.mesh.data_axes, *part.weights[0].sum_axes],
         }
         for part in state.engine.bundles
     )
     mesh = {axis: state.mesh.degree(axis) for axis in state.mesh.grid.names}
     tiles = {
-        w.name: {"shape": list(w.tile.shape), "layout": str(w.tile.layout), "sums": list(w.sums)}
+        w.name: {"shape": list(w.shard.shape), "layout": str(w.shard.layout), "sums": list(w.sum_axes)}
         for w in state.engine.weights
-        if w.sums or w.tile.shape != w.shape
+        if w.sum_axes or w.shard.shape != w.shape
     }
-    alone = tuple(weight.name for weight in state.engine.weights if weight.alone)
+    alone = tuple(weight.name for weight in state.engine.weights if weight.unsynced)
     return RunPlan(
         mesh,
         settings.level,
@@ -112,7 +112,7 @@ def explain_run(state: RunState, batch: Any = None) -> str:
     plan = build_plan(state)
     world = state.data_group.world
     rows = state.row_axis.size
-    trained = [weight for weight in state.engine.weights if weight.trained]
+    trained = [weight for weight in state.engine.weights if weight.is_trained]
     total = sum(weight.numel for weight in trained)
     slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
     lines = [
@@ -169,13 +169,13 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
     by_layout: dict[str, list[str]] = {}
     by_sums: dict[str, list[str]] = {}
     for weight in state.engine.weights:
-        if weight.tile.shape != weight.shape:
-            by_layout.setdefault(str(weight.tile.layout), []).append(weight.name)
-        if weight.sums:
-            by_sums.setdefault(" and ".join(weight.sums), []).append(weight.name)
+        if weight.shard.shape != weight.shape:
+            by_layout.setdefault(str(weight.shard.layout), []).append(weight.name)
+        if weight.sum_axes:
+            by_sums.setdefault(" and ".join(weight.sum_axes), []).append(weight.name)
     lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
     if state.mesh.tensor_axes and by_layout:
-        rest = [weight.name for weight in state.engine.weights if weight.tile.shape == weight.shape]
+        rest = [weight.name for weight in state.engine.weights if weight.shard.shape == weight.shape]
         lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
     lines += [
         f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()

@@ -208,7 +208,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     cut = {weight.name for part in engine.cuts for weight in part.weights}
     policy = state.settings.precision
     kept = sum(
-        w.numel * policy.weight_dtype(w.dtype, w.wide).itemsize
+        w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize
         for w in engine.weights
         if w.name not in cut
     )
@@ -259,7 +259,7 @@ def _gradient_bytes(state: RunState) -> int:
         size = part.layout.numel * part.dtype.itemsize
         waiting = max(
             waiting,
-            sum(w.numel * policy.weight_dtype(w.dtype, w.wide).itemsize for w in part.weights),
+            sum(w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize for w in part.weights),
         )
         if part.comm.shards == 1:
             totals += size

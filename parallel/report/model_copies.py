@@ -10,12 +10,12 @@ from torch import nn
 
 from pdrun.parallel.checkpoint.export import full_buffers
 from pdrun.parallel.model import param_hooks, recompute
-from pdrun.parallel.model.forward_wrapper import unwrap
-from pdrun.parallel.model.shards import set_tile
+from pdrun.parallel.model.forward_wrapper import unwrap_forwards
+from pdrun.parallel.model.shards import set_shard
 from pdrun.parallel.zero.full_tensors import weights_by_name
 
 if TYPE_CHECKING:
-    from pdrun.parallel.model.shard_map import Entry
+    from pdrun.parallel.model.shard_map import WeightInfo
     from pdrun.parallel.model.weights import Weight
     from pdrun.parallel.training.state import RunState
 
@@ -25,15 +25,15 @@ def reference_copy(state: RunState) -> nn.Module:
     memo: dict[int, Any] = {}
     full = weights_by_name(state.engine)
 
-    def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
-        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.wide)
-        return param_hooks.carry(
-            param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
+    def value_of(weight: WeightInfo | Weight, param: nn.Parameter) -> nn.Parameter:
+        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
+        return param_hooks.copy_hooks(
+            param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.is_trained)
         )
 
     if state.original_model is not None:
         params = dict(state.original_model.named_parameters())
-        for entry in state.engine.catalogue.entries:
+        for entry in state.engine.catalogue.weights:
             memo[id(params[entry.name])] = value_of(entry, params[entry.name])
         made = copy.deepcopy(state.original_model, memo)
         here = full_buffers(state)
@@ -45,7 +45,7 @@ def reference_copy(state: RunState) -> nn.Module:
     for weight in state.engine.weights:
         memo[id(weight.param)] = value_of(weight, weight.param)
     made = copy.deepcopy(state.model, memo)
-    unwrap(made)
+    unwrap_forwards(made)
     return made
 
 
@@ -56,13 +56,13 @@ def meta_copy(state: RunState, fake: Any) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for weight in state.engine.weights:
-        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.wide)
+        dtype = state.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
         value = torch.empty(weight.shape, dtype=dtype, device=state.device)
-        memo[id(weight.param)] = set_tile(nn.Parameter(value, weight.trained), weight.tile)
+        memo[id(weight.param)] = set_shard(nn.Parameter(value, weight.is_trained), weight.shard)
     for buffer in state.model.buffers():
         memo[id(buffer)] = fake.from_tensor(buffer)
     made = copy.deepcopy(state.model, memo)
-    unwrap(made)
+    unwrap_forwards(made)
     if state.recompute is not None:
-        recompute.apply(made, state.recompute)
+        recompute.apply_recompute(made, state.recompute)
     return made

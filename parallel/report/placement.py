@@ -28,8 +28,8 @@ def weight_layouts(state: RunState) -> dict[str, Any]:
         tuple[tuple[int, ...], tuple[ShardRanges | None, ...]], dict[str, Any]
     ] = {}  # blocks repeat
     found = {}
-    for entry in state.engine.catalogue.entries:
-        parts = tuple(held.get(entry.index) for held in state.engine.holders.parts)
+    for entry in state.engine.catalogue.weights:
+        parts = tuple(held.get(entry.index) for held in state.engine.holders.regions)
         if (entry.shape, parts) not in known:
             known[entry.shape, parts] = _describe_layout(grid, entry.shape, parts)
         found[entry.name] = {"shape": list(entry.shape), **known[entry.shape, parts]}

@@ -241,7 +241,7 @@ def _compute_reference(
     totals = []
     counts = []
     rows_of = []
-    with sync_batchnorm.alone():
+    with sync_batchnorm.local_statistics():
         for index, rows in order:
             if len(rows):
                 part = to_device(

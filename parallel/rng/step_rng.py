@@ -33,13 +33,13 @@ from torch.nn import functional
 from pdrun.parallel import torch_compat
 from pdrun.parallel.layouts.sequence_order import Ranges
 from pdrun.parallel.rng.dropout_functions import REPLACEMENTS
-from pdrun.parallel.rng.hashing import keep_mask, keep_elements, mix_bits
+from pdrun.parallel.rng.hashing import keep_elements, keep_mask, mix_bits
 from pdrun.parallel.rng.shard_region import (
+    apply_sequence,
     cuts_of,
     flat_indices,
     restore_regions,
     save_regions,
-    apply_sequence,
 )
 
 _active: StepRNG | None = None

@@ -10,28 +10,28 @@ from typing import Any
 from torch import nn
 
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.tensor import linear, multihead
 from pdrun.parallel.tensor.sequence_parallel import make_region
 from pdrun.parallel.tensor.style import (
-    Cuts,
-    Entry,
-    Names,
-    Place,
-    Seat,
-    Style,
-    become,
+    AxisNames,
+    GridPosition,
+    ModuleContext,
+    ModuleStyle,
+    ShardRanges,
+    SharedInput,
     check_forward,
-    nothing_cut,
-    refuse,
-    same,
-    shown,
+    format_axes,
+    identity,
+    no_shard_ranges,
+    style_error,
+    swap_class,
 )
 
-HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
-WIDTHS = ("split_size", "all_head_size", "inner_dim")
+HEAD_COUNT_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+KV_HEAD_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+GROUP_SIZE_NAMES = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
+TOTAL_WIDTH_NAMES = ("split_size", "all_head_size", "inner_dim")
 """
 Names under which modules keep their numbers of heads, queries to a key, and the width of all heads
 together.
@@ -39,7 +39,7 @@ together.
 
 
 @dataclass(frozen=True)
-class Counts:
+class HeadCounts:
     """How many heads an attention has, in all and on this rank."""
 
     heads: int
@@ -58,10 +58,10 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Heads(Style):
+class HeadsStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.styles.heads`."""
 
-    axis: Names
+    axis: AxisNames
     heads: int | str | None = None
     kv_heads: int | str | None = None
     divide: tuple[str, ...] = ()
@@ -69,32 +69,34 @@ class Heads(Style):
     """The dim along which the first argument is cut: what the linear modules inside were told."""
 
     def __str__(self) -> str:
-        return f"heads over {shown(self.axis)}"
+        return f"heads over {format_axes(self.axis)}"
 
-    def count(self, name: str, module: nn.Module, parts: int) -> Counts:
+    def count_heads(self, name: str, module: nn.Module, parts: int) -> HeadCounts:
         """
         Return the attention's heads.
 
         Raises:
             UsageError: their number is not known, or ``parts`` ranks cannot share them.
         """
-        heads = _number(name, module, self.heads, HEADS)
+        heads = _find_head_count(name, module, self.heads, HEAD_COUNT_NAMES)
         if heads is None:
             hint = "heads(axis, heads=...): the attribute that has it, or the number"
-            raise refuse(name, f"how many heads a {type(module).__name__} has is not known", hint)
-        kv = _number(name, module, self.kv_heads, KV_HEADS) or heads
+            raise style_error(
+                name, f"how many heads a {type(module).__name__} has is not known", hint
+            )
+        kv = _find_head_count(name, module, self.kv_heads, KV_HEAD_COUNT_NAMES) or heads
         what = f"{heads} heads" + (f" with {kv} of keys and values" if kv != heads else "")
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
         if parts not in fits:
             hint = f"these fit: {', '.join(map(str, fits))}"
-            raise refuse(
-                name, f"{what} cannot be cut over {parts} ranks ({shown(self.axis)})", hint
+            raise style_error(
+                name, f"{what} cannot be cut over {parts} ranks ({format_axes(self.axis)})", hint
             )
-        return Counts(heads, kv, parts)
+        return HeadCounts(heads, kv, parts)
 
-    def within(
-        self, name: str, module: nn.Module, inside: dict[str, Style], seat: Seat
-    ) -> dict[str, Style]:
+    def style_inner_modules(
+        self, name: str, module: nn.Module, inside: dict[str, ModuleStyle], position: GridPosition
+    ) -> dict[str, ModuleStyle]:
         """
         Return the styles of the linear modules in the attention, which heads decide about.
 
@@ -104,93 +106,108 @@ class Heads(Style):
         Raises:
             UsageError: a linear module's output is no number of heads.
         """
-        counts = self.count(name, module, seat.parts(self.axis))
+        counts = self.count_heads(name, module, position.part_count(self.axis))
         if isinstance(module, nn.MultiheadAttention) and inside:
             what = (
                 f"torch's attention is cut as one, and {next(iter(inside))} has a style of its own"
             )
-            raise refuse(name, what, "leave its modules out of the globs")
+            raise style_error(name, what, "leave its modules out of the globs")
         rows = [
-            linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[0]
+            linear.full_sizes(f"{name}.{key}", module.get_submodule(key))[0]
             for key, style in inside.items()
-            if isinstance(style, linear.Row)
+            if isinstance(style, linear.RowStyle)
         ]
         width = getattr(module, "head_dim", None) or (rows[0] // counts.heads if rows else None)
-        found: dict[str, Style] = {}
+        found: dict[str, ModuleStyle] = {}
         for key, style in inside.items():
-            if isinstance(style, linear.Col):
-                size = linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[1]
-                found[key] = _column(f"{name}.{key}", style, size, counts, width)
+            if isinstance(style, linear.ColStyle):
+                size = linear.full_sizes(f"{name}.{key}", module.get_submodule(key))[1]
+                found[key] = _column_style(f"{name}.{key}", style, size, counts, width)
         # attentions take lengths from their input: it has to be whole before they see it
         dims = {
             style.sequence
             for style in found.values()
-            if isinstance(style, (linear.Col, linear.Shared))
+            if isinstance(style, (linear.ColStyle, linear.SharedColStyle))
         } - {None}
         if dims:
             found[""] = replace(self, sequence=dims.pop())
         if dims:
-            raise refuse(name, "its linear modules cut the sequence along different dims")
+            raise style_error(name, "its linear modules cut the sequence along different dims")
         return found
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """
         Nothing: weights of its own are somebody else's to speak of, but for those of torch's
         attention.
         """
         check_forward(name, module)
-        self._attributes(name, module, self.count(name, module, seat.parts(self.axis)))
+        self._local_attributes(
+            name, module, self.count_heads(name, module, position.part_count(self.axis))
+        )
         if isinstance(module, nn.MultiheadAttention):
-            return multihead.tiles(name, module, self.axis, seat)
+            return multihead.shard_multihead(name, module, self.axis, position)
         return {}
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Have the module count this rank's heads."""
-        counts = self.count(name, module, axis.size)
-        for key, value in self._attributes(name, module, counts).items():
+        counts = self.count_heads(name, module, axis.size)
+        for key, value in self._local_attributes(name, module, counts).items():
             setattr(module, key, value)
-        enter = same if self.sequence is None else entry
+        enter = identity if self.sequence is None else shared_input
         low = axis.index * counts.local_heads
-        here: Cuts = {
+        here: ShardRanges = {
             1: (low, low + counts.local_heads, counts.heads)
         }  # of [rows, heads, queries, keys]
-        place = Place(axis, enter, same, nothing_cut if axis.size == 1 else lambda x: here)
+        place = ModuleContext(
+            axis, enter, identity, no_shard_ranges if axis.size == 1 else lambda x: here
+        )
         if isinstance(module, nn.MultiheadAttention):
             module._heads = (low, counts.heads)
             module._qkv_same_embed_dim = (
                 False  # layers around it read this, and then leave its weights alone
             )
-            become(module, multihead.MultiheadParallel, place)
+            swap_class(module, multihead.MultiheadParallel, place)
         else:
             make_region(module, place)
 
-    def _attributes(self, name: str, module: nn.Module, counts: Counts) -> dict[str, int]:
+    def _local_attributes(self, name: str, module: nn.Module, counts: HeadCounts) -> dict[str, int]:
         """
         Return the attributes that depend on the number of heads, with the values for this rank.
         """
         found: dict[str, int] = {}
         given: tuple[tuple[Any, tuple[str, ...], int, int], ...] = (
-            (self.heads, HEADS, counts.heads, counts.local_heads),
-            (self.kv_heads, KV_HEADS, counts.kv, counts.local_kv),
-            (None, GROUPS, counts.heads // counts.kv, counts.local_heads // counts.local_kv),
+            (self.heads, HEAD_COUNT_NAMES, counts.heads, counts.local_heads),
+            (self.kv_heads, KV_HEAD_COUNT_NAMES, counts.kv, counts.local_kv),
+            (
+                None,
+                GROUP_SIZE_NAMES,
+                counts.heads // counts.kv,
+                counts.local_heads // counts.local_kv,
+            ),
         )
         for own, known, whole, local in given:
             for key in (own,) if isinstance(own, str) else known:
                 if getattr(module, key, None) == whole:
                     found[key] = local
         width = getattr(module, "head_dim", None)
-        for key in WIDTHS:
+        for key in TOTAL_WIDTH_NAMES:
             if width and getattr(module, key, None) == counts.heads * width:
                 found[key] = counts.local_heads * width
         for key in self.divide:
             value = getattr(module, key, None)
             if not isinstance(value, int) or value % counts.parts:
-                raise refuse(name, f"its {key}, {value!r}, cannot be divided by {counts.parts}")
+                raise style_error(
+                    name, f"its {key}, {value!r}, cannot be divided by {counts.parts}"
+                )
             found[key] = value // counts.parts
         return found
 
 
-def _number(
+def _find_head_count(
     name: str, module: nn.Module, given: int | str | None, known: tuple[str, ...]
 ) -> int | None:
     """
@@ -202,7 +219,7 @@ def _number(
     if isinstance(given, str):
         value = getattr(module, given, None)
         if not isinstance(value, int):
-            raise refuse(name, f"its {given} is {value!r}, no number of heads")
+            raise style_error(name, f"its {given} is {value!r}, no number of heads")
         return value
     for source in (module, getattr(module, "config", None)):
         for key in known:
@@ -212,7 +229,9 @@ def _number(
     return None
 
 
-def _column(name: str, style: linear.Col, size: int, counts: Counts, width: int | None) -> Style:
+def _column_style(
+    name: str, style: linear.ColStyle, size: int, counts: HeadCounts, width: int | None
+) -> ModuleStyle:
     """
     Return what becomes of a linear module of ``size`` outputs in an attention of some heads of some
     width.
@@ -224,25 +243,27 @@ def _column(name: str, style: linear.Col, size: int, counts: Counts, width: int 
     fused = (heads + 2 * kv) * width
     if style.blocks != 1:
         if kv < counts.parts:
-            raise refuse(
+            raise style_error(
                 name,
                 f"{kv} heads of keys and values for {counts.parts} ranks need q, k and v by themselves",
             )
-        uneven = [block for block in style.sizes(name, size) if block % (width * counts.parts)]
+        uneven = [
+            block for block in style.block_sizes(name, size) if block % (width * counts.parts)
+        ]
         if uneven:
-            raise refuse(
+            raise style_error(
                 name,
                 f"a block of {uneven[0]} does not divide into {counts.parts} parts of heads of {width}",
             )
-        return replace(style, entered=style.sequence is not None)
+        return replace(style, is_input_gathered=style.sequence is not None)
     if size == fused:
         hint = "col(axis, blocks=3) where all of q comes first, then k and v; blocks=(size,) where each head has its own"
-        raise refuse(name, "how q, k and v lie side by side in its output is not known", hint)
+        raise style_error(name, "how q, k and v lie side by side in its output is not known", hint)
     if size == kv * width and kv < counts.parts:
-        return linear.Shared(style.axis, style.sequence, kv, style.sequence is not None)
+        return linear.SharedColStyle(style.axis, style.sequence, kv, style.sequence is not None)
     if size % (width * counts.parts):
-        raise refuse(
+        raise style_error(
             name,
             f"its output of {size} does not divide into {counts.parts} parts of heads of {width}",
         )
-    return replace(style, entered=style.sequence is not None)
+    return replace(style, is_input_gathered=style.sequence is not None)

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.autograd import all_gather, all_reduce, slice_to_shard
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.model.shards import Tile, tile_of
+from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor.style import (
-    Entry,
-    Names,
-    Place,
-    Seat,
-    Style,
-    become,
+    AxisNames,
+    GridPosition,
+    ModuleContext,
+    ModuleStyle,
+    SharedInput,
     check_forward,
-    refuse,
-    same,
-    scatter_parts,
-    shown,
+    format_axes,
+    identity,
+    reduce_scatter_parts,
+    style_error,
+    swap_class,
 )
 
 
@@ -51,39 +51,39 @@ def out_dim(name: str, module: nn.Module) -> int:
     check_forward(name, module)
     if not is_transposed(module):
         if not isinstance(module, nn.Linear):
-            raise refuse(
+            raise style_error(
                 name,
                 f"a {type(module).__name__} is no linear module",
                 "nn.Linear, or transformers' Conv1D",
             )
         if type(module).forward is not nn.Linear.forward:
-            raise refuse(
+            raise style_error(
                 name,
                 f"{type(module).__name__} has a forward of its own, which a cut one would not call",
             )
     found = {key for key, _ in module.named_parameters(recurse=False)}
     if found - {"bias"} != {"weight"}:
-        raise refuse(
+        raise style_error(
             name, f"its weights are {', '.join(sorted(found)) or 'none'}, not weight and bias"
         )
     return 1 if is_transposed(module) else 0
 
 
-def whole_sizes(name: str, module: nn.Module) -> tuple[int, int]:
+def full_sizes(name: str, module: nn.Module) -> tuple[int, int]:
     """Return the sizes of a linear module's input and output, before it was cut."""
     dim = out_dim(name, module)
-    shape = tile_of(module.weight).shape
+    shape = shard_of(module.weight).shape
     return shape[1 - dim], shape[dim]
 
 
-def note_sizes(module: nn.Module, into: int, out: int) -> None:
+def set_sizes(module: nn.Module, in_size: int, out_size: int) -> None:
     """Note what a linear module now takes and returns, where its class keeps that."""
     keys = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
-    for key, value in zip(keys, (into, out), strict=True):
+    for key, value in zip(keys, (in_size, out_size), strict=True):
         setattr(module, key, value)
 
 
-def brought(
+def bring_in_checked(
     x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor], name: str, width: int, hint: str
 ) -> torch.Tensor:
     """
@@ -92,7 +92,7 @@ def brought(
     """
     x = enter(x)
     if x.shape[-1] != width:
-        raise refuse(
+        raise style_error(
             name, f"on this rank it takes {width} features, and was given {x.shape[-1]}", hint
         )
     return x
@@ -104,7 +104,7 @@ def brought(
 class ColumnParallel:
     """A linear module that computes this rank's part of the output."""
 
-    _place: Place
+    _place: ModuleContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -115,73 +115,79 @@ class ColumnParallel:
 
 
 @dataclass(frozen=True)
-class Col(Style):
+class ColStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.col`."""
 
-    axis: Names
+    axis: AxisNames
     gather: bool = False
     sequence: int | None = None
     blocks: int | tuple[int, ...] = 1
-    entered: bool = False
+    is_input_gathered: bool = False
     """Whether the module around it has brought the input in."""
 
     def __str__(self) -> str:
-        return f"columns over {shown(self.axis)}" + (", gathered" if self.gather else "")
+        return f"columns over {format_axes(self.axis)}" + (", gathered" if self.gather else "")
 
-    def sizes(self, name: str, total: int) -> tuple[int, ...]:
+    def block_sizes(self, name: str, total: int) -> tuple[int, ...]:
         """
         Return the sizes of the matrices that lie side by side in an output of ``total``; one: the
         empty tuple.
         """
         if isinstance(self.blocks, tuple):
             if sum(self.blocks) != total:
-                raise refuse(name, f"blocks {self.blocks} do not add up to its output of {total}")
+                raise style_error(
+                    name, f"blocks {self.blocks} do not add up to its output of {total}"
+                )
             return self.blocks
         if total % self.blocks:
-            raise refuse(name, f"its output of {total} is not {self.blocks} blocks of one size")
+            raise style_error(
+                name, f"its output of {total} is not {self.blocks} blocks of one size"
+            )
         return () if self.blocks == 1 else (total // self.blocks,) * self.blocks
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Cut the weight and the bias along the output."""
         dim = out_dim(name, module)
-        blocks = self.sizes(name, module.weight.shape[dim])
+        blocks = self.block_sizes(name, module.weight.shape[dim])
         return {
-            key: seat.tile(
+            key: position.shard_weight(
                 name, tuple(param.shape), dim if key == "weight" else 0, self.axis, blocks
             )
             for key, param in module.named_parameters(recurse=False)
         }
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Compute a part of the output; gather it where that was asked for."""
-        into, out = whole_sizes(name, module)
+        into, out = full_sizes(name, module)
         local = int(module.weight.shape[out_dim(name, module)])
-        note_sizes(module, into, out if self.gather and not is_transposed(module) else local)
+        set_sizes(module, into, out if self.gather and not is_transposed(module) else local)
         leave = (
-            functools.partial(collectives.all_gather, axis=axis, dim=-1, total=out)
-            if self.gather
-            else same
+            functools.partial(all_gather, axis=axis, dim=-1, total=out) if self.gather else identity
         )
         enter = functools.partial(
-            brought,
-            enter=same if self.entered else entry,
+            bring_in_checked,
+            enter=identity if self.is_input_gathered else shared_input,
             name=name,
             width=into,
             hint="col takes what is whole: row after col, or col(axis, gather=True) before it",
         )
-        become(module, ColumnParallel, Place(axis, enter, leave))
+        swap_class(module, ColumnParallel, ModuleContext(axis, enter, leave))
 
 
 # ---- columns that fewer than all ranks need ---------------------------------
 
 
-class SomeColumns:
+class SharedColumnParallel:
     """
     A linear module with all of its weight that computes the part of the output which this rank
     needs.
     """
 
-    _place: Place
+    _place: ModuleContext
     _range: tuple[int, int]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +198,7 @@ class SomeColumns:
 
 
 @dataclass(frozen=True)
-class Shared(Style):
+class SharedColStyle(ModuleStyle):
     """
     Key and value heads of grouped-query attention, fewer than ranks: each rank has all of them and
     computes one.
@@ -201,29 +207,37 @@ class Shared(Style):
     they have used, so those of the weight are partial over the axis.
     """
 
-    axis: Names
+    axis: AxisNames
     sequence: int | None
     heads: int
-    entered: bool = False
+    is_input_gathered: bool = False
 
     def __str__(self) -> str:
-        return f"whole on each rank of {shown(self.axis)}, which computes one of {self.heads} heads"
+        return f"whole on each rank of {format_axes(self.axis)}, which computes one of {self.heads} heads"
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Keep all, with gradients to be added up."""
         if out_dim(name, module):
-            raise refuse(name, "fewer key and value heads than ranks need an nn.Linear")
+            raise style_error(name, "fewer key and value heads than ranks need an nn.Linear")
         found = module.named_parameters(recurse=False)
-        return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Compute this rank's head."""
-        into, out = whole_sizes(name, module)
+        into, out = full_sizes(name, module)
         width = out // self.heads
         head = axis.index * self.heads // axis.size
-        become(module, SomeColumns, Place(axis, same if self.entered else entry, same))
+        swap_class(
+            module,
+            SharedColumnParallel,
+            ModuleContext(axis, identity if self.is_input_gathered else shared_input, identity),
+        )
         module._range = (head * width, head * width + width)
-        note_sizes(module, into, width)
+        set_sizes(module, into, width)
 
 
 # ---- rows -------------------------------------------------------------------
@@ -234,7 +248,7 @@ class RowParallel:
     A linear module that takes this rank's part of the input; the bias is added once, after the sum.
     """
 
-    _place: Place
+    _place: ModuleContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
@@ -254,53 +268,59 @@ class TransposedRowParallel(RowParallel):
 
 
 @dataclass(frozen=True)
-class Row(Style):
+class RowStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.row`."""
 
-    axis: Names
+    axis: AxisNames
     cut: bool = False
     sequence: int | None = None
 
     def __str__(self) -> str:
-        return f"rows over {shown(self.axis)}" + (
+        return f"rows over {format_axes(self.axis)}" + (
             "" if self.sequence is None else ", sums to sequence parts"
         )
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """
         Cut the weight along the input; with sequence parts the bias is added to a part on each
         rank.
         """
         found = {
-            "weight": seat.tile(
+            "weight": position.shard_weight(
                 name, tuple(module.weight.shape), 1 - out_dim(name, module), self.axis
             )
         }
         if module.bias is not None and self.sequence is not None:
-            found["bias"] = seat.kept(tuple(module.bias.shape), self.axis)
+            found["bias"] = position.keep_full(tuple(module.bias.shape), self.axis)
         elif module.bias is not None:
-            found["bias"] = seat.kept(tuple(module.bias.shape))
+            found["bias"] = position.keep_full(tuple(module.bias.shape))
         return found
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """
         Take a part of the input, or cut it first; add up, or add up into parts of the sequence.
         """
         transposed = is_transposed(module)
-        into, out = whole_sizes(name, module)
+        into, out = full_sizes(name, module)
         part = int(module.weight.shape[0 if transposed else 1])
-        note_sizes(module, into if self.cut else part, out)
-        enter = functools.partial(collectives.slice_to_shard, axis=axis, dim=-1) if self.cut else same
+        set_sizes(module, into if self.cut else part, out)
+        enter = functools.partial(slice_to_shard, axis=axis, dim=-1) if self.cut else identity
         enter = functools.partial(
-            brought,
+            bring_in_checked,
             enter=enter,
             name=name,
             width=part,
             hint="row takes a part: col before it, or row(axis, cut=True) of what is whole",
         )
-        leave = functools.partial(collectives.all_reduce, axis=axis)
+        leave = functools.partial(all_reduce, axis=axis)
         if self.sequence is not None:
-            leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
-        become(
-            module, TransposedRowParallel if transposed else RowParallel, Place(axis, enter, leave)
+            leave = functools.partial(reduce_scatter_parts, axis=axis, dim=self.sequence, name=name)
+        swap_class(
+            module,
+            TransposedRowParallel if transposed else RowParallel,
+            ModuleContext(axis, enter, leave),
         )

@@ -27,17 +27,24 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.autograd import all_gather_sum_grad, reduce_scatter
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.redistribute import redistribute
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import Tile, tile
+from pdrun.parallel.model.shards import Shard, make_shard
 from pdrun.parallel.tensor.linear import out_dim
-from pdrun.parallel.tensor.style import WHERE, Entry, Seat, Style, become, refuse
+from pdrun.parallel.tensor.style import (
+    STRATEGY_API,
+    GridPosition,
+    ModuleStyle,
+    SharedInput,
+    style_error,
+    swap_class,
+)
 
 
-def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> HighDim:
+def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> HighDimStyle:
     """
     Cut a linear module over two axes: its input's last dim over both, its weight over one each way.
 
@@ -51,12 +58,12 @@ def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> High
     Raises:
         UsageError: an axis that is given twice.
     """
-    return HighDim(_distinct("linear2d", x, y), None, cut, gather)
+    return HighDimStyle(_check_distinct("linear2d", x, y), None, cut, gather)
 
 
 def linear3d(
     x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather: bool = False
-) -> HighDim:
+) -> HighDimStyle:
     """
     Cut a linear module over three axes: rows and columns of its input, and its weight.
 
@@ -75,23 +82,23 @@ def linear3d(
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise UsageError(
-            f"rows={rows!r} is no dim", where=f"{WHERE}, linear3d", hint="0 for the first"
+            f"rows={rows!r} is no dim", where=f"{STRATEGY_API}, linear3d", hint="0 for the first"
         )
-    return HighDim(_distinct("linear3d", x, y, z), rows, cut, gather)
+    return HighDimStyle(_check_distinct("linear3d", x, y, z), rows, cut, gather)
 
 
-def _distinct(style: str, *axes: str) -> tuple[str, ...]:
+def _check_distinct(style: str, *axes: str) -> tuple[str, ...]:
     if len(set(axes)) != len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
         raise UsageError(
             f"{axes} are not different axes",
-            where=f"{WHERE}, {style}",
+            where=f"{STRATEGY_API}, {style}",
             hint=f'{style}("x", "y", ...)',
         )
     return axes
 
 
 @dataclass(frozen=True)
-class HighDim(Style):
+class HighDimStyle(ModuleStyle):
     """See `linear2d` and `linear3d`; ``rows`` is None in two dims."""
 
     axis: tuple[str, ...]
@@ -103,12 +110,12 @@ class HighDim(Style):
         return f"{len(self.axis)}D over {' x '.join(self.axis)}"
 
     @property
-    def weight(self) -> L:
+    def weight_layout(self) -> L:
         """Layout of a weight as torch stores it, ``[out, in]``."""
         x, y, *z = self.axis
         return L(y, (x, *z))
 
-    def bias(self) -> tuple[L, tuple[str, ...]]:
+    def bias_layout(self) -> tuple[L, tuple[str, ...]]:
         """
         Return the layout of a bias, and the axes over which its gradient is partial: those that cut
         the rows.
@@ -116,7 +123,7 @@ class HighDim(Style):
         x, y, *z = self.axis
         return (L(y), (*z, x)) if z else (L((y, x)), ())
 
-    def tensor(self, dims: int, after: bool = False) -> L:
+    def tensor_layout(self, dims: int, after: bool = False) -> L:
         """Return the layout of an input of that many dims, or of the output."""
         x, y, *z = self.axis
         if after:
@@ -128,35 +135,41 @@ class HighDim(Style):
             found[self.rows], found[-1] = (*z, y), x
         return L(*found)
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Cut the weight over all axes, and the bias as the output is."""
         if out_dim(name, module) != 0:
-            raise refuse(name, "its weight is [in, out]", "an nn.Linear")
+            raise style_error(name, "its weight is [in, out]", "an nn.Linear")
         layouts: dict[str, tuple[L, tuple[str, ...]]] = {
-            "weight": (self.weight, ()),
-            "bias": self.bias(),
+            "weight": (self.weight_layout, ()),
+            "bias": self.bias_layout(),
         }
         found = {}
         for key, param in module.named_parameters(recurse=False):
             layout, sums = layouts[key]
             for size, axes in zip(param.shape, layout.dims, strict=True):
-                if size < seat.parts(axes):
-                    raise refuse(
+                if size < position.part_count(axes):
+                    raise style_error(
                         name,
-                        f"{size} cannot be cut into {seat.parts(axes)} parts over {' x '.join(axes)}",
+                        f"{size} cannot be cut into {position.part_count(axes)} parts over {' x '.join(axes)}",
                     )
-            found[key] = tile(tuple(param.shape), layout, seat.grid, seat.rank, sums=sums)
+            found[key] = make_shard(
+                tuple(param.shape), layout, position.grid, position.rank, sum_axes=sums
+            )
         return found
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Gather, multiply and scatter."""
         into = int(module.in_features)
         out = int(module.out_features)
-        become(module, HighDimLinear, Cube(self, entry.axes, name, into, out))
+        swap_class(module, HighDimLinear, HighDimContext(self, shared_input.axes, name, into, out))
 
 
 @dataclass(frozen=True)
-class Cube:
+class HighDimContext:
     """
     What a changed module knows.
 
@@ -167,13 +180,13 @@ class Cube:
         into, out: sizes of the whole input and output.
     """
 
-    style: HighDim
+    style: HighDimStyle
     axes: MeshGroups
     name: str
-    into: int
-    out: int
+    in_size: int
+    out_size: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cube:
+    def __deepcopy__(self, memo: dict[int, Any]) -> HighDimContext:
         return self
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,19 +195,21 @@ class Cube:
         y = self.axes[self.style.axis[1]]
         if style.cut:
             whole = L(*[None] * x.dim())
-            layout = style.tensor(x.dim())
+            layout = style.tensor_layout(x.dim())
             if style.rows is not None:
-                self._check(x, style.rows, layout.dims[style.rows])
+                self._check_rows(x, style.rows, layout.dims[style.rows])
             x = redistribute(x, whole, layout, self.axes, tuple(x.shape))
         if style.rows is not None:
-            return collectives.all_gather_sum_grad(x, y, style.rows)
-        return collectives.all_gather_sum_grad(x, y, -1, self._part(self.into, style.axis[0]))
+            return all_gather_sum_grad(x, y, style.rows)
+        return all_gather_sum_grad(x, y, -1, self._local_size(self.in_size, style.axis[0]))
 
-    def whole_weight(self, weight: torch.Tensor) -> torch.Tensor:
+    def gather_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight gathered over z."""
         x, _, *z = self.style.axis
         if z:
-            return collectives.all_gather_sum_grad(weight, self.axes[z[0]], 1, self._part(self.into, x))
+            return all_gather_sum_grad(
+                weight, self.axes[z[0]], 1, self._local_size(self.in_size, x)
+            )
         return weight
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
@@ -202,33 +217,33 @@ class Cube:
         style = self.style
         x = self.axes[self.style.axis[0]]
         if style.rows is not None:
-            self._check(y, style.rows, (style.axis[0],))
-        return collectives.reduce_scatter(y, x, -1 if style.rows is None else style.rows)
+            self._check_rows(y, style.rows, (style.axis[0],))
+        return reduce_scatter(y, x, -1 if style.rows is None else style.rows)
 
-    def finish(self, y: torch.Tensor) -> torch.Tensor:
+    def gather_output(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output, whole where that was asked for."""
         style = self.style
         if not style.gather:
             return y
-        layout = style.tensor(y.dim(), after=True)
+        layout = style.tensor_layout(y.dim(), after=True)
         shape = list(y.shape)
-        shape[-1] = self.out
+        shape[-1] = self.out_size
         if style.rows is not None:
             shape[style.rows] *= self.axes.grid.group_size(layout.dims[style.rows])
         return redistribute(y, layout, L(*[None] * y.dim()), self.axes, tuple(shape))
 
-    def _part(self, size: int, axis: str) -> int:
+    def _local_size(self, size: int, axis: str) -> int:
         """Return the length of this rank's part along one axis."""
         low, high = shard_range(size, self.axes.grid.degree(axis), self.axes.coordinate[axis])
         return high - low
 
-    def _check(self, x: torch.Tensor, dim: int, axes: tuple[str, ...]) -> None:
+    def _check_rows(self, x: torch.Tensor, dim: int, axes: tuple[str, ...]) -> None:
         if dim >= x.dim() - 1:
-            raise refuse(self.name, f"rows={dim} is no dim before the last of {list(x.shape)}")
+            raise style_error(self.name, f"rows={dim} is no dim before the last of {list(x.shape)}")
         parts = self.axes.grid.group_size(axes)
         if x.shape[dim] % parts:
             what = f"dim {dim} of {list(x.shape)} does not divide into {parts} parts over {' x '.join(axes)}"
-            raise refuse(
+            raise style_error(
                 self.name, what, "choose another dim with rows=, or another number of rows"
             )
 
@@ -236,7 +251,7 @@ class Cube:
 class HighDimLinear:
     """A linear module over two or three axes."""
 
-    _place: Cube
+    _place: HighDimContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -245,6 +260,6 @@ class HighDimLinear:
         """
         place = self._place
         bias = self.bias  # type: ignore[attr-defined]
-        weight = place.whole_weight(self.weight)  # type: ignore[attr-defined]
+        weight = place.gather_weight(self.weight)  # type: ignore[attr-defined]
         y = place.leave(functional.linear(place.enter(x), weight))
-        return place.finish(y if bias is None else y + bias)
+        return place.gather_output(y if bias is None else y + bias)

@@ -10,10 +10,16 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm import autograd as collectives
-from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.comm.autograd import all_gather, all_reduce, copy_to_axis
+from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.rng.shard_region import shard_region
-from pdrun.parallel.tensor.style import WHERE, Names, Place, Seat, refuse
+from pdrun.parallel.tensor.style import (
+    STRATEGY_API,
+    AxisNames,
+    GridPosition,
+    ModuleContext,
+    style_error,
+)
 
 
 class MultiheadParallel:
@@ -21,8 +27,8 @@ class MultiheadParallel:
     `nn.MultiheadAttention` that computes this rank's heads; the output is the sum over the ranks.
     """
 
-    _place: Place
-    _heads: tuple[int, int]
+    _place: ModuleContext
+    _head_range: tuple[int, int]
     """The first of this rank's heads, and how many there are in all."""
 
     def forward(
@@ -39,20 +45,22 @@ class MultiheadParallel:
         """Return what `nn.MultiheadAttention` returns, with the same arguments."""
         if query.is_nested:
             hint = "nn.TransformerEncoder(..., enable_nested_tensor=False)"
-            raise UsageError("heads of nested tensors are not cut", where=WHERE, hint=hint)
+            raise UsageError("heads of nested tensors are not cut", where=STRATEGY_API, hint=hint)
         if is_causal and attn_mask is None:
-            raise UsageError("is_causal says what attn_mask is, which is missing", where=WHERE)
+            raise UsageError(
+                "is_causal says what attn_mask is, which is missing", where=STRATEGY_API
+            )
         axis = self._place.axis
-        module = _plain(self)
-        entered = {id(x): collectives.copy_to_axis(x, axis) for x in (query, key, value)}
+        module = _as_multihead(self)
+        entered = {id(x): copy_to_axis(x, axis) for x in (query, key, value)}
         inputs = [_rows_first(entered[id(x)], module.batch_first) for x in (query, key, value)]
         q, k, v = (
             functional.linear(x, weight, bias).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-            for x, (weight, bias) in zip(inputs, _projections(module), strict=True)
+            for x, (weight, bias) in zip(inputs, _split_projections(module), strict=True)
         )
-        mask = self._mask(q, attn_mask, key_padding_mask)
+        mask = self._additive_mask(q, attn_mask, key_padding_mask)
         drop = module.dropout if module.training else 0.0
-        with shard_region(self._place.cuts(query)):
+        with shard_region(self._place.shard_ranges(query)):
             if need_weights:
                 scores = q @ k.transpose(-2, -1) * module.head_dim**-0.5
                 weights = (scores if mask is None else scores + mask).softmax(-1)
@@ -60,7 +68,7 @@ class MultiheadParallel:
                 mixed = weights @ v
             else:
                 mixed = functional.scaled_dot_product_attention(q, k, v, mask, drop)
-        out = collectives.all_reduce(
+        out = all_reduce(
             functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis
         )
         out = out if module.out_proj.bias is None else out + module.out_proj.bias
@@ -74,31 +82,33 @@ class MultiheadParallel:
         if not need_weights:
             return out, None
         if average_attn_weights:
-            weights = collectives.all_reduce(weights.sum(1), axis) / self._heads[1]
+            weights = all_reduce(weights.sum(1), axis) / self._head_range[1]
         else:
-            weights = collectives.all_gather(weights, axis, 1)
+            weights = all_gather(weights, axis, 1)
         return out, weights.squeeze(0) if query.dim() == 2 else weights
 
-    def _mask(
+    def _additive_mask(
         self, q: torch.Tensor, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None
     ) -> torch.Tensor | None:
         """
         Return what is added to the scores ``[rows, heads, queries, keys]`` of this rank's heads.
         """
-        low, heads = self._heads
+        low, heads = self._head_range
         found = None
         if attn_mask is not None:
-            found = _additive(attn_mask, q.dtype)
+            found = _to_additive(attn_mask, q.dtype)
             if found.dim() == 3:
                 found = found.unflatten(0, (-1, heads))[:, low : low + q.shape[1]]
         if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype)
+            padding = _to_additive(key_padding_mask, q.dtype)
             padding = padding.view(-1, 1, 1, padding.shape[-1])
             found = padding if found is None else found + padding
         return found
 
 
-def tiles(name: str, module: nn.MultiheadAttention, axis: Names, seat: Seat) -> dict[str, Tile]:
+def shard_multihead(
+    name: str, module: nn.MultiheadAttention, axis: AxisNames, position: GridPosition
+) -> dict[str, Shard]:
     """
     Return this rank's part of each weight, the output projection's included.
 
@@ -106,33 +116,37 @@ def tiles(name: str, module: nn.MultiheadAttention, axis: Names, seat: Seat) -> 
         UsageError: the module has keys and values of its own, or a forward.
     """
     if type(module).forward is not nn.MultiheadAttention.forward:
-        raise refuse(
+        raise style_error(
             name,
             f"{type(module).__name__} has a forward of its own, which a cut one would not call",
         )
     if module.bias_k is not None or module.add_zero_attn:
-        raise refuse(
+        raise style_error(
             name,
             "an attention with add_bias_kv or add_zero_attn is not cut",
             "replicate() keeps it whole",
         )
-    found: dict[str, Tile] = {}
+    found: dict[str, Shard] = {}
     for key, param in module.named_parameters():
         shape = tuple(param.shape)
         blocks = (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
         if key == "out_proj.bias":
-            found[key] = seat.kept(shape)
+            found[key] = position.keep_full(shape)
         else:
-            found[key] = seat.tile(name, shape, 1 if key == "out_proj.weight" else 0, axis, blocks)
+            found[key] = position.shard_weight(
+                name, shape, 1 if key == "out_proj.weight" else 0, axis, blocks
+            )
     return found
 
 
-def _plain(module: object) -> nn.MultiheadAttention:
+def _as_multihead(module: object) -> nn.MultiheadAttention:
     assert isinstance(module, nn.MultiheadAttention)  # it has become a subclass of what it was
     return module
 
 
-def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+def _split_projections(
+    module: nn.MultiheadAttention,
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return weight and bias of q, k and v."""
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
@@ -151,7 +165,7 @@ def _rows_first(x: torch.Tensor, batch_first: bool) -> torch.Tensor:
     return x.transpose(0, 1)
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask as numbers to add; True means that a key is not seen."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)

@@ -8,11 +8,11 @@ from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.tensor.strategy import Strategy
-from pdrun.parallel.tensor.style import WHERE, Names, Style
+from pdrun.parallel.tensor.style import STRATEGY_API, AxisNames, ModuleStyle
 from pdrun.parallel.tensor.styles import col, heads, replicate, row, seq, vocab
 
 
-def llama(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+def llama_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
     """
     Return Megatron's cut of a Llama with a language-modelling head, and of models built like it.
 
@@ -24,7 +24,7 @@ def llama(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> St
         gather: False leaves logits cut, for `pdrun.cross_entropy`.
     """
     dim = 1 if sequence else None
-    rules: dict[str, Style] = {
+    rules: dict[str, ModuleStyle] = {
         "model.embed_tokens": vocab(axis),
         "model.layers.*.self_attn": heads(axis),
         "model.layers.*.self_attn.[qkv]_proj": col(axis, sequence=dim),
@@ -38,7 +38,7 @@ def llama(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> St
     return Strategy(rules)
 
 
-def gpt2(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
     """
     Return Megatron's cut of a GPT-2 with a language-modelling head, which is tied to the embedding.
 
@@ -46,7 +46,7 @@ def gpt2(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Str
         axis, sequence, gather: see `llama`.
     """
     dim = 1 if sequence else None
-    rules: dict[str, Style] = {
+    rules: dict[str, ModuleStyle] = {
         "transformer.wte|lm_head": vocab(axis, gather=gather),
         "transformer.wpe": replicate(),
         "transformer.h.*.attn": heads(axis),
@@ -64,12 +64,14 @@ def gpt2(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Str
     return Strategy(rules)
 
 
-KNOWN = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), llama) | {"gpt2": gpt2}
+STRATEGIES_BY_MODEL_TYPE = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma"), llama_strategy
+) | {"gpt2": gpt2_strategy}
 """By the ``model_type`` of a configuration."""
 
 
 def strategy_for(
-    model: nn.Module, axis: Names = "tp", sequence: bool = False, gather: bool = True
+    model: nn.Module, axis: AxisNames = "tp", sequence: bool = False, gather: bool = True
 ) -> Strategy:
     """
     Return the strategy for a causal language model of transformers.
@@ -82,15 +84,17 @@ def strategy_for(
         UsageError: no strategy is known for this kind.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in KNOWN:
+    if kind not in STRATEGIES_BY_MODEL_TYPE:
         hint = (
-            did_you_mean(str(kind), KNOWN)
-            or f"known are {', '.join(KNOWN)}; Strategy({{...}}) says it by hand"
+            did_you_mean(str(kind), STRATEGIES_BY_MODEL_TYPE)
+            or f"known are {', '.join(STRATEGIES_BY_MODEL_TYPE)}; Strategy({{...}}) says it by hand"
         )
         raise UsageError(
-            f"no strategy is known for {kind or type(model).__name__}", where=WHERE, hint=hint
+            f"no strategy is known for {kind or type(model).__name__}",
+            where=STRATEGY_API,
+            hint=hint,
         )
-    found = KNOWN[kind](axis, sequence, gather)
+    found = STRATEGIES_BY_MODEL_TYPE[kind](axis, sequence, gather)
     inner = "model.layers.*.self_attn.[qk]_norm"
     if fnmatch.filter((name for name, _ in model.named_modules()), inner):
         return Strategy({**found.rules, inner: replicate(axis)})  # a norm over the width of a head

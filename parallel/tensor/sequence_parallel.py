@@ -14,36 +14,36 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.autograd import all_gather, slice_to_shard
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.rng.shard_region import shard_region
 from pdrun.parallel.tensor.style import (
-    Cuts,
-    Entry,
-    Names,
-    Place,
-    Seat,
-    Style,
-    become,
+    AxisNames,
+    GridPosition,
+    ModuleContext,
+    ModuleStyle,
+    ShardRanges,
+    SharedInput,
+    axis_names,
+    check_even_parts,
     check_forward,
-    check_parts,
-    names,
-    refuse,
-    same,
-    shown,
+    format_axes,
+    identity,
+    style_error,
+    swap_class,
 )
 
 
-class Region:
+class SequenceRegion:
     """
     A module that works on parts: its first argument or its result may be where parts begin or end,
     and what is dropped in it is a part of a whole tensor.
     """
 
-    _place: Place
-    _first: str
+    _place: ModuleContext
+    _first_parameter: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Bring in the first argument, call the module, and return what its result becomes."""
@@ -52,26 +52,28 @@ class Region:
             x = place.enter(args[0])
             args = (x, *args[1:])
         else:
-            x = kwargs[self._first] = place.enter(kwargs[self._first])
-        with shard_region(place.cuts(x)):
+            x = kwargs[self._first_parameter] = place.enter(kwargs[self._first_parameter])
+        with shard_region(place.shard_ranges(x)):
             found = super().forward(*args, **kwargs)  # type: ignore[misc]
         return place.leave(found)
 
 
-def make_region(module: nn.Module, place: Place) -> None:
+def make_region(module: nn.Module, context: ModuleContext) -> None:
     """
     Have a module bring in its first argument, by position or by name, and hand out its result.
     """
     module._first = next(iter(inspect.signature(module.forward).parameters))
-    become(module, Region, place)
+    swap_class(module, SequenceRegion, context)
 
 
-def drops(module: nn.Module) -> bool:
+def may_drop(module: nn.Module) -> bool:
     """Whether a module is a dropout, or holds others, which may drop."""
     return isinstance(module, _DropoutNd) or any(True for _ in module.children())
 
 
-def parts_along(x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None) -> Cuts:
+def shard_ranges_along(
+    x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None
+) -> ShardRanges:
     """Return which part of the whole a tensor is; without ``total`` all parts have its size."""
     if axis.size == 1:
         return {}
@@ -84,72 +86,84 @@ def parts_along(x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None) -
     return {dim: (*here, total)}
 
 
-def part_of(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
+def slice_sequence(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
     """Return this rank's part of a replicated sequence."""
-    check_parts(x, axis, dim, name)
-    return collectives.slice_to_shard(x, axis, dim)
+    check_even_parts(x, axis, dim, name)
+    return slice_to_shard(x, axis, dim)
 
 
 @dataclass(frozen=True)
-class Seq(Style):
+class SeqStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.seq`."""
 
-    axis: Names
+    axis: AxisNames
     dim: int = 1
     cut: bool = False
     gather: bool = False
     total: int | None = None
 
     def __str__(self) -> str:
-        return f"parts of dim {self.dim} over {shown(self.axis)}"
+        return f"parts of dim {self.dim} over {format_axes(self.axis)}"
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Keep the module's own weights, each rank's gradients of which are for its part."""
-        if self.cut or self.gather or drops(module):
+        if self.cut or self.gather or may_drop(module):
             check_forward(name, module)
-        several = len(names(self.axis)) > 1
+        several = len(axis_names(self.axis)) > 1
         if (
             self.gather
             and several
             and self.total is not None
-            and self.total % seat.parts(self.axis)
+            and self.total % position.part_count(self.axis)
         ):
-            raise refuse(
+            raise style_error(
                 name,
-                f"{self.total} does not divide by {seat.parts(self.axis)}, which gathers over several axes need",
+                f"{self.total} does not divide by {position.part_count(self.axis)}, which gathers over several axes need",
             )
         found = module.named_parameters(recurse=False)
-        return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """
         Cut what comes in, gather what goes out, and have masks be parts, where there is any of it.
         """
-        if not (self.cut or self.gather or drops(module)):
+        if not (self.cut or self.gather or may_drop(module)):
             return
-        enter = functools.partial(part_of, axis=axis, dim=self.dim, name=name) if self.cut else same
-        leave = functools.partial(collectives.all_gather, axis=axis, dim=self.dim, total=self.total)
-        cuts = functools.partial(parts_along, axis=axis, dim=self.dim, total=self.total)
-        make_region(module, Place(axis, enter, leave if self.gather else same, cuts))
+        enter = (
+            functools.partial(slice_sequence, axis=axis, dim=self.dim, name=name)
+            if self.cut
+            else identity
+        )
+        leave = functools.partial(all_gather, axis=axis, dim=self.dim, total=self.total)
+        cuts = functools.partial(shard_ranges_along, axis=axis, dim=self.dim, total=self.total)
+        make_region(module, ModuleContext(axis, enter, leave if self.gather else identity, cuts))
 
 
 @dataclass(frozen=True)
-class Replicate(Style):
+class ReplicateStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.replicate`."""
 
-    axis: Names = ()
+    axis: AxisNames = ()
 
     def __str__(self) -> str:
-        return "whole" + (f", used for parts over {shown(self.axis)}" if self.axis else "")
+        return "whole" + (f", used for parts over {format_axes(self.axis)}" if self.axis else "")
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Keep the module's own weights."""
         if isinstance(module, _DropoutNd):
             check_forward(name, module)
         found = module.named_parameters(recurse=False)
-        return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Leave the module as it is; what a dropout gets is whole, whatever is cut around it."""
         if isinstance(module, _DropoutNd) and not self.axis:
-            make_region(module, Place(axis, same))
+            make_region(module, ModuleContext(axis, identity))

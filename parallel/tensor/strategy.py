@@ -25,24 +25,32 @@ from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.model.shards import Tile, set_tile, whole
-from pdrun.parallel.tensor.attention import Heads
-from pdrun.parallel.tensor.linear import Col, Shared
-from pdrun.parallel.tensor.sequence_parallel import Replicate, Seq
-from pdrun.parallel.tensor.style import WHERE, Entry, Names, Seat, Style, names, refuse
+from pdrun.parallel.model.shards import Shard, full_shard, set_shard
+from pdrun.parallel.tensor.attention import HeadsStyle
+from pdrun.parallel.tensor.linear import ColStyle, SharedColStyle
+from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle, SeqStyle
+from pdrun.parallel.tensor.style import (
+    STRATEGY_API,
+    AxisNames,
+    GridPosition,
+    ModuleStyle,
+    SharedInput,
+    axis_names,
+    style_error,
+)
 
 
 @dataclass(frozen=True)
-class Site:
+class ModuleSite:
     """A module, or a weight by itself, and the style that it gets."""
 
     name: str
-    style: Style
+    style: ModuleStyle
     module: nn.Module | None
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModulePlan:
     """
     What a strategy does to a model.
 
@@ -52,8 +60,8 @@ class Plan:
         unmatched: weights that nothing was said of: they are whole on every rank.
     """
 
-    sites: tuple[Site, ...]
-    tiles: dict[str, Tile]
+    sites: tuple[ModuleSite, ...]
+    shards: dict[str, Shard]
     unmatched: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
@@ -62,9 +70,9 @@ class Plan:
         for site in self.sites:
             groups.setdefault(str(site.style), []).append(site.name)
         for style, found in groups.items():
-            yield f"{style}: {', '.join(folded(found))}"
+            yield f"{style}: {', '.join(fold_names(found))}"
         if self.unmatched:
-            yield f"not matched, whole on every rank: {', '.join(folded(self.unmatched))}"
+            yield f"not matched, whole on every rank: {', '.join(fold_names(self.unmatched))}"
 
 
 class Strategy:
@@ -77,22 +85,22 @@ class Strategy:
             matches no module it may name weights, for ``replicate`` and ``seq``.
     """
 
-    def __init__(self, rules: Mapping[str, Style]) -> None:
+    def __init__(self, rules: Mapping[str, ModuleStyle]) -> None:
         if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
             raise UsageError(
                 f"{rules!r} is no dict of styles by glob",
-                where=WHERE,
+                where=STRATEGY_API,
                 hint='{"blocks.*.up": col("tp")}',
             )
         for glob, style in rules.items():
-            if not isinstance(style, Style):
+            if not isinstance(style, ModuleStyle):
                 hint = "col, row, vocab, heads, seq or replicate of pdrun.parallel.tensor"
                 raise UsageError(
-                    f"{glob!r} has {style!r}, which is no style", where=WHERE, hint=hint
+                    f"{glob!r} has {style!r}, which is no style", where=STRATEGY_API, hint=hint
                 )
         self.rules = dict(rules)
 
-    def plan(self, model: nn.Module, grid: Grid, rank: int = 0) -> Plan:
+    def plan(self, model: nn.Module, grid: Grid, rank: int = 0) -> ModulePlan:
         """
         Return what the strategy does to a model, which stays as it is.
 
@@ -102,24 +110,24 @@ class Strategy:
                 that would be cut differently, heads that do not divide, weights of which more has to be said.
         """
         for style in self.rules.values():
-            for axis in names(style.axis):
+            for axis in axis_names(style.axis):
                 grid.degree(axis)
                 if axis in FIXED_AXES:
                     raise UsageError(
-                        f"{axis} is no tensor axis: weights are not cut over it", where=WHERE
+                        f"{axis} is no tensor axis: weights are not cut over it", where=STRATEGY_API
                     )
-        seat = Seat(grid, rank)
-        sites = _with_heads(_match(self.rules, model), seat)
-        tiles: dict[str, Tile] = {}
+        seat = GridPosition(grid, rank)
+        sites = _style_attentions(_match_globs(self.rules, model), seat)
+        tiles: dict[str, Shard] = {}
         for site in sites:
-            found = _tiles(site, model, seat)
+            found = _shard_site(site, model, seat)
             tiles.update(
                 {f"{site.name}.{key}" if key else site.name: tile for key, tile in found.items()}
             )
         _check_ties(model, tiles)
         unmatched = tuple(name for name, _ in model.named_parameters() if name not in tiles)
-        _check_said(sites, unmatched)
-        return Plan(tuple(sites), tiles, unmatched)
+        _check_unmatched(sites, unmatched)
+        return ModulePlan(tuple(sites), tiles, unmatched)
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
@@ -138,20 +146,20 @@ class Strategy:
         plan = self.plan(model, axes.grid, axes.rank)
         cut: set[int] = set()
         with torch.no_grad():
-            for name, tile in plan.tiles.items():
+            for name, tile in plan.shards.items():
                 owner, _, key = name.rpartition(".")
                 param = model.get_submodule(owner)._parameters[key]
                 if param is None or id(param) in cut:
                     continue  # tied: one tile
                 cut.add(id(param))
-                if not tile.is_whole:
-                    param.grad, param.data = None, tile.take(param.data)
-                set_tile(param, tile)
-        entries = _entries(plan.sites, axes)
+                if not tile.is_full:
+                    param.grad, param.data = None, tile.take_from(param.data)
+                set_shard(param, tile)
+        entries = _shared_inputs(plan.sites, axes)
         for site in plan.sites:
             if site.module is not None:
-                site.style.change(
-                    site.name, site.module, axes[names(site.style.axis)], entries[site.name]
+                site.style.apply_to(
+                    site.name, site.module, axes[axis_names(site.style.axis)], entries[site.name]
                 )
         return model
 
@@ -159,15 +167,15 @@ class Strategy:
 # ---- inside -----------------------------------------------------------------
 
 
-def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
+def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[ModuleSite]:
     """Return the sites in the model's order."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, tuple[str, Style]] = {}
+    found: dict[str, tuple[str, ModuleStyle]] = {}
     for rule, style in rules.items():
         for glob in rule.split("|"):
             hits = fnmatch.filter(modules, glob)
-            if not hits and isinstance(style, (Replicate, Seq)):
+            if not hits and isinstance(style, (ReplicateStyle, SeqStyle)):
                 hits = fnmatch.filter(params, glob)
             if not hits:
                 alike = (
@@ -176,110 +184,118 @@ def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
                     else modules
                 )
                 raise UsageError(
-                    f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, alike)
+                    f"{glob!r} matches no module",
+                    where=STRATEGY_API,
+                    hint=did_you_mean(glob, alike),
                 )
             for name in hits:
                 other = found.setdefault(name, (glob, style))
                 if other[1] != style:
                     what = f"it is matched by {other[0]!r} ({other[1]}) and by {glob!r} ({style})"
-                    raise refuse(name, what, "make one of the globs narrower")
-    sites: list[Site] = []
-    seen: dict[int, Site] = {}
+                    raise style_error(name, what, "make one of the globs narrower")
+    sites: list[ModuleSite] = []
+    seen: dict[int, ModuleSite] = {}
     for name in [*modules, *params]:
         if name not in found:
             continue
-        site = Site(name, found[name][1], modules.get(name))
+        site = ModuleSite(name, found[name][1], modules.get(name))
         first = seen.setdefault(id(site.module), site) if site.module is not None else site
         if first.style != site.style:
-            raise refuse(name, f"it is the same module as {first.name}, which has another style")
+            raise style_error(
+                name, f"it is the same module as {first.name}, which has another style"
+            )
         if first is site:
             sites.append(site)
     return sites
 
 
-def _with_heads(sites: list[Site], seat: Seat) -> list[Site]:
+def _style_attentions(sites: list[ModuleSite], position: GridPosition) -> list[ModuleSite]:
     """Return the sites with what attentions decide about the linear modules in them."""
-    changed: dict[str, Style] = {}
+    changed: dict[str, ModuleStyle] = {}
     for site in sites:
-        if isinstance(site.style, Heads) and site.module is not None:
+        if isinstance(site.style, HeadsStyle) and site.module is not None:
             front = f"{site.name}."
             inside = {
                 other.name[len(front) :]: other.style
                 for other in sites
                 if other.name.startswith(front)
             }
-            found = site.style.within(site.name, site.module, inside, seat)
+            found = site.style.style_inner_modules(site.name, site.module, inside, position)
             changed.update({(front + key).rstrip("."): style for key, style in found.items()})
-    return [Site(site.name, changed.get(site.name, site.style), site.module) for site in sites]
+    return [
+        ModuleSite(site.name, changed.get(site.name, site.style), site.module) for site in sites
+    ]
 
 
-def _tiles(site: Site, model: nn.Module, seat: Seat) -> dict[str, Tile]:
+def _shard_site(site: ModuleSite, model: nn.Module, position: GridPosition) -> dict[str, Shard]:
     if site.module is not None:
-        return site.style.tiles(site.name, site.module, seat)
-    return {"": seat.kept(tuple(model.get_parameter(site.name).shape), site.style.axis)}
+        return site.style.shard_weights(site.name, site.module, position)
+    return {"": position.keep_full(tuple(model.get_parameter(site.name).shape), site.style.axis)}
 
 
-def _check_ties(model: nn.Module, tiles: dict[str, Tile]) -> None:
+def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
     """Refuse a weight of several names that would not be cut alike under all of them."""
     first: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)
-        if tiles.get(name, whole(param)) != tiles.get(other, whole(param)):
+        if shards.get(name, full_shard(param)) != shards.get(other, full_shard(param)):
             what = f"it is tied to {other}, which is cut otherwise"
-            raise refuse(
+            raise style_error(
                 name, what, "one style for both: vocab(axis) for an embedding and its head"
             )
 
 
-def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
+def _check_unmatched(sites: list[ModuleSite], unmatched: tuple[str, ...]) -> None:
     """Refuse weights whose gradients may be partial without anybody having said so."""
-    attentions = [site for site in sites if isinstance(site.style, Heads)]
+    attentions = [site for site in sites if isinstance(site.style, HeadsStyle)]
     for name in unmatched:
         for site in attentions:
             if name.startswith(f"{site.name}."):
                 hint = f"replicate({site.style.axis!r}) where it works on a rank's heads, replicate() where on all"
-                raise refuse(
+                raise style_error(
                     name,
                     f"it belongs to {site.name}, which is cut by heads, and nothing is said of it",
                     hint,
                 )
-    region = next((site for site in sites if _has_region(site.style)), None)
+    region = next((site for site in sites if _shards_sequence(site.style)), None)
     if region is not None and unmatched:
         hint = "seq(axis) where it works on parts of the sequence, replicate() where on all of it"
-        raise refuse(
+        raise style_error(
             unmatched[0],
             f"{region.name} cuts the sequence, and nothing is said of this weight",
             hint,
         )
 
 
-def _has_region(style: Style) -> bool:
-    return getattr(style, "sequence", None) is not None or (isinstance(style, Seq) and style.cut)
+def _shards_sequence(style: ModuleStyle) -> bool:
+    return getattr(style, "sequence", None) is not None or (
+        isinstance(style, SeqStyle) and style.cut
+    )
 
 
-def _entries(sites: tuple[Site, ...], axes: MeshGroups) -> dict[str, Entry]:
+def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str, SharedInput]:
     """
     Return each site's way in: linear modules of one parent that are cut alike share one.
 
     Those whose attention brings the input in use none, and must not be counted: an entry keeps what
     it made until the last of its members has come.
     """
-    groups: dict[tuple[str, Names, int | None], list[str]] = {}
+    groups: dict[tuple[str, AxisNames, int | None], list[str]] = {}
     for site in sites:
         style = site.style
         parent = site.name.rpartition(".")[0]
-        shares = isinstance(style, (Col, Shared))
+        shares = isinstance(style, (ColStyle, SharedColStyle))
         sequence: int | None = getattr(style, "sequence", None)
-        brought = site.name if getattr(style, "entered", False) else ""
+        brought = site.name if getattr(style, "is_input_gathered", False) else ""
         group = brought or (parent if shares else f"{site.name}.")
         groups.setdefault((group, style.axis, sequence), []).append(site.name)
     found = {}
     for (_, axis, dim), members in groups.items():
-        found.update(dict.fromkeys(members, Entry(axes, names(axis), dim, len(members))))
+        found.update(dict.fromkeys(members, SharedInput(axes, axis_names(axis), dim, len(members))))
     return found
 
 
-def folded(found: Iterable[str]) -> list[str]:
+def fold_names(found: Iterable[str]) -> list[str]:
     """Return names with those that differ by their first number written once: layers.0-3.wq."""
     ranges: dict[tuple[str, str], list[str]] = {}
     for name in found:

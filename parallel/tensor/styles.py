@@ -15,20 +15,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.parallel.tensor.attention import Heads
-from pdrun.parallel.tensor.linear import Col, Row
-from pdrun.parallel.tensor.sequence_parallel import Replicate, Seq
-from pdrun.parallel.tensor.style import WHERE, Names
-from pdrun.parallel.tensor.vocabulary import Vocab
+from pdrun.parallel.tensor.attention import HeadsStyle
+from pdrun.parallel.tensor.linear import ColStyle, RowStyle
+from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle, SeqStyle
+from pdrun.parallel.tensor.style import STRATEGY_API, AxisNames
+from pdrun.parallel.tensor.vocabulary import VocabStyle
 
 
 def col(
-    axis: Names,
+    axis: AxisNames,
     *,
     gather: bool = False,
     sequence: int | None = None,
     blocks: int | Sequence[int] = 1,
-) -> Col:
+) -> ColStyle:
     """
     Cut a linear module by columns: each rank computes a part of the output.
 
@@ -46,17 +46,17 @@ def col(
     Raises:
         UsageError: ``blocks`` is no such thing, or goes with ``gather``.
     """
-    checked = _blocks(blocks)
+    checked = _check_blocks(blocks)
     if gather and checked != 1:
         raise UsageError(
             "parts of several blocks are not gathered",
-            where=f"{WHERE}, col",
+            where=f"{STRATEGY_API}, col",
             hint="leave out one of both",
         )
-    return Col(_axis(axis, "col"), gather, _dim(sequence, "col"), checked)
+    return ColStyle(_check_axis(axis, "col"), gather, _check_dim(sequence, "col"), checked)
 
 
-def row(axis: Names, *, cut: bool = False, sequence: int | None = None) -> Row:
+def row(axis: AxisNames, *, cut: bool = False, sequence: int | None = None) -> RowStyle:
     """
     Cut a linear module by rows: each rank takes its part of the input, and the results are added
     up.
@@ -68,10 +68,10 @@ def row(axis: Names, *, cut: bool = False, sequence: int | None = None) -> Row:
         sequence: the dim along which the sum is cut over the same axis; default: every rank gets
             all of it.
     """
-    return Row(_axis(axis, "row"), cut, _dim(sequence, "row"))
+    return RowStyle(_check_axis(axis, "row"), cut, _check_dim(sequence, "row"))
 
 
-def vocab(axis: Names, *, gather: bool = True, sequence: int | None = None) -> Vocab:
+def vocab(axis: AxisNames, *, gather: bool = True, sequence: int | None = None) -> VocabStyle:
     """
     Cut an embedding or a head by words.
 
@@ -80,16 +80,16 @@ def vocab(axis: Names, *, gather: bool = True, sequence: int | None = None) -> V
         gather: False leaves a head's logits cut, for `pdrun.parallel.tensor.cross_entropy`.
         sequence: the dim along which an embedding's result is cut, and a head's input is.
     """
-    return Vocab(_axis(axis, "vocab"), gather, _dim(sequence, "vocab"))
+    return VocabStyle(_check_axis(axis, "vocab"), gather, _check_dim(sequence, "vocab"))
 
 
 def heads(
-    axis: Names,
+    axis: AxisNames,
     *,
     heads: int | str | None = None,
     kv_heads: int | str | None = None,
     divide: Sequence[str] = (),
-) -> Heads:
+) -> HeadsStyle:
     """
     Cut an attention by heads: its linear modules have styles of their own, this one has it count a
     rank's heads.
@@ -105,12 +105,17 @@ def heads(
         divide: further attributes that the number of ranks divides, as the width of all heads
             together.
     """
-    return Heads(_axis(axis, "heads"), heads, kv_heads, tuple(divide))
+    return HeadsStyle(_check_axis(axis, "heads"), heads, kv_heads, tuple(divide))
 
 
 def seq(
-    axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False, total: int | None = None
-) -> Seq:
+    axis: AxisNames,
+    *,
+    dim: int = 1,
+    cut: bool = False,
+    gather: bool = False,
+    total: int | None = None,
+) -> SeqStyle:
     """
     Have a module work on parts of the sequence: norms and dropouts between row-parallel and
     column-parallel modules.
@@ -126,10 +131,10 @@ def seq(
         total: size of the whole dim, for a dropout on parts that differ by one; default: all have
             one size.
     """
-    return Seq(_axis(axis, "seq"), dim, cut, gather, total)
+    return SeqStyle(_check_axis(axis, "seq"), dim, cut, gather, total)
 
 
-def replicate(axis: Names = ()) -> Replicate:
+def replicate(axis: AxisNames = ()) -> ReplicateStyle:
     """
     Keep weights whole on every rank.
 
@@ -138,10 +143,10 @@ def replicate(axis: Names = ()) -> Replicate:
             gradients are summed.
             Default: all ranks do the same with them.
     """
-    return Replicate(_axis(axis, "replicate") if axis else ())
+    return ReplicateStyle(_check_axis(axis, "replicate") if axis else ())
 
 
-def _axis(axis: Any, style: str) -> Names:
+def _check_axis(axis: Any, style: str) -> AxisNames:
     given = (axis,) if isinstance(axis, str) else axis
     if (
         not isinstance(given, (tuple, list))
@@ -149,26 +154,28 @@ def _axis(axis: Any, style: str) -> Names:
         or not all(isinstance(name, str) for name in given)
     ):
         raise UsageError(
-            f"{axis!r} is not the name of an axis", where=f"{WHERE}, {style}", hint=f'{style}("tp")'
+            f"{axis!r} is not the name of an axis",
+            where=f"{STRATEGY_API}, {style}",
+            hint=f'{style}("tp")',
         )
     return given[0] if len(given) == 1 else tuple(given)
 
 
-def _dim(dim: Any, style: str) -> int | None:
+def _check_dim(dim: Any, style: str) -> int | None:
     if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
         hint = "the dim that is cut: 1 for [rows, length, width]"
-        raise UsageError(f"sequence={dim!r} is no dim", where=f"{WHERE}, {style}", hint=hint)
+        raise UsageError(f"sequence={dim!r} is no dim", where=f"{STRATEGY_API}, {style}", hint=hint)
     return dim
 
 
-def _blocks(blocks: Any) -> int | tuple[int, ...]:
+def _check_blocks(blocks: Any) -> int | tuple[int, ...]:
     sizes = [blocks] if isinstance(blocks, int) else list(blocks)
     if not sizes or any(
         isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes
     ):
         raise UsageError(
             f"blocks={blocks!r} is neither a count nor sizes",
-            where=f"{WHERE}, col",
+            where=f"{STRATEGY_API}, col",
             hint="blocks=3",
         )
     return blocks if isinstance(blocks, int) else tuple(sizes)

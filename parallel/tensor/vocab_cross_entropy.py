@@ -15,11 +15,11 @@ from torch.nn import functional
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.communicator import AxisGroup
 
-WHERE = "cross_entropy"
+CROSS_ENTROPY_API = "cross_entropy"
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
+class VocabShard:
     """This rank's words of a vocabulary of ``total``: ``low`` up to ``high``."""
 
     axis: AxisGroup
@@ -27,7 +27,7 @@ class Words:
     low: int
     high: int
 
-    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def to_local_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Return ids counted from this rank's first word, and which of them are other ranks' (these
         are 0 here).
@@ -41,20 +41,20 @@ class Words:
         foreign = below | (ids >= self.high) if self.high < self.total else below
         return (ids - self.low).masked_fill(foreign, 0), foreign
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Words:
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
         return self
 
 
-_CUT: WeakSet[Words] = WeakSet()
+_sharded_vocabularies: WeakSet[VocabShard] = WeakSet()
 """
 Vocabularies whose logits stay cut: to tell a part of logits that has lost its mark from whole ones.
 """
 
 
-def mark(logits: torch.Tensor, words: Words) -> torch.Tensor:
+def mark_sharded_logits(logits: torch.Tensor, vocab_shard: VocabShard) -> torch.Tensor:
     """Note on logits which words they are of."""
-    _CUT.add(words)
-    logits._pdrun_words = words
+    _sharded_vocabularies.add(vocab_shard)
+    logits._pdrun_vocab_shard = vocab_shard
     return logits
 
 
@@ -88,21 +88,24 @@ def cross_entropy(
         what = f"logits are {list(logits.shape)}, targets {list(targets.shape)}"
         raise UsageError(
             what,
-            where=WHERE,
+            where=CROSS_ENTROPY_API,
             hint="one target for each row of logits, the words along the last dim",
         )
     if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"reduction={reduction!r} is none of mean, sum and none", where=WHERE)
-    words: Words | None = getattr(logits, "_pdrun_words", None)
+        raise UsageError(
+            f"reduction={reduction!r} is none of mean, sum and none", where=CROSS_ENTROPY_API
+        )
+    words: VocabShard | None = getattr(logits, "_pdrun_vocab_shard", None)
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1)
     if words is None or words.axis.size == 1:
         if words is None and any(
-            cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1] for cut in _CUT
+            cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1]
+            for cut in _sharded_vocabularies
         ):
             raise UsageError(
                 f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen",
-                where=WHERE,
+                where=CROSS_ENTROPY_API,
                 hint="give it the head's output itself, neither reshaped nor converted",
             )
         wide = (
@@ -137,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        words: Words,
+        words: VocabShard,
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
@@ -146,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
         x = x - axis.all_reduce(x.amax(-1), "max").unsqueeze(-1)
         exps = x.exp()
         counted = targets != ignore_index
-        local, foreign = words.local(targets.masked_fill(~counted, words.low))
+        local, foreign = words.to_local_ids(targets.masked_fill(~counted, words.low))
         assert foreign is not None  # of several ranks
         hit = x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
         sums = [exps.sum(-1), hit] + ([x.sum(-1)] if smoothing else [])

@@ -10,37 +10,37 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.autograd import all_gather, all_reduce
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import shard_range
-from pdrun.parallel.model.shards import Tile, tile_of
+from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor import linear
 from pdrun.parallel.tensor.style import (
-    Entry,
-    Names,
-    Place,
-    Seat,
-    Style,
-    become,
+    AxisNames,
+    GridPosition,
+    ModuleContext,
+    ModuleStyle,
+    SharedInput,
     check_forward,
-    refuse,
-    scatter_parts,
-    shown,
+    format_axes,
+    reduce_scatter_parts,
+    style_error,
+    swap_class,
 )
-from pdrun.parallel.tensor.vocab_cross_entropy import Words, mark
+from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard, mark_sharded_logits
 
 
 class VocabularyParallelEmbedding:
     """An embedding that looks up this rank's words; the sum over the ranks has all."""
 
-    _place: Place
-    _words: Words
+    _place: ModuleContext
+    _vocab_shard: VocabShard
     _padding: int | None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ``[..., width]`` of ids ``[...]``."""
-        words = self._words
-        local, foreign = words.local(ids)
+        words = self._vocab_shard
+        local, foreign = words.to_local_ids(ids)
         found = functional.embedding(local, self.weight, self._padding)  # type: ignore[attr-defined]
         if foreign is not None:
             found = found.masked_fill(foreign.unsqueeze(-1), 0)
@@ -55,57 +55,66 @@ class VocabularyParallelHead(linear.ColumnParallel):
 
 
 @dataclass(frozen=True)
-class Vocab(Style):
+class VocabStyle(ModuleStyle):
     """See `pdrun.parallel.tensor.styles.vocab`."""
 
-    axis: Names
+    axis: AxisNames
     gather: bool = True
     sequence: int | None = None
 
     def __str__(self) -> str:
-        return f"words over {shown(self.axis)}" + ("" if self.gather else ", logits stay cut")
+        return f"words over {format_axes(self.axis)}" + ("" if self.gather else ", logits stay cut")
 
-    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+    def shard_weights(
+        self, name: str, module: nn.Module, position: GridPosition
+    ) -> dict[str, Shard]:
         """Cut weight and bias along the words."""
         if isinstance(module, nn.Embedding):
             _check_embedding(name, module)
         elif linear.out_dim(name, module):
-            raise refuse(name, f"a {type(module).__name__} is neither an embedding nor a head")
+            raise style_error(name, f"a {type(module).__name__} is neither an embedding nor a head")
         found = module.named_parameters(recurse=False)
-        return {key: seat.tile(name, tuple(param.shape), 0, self.axis) for key, param in found}
+        return {
+            key: position.shard_weight(name, tuple(param.shape), 0, self.axis)
+            for key, param in found
+        }
 
-    def change(self, name: str, module: nn.Module, axis: AxisGroup, entry: Entry) -> None:
+    def apply_to(
+        self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
+    ) -> None:
         """Look up or compute this rank's words."""
-        total = tile_of(module.weight).shape[0]
-        words = Words(axis, total, *shard_range(total, axis.size, axis.index))
+        total = shard_of(module.weight).shape[0]
+        words = VocabShard(axis, total, *shard_range(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):
-            leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(
-                collectives.all_reduce, axis=axis
-            )
+            leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(all_reduce, axis=axis)
             if self.sequence is not None:
-                leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
+                leave = functools.partial(
+                    reduce_scatter_parts, axis=axis, dim=self.sequence, name=name
+                )
             module._words = words
             padding = module.padding_idx
             mine = padding is not None and words.low <= padding < words.high
             module._padding = padding - words.low if mine else None
-            become(module, VocabularyParallelEmbedding, Place(axis, entry, leave))
+            swap_class(
+                module, VocabularyParallelEmbedding, ModuleContext(axis, shared_input, leave)
+            )
             return
         if self.gather:
-            leave = functools.partial(collectives.all_gather, axis=axis, dim=-1, total=total)
+            leave = functools.partial(all_gather, axis=axis, dim=-1, total=total)
         else:
-            leave = functools.partial(mark, words=words)
+            leave = functools.partial(mark_sharded_logits, vocab_shard=words)
             module.out_features = words.high - words.low
-        become(module, VocabularyParallelHead, Place(axis, entry, leave))
+        swap_class(module, VocabularyParallelHead, ModuleContext(axis, shared_input, leave))
 
 
 def _check_embedding(name: str, module: nn.Embedding) -> None:
     check_forward(name, module)
     kind = type(module).__name__
     if type(module).forward is not nn.Embedding.forward:
-        raise refuse(name, f"{kind} has a forward of its own, which a cut one would not call")
+        raise style_error(name, f"{kind} has a forward of its own, which a cut one would not call")
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
-            raise refuse(
+            raise style_error(
                 name,
                 f"an embedding with {option} cannot be cut by words",
                 "replicate() keeps it whole",

@@ -29,9 +29,9 @@ class ConsistencyGuard:
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        self._resting_norms = sync_batchnorm.resting(model) if ranks > 1 else []
+        self._resting_norms = sync_batchnorm.find_inactive(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
-        self._hooks = param_hooks.counts(engine.weights)
+        self._hooks = param_hooks.count_hooks(engine.weights)
         self._own_hooks = [after for _, after in self._hooks]
         self.torn_checkpoint = ""
         """The checkpoint of which only a part may have been taken up."""
@@ -53,10 +53,10 @@ class ConsistencyGuard:
                 would make each rank compute by its own rows.
         """
         self.check_not_torn(RUN_STEP)
-        sync_batchnorm.check_resting(self._resting_norms)
-        found = param_hooks.counts(self._engine.weights)
+        sync_batchnorm.check_inactive(self._resting_norms)
+        found = param_hooks.count_hooks(self._engine.weights)
         if found != self._hooks:
-            param_hooks.check(self._engine.weights, self._own_hooks, RUN_STEP)
+            param_hooks.check_hooks(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:

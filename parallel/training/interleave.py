@@ -139,9 +139,9 @@ def _save_copy_state(step: StepContext) -> Any:
     Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
     of its rows.
     """
-    return step.rng.save_state(step.device), sync_batchnorm.SyncedBatchNorm.weight_of_rows
+    return step.rng.save_state(step.device), sync_batchnorm.SyncedBatchNorm.row_weight
 
 
 def _restore_copy_state(step: StepContext, kept: Any) -> None:
-    place, sync_batchnorm.SyncedBatchNorm.weight_of_rows = kept
+    place, sync_batchnorm.SyncedBatchNorm.row_weight = kept
     step.rng.restore_state(place, step.device)

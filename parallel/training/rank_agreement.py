@@ -125,10 +125,10 @@ def describe_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tupl
     itself.
     """
     for weight in weights:
-        if not weight.alone:
+        if not weight.unsynced:
             yield (
                 f"weight {weight.name}",
-                _describe_tensor(weight.param) + ("" if weight.trained else ", frozen"),
+                _describe_tensor(weight.param) + ("" if weight.is_trained else ", frozen"),
             )
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", _describe_tensor(buffer)

@@ -158,7 +158,7 @@ class RunState:
     @contextmanager
     def forward_context(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
         """See `StepContext.around`."""
-        SyncedBatchNorm.weight_of_rows = micro.weight
+        SyncedBatchNorm.row_weight = micro.weight
         with ExitStack() as inside:
             if self.activation_offload is not None:
                 inside.enter_context(self.activation_offload.saved_tensors_hooks())

@@ -28,8 +28,8 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
-from pdrun.parallel.model.shard_map import Catalogue, Holders
-from pdrun.parallel.model.weights import Weight, assign_units, bundle
+from pdrun.parallel.model.shard_map import WeightCatalogue, ShardMap
+from pdrun.parallel.model.weights import Weight, assign_units, make_buckets
 from pdrun.parallel.zero.bucket_order import BucketOrder
 from pdrun.parallel.zero.gatherer import Gatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
@@ -58,8 +58,8 @@ class Engine:
         model: nn.Module,
         weights: list[Weight],
         place: RankGroups,
-        holders: Holders,
-        catalogue: Catalogue,
+        holders: ShardMap,
+        catalogue: WeightCatalogue,
         settings: Settings,
         units: Sequence[str] = (),
         fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
@@ -90,7 +90,7 @@ class Engine:
         self.gatherer: Gatherer | None = None
         self._units = list(units)
         self._build(model)
-        self.alone = [weight for weight in weights if weight.alone and weight.trained]
+        self.alone = [weight for weight in weights if weight.unsynced and weight.is_trained]
         for index, part in enumerate(self.bundles):
             for weight in part.weights:
                 weight.param.register_post_accumulate_grad_hook(self._hook(index))
@@ -104,30 +104,30 @@ class Engine:
         self._order = BucketOrder(self.bundles, self._unit_indices(), self.gatherer, may_wait)
         only = len(place.loss_ranks) < place.job.world
         self._tellers = torch.tensor(place.loss_ranks, device=self.whole.device) if only else None
-        self.used = [False] * len(catalogue.entries)
+        self.used = [False] * len(catalogue.weights)
         """Which weights of the whole model had a gradient in the last step, on any rank."""
 
     # ---- building -----------------------------------------------------------
 
     def _build(self, model: nn.Module) -> None:
         settings = self.settings
-        shared = [weight for weight in self.weights if not weight.alone]
+        shared = [weight for weight in self.weights if not weight.unsynced]
         cut = [
             weight for weight in shared if settings.level and weight.nbytes >= settings.threshold
         ]
         if settings.level < 3:
-            cut = [weight for weight in cut if weight.trained]
+            cut = [weight for weight in cut if weight.is_trained]
         else:
             assign_units(model, self.weights, self._units)
         kept = [weight for weight in shared if weight not in set(cut)]
         by_unit: dict[str, list[Cut]] = {name: [] for name in ["", *self._units]}
         for name in reversed(["", *self._units]):  # in the order of their gradients
             mine = [weight for weight in cut if weight.unit == name]
-            for group in bundle([w for w in mine if w.trained], settings.fusion):
+            for group in make_buckets([w for w in mine if w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_cut(group, name, trained=True))
-            for group in bundle([w for w in mine if not w.trained], settings.fusion):
+            for group in make_buckets([w for w in mine if not w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_cut(group, name, trained=False))
-        for group in bundle([w for w in kept if w.trained], settings.fusion):
+        for group in make_buckets([w for w in kept if w.is_trained], settings.fusion):
             self._add_bundle(group, self.whole)
         for weight in self.weights:
             if weight not in set(cut):
@@ -143,12 +143,12 @@ class Engine:
             f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
         )
         dtype = self.settings.precision.sum_dtype(group[0].dtype)
-        across = self.place.sum_groups(group[0].sums, group[0].stages)
+        across = self.place.sum_groups(group[0].sum_axes, group[0].stages)
         self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
-        compute = self.settings.precision.weight_dtype(own, group[0].wide)
+        compute = self.settings.precision.weight_dtype(own, group[0].keep_dtype)
         self._fill(group)
         made = Cut(
             group,
@@ -170,12 +170,12 @@ class Engine:
         Have the model compute with a copy of a weight that isn't cut, in the type of the policy.
         """
         self._fill([weight])
-        compute = self.settings.precision.weight_dtype(weight.dtype, weight.wide)
+        compute = self.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
         if compute != weight.dtype or (
-            weight.trained and self.settings.master_device not in (None, self.whole.device)
+            weight.is_trained and self.settings.master_device not in (None, self.whole.device)
         ):
             wide = weight.param.detach()
-            if weight.trained:
+            if weight.is_trained:
                 home = self.settings.master_device or self.whole.device
                 self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
             weight.param.data = wide.to(compute, copy=True)
@@ -226,7 +226,7 @@ class Engine:
             part.forget()
         for weight in self.weights:
             weight.param.grad = None
-            if weight.param.requires_grad and not weight.trained:
+            if weight.param.requires_grad and not weight.is_trained:
                 what = f"{weight.name} requires a gradient now, and did not when the run was made: it is not trained"
                 hint = "let it require one before pdrun.parallelize; requires_grad_(False) may freeze it afterwards"
                 raise UsageError(what, where="pdrun.Run.step", hint=hint)
@@ -458,7 +458,7 @@ class Engine:
             for part in self.cuts
             if not part.released and not part.shared
             for weight in part.weights
-            if weight.trained
+            if weight.is_trained
         }
         return [
             weight for weight in self.weights if weight.index in self.masters or weight.index in cut

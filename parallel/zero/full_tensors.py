@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.model.shard_map import Entry
-from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.model.shard_map import WeightInfo
+from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout
 from pdrun.parallel.zero.shards import Cut
@@ -40,9 +40,9 @@ class LocalRange:
     """Whether this rank saves what a weight has once, such as step counts."""
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> Shard:
         """The tile of which it is elements ``start`` to ``stop``."""
-        return self.weight.tile
+        return self.weight.shard
 
 
 def local_ranges(engine: Engine) -> Iterator[LocalRange]:
@@ -59,7 +59,7 @@ def local_ranges(engine: Engine) -> Iterator[LocalRange]:
         if weight.name not in cut_names:
             part = engine.masters.get(weight.index, weight.param)
             yield _make_range(
-                engine, weight, 0, weight.numel, part, engine.whole.rank if weight.alone else None
+                engine, weight, 0, weight.numel, part, engine.whole.rank if weight.unsynced else None
             )
 
 
@@ -73,13 +73,13 @@ def _make_range(
         owner: the only rank on the data axes that does; None: all hold the same.
     """
     holders = engine.holders
-    alike = holders.alike(weight.index)
+    alike = holders.replicas_of(weight.index)
     turn, place = divmod(weight.index, len(alike))
     data = turn % engine.whole.world if owner is None else owner
     mine = engine.whole.rank == data and holders.axis.index == alike[place]
-    name = f"{weight.name}@{engine.whole.rank}" if weight.alone else weight.name
+    name = f"{weight.name}@{engine.whole.rank}" if weight.unsynced else weight.name
     return LocalRange(
-        name, weight, start, stop, part, mine, mine and start == 0 and holders.leads(weight.index)
+        name, weight, start, stop, part, mine, mine and start == 0 and holders.is_first_shard(weight.index)
     )
 
 
@@ -112,12 +112,12 @@ def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 def weights_by_name(engine: Engine) -> dict[str, torch.Tensor]:
     """Return all full weights by name, in the order of the model; every rank must call this."""
     found = dict(iter_full_weights(engine))
-    return {entry.name: found[entry.name] for entry in engine.catalogue.entries}
+    return {entry.name: found[entry.name] for entry in engine.catalogue.weights}
 
 
-def full_weight_order(engine: Engine) -> list[Entry]:
+def full_weight_order(engine: Engine) -> list[WeightInfo]:
     """Return the weights of the whole model in the order of `full_weights`."""
-    entries = engine.catalogue.entries
+    entries = engine.catalogue.weights
     if engine.place.model.world > 1:
         return entries[::-1]  # as bundles are filled
     cut = [weight.index for part in engine.cuts for weight in part.weights]
@@ -141,15 +141,15 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
         if grad is not None:
             rest[weight.index] = grad.to(engine.whole.device)
     parts = _LocalShards(bundles, rest)
-    entries = engine.catalogue.entries
+    entries = engine.catalogue.weights
     if engine.place.model.world == 1:
         mine = [weight for bundle in bundles for weight in bundle.weights] + engine.alone
         entries = [entries[weight.index] for weight in mine]
     for entry in entries if engine.place.model.world == 1 else entries[::-1]:
-        if entry.alone:
+        if entry.unsynced:
             if entry.index in rest:
                 yield entry.name, rest[entry.index]
-        elif entry.trained:
+        elif entry.is_trained:
             part = parts.take_shard(entry.index)
             dtype = engine.settings.precision.sum_dtype(entry.dtype)
             yield (
@@ -228,13 +228,13 @@ class _LocalShards:
 
 
 def _assemble_weight(
-    engine: Engine, entry: Entry, part: torch.Tensor | None, dtype: torch.dtype
+    engine: Engine, entry: WeightInfo, part: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a whole weight of its parts on the model axes; ``part`` is this rank's."""
     holders = engine.holders
     comm = engine.place.model
-    sources = holders.sources(entry.index)
-    if part is not None and len(sources) == 1 and holders.everywhere(entry.index):
+    sources = holders.source_shards(entry.index)
+    if part is not None and len(sources) == 1 and holders.is_replicated(entry.index):
         return part
     received = []
     for place, box in sources:
@@ -247,5 +247,5 @@ def _assemble_weight(
         received.append((box, comm.start_broadcast(data, place, f"a part of {entry.name}")))
     out = torch.empty(entry.shape, dtype=dtype, device=comm.device)
     for box, pending in received:
-        Tile(entry.shape, L(*[None] * len(entry.shape)), box).put(pending.wait(), out)
+        Shard(entry.shape, L(*[None] * len(entry.shape)), box).put_into(pending.wait(), out)
     return out

@@ -67,7 +67,7 @@ class Gatherer:
         self.paused = False
         """Whether the hooks do nothing, since they were copied with the model."""
         self._frozen = [
-            any(not w.trained for cut in unit for w in cut.weights) for unit in self._units
+            any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
         model.register_forward_pre_hook(self._enter_model, prepend=True)
         model.register_forward_hook(self._leave_model)

@@ -79,7 +79,7 @@ def global_norm(
             square += found
     if alone:
         loose = [
-            grad for weight in alone if weight.counted and (grad := weight.param.grad) is not None
+            grad for weight in alone if weight.counts_in_norm and (grad := weight.param.grad) is not None
         ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
         square += place.data.sum_small(found, "the norm of the layerwise weights").wait()
@@ -89,7 +89,7 @@ def global_norm(
 
 def _counted_parts(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
     """Return what of a bundle's total counts in the norm here."""
-    if all(weight.counted for weight in part.weights):
+    if all(weight.counts_in_norm for weight in part.weights):
         return [total]
     pieces = zip(part.segments, part.pieces(), strict=True)
-    return [piece for segment, piece in pieces if part.weights[segment.slot].counted]
+    return [piece for segment, piece in pieces if part.weights[segment.slot].counts_in_norm]

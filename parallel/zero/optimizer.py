@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatSegment
 
@@ -77,7 +77,7 @@ def check_elementwise(
         UsageError: it may not; names it.
     """
     for group in optimizer.param_groups:
-        if tiles_only and all(tile_of(param).is_whole for param in group["params"]):
+        if tiles_only and all(shard_of(param).is_full for param in group["params"]):
             continue
         whole = _try_two_steps(optimizer, group, device, 1)
         parts = _try_two_steps(optimizer, group, device, 2)
@@ -195,9 +195,9 @@ def remap_params(
                 continue
             found.append(part)
             if state:
-                tile = tile_of(part)
+                tile = shard_of(part)
                 optimizer.state[part] = {
-                    key: tile.take(value)
+                    key: tile.take_from(value)
                     if isinstance(value, torch.Tensor) and value.shape == tile.shape
                     else value
                     for key, value in state.items()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.model.weights import Fusion
+from pdrun.parallel.model.weights import BucketPolicy
 from pdrun.parallel.zero.precision import DTYPES, Precision
 
 PARALLELIZE = "pdrun.parallelize"
@@ -32,7 +32,7 @@ class Settings:
     threshold: int = 0
     layerwise: Sequence[str] = ()
     units: Sequence[str] | None = None
-    fusion: Fusion = field(default_factory=Fusion)
+    fusion: BucketPolicy = field(default_factory=BucketPolicy)
     wire_dtype: torch.dtype | None = None
     precision: Precision = field(default_factory=Precision)
     master_device: torch.device | None = None

@@ -74,7 +74,7 @@ class Cut:
         )
         self._views = self._fill()
         self.parts = [
-            nn.Parameter(self._part(segment), weights[segment.slot].trained)
+            nn.Parameter(self._part(segment), weights[segment.slot].is_trained)
             for segment in self.segments
         ]
         """What the optimizer trains: a segment each."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.tensor import Strategy, col, heads, row, seq, vocab
 
 WIDTH, LENGTH, ROWS = 32, 8, 3
@@ -161,18 +161,18 @@ def whole_gradients(model: nn.Module, axes: MeshGroups) -> dict[str, Tensor]:
     world = axes[axes.grid.names]
     found = {}
     for name, param in model.named_parameters():
-        tile = tile_of(param)
+        tile = shard_of(param)
         assert tuple(param.shape) == tile.local_shape
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if tile.sums:
-            grad = axes[tile.sums].all_reduce(grad)
+        if tile.sum_axes:
+            grad = axes[tile.sum_axes].all_reduce(grad)
         held = torch.zeros(2, *tile.shape, dtype=grad.dtype)
-        tile.put(grad, held[0])
-        tile.put(torch.ones_like(grad), held[1])
+        tile.put_into(grad, held[0])
+        tile.put_into(torch.ones_like(grad), held[1])
         total = world.all_reduce(held)
         assert total[1].min() > 0, f"nobody holds a part of {name}"
         # where several ranks hold the same, each must have the same gradient
-        torch.testing.assert_close(grad, tile.take(total[0] / total[1]))
+        torch.testing.assert_close(grad, tile.take_from(total[0] / total[1]))
         found[name] = total[0] / total[1]
     return found
 

@@ -15,7 +15,7 @@ from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import set_tile, tile, tile_of
+from pdrun.parallel.model.shards import set_shard, make_shard, shard_of
 from pdrun.parallel.rng.shard_region import shard_region
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Block
 
@@ -87,13 +87,13 @@ class Megatron:
         def put(module: nn.Module, key: str, *dims: Any, **more: Any) -> None:
             old = getattr(module, key)
             if id(old) not in done:
-                part = tile(tuple(old.shape), L(*dims), axes.grid, axes.rank, **more)
+                part = make_shard(tuple(old.shape), L(*dims), axes.grid, axes.rank, **more)
                 value = (
                     torch.empty(part.local_shape, device="meta")
                     if old.is_meta
-                    else part.take(old.detach())
+                    else part.take_from(old.detach())
                 )
-                done[id(old)] = set_tile(nn.Parameter(value), part)
+                done[id(old)] = set_shard(nn.Parameter(value), part)
             module._parameters[key] = done[id(old)]
 
         model.emb.__class__, model.head.__class__ = CutWords, CutHead
@@ -115,6 +115,6 @@ class Megatron:
                 (block.down, "bias"),
             ):
                 put(owner, key, None, sums=self.names)  # used for a part of the sequence
-        assert tile_of(model.norm.weight).is_whole
+        assert shard_of(model.norm.weight).is_full
         assert LENGTH > 1
         return model  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.operators.graph.constraints import constrain, shard
 from pdrun.parallel.operators.module import Operators
 from tests.lib import small_models as zoo
@@ -271,16 +271,16 @@ def compare(
             counts = both | {f"forward {key}": value for key, value in forward.items()}
         whole = dict(reference.named_parameters())
         for key, param in cut.named_parameters():
-            tile, grad = tile_of(param), param.grad
+            tile, grad = shard_of(param), param.grad
             if whole[key].grad is None:
                 assert grad is None
                 continue
             assert grad is not None, key
-            for axis in tile.sums:
+            for axis in tile.sum_axes:
                 grad = places[axis].all_reduce(grad)
             torch.testing.assert_close(
                 grad,
-                tile.take(whole[key].grad),
+                tile.take_from(whole[key].grad),
                 msg=lambda told, key=key: f"{key}: {told}",
                 **tight,
             )
@@ -302,7 +302,7 @@ def sequence(name: str, axes: dict[str, int], entries: Any, steps: int = 5) -> l
         with torch.no_grad():
             for param in model.parameters():
                 assert param.grad is not None
-                for axis in tile_of(param).sums:
+                for axis in shard_of(param).sum_axes:
                     assert places is not None
                     param.grad = places[axis].all_reduce(param.grad)
                 param -= 1.0 * param.grad
@@ -337,10 +337,10 @@ def hooked(axes: dict[str, int], entries: Any) -> list[str]:
     for name, param in model.named_parameters():
         if param.grad is not None:
             grad = param.grad
-            for axis in tile_of(param).sums:
+            for axis in shard_of(param).sum_axes:
                 grad = places[axis].all_reduce(grad)
             torch.testing.assert_close(
-                grad, tile_of(param).take(whole[name].grad), rtol=1e-10, atol=1e-12
+                grad, shard_of(param).take_from(whole[name].grad), rtol=1e-10, atol=1e-12
             )
     return seen
 

@@ -20,7 +20,7 @@ from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm import mesh
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import set_tile, tile
+from pdrun.parallel.model.shards import set_shard, make_shard
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
 from pdrun.parallel.zero.precision import Precision
@@ -420,8 +420,8 @@ class Shares:
         for out in model.outs if self.honest else []:
             for param in out.parameters():
                 dims = [None] * param.dim()
-                set_tile(
-                    param, tile(tuple(param.shape), L(*dims), axes.grid, axes.rank, sums=("tp",))
+                set_shard(
+                    param, make_shard(tuple(param.shape), L(*dims), axes.grid, axes.rank, sum_axes=("tp",))
                 )
         return model  # type: ignore[no-any-return]
 
@@ -578,8 +578,8 @@ class Elsewhere(Megatron):
     def apply(self, model: Any, axes: MeshGroups, sample: Any) -> nn.Module:
         """See `tiles.Cutter`."""
         old = model.never
-        part = tile(tuple(old.shape), L("dp"), axes.grid, axes.rank)
-        model.never = set_tile(nn.Parameter(part.take(old.detach())), part)
+        part = make_shard(tuple(old.shape), L("dp"), axes.grid, axes.rank)
+        model.never = set_shard(nn.Parameter(part.take_from(old.detach())), part)
         return model  # type: ignore[no-any-return]
 
 

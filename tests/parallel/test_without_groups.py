@@ -174,10 +174,10 @@ def test_shards_cover_each_weight_once(sizes: list[list[int]], shards: int, copi
 
 
 def bundles(value: Any, level: int = 0) -> list[list[str]]:
-    found = weights.collect(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))))
+    found = weights.collect_weights(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))))
     return [
         [w.name[0] for w in group]
-        for group in weights.bundle(found, weights.parse_fusion(value, level))
+        for group in weights.make_buckets(found, weights.parse_bucket_policy(value, level))
     ]
 
 
@@ -215,7 +215,7 @@ def test_fusion() -> None:
 )
 def test_wrong_fusion(value: Any) -> None:
     with pytest.raises(UsageError, match="comm_fusion"):
-        weights.parse_fusion(value, 1)
+        weights.parse_bucket_policy(value, 1)
 
 
 def test_units_and_ties() -> None:
@@ -224,7 +224,7 @@ def test_units_and_ties() -> None:
     assert weights.find_units(model, ["blocks.[01]", "norm"]) == ["blocks.0", "blocks.1", "norm"]
     assert weights.find_units(nn.Bilinear(2, 2, 2), None) == []
     assert weights.tied_names(model) == [["emb.weight", "head.weight"]]
-    found = weights.collect(model)
+    found = weights.collect_weights(model)
     weights.assign_units(model, found, ["emb", "head", "blocks.0"])
     assert {w.unit for w in found if w.name == "emb.weight"} == {""}  # used by two units
     with pytest.raises(UsageError, match="matches no module"):
@@ -235,11 +235,11 @@ def test_units_and_ties() -> None:
 
 def test_weights_that_cannot_be_used() -> None:
     with pytest.raises(UsageError, match=r"has no shape yet; run the lazy module once"):
-        weights.collect(nn.LazyLinear(3))
+        weights.collect_weights(nn.LazyLinear(3))
     with pytest.raises(UsageError, match="no weight that requires a gradient"):
-        weights.collect(nn.ReLU())
+        weights.collect_weights(nn.ReLU())
     with pytest.raises(UsageError, match=r"layerwise='heads\.\*' matches no weight"):
-        weights.collect(zoo.build(), ["heads.*"])
+        weights.collect_weights(zoo.build(), ["heads.*"])
 
 
 # ---- optimizers -------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_wrong_optimizers() -> None:
         (lambda: settings.parse_compress("int8"), "compress='int8'"),
         (lambda: settings.check_group(3, 4, 1), "does not divide the 4"),
         (lambda: settings.check_group(2, 4, 0), "cuts nothing"),
-        (lambda: recompute.apply(zoo.build(), "some"), "no way to recompute"),
-        (lambda: recompute.apply(zoo.build(), ["block.*"]), "'block.*' matches no module"),
+        (lambda: recompute.apply_recompute(zoo.build(), "some"), "no way to recompute"),
+        (lambda: recompute.apply_recompute(zoo.build(), ["block.*"]), "'block.*' matches no module"),
         (lambda: loader.Loader(iter([1]), 4), "a length and an index"),
     ],
 )

@@ -24,27 +24,27 @@ from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, is_counts
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
-Said = L | DeviceMatrixLayout | tuple[int, ...]
+LayoutSpec = L | DeviceMatrixLayout | tuple[int, ...]
 """
 A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim.
 """
 T = TypeVar("T", bound=Callable[..., Any])
 
-LIBRARY = torch.library.Library("pdrun", "DEF")
-LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
-LIBRARY.define("stop(Tensor x) -> Tensor")
+OP_LIBRARY = torch.library.Library("pdrun", "DEF")
+OP_LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
+OP_LIBRARY.define("stop(Tensor x) -> Tensor")
 
 
-def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
+def _clone_input(x: torch.Tensor, *layout: str) -> torch.Tensor:
     return x.clone()
 
 
-LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
-LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
+OP_LIBRARY.impl("constrain", _clone_input, "CompositeExplicitAutograd")
+OP_LIBRARY.impl("stop", _clone_input, "CompositeExplicitAutograd")
 torch.library.register_autograd(
-    "pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=LIBRARY
+    "pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=OP_LIBRARY
 )
-torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=LIBRARY)
+torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=OP_LIBRARY)
 
 
 def is_layout(value: Any) -> bool:
@@ -52,7 +52,7 @@ def is_layout(value: Any) -> bool:
     return isinstance(value, (L, DeviceMatrixLayout)) or (is_counts(value) and len(value) > 0)
 
 
-def encode(layout: Said) -> str:
+def encode_layout(layout: LayoutSpec) -> str:
     """Return a layout as text, which is how it gets through an export."""
     if isinstance(layout, tuple):
         return json.dumps({"counts": layout})
@@ -63,7 +63,7 @@ def encode(layout: Said) -> str:
     return json.dumps(found)
 
 
-def decode(text: str) -> Said:
+def decode_layout(text: str) -> LayoutSpec:
     """Return the layout of a text (see `encode`)."""
     found = json.loads(text)
     if "counts" in found:
@@ -75,13 +75,13 @@ def decode(text: str) -> Said:
     return DeviceMatrixLayout(Grid(tuple(names), tuple(sizes)), layout)
 
 
-def _dims(layout: Said) -> int:
+def _count_dims(layout: LayoutSpec) -> int:
     if isinstance(layout, DeviceMatrixLayout):
         return len(layout.layout.dims)
     return len(layout.dims) if isinstance(layout, L) else len(layout)
 
 
-def constrain(x: torch.Tensor, layout: Said) -> torch.Tensor:
+def constrain(x: torch.Tensor, layout: LayoutSpec) -> torch.Tensor:
     """
     Return ``x``; the operator engine lays it out so. Without the engine nothing happens.
 
@@ -100,17 +100,17 @@ def constrain(x: torch.Tensor, layout: Said) -> torch.Tensor:
             where="pdrun.constrain",
             hint="constrain(tensor, L(...))",
         )
-    if _dims(layout) != x.dim():
-        what = f"{layout} is for {_dims(layout)} dims, the tensor is {list(x.shape)}"
+    if _count_dims(layout) != x.dim():
+        what = f"{layout} is for {_count_dims(layout)} dims, the tensor is {list(x.shape)}"
         raise UsageError(what, where="pdrun.constrain")
     if not torch.compiler.is_exporting():
         return x
-    result: torch.Tensor = torch.ops.pdrun.constrain(x, encode(layout))
+    result: torch.Tensor = torch.ops.pdrun.constrain(x, encode_layout(layout))
     return result
 
 
 @dataclass
-class Sharding:
+class ModuleSharding:
     """
     What `shard` says of a module.
 
@@ -120,22 +120,24 @@ class Sharding:
         weights: by name of the parameter, from the module on.
     """
 
-    in_: tuple[Said | None, ...] = ()
-    out: tuple[Said | None, ...] | None = None
-    weights: dict[str, Said] = field(default_factory=dict)
+    in_: tuple[LayoutSpec | None, ...] = ()
+    out: tuple[LayoutSpec | None, ...] | None = None
+    weights: dict[str, LayoutSpec] = field(default_factory=dict)
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def constrain_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward hook: constrain the arguments."""
-        return _each(args, self.in_) if torch.compiler.is_exporting() else args
+        return _constrain_each(args, self.in_) if torch.compiler.is_exporting() else args
 
-    def leave(self, module: nn.Module | None, args: tuple[Any, ...], result: Any) -> Any:
+    def constrain_results(
+        self, module: nn.Module | None, args: tuple[Any, ...], result: Any
+    ) -> Any:
         """Forward hook: constrain the result."""
         if self.out is None or not torch.compiler.is_exporting():
             return result
-        return _each(result, self.out)
+        return _constrain_each(result, self.out)
 
 
-def _each(values: Any, layouts: tuple[Said | None, ...]) -> Any:
+def _constrain_each(values: Any, layouts: tuple[LayoutSpec | None, ...]) -> Any:
     """Return nested values with the tensors among them constrained, in order."""
     flat, structure = pytree.tree_flatten(values)
     wanted = iter(layouts)
@@ -146,16 +148,16 @@ def _each(values: Any, layouts: tuple[Said | None, ...]) -> Any:
     return pytree.tree_unflatten(found, structure)
 
 
-def _tuple(value: Any) -> tuple[Said | None, ...]:
+def _as_layouts(value: Any) -> tuple[LayoutSpec | None, ...]:
     """Return a layout for each tensor; a tuple of counts is one layout, as anywhere."""
     return () if value is None else (value,) if is_layout(value) else tuple(value)
 
 
 def shard(
     target: T,
-    in_: Said | tuple[Said | None, ...] | None = None,
-    out: Said | tuple[Said | None, ...] | None = None,
-    **weights: Said,
+    in_: LayoutSpec | tuple[LayoutSpec | None, ...] | None = None,
+    out: LayoutSpec | tuple[LayoutSpec | None, ...] | None = None,
+    **weights: LayoutSpec,
 ) -> T:
     """
     Say how a module's or a function's tensors lie; what is left open follows from what is said.
@@ -182,7 +184,9 @@ def shard(
             )
     if not callable(target):
         raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
-    sharding = Sharding(_tuple(in_), None if out is None else _tuple(out), dict(weights))
+    sharding = ModuleSharding(
+        _as_layouts(in_), None if out is None else _as_layouts(out), dict(weights)
+    )
     if isinstance(target, nn.Module):
         known = dict(target.named_parameters())
         for name in weights:
@@ -190,8 +194,8 @@ def shard(
                 told = ", ".join(known) or "none"
                 what = f"{type(target).__name__} has no parameter {name!r}"
                 raise UsageError(what, where="pdrun.shard", hint=f"it has {told}")
-        target.register_forward_pre_hook(sharding.enter)
-        target.register_forward_hook(sharding.leave)
+        target.register_forward_pre_hook(sharding.constrain_inputs)
+        target.register_forward_hook(sharding.constrain_results)
         target._pdrun_sharding = sharding
         return target
     if weights:
@@ -203,7 +207,7 @@ def shard(
     def sharded(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_exporting():
             return target(*args, **kwargs)
-        args, kwargs = _each((args, kwargs), sharding.in_)
-        return sharding.leave(None, args, target(*args, **kwargs))
+        args, kwargs = _constrain_each((args, kwargs), sharding.in_)
+        return sharding.constrain_results(None, args, target(*args, **kwargs))
 
     return cast(T, sharded)

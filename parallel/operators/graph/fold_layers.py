@@ -24,17 +24,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pdrun.parallel.operators.graph.constraints import LIBRARY
+from pdrun.parallel.operators.graph.constraints import OP_LIBRARY
 
-LEAST = 3
+MIN_GROUP_SIZE = 3
 """Members that a group has to have."""
 
-LIBRARY.define("mark(Tensor[] tensors, str path) -> ()")
-LIBRARY.define("again(Tensor[] tensors, str path, str first) -> Tensor[]")
+OP_LIBRARY.define("mark_layer(Tensor[] tensors, str path) -> ()")
+OP_LIBRARY.define("repeat_layer(Tensor[] tensors, str path, str first) -> Tensor[]")
 
 
 @dataclass
-class _First:
+class _FirstLayer:
     """The call of the first of some equal modules."""
 
     path: str
@@ -45,74 +45,74 @@ class _First:
     structure: Any = None
 
 
-_open: dict[str, _First] = {}
+_first_layers: dict[str, _FirstLayer] = {}
 """Of the export that is going on, by path."""
 
 
-def _mark(tensors: list[torch.Tensor], path: str) -> None:
+def _mark_layer(tensors: list[torch.Tensor], path: str) -> None:
     return None
 
 
-def _again(tensors: list[torch.Tensor], path: str, first: str) -> list[torch.Tensor]:
+def _repeat_layer(tensors: list[torch.Tensor], path: str, first: str) -> list[torch.Tensor]:
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        for x in _open[first].results
+        for x in _first_layers[first].results
     ]
 
 
-LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
-LIBRARY.impl("again", _again, "CompositeExplicitAutograd")
+OP_LIBRARY.impl("mark_layer", _mark_layer, "CompositeExplicitAutograd")
+OP_LIBRARY.impl("repeat_layer", _repeat_layer, "CompositeExplicitAutograd")
 
 
-class Unlike(Exception):
+class FoldError(Exception):
     """A folded graph would not be that of the model."""
 
 
 @contextmanager
-def folding(model: nn.Module) -> Iterator[bool]:
+def fold_equal_layers(model: nn.Module) -> Iterator[bool]:
     """
     While this lasts, calls of equal members of lists leave a node each; yields whether there are
     any.
     """
-    groups = equal_members(model)
+    groups = find_equal_layers(model)
     patched = []
     try:
         for paths in groups:
-            first = _open[paths[0]] = _First(paths[0])
+            first = _first_layers[paths[0]] = _FirstLayer(paths[0])
             for path in paths:
                 module = model.get_submodule(path)
-                module.forward = _folded(module, module.forward, path, first)
+                module.forward = _wrap_forward(module, module.forward, path, first)
                 patched.append(module)
         yield bool(groups)
     finally:
         for module in patched:
             del module.forward
-        _open.clear()
+        _first_layers.clear()
 
 
-def _folded(
-    module: nn.Module, forward: Callable[..., Any], path: str, first: _First
+def _wrap_forward(
+    module: nn.Module, forward: Callable[..., Any], path: str, first: _FirstLayer
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        call = _call(leaves, structure)
-        held = _held(module)
+        call = _call_signature(leaves, structure)
+        held = _object_state(module)
         call = None if call is None else (call, held)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if call is not None and path != first.path and call == first.call:
-            made = iter(torch.ops.pdrun.again(tensors, path, first.path))
+            made = iter(torch.ops.pdrun.repeat_layer(tensors, path, first.path))
             results = [
                 next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
             ]
             return pytree.tree_unflatten(results, first.structure)
         if call is None or path != first.path or first.call is not None:
             return forward(*args, **kwargs)
-        torch.ops.pdrun.mark(tensors, path)
+        torch.ops.pdrun.mark_layer(tensors, path)
         output = forward(*args, **kwargs)
         found, form = pytree.tree_flatten(output)
         results = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-        torch.ops.pdrun.mark(results, path)
-        if _held(module) == held and all(
+        torch.ops.pdrun.mark_layer(results, path)
+        if _object_state(module) == held and all(
             isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found
         ):
             first.call, first.results = call, tuple(results)
@@ -123,7 +123,7 @@ def _folded(
     return run
 
 
-def _call(leaves: list[Any], structure: Any) -> Any:
+def _call_signature(leaves: list[Any], structure: Any) -> Any:
     """Return what of a call decides what a module does; None where that can't be told."""
     found: list[Any] = [structure]
     seen: dict[int, int] = {}
@@ -138,7 +138,7 @@ def _call(leaves: list[Any], structure: Any) -> Any:
     return found, torch.is_grad_enabled()
 
 
-def _held(module: nn.Module) -> Any:
+def _object_state(module: nn.Module) -> Any:
     """
     Return what the objects hold that a module has besides weights: a call may depend on that, or
     change it.
@@ -147,14 +147,14 @@ def _held(module: nn.Module) -> Any:
     calls are not.
     """
     return [
-        (name, _content(value, 3))
+        (name, _state_key(value, 3))
         for each in module.modules()
         for name, value in each.__dict__.items()
-        if name not in _OWN and name != "forward"
+        if name not in _MODULE_ATTRIBUTES and name != "forward"
     ]
 
 
-def _content(value: Any, depth: int) -> Any:
+def _state_key(value: Any, depth: int) -> Any:
     if _is_plain(value):
         return value
     if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value):
@@ -162,9 +162,10 @@ def _content(value: Any, depth: int) -> Any:
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     items = list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
     named = [
-        (_content(key, depth - 1), _content(one, depth - 1)) for key, one in list(inside.items())
+        (_state_key(key, depth - 1), _state_key(one, depth - 1))
+        for key, one in list(inside.items())
     ]
-    return type(value), [_content(one, depth - 1) for one in items], named
+    return type(value), [_state_key(one, depth - 1) for one in items], named
 
 
 def _is_plain(value: Any) -> bool:
@@ -174,7 +175,7 @@ def _is_plain(value: Any) -> bool:
 # ---- which modules are equal ------------------------------------------------
 
 
-def equal_members(model: nn.Module) -> list[list[str]]:
+def find_equal_layers(model: nn.Module) -> list[list[str]]:
     """
     Return the paths of equal members of the outermost lists, group by group; each group has `LEAST`
     or more.
@@ -191,7 +192,7 @@ def equal_members(model: nn.Module) -> list[list[str]]:
     found: list[list[str]] = []
 
     def walk(module: nn.Module, path: str) -> None:
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < LEAST:
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < MIN_GROUP_SIZE:
             for name, child in module.named_children():
                 walk(child, f"{path}.{name}" if path else name)
             return
@@ -200,28 +201,30 @@ def equal_members(model: nn.Module) -> list[list[str]]:
             inner = f"{path}.{name}" if path else name
             key = (
                 None
-                if "forward" in child.__dict__ or not _is_apart(child, inner, names)
-                else _key(child, inner, names)
+                if "forward" in child.__dict__ or not _owns_its_tensors(child, inner, names)
+                else _module_key(child, inner, names)
             )
             if key is not None and child._modules:
                 groups.setdefault(key, []).append(inner)
-        found.extend(paths for paths in groups.values() if len(paths) >= LEAST)
+        found.extend(paths for paths in groups.values() if len(paths) >= MIN_GROUP_SIZE)
 
     walk(model, "")
     return found
 
 
-def _is_apart(module: nn.Module, path: str, names: dict[int, list[str]]) -> bool:
+def _owns_its_tensors(module: nn.Module, path: str, names: dict[int, list[str]]) -> bool:
     """Whether nothing outside of a module has its weights and buffers."""
     every = [*module.parameters(), *module.buffers()]
     return all(name.startswith(f"{path}.") for tensor in every for name in names[id(tensor)])
 
 
-_OWN = frozenset(nn.Module().__dict__)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 """What every module has."""
 
 
-def _key(module: nn.Module, path: str, names: dict[int, list[str]], inside: bool = False) -> Any:
+def _module_key(
+    module: nn.Module, path: str, names: dict[int, list[str]], inside: bool = False
+) -> Any:
     """
     Return what two modules have in common that compute the same; hooks of the outermost run outside
     of it.
@@ -229,7 +232,7 @@ def _key(module: nn.Module, path: str, names: dict[int, list[str]], inside: bool
     hooks = [
         value
         for name, value in module.__dict__.items()
-        if name in _OWN and "hooks" in name and value
+        if name in _MODULE_ATTRIBUTES and "hooks" in name and value
     ]
     if inside and (hooks or "forward" in module.__dict__):
         return id(module)
@@ -239,27 +242,29 @@ def _key(module: nn.Module, path: str, names: dict[int, list[str]], inside: bool
             tuple(tensor.shape),
             tensor.dtype,
             tensor.requires_grad,
-            _relative(names[id(tensor)][0], path),
+            _relative_name(names[id(tensor)][0], path),
         )
         for held in (module._parameters, module._buffers)
         for name, tensor in held.items()
         if tensor is not None
     )
     more = tuple(
-        (name, _value(value)) for name, value in sorted(module.__dict__.items()) if name not in _OWN
+        (name, _attribute_key(value))
+        for name, value in sorted(module.__dict__.items())
+        if name not in _MODULE_ATTRIBUTES
     )
     children = tuple(
-        (name, None if child is None else _key(child, path, names, True))
+        (name, None if child is None else _module_key(child, path, names, True))
         for name, child in module._modules.items()
     )
     return type(module), module.training, states, more, children
 
 
-def _relative(name: str, path: str) -> str:
+def _relative_name(name: str, path: str) -> str:
     return name.removeprefix(f"{path}.")
 
 
-def _value(value: Any) -> Any:
+def _attribute_key(value: Any) -> Any:
     """
     Return an attribute in a form that is equal for equal ones; of what isn't plain, the object
     itself.
@@ -267,7 +272,7 @@ def _value(value: Any) -> Any:
     if _is_plain(value):
         return type(value), value
     if type(value) in (tuple, list, torch.Size):
-        return type(value), tuple(map(_value, value))
+        return type(value), tuple(map(_attribute_key, value))
     if type(value) is dict:
-        return dict, tuple((_value(key), _value(one)) for key, one in value.items())
+        return dict, tuple((_attribute_key(key), _attribute_key(one)) for key, one in value.items())
     return id(value)

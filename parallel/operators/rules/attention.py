@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.labels import by_labels
-from pdrun.parallel.operators.rules.pointwise import dropped
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import splits_by_labels
+from pdrun.parallel.operators.rules.pointwise import local_dropout
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
 
-def attend(
+def local_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -44,43 +50,43 @@ def attend(
         scores = (
             scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         )
-    return dropped(scores.softmax(-1), p, True, shape, box) @ value
+    return local_dropout(scores.softmax(-1), p, True, shape, box) @ value
 
 
-def _run(place: Place) -> Call:
-    p = place.arg(4, "dropout_p", 0.0)
-    operator = place.operator
+def _call_attention(context: LocalContext) -> LocalCall:
+    p = context.get_arg(4, "dropout_p", 0.0)
+    operator = context.operator
     if p == 0:
         return operator.target, operator.args, operator.kwargs
     query = operator.args[0]
     key = operator.args[1]
-    mask = place.arg(3, "attn_mask")
+    mask = context.get_arg(3, "attn_mask")
     options = (
-        place.arg(5, "is_causal", False),
+        context.get_arg(5, "is_causal", False),
         operator.kwargs.get("scale"),
         operator.kwargs.get("enable_gqa", False),
     )
-    if not place.splits:
+    if not context.splits:
         more = {"scale": options[1], "enable_gqa": options[2]}
         return (
             functional.scaled_dot_product_attention,
             (query, key, operator.args[2], mask, p, options[0]),
             more,
         )
-    shape = (*place.ins[0][:-1], place.ins[1][-2])
-    box = (*place.in_boxes[0][:-1], (0, place.ins[1][-2]))
-    return attend, (query, key, operator.args[2], mask, p, *options, shape, box), {}
+    shape = (*context.in_shapes[0][:-1], context.in_shapes[1][-2])
+    box = (*context.in_boxes[0][:-1], (0, context.in_shapes[1][-2]))
+    return local_attention, (query, key, operator.args[2], mask, p, *options, shape, box), {}
 
 
-@rule("scaled_dot_product_attention", run=_run)
-def attention(view: View) -> list[Split]:
+@register_rule("scaled_dot_product_attention", local_call=_call_attention)
+def split_attention(view: OperatorView) -> list[OpSplit]:
     """
     query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]; G divides
     H.
     """
-    query, key, _, *masks = view.ins
+    query, key, _, *masks = view.in_shapes
     lead: list[Hashable] = list(range(len(query) - 2))
-    causal = view.arg(5, "is_causal", False)
+    causal = view.get_arg(5, "is_causal", False)
     rows = None if causal else "s"
     heads = len(query) - 3
     divides: dict[Hashable, int] = {}
@@ -105,4 +111,4 @@ def attention(view: View) -> list[Split]:
                 for dim, size in enumerate(mask)
             ]
         )
-    return by_labels(view, ins, [[*lead, rows, None]], divides)
+    return splits_by_labels(view, ins, [[*lead, rows, None]], divides)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, View
+from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OperatorView, OpSplit, State
 
 Labels = Sequence[Hashable | None]
 """
@@ -20,13 +20,13 @@ whole.
 """
 
 
-def by_labels(
-    view: View,
-    ins: Sequence[Labels],
-    outs: Sequence[Labels],
-    divides: dict[Hashable, int] | None = None,
-    lost: Iterable[Hashable] = (),
-) -> list[Split]:
+def splits_by_labels(
+    view: OperatorView,
+    in_labels: Sequence[Labels],
+    out_labels: Sequence[Labels],
+    must_divide: dict[Hashable, int] | None = None,
+    summed: Iterable[Hashable] = (),
+) -> list[OpSplit]:
     """
     Return a split for each name of a dim.
 
@@ -38,28 +38,36 @@ def by_labels(
             an output lacks and that isn't here makes the output whole, which is right only for what doesn't depend on
             the cut.
     """
-    sums = set(lost)
+    sums = set(summed)
     found = []
-    names = dict.fromkeys(name for labels in (*ins, *outs) for name in labels if name is not None)
+    names = dict.fromkeys(
+        name for labels in (*in_labels, *out_labels) for name in labels if name is not None
+    )
     for name in names:
-        if max(_size(name, ins, view.ins), _size(name, outs, view.outs)) <= 1:
+        if (
+            max(
+                _label_size(name, in_labels, view.in_shapes),
+                _label_size(name, out_labels, view.out_shapes),
+            )
+            <= 1
+        ):
             continue
-        missing: State = PARTIAL if name in sums else WHOLE
+        missing: State = PARTIAL if name in sums else REPLICATED
         found.append(
-            Split(
-                tuple(_state(name, labels, WHOLE) for labels in ins),
-                tuple(_state(name, labels, missing) for labels in outs),
-                (divides or {}).get(name, 0),
+            OpSplit(
+                tuple(_label_state(name, labels, REPLICATED) for labels in in_labels),
+                tuple(_label_state(name, labels, missing) for labels in out_labels),
+                (must_divide or {}).get(name, 0),
             )
         )
     return found
 
 
-def _state(name: Hashable, labels: Labels, otherwise: State) -> State:
+def _label_state(name: Hashable, labels: Labels, otherwise: State) -> State:
     return list(labels).index(name) if name in labels else otherwise
 
 
-def _size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> int:
+def _label_size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> int:
     sizes = [
         shape[list(some).index(name)]
         for some, shape in zip(labels, shapes, strict=True)
@@ -68,7 +76,7 @@ def _size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, 
     return max(sizes, default=0)
 
 
-def linear(view: View, *sets: Iterable[int]) -> list[Split]:
+def partial_sum_splits(view: OperatorView, *sets: Iterable[int]) -> list[OpSplit]:
     """
     Return the splits in which the inputs of one set are terms of sums, others are whole, and
     results are terms.
@@ -76,12 +84,14 @@ def linear(view: View, *sets: Iterable[int]) -> list[Split]:
     found = []
     for some in sets:
         chosen = set(some)
-        ins = tuple(PARTIAL if place in chosen else WHOLE for place in range(len(view.ins)))
-        found.append(Split(ins, (PARTIAL,) * len(view.outs)))
+        ins = tuple(
+            PARTIAL if place in chosen else REPLICATED for place in range(len(view.in_shapes))
+        )
+        found.append(OpSplit(ins, (PARTIAL,) * len(view.out_shapes)))
     return found
 
 
-def aligned(
+def broadcast_labels(
     shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable] | None = None
 ) -> list[Hashable | None]:
     """
@@ -95,20 +105,22 @@ def aligned(
     ]
 
 
-def dims(value: Any, rank: int) -> tuple[int, ...]:
+def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
     """Return dims as numbers from 0; None means all."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
-        return tuple(range(rank))
+        return tuple(range(ndim))
     some = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(dim % rank if rank else 0 for dim in some)
+    return tuple(dim % ndim if ndim else 0 for dim in some)
 
 
-def numel(shape: Iterable[int]) -> int:
+def count_elements(shape: Iterable[int]) -> int:
     """Return the number of elements."""
     return prod(shape)
 
 
-def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+def group_reshaped_dims(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> list[tuple[list[int], list[int]]]:
     """
     Return which dims of a reshaped tensor come from which: the shortest runs of dims with equal
     products.

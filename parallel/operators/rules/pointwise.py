@@ -7,10 +7,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.labels import aligned, by_labels, linear
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import (
+    broadcast_labels,
+    partial_sum_splits,
+    splits_by_labels,
+)
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
-UNARY = (
+UNARY_KINDS = (
     "abs",
     "acos",
     "acosh",
@@ -82,7 +92,7 @@ UNARY = (
     "ones_like",
     "full_like",
 )
-MANY = (
+BROADCAST_KINDS = (
     "atan2",
     "bitwise_and",
     "bitwise_or",
@@ -116,80 +126,86 @@ MANY = (
     "__and__",
     "__or__",
 )
-LINEAR_UNARY = ("clone", "neg", "negative", "positive", "real", "constrain", "detach", "stop")
-CAST = ("to", "_to_copy", "type_as")
+LINEAR_KINDS = ("clone", "neg", "negative", "positive", "real", "constrain", "detach", "stop")
+CAST_KINDS = ("to", "_to_copy", "type_as")
 
 
-def _elementwise(view: View) -> list[Split]:
-    (out, *_) = view.outs
+def _split_any_dim(view: OperatorView) -> list[OpSplit]:
+    (out, *_) = view.out_shapes
     names = list(range(len(out)))
-    return by_labels(view, [aligned(shape, out) for shape in view.ins], [names] * len(view.outs))
+    return splits_by_labels(
+        view,
+        [broadcast_labels(shape, out) for shape in view.in_shapes],
+        [names] * len(view.out_shapes),
+    )
 
 
-@rule(*UNARY, *MANY)
-def elementwise(view: View) -> list[Split]:
+@register_rule(*UNARY_KINDS, *BROADCAST_KINDS)
+def split_elementwise(view: OperatorView) -> list[OpSplit]:
     """Cut any dim, of all that isn't broadcast along it."""
-    return _elementwise(view)
+    return _split_any_dim(view)
 
 
-@rule(*LINEAR_UNARY)
-def linear_elementwise(view: View) -> list[Split]:
+@register_rule(*LINEAR_KINDS)
+def split_linear_elementwise(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; a term of a sum stays one."""
-    return _elementwise(view) + linear(view, [0])
+    return _split_any_dim(view) + partial_sum_splits(view, [0])
 
 
-@rule(*CAST)
-def cast(view: View) -> list[Split]:
+@register_rule(*CAST_KINDS)
+def split_cast(view: OperatorView) -> list[OpSplit]:
     """
     As `elementwise`; terms of sums pass from one floating type to another of no less precision.
     """
-    return _elementwise(view)
+    return _split_any_dim(view)
 
 
-@rule("add", "sub")
-def addition(view: View) -> list[Split]:
+@register_rule("add", "sub")
+def split_addition(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; the sum of terms of sums is a term of the sum."""
-    both = len(view.ins) == 2
-    return _elementwise(view) + (linear(view, [0, 1]) if both else [])
+    both = len(view.in_shapes) == 2
+    return _split_any_dim(view) + (partial_sum_splits(view, [0, 1]) if both else [])
 
 
-@rule("mul", "multiply")
-def multiplication(view: View) -> list[Split]:
+@register_rule("mul", "multiply")
+def split_multiplication(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; one factor may be a term of a sum."""
-    return _elementwise(view) + linear(view, *([place] for place in range(len(view.ins))))
+    return _split_any_dim(view) + partial_sum_splits(
+        view, *([place] for place in range(len(view.in_shapes)))
+    )
 
 
-@rule("div", "divide", "true_divide")
-def division(view: View) -> list[Split]:
+@register_rule("div", "divide", "true_divide")
+def split_division(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; what is divided may be a term of a sum, unless the result is rounded."""
     rounded = view.operator.kwargs.get("rounding_mode") is not None
-    return _elementwise(view) + ([] if rounded else linear(view, [0]))
+    return _split_any_dim(view) + ([] if rounded else partial_sum_splits(view, [0]))
 
 
-@rule("where")
-def where(view: View) -> list[Split]:
+@register_rule("where")
+def split_where(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; both choices may be terms of sums."""
-    both = len(view.ins) == 3
-    return _elementwise(view) + (linear(view, [1, 2]) if both else [])
+    both = len(view.in_shapes) == 3
+    return _split_any_dim(view) + (partial_sum_splits(view, [1, 2]) if both else [])
 
 
-@rule("masked_fill")
-def masked_fill(view: View) -> list[Split]:
+@register_rule("masked_fill")
+def split_masked_fill(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; a term of a sum may be filled with zeros."""
-    zero = len(view.ins) == 2 and view.arg(2, "value") == 0
-    return _elementwise(view) + (linear(view, [0]) if zero else [])
+    zero = len(view.in_shapes) == 2 and view.get_arg(2, "value") == 0
+    return _split_any_dim(view) + (partial_sum_splits(view, [0]) if zero else [])
 
 
-@rule("fill")
-def fill(view: View) -> list[Split]:
+@register_rule("fill")
+def split_fill(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; the value is one for all."""
-    return _elementwise(view)
+    return _split_any_dim(view)
 
 
 # ---- dropout ----------------------------------------------------------------
 
 
-def dropped(
+def local_dropout(
     x: torch.Tensor, p: float, training: bool, shape: tuple[int, ...], box: Any
 ) -> torch.Tensor:
     """
@@ -208,35 +224,35 @@ def dropped(
     return x * mask[tuple(slice(low, high) for low, high in box)]
 
 
-def _run_dropout(place: Place) -> Call:
+def _call_dropout(context: LocalContext) -> LocalCall:
     args = (
-        place.operator.args[0],
-        place.arg(1, "p"),
-        place.arg(2, "train"),
-        place.outs[0],
-        place.out_boxes[0],
+        context.operator.args[0],
+        context.get_arg(1, "p"),
+        context.get_arg(2, "train"),
+        context.out_shapes[0],
+        context.out_boxes[0],
     )
-    return dropped, args, {}
+    return local_dropout, args, {}
 
 
-@rule("dropout", run=_run_dropout)
-def dropout(view: View) -> list[Split]:
+@register_rule("dropout", local_call=_call_dropout)
+def split_dropout(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`, with the mask of the whole tensor; a term of a sum stays one."""
-    return _elementwise(view) + linear(view, [0])
+    return _split_any_dim(view) + partial_sum_splits(view, [0])
 
 
-def dropped_and_kept(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def local_native_dropout(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `dropped`, and where it isn't 0."""
-    result = dropped(x, *args)
+    result = local_dropout(x, *args)
     return result, result != 0
 
 
-def _run_native_dropout(place: Place) -> Call:
-    _, args, kwargs = _run_dropout(place)
-    return dropped_and_kept, args, kwargs
+def _call_native_dropout(context: LocalContext) -> LocalCall:
+    _, args, kwargs = _call_dropout(context)
+    return local_native_dropout, args, kwargs
 
 
-@rule("native_dropout", run=_run_native_dropout)
-def native_dropout(view: View) -> list[Split]:
+@register_rule("native_dropout", local_call=_call_native_dropout)
+def split_native_dropout(view: OperatorView) -> list[OpSplit]:
     """As `dropout`, without terms of sums: the second result is no sum."""
-    return _elementwise(view)
+    return _split_any_dim(view)

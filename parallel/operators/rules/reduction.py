@@ -7,40 +7,56 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims, linear, numel
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import (
+    Labels,
+    count_elements,
+    normalize_dims,
+    partial_sum_splits,
+    splits_by_labels,
+)
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
 
-def _over(view: View | Place) -> tuple[int, ...]:
+def _reduced_dims(view: OperatorView | LocalContext) -> tuple[int, ...]:
     """Return the dims that a reduction goes over."""
-    rank = len(view.ins[0])
-    value = view.arg(1, "dim")
+    rank = len(view.in_shapes[0])
+    value = view.get_arg(1, "dim")
     if isinstance(value, (int, list, tuple)) and not isinstance(value, bool):
-        return dims(value, rank)
+        return normalize_dims(value, rank)
     return tuple(range(rank))
 
 
-def _labels(view: View, over: tuple[int, ...], named: bool) -> tuple[Labels, Labels]:
+def _reduction_labels(
+    view: OperatorView, reduced: tuple[int, ...], is_named: bool
+) -> tuple[Labels, Labels]:
     """
     Return names of the dims of the input and of an output; those that are reduced have one if
     ``named``.
     """
-    rank = len(view.ins[0])
-    ins: list[Hashable | None] = [dim if dim not in over or named else None for dim in range(rank)]
-    if len(view.outs[0]) == rank:
-        return ins, [dim if dim not in over else None for dim in range(rank)]
-    return ins, [dim for dim in range(rank) if dim not in over]
+    rank = len(view.in_shapes[0])
+    ins: list[Hashable | None] = [
+        dim if dim not in reduced or is_named else None for dim in range(rank)
+    ]
+    if len(view.out_shapes[0]) == rank:
+        return ins, [dim if dim not in reduced else None for dim in range(rank)]
+    return ins, [dim for dim in range(rank) if dim not in reduced]
 
 
-@rule("sum")
-def total(view: View) -> list[Split]:
+@register_rule("sum")
+def split_sum(view: OperatorView) -> list[OpSplit]:
     """Cut any dim."""
-    over = _over(view)
-    ins, outs = _labels(view, over, named=True)
-    return by_labels(view, [ins], [outs], lost=over) + linear(view, [0])
+    over = _reduced_dims(view)
+    ins, outs = _reduction_labels(view, over, is_named=True)
+    return splits_by_labels(view, [ins], [outs], summed=over) + partial_sum_splits(view, [0])
 
 
-def mean_part(
+def local_mean(
     x: torch.Tensor, over: tuple[int, ...], keepdim: bool, count: int, dtype: Any
 ) -> torch.Tensor:
     """Return this rank's share of a mean over ``count`` elements."""
@@ -49,26 +65,26 @@ def mean_part(
     return x.to(dtype or x.dtype)
 
 
-def _run_mean(place: Place) -> Call:
-    if not place.adds_up():
-        return place.operator.target, place.operator.args, place.operator.kwargs
-    over = _over(place)
-    count = numel(place.ins[0][dim] for dim in over)
-    keep = bool(over) and len(place.outs[0]) == len(place.ins[0])
+def _call_mean(context: LocalContext) -> LocalCall:
+    if not context.is_partial_sum():
+        return context.operator.target, context.operator.args, context.operator.kwargs
+    over = _reduced_dims(context)
+    count = count_elements(context.in_shapes[0][dim] for dim in over)
+    keep = bool(over) and len(context.out_shapes[0]) == len(context.in_shapes[0])
     return (
-        mean_part,
-        (place.operator.args[0], over, keep, count, place.operator.kwargs.get("dtype")),
+        local_mean,
+        (context.operator.args[0], over, keep, count, context.operator.kwargs.get("dtype")),
         {},
     )
 
 
-@rule("mean", run=_run_mean)
-def mean(view: View) -> list[Split]:
+@register_rule("mean", local_call=_call_mean)
+def split_mean(view: OperatorView) -> list[OpSplit]:
     """Cut any dim; each rank divides its sum by the count of the whole."""
-    return total(view)
+    return split_sum(view)
 
 
-OTHERS = (
+OTHER_REDUCTION_KINDS = (
     "amax",
     "amin",
     "max",
@@ -94,20 +110,20 @@ OTHERS = (
 )
 
 
-@rule(*OTHERS)
-def others(view: View) -> list[Split]:
+@register_rule(*OTHER_REDUCTION_KINDS)
+def split_other_reduction(view: OperatorView) -> list[OpSplit]:
     """Cut the dims that stay."""
     kind = view.operator.kind
-    rank = len(view.ins[0])
-    if len(view.ins) > 1:  # max(x, y)
+    rank = len(view.in_shapes[0])
+    if len(view.in_shapes) > 1:  # max(x, y)
         return []
     if kind in ("sort", "argsort", "topk"):
         place, name, otherwise = {"topk": (2, "dim", -1)}.get(kind, (1, "dim", -1))
-        over: tuple[int, ...] = dims(view.arg(place, name, otherwise), rank)
+        over: tuple[int, ...] = normalize_dims(view.get_arg(place, name, otherwise), rank)
     elif kind in ("norm", "linalg_vector_norm"):
-        value = view.arg(2, "dim")
-        over = dims(value, rank)
+        value = view.get_arg(2, "dim")
+        over = normalize_dims(value, rank)
     else:
-        over = _over(view)
-    ins, outs = _labels(view, over, named=False)
-    return by_labels(view, [ins], [outs] * len(view.outs))
+        over = _reduced_dims(view)
+    ins, outs = _reduction_labels(view, over, is_named=False)
+    return splits_by_labels(view, [ins], [outs] * len(view.out_shapes))

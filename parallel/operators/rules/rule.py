@@ -21,20 +21,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdrun.parallel.operators.graph.graph import Graph, Operator, Ref
+from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph, TensorRef
 
 State = int | None
 """
 What the ranks along an axis hold of a tensor: their part along a dim (its number), all (`WHOLE`),
 or `PARTIAL`.
 """
-WHOLE: State = None
+REPLICATED: State = None
 PARTIAL: State = -1
 Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Split:
+class OpSplit:
     """
     One way to cut an operator along one axis.
 
@@ -44,72 +44,72 @@ class Split:
             together).
     """
 
-    ins: tuple[State, ...]
-    outs: tuple[State, ...]
-    divides: int = 0
+    in_states: tuple[State, ...]
+    out_states: tuple[State, ...]
+    must_divide: int = 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank computes everything."""
-        return all(state is None for state in (*self.ins, *self.outs))
+        return all(state is None for state in (*self.in_states, *self.out_states))
 
     def takes_partial(self) -> bool:
         """Whether some input is a term of a sum."""
-        return PARTIAL in self.ins
+        return PARTIAL in self.in_states
 
     def makes_partial(self) -> bool:
         """Whether the results have to be added up, though no input was a term of a sum."""
-        return PARTIAL in self.outs and PARTIAL not in self.ins
+        return PARTIAL in self.out_states and PARTIAL not in self.in_states
 
 
 @dataclass(frozen=True)
-class View:
+class OperatorView:
     """What a rule sees of an operator: the operator, and the shapes of its tensors."""
 
     operator: Operator
-    ins: tuple[tuple[int, ...], ...]
-    outs: tuple[tuple[int, ...], ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
 
-    def arg(self, place: int, name: str, default: Any = None) -> Any:
+    def get_arg(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that is no tensor, by place or by name."""
-        return self.operator.arg(place, name, default)
+        return self.operator.get_arg(position, name, default)
 
-    def given(self, place: int, name: str) -> int | None:
+    def input_index(self, position: int, name: str) -> int | None:
         """Return which of the inputs a tensor argument is; None where it isn't given."""
-        value = self.operator.arg(place, name)
-        if not isinstance(value, Ref):
+        value = self.operator.get_arg(position, name)
+        if not isinstance(value, TensorRef):
             return None
         before = (
-            [one for one in self.operator.args[:place] if one is not None]
-            if place < len(self.operator.args)
+            [one for one in self.operator.args[:position] if one is not None]
+            if position < len(self.operator.args)
             else []
         )
-        at = sum(_count(one) for one in before)
-        if place >= len(self.operator.args):
-            at = sum(_count(one) for one in self.operator.args)
+        at = sum(_count_refs(one) for one in before)
+        if position >= len(self.operator.args):
+            at = sum(_count_refs(one) for one in self.operator.args)
             for key, one in self.operator.kwargs.items():
                 if key == name:
                     break
-                at += _count(one)
+                at += _count_refs(one)
         return at
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, Ref):
+def _count_refs(value: Any) -> int:
+    if isinstance(value, TensorRef):
         return 1
     if isinstance(value, (list, tuple)):
-        return sum(_count(one) for one in value)
+        return sum(_count_refs(one) for one in value)
     return 0
 
 
-def view_of(graph: Graph, operator: Operator) -> View:
+def view_operator(graph: OperatorGraph, operator: Operator) -> OperatorView:
     """Return what a rule sees of an operator."""
-    ins = tuple(graph.shape(index) for index in operator.inputs)
-    return View(operator, ins, tuple(graph.shape(index) for index in operator.outputs))
+    ins = tuple(graph.shape_of(index) for index in operator.inputs)
+    return OperatorView(operator, ins, tuple(graph.shape_of(index) for index in operator.outputs))
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalContext:
     """
     One rank's share of an operator.
 
@@ -122,53 +122,57 @@ class Place:
     """
 
     operator: Operator
-    splits: dict[str, Split]
-    ins: tuple[tuple[int, ...], ...]
-    outs: tuple[tuple[int, ...], ...]
+    splits: dict[str, OpSplit]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
     in_boxes: tuple[Box, ...]
     out_boxes: tuple[Box, ...]
-    index: dict[str, int] = field(default_factory=dict)
-    size: dict[str, int] = field(default_factory=dict)
+    axis_index: dict[str, int] = field(default_factory=dict)
+    axis_size: dict[str, int] = field(default_factory=dict)
 
-    def arg(self, place: int, name: str, default: Any = None) -> Any:
+    def get_arg(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument by place or by name."""
-        return self.operator.arg(place, name, default)
+        return self.operator.get_arg(position, name, default)
 
-    def out(self, which: int = 0) -> tuple[int, ...]:
+    def local_out_shape(self, which: int = 0) -> tuple[int, ...]:
         """Return the shape of this rank's part of an output."""
         return tuple(high - low for low, high in self.out_boxes[which])
 
-    def into(self, which: int = 0) -> tuple[int, ...]:
+    def local_in_shape(self, which: int = 0) -> tuple[int, ...]:
         """Return the shape of this rank's part of an input."""
         return tuple(high - low for low, high in self.in_boxes[which])
 
-    def adds_up(self) -> bool:
+    def is_partial_sum(self) -> bool:
         """Whether this rank computes a term of a sum from whole or cut inputs."""
         return any(split.makes_partial() for split in self.splits.values())
 
-    def is_first(self) -> bool:
+    def is_first_term(self) -> bool:
         """
         Whether this rank is the first of those whose results are added up: it alone adds what is to
         count once.
         """
         return all(
-            self.index[axis] == 0 for axis, split in self.splits.items() if split.makes_partial()
+            self.axis_index[axis] == 0
+            for axis, split in self.splits.items()
+            if split.makes_partial()
         )
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """
 What a rank computes: a function of local tensors, and its arguments with references in place of
 tensors.
 """
-RuleFunction = Callable[[View], list[Split]]
-RunFunction = Callable[[Place], Call]
+RuleFunction = Callable[[OperatorView], list[OpSplit]]
+LocalCallFunction = Callable[[LocalContext], LocalCall]
 
 RULES: dict[str, RuleFunction] = {}
-RUNS: dict[str, RunFunction] = {}
+LOCAL_CALLS: dict[str, LocalCallFunction] = {}
 
 
-def rule(*kinds: str, run: RunFunction | None = None) -> Callable[[RuleFunction], RuleFunction]:
+def register_rule(
+    *kinds: str, local_call: LocalCallFunction | None = None
+) -> Callable[[RuleFunction], RuleFunction]:
     """
     Register the rule of some kinds of operators, and what a rank computes where that isn't the same
     call.
@@ -177,28 +181,28 @@ def rule(*kinds: str, run: RunFunction | None = None) -> Callable[[RuleFunction]
     def register(function: RuleFunction) -> RuleFunction:
         for kind in kinds:
             RULES[kind] = function
-            if run is not None:
-                RUNS[kind] = run
+            if local_call is not None:
+                LOCAL_CALLS[kind] = local_call
         return function
 
     return register
 
 
-def splits_of(view: View) -> list[Split] | None:
+def list_splits(view: OperatorView) -> list[OpSplit] | None:
     """Return the ways to cut an operator, the whole first; None where there is no rule."""
     function = RULES.get(view.operator.kind)
     if function is None:
         return None
-    found = [Split((WHOLE,) * len(view.ins), (WHOLE,) * len(view.outs))]
+    found = [OpSplit((REPLICATED,) * len(view.in_shapes), (REPLICATED,) * len(view.out_shapes))]
     for split in function(view):
         if split not in found:
             found.append(split)
     return found
 
 
-def call_of(place: Place) -> Call:
+def make_local_call(context: LocalContext) -> LocalCall:
     """Return what a rank computes."""
-    run = RUNS.get(place.operator.kind)
+    run = LOCAL_CALLS.get(context.operator.kind)
     if run is not None:
-        return run(place)
-    return place.operator.target, place.operator.args, place.operator.kwargs
+        return run(context)
+    return context.operator.target, context.operator.args, context.operator.kwargs

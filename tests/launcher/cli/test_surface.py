@@ -16,10 +16,13 @@ from pdrun.launcher.cli.commands import LOADERS
 from pdrun.launcher.cli.join import JOIN_OPTIONS
 from pdrun.launcher.cli.run import run_command
 from pdrun.launcher.config import resolve as derive
-from pdrun.launcher.config.aliases import ALIAS_OPTIONS, MSRUN_OPTIONS, TORCHRUN_OPTIONS
-from pdrun.launcher.config.options import OTHER_VARIABLES, RUN_OPTIONS, Option
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
+from pdrun.launcher.config.options import OTHER_VARIABLES, Option
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import list_field_paths
+from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 from pdrun.rendezvous.protocol import messages
 from pdrun.worker_env import WorkerEnv
 

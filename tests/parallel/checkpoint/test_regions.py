@@ -22,7 +22,7 @@ from pdrun.parallel.checkpoint.regions import Region, find_overlap, full_region,
 from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import Tile, tile
+from pdrun.parallel.model.shards import Shard, make_shard
 from pdrun.parallel.rng.shard_region import shard_region
 from pdrun.parallel.rng.step_rng import StepRNG
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.torch
 
 
 @st.composite
-def parted(draw: Any, shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
+def parted(draw: Any, shape: tuple[int, ...]) -> list[tuple[Shard, int, int]]:
     """
     Draw a grid, a layout on it and a number of shards; return the parts, of which some are
     replicas.
@@ -48,7 +48,7 @@ def parted(draw: Any, shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
         blocks = {dim: (first, shape[dim] - first)}
     shards, found = draw(st.integers(1, 3)), []
     for rank in range(grid.size):
-        made = tile(shape, L(*map(tuple, dims)), grid, rank, blocks=blocks)
+        made = make_shard(shape, L(*map(tuple, dims)), grid, rank, blocks=blocks)
         size = torch.Size(made.local_shape).numel()
         found += [(made, *shard_range(size, shards, shard)) for shard in range(shards)]
     return found
@@ -61,12 +61,12 @@ def moves(draw: Any) -> tuple[tuple[int, ...], Any, Any]:
     return shape, draw(parted(shape)), draw(parted(shape))
 
 
-def box_of(part: tuple[Tile, int, int]) -> Region:
+def box_of(part: tuple[Shard, int, int]) -> Region:
     return Region(part[0].shape, part[0].ranges, part[1], part[2])
 
 
-def values_of(part: tuple[Tile, int, int], whole: torch.Tensor) -> torch.Tensor:
-    return part[0].take(whole).reshape(-1)[part[1] : part[2]]
+def values_of(part: tuple[Shard, int, int], whole: torch.Tensor) -> torch.Tensor:
+    return part[0].take_from(whole).reshape(-1)[part[1] : part[2]]
 
 
 @given(moves())
@@ -108,7 +108,7 @@ def test_rows_that_follow_each_other_are_one() -> None:
 # ---- files ------------------------------------------------------------------
 
 
-def write(folder: Path, parts: list[tuple[Tile, int, int]], whole: torch.Tensor) -> None:
+def write(folder: Path, parts: list[tuple[Shard, int, int]], whole: torch.Tensor) -> None:
     pieces = [
         (TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts
     ]
@@ -118,9 +118,9 @@ def write(folder: Path, parts: list[tuple[Tile, int, int]], whole: torch.Tensor)
     )
 
 
-def quarters(shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
+def quarters(shape: tuple[int, ...]) -> list[tuple[Shard, int, int]]:
     grid = Grid(("a", "b"), (2, 2))
-    tiles = [tile(shape, L("a", "b"), grid, rank) for rank in range(4)]
+    tiles = [make_shard(shape, L("a", "b"), grid, rank) for rank in range(4)]
     return [(made, 0, torch.Size(made.local_shape).numel()) for made in tiles]
 
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         [
-            (tile((9, 7), L(None, None), Grid(("a",), (1,)), 0), *shard_range(63, 3, part))
+            (make_shard((9, 7), L(None, None), Grid(("a",), (1,)), 0), *shard_range(63, 3, part))
             for part in range(3)
         ],
         whole,

@@ -334,16 +334,16 @@ def compiled() -> list[str]:
 
 
 def run(axis: AxisGroup, backend: Any) -> list[torch.Tensor]:
-    from pdrun.parallel.comm import autograd as collectives
+    from pdrun.parallel.comm import autograd as autograd
 
     def perceptron(
         x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        whole = collectives.all_gather_sum_grad(torch.tanh(x), axis, 1)
+        whole = autograd.all_gather_sum_grad(torch.tanh(x), axis, 1)
         h = torch.nn.functional.silu(
             torch.nn.functional.linear(whole, gate)
         ) * torch.nn.functional.linear(whole, up)
-        return x + collectives.reduce_scatter(torch.nn.functional.linear(h, down), axis, 1)
+        return x + autograd.reduce_scatter(torch.nn.functional.linear(h, down), axis, 1)
 
     call = torch.compile(perceptron, backend=backend, fullgraph=True) if backend else perceptron
     x = drawn(3, 4, 8, seed=axis.index).requires_grad_()

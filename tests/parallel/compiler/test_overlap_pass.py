@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm import autograd as autograd
 from pdrun.parallel.comm import custom_ops
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
@@ -129,11 +129,11 @@ def test_numbers_tell_sizes_and_places_apart_and_are_taken_up_again() -> None:
 
 
 CALLS = {
-    "gather": lambda x, at: collectives.all_gather(x, at, 1, x.shape[1] * 2),
-    "collect": lambda x, at: collectives.all_gather_sum_grad(x, at, 1),
-    "scatter": lambda x, at: collectives.reduce_scatter(x, at, 1),
-    "swap": lambda x, at: collectives.all_to_all(x, at, 2, 1, x.shape[1] * 2),
-    "add_up": lambda x, at: collectives.all_reduce(x, at),
+    "gather": lambda x, at: autograd.all_gather(x, at, 1, x.shape[1] * 2),
+    "collect": lambda x, at: autograd.all_gather_sum_grad(x, at, 1),
+    "scatter": lambda x, at: autograd.reduce_scatter(x, at, 1),
+    "swap": lambda x, at: autograd.all_to_all(x, at, 2, 1, x.shape[1] * 2),
+    "add_up": lambda x, at: autograd.all_reduce(x, at),
 }
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.communicator import AxisGroup, PendingTensor
-from pdrun.parallel.context_parallel import block_attention as kernels
+from pdrun.parallel.context_parallel import block_attention as block_attention
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ulysses import ulysses_attention
 from pdrun.parallel.layouts.grid import Grid
@@ -255,13 +255,13 @@ def test_kernels_of_accelerators_take_what_they_are_given(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tensors without data: names, order and shapes of their arguments and results."""
-    monkeypatch.setattr(kernels, "_kernel", lambda *args: kind)
+    monkeypatch.setattr(block_attention, "_kernel", lambda *args: kind)
     q, k = (torch.empty(2, 4, n, 8, dtype=torch.bfloat16, device="meta") for n in (5, 7))
     k = k[:, :2]
-    out, lse = kernels.forward(q, k, k, False, 0.3, kernels.Extra())
+    out, lse = block_attention.attend_block(q, k, k, False, 0.3, block_attention.ScoreTerms())
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    done = kernels.Finished(torch.empty_like(q), out, lse)
-    dq, dk, dv, scores = kernels.backward(done, q, k, k, False, 0.3, kernels.Extra())
+    done = block_attention.AttentionResult(torch.empty_like(q), out, lse)
+    dq, dk, dv, scores = block_attention.attend_block_backward(done, q, k, k, False, 0.3, block_attention.ScoreTerms())
     assert (dq.shape, dk.shape, dv.shape, scores) == (q.shape, k.shape, k.shape, None)
 
 
@@ -312,8 +312,8 @@ def travels() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AxisGroup, "start_shift", saying("send", AxisGroup.start_shift))
         patch.setattr(PendingTensor, "wait", saying("wait", PendingTensor.wait))
-        patch.setattr(kernels, "forward", saying("forward", kernels.forward))
-        patch.setattr(kernels, "backward", saying("backward", kernels.backward))
+        patch.setattr(block_attention, "forward", saying("forward", block_attention.attend_block))
+        patch.setattr(block_attention, "backward", saying("backward", block_attention.attend_block_backward))
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
         ring_attention(q, q, q, axis).sum().backward()
     return said

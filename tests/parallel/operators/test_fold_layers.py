@@ -174,7 +174,7 @@ def test_equal_layers_leave_a_node_each() -> None:
         assert folded
         nodes = torch.export.export(model, (words().to("meta"),), strict=False).graph.nodes
     kinds = [str(node.target) for node in nodes if node.op == "call_function"]
-    assert kinds.count("pdrun.again.default") == 5
+    assert kinds.count("pdrun.repeat_layer.default") == 5
     assert sum("scaled_dot_product_attention" in kind for kind in kinds) == 1
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.meta_init import empty_init
-from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
 from tests.lib import decoder_model as decoder
 from tests.lib.decoder_model import (
@@ -165,7 +165,7 @@ def fusion(by_head: bool) -> None:
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     cut, _ = compare(model, how, TP, x, lambda m, x: m(x).square().sum())
     assert (cut[0].n_head, cut[0].inner_dim, cut[0].head_dim) == (1, WIDTH // 4, WIDTH // 4)
-    assert tile_of(cut[0].q_norm.weight).sums == ("tp",)
+    assert shard_of(cut[0].q_norm.weight).sum_axes == ("tp",)
 
 
 @pytest.mark.parametrize("by_head", [False, True])
@@ -379,8 +379,8 @@ def filled_later() -> None:
                 for name, other in model.named_parameters(remove_duplicate=False)
                 if other is param
             )
-            made = nn.Parameter(tile_of(param).take(source.get_parameter(name).detach()))
-            made._pdrun_tile = tile_of(param)
+            made = nn.Parameter(shard_of(param).take_from(source.get_parameter(name).detach()))
+            made._pdrun_shard = shard_of(param)
             for owner in model.modules():
                 for place, other in list(owner._parameters.items()):
                     if other is param:
@@ -431,10 +431,10 @@ def entropies(dtype: torch.dtype) -> None:
                 (want.flatten() * weigh).sum().backward()
                 (here.flatten() * weigh).sum().backward()
                 torch.testing.assert_close(
-                    cut[0].weight.grad, tile_of(cut[0].weight).take(whole[0].weight.grad)
+                    cut[0].weight.grad, shard_of(cut[0].weight).take_from(whole[0].weight.grad)
                 )
                 torch.testing.assert_close(
-                    cut[0].bias.grad, tile_of(cut[0].bias).take(whole[0].bias.grad)
+                    cut[0].bias.grad, shard_of(cut[0].bias).take_from(whole[0].bias.grad)
                 )
 
 

@@ -223,7 +223,7 @@ def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
         "layers.1.norm1.weight, norm.weight, norm.bias",
     ]
     assert plan.shards["layers.1.mlp.up.weight"].ranges == (((38, 50),), ((0, 32),))
-    assert plan.shards["layers.1.attn.wk.weight"].sums == ("tp",)
+    assert plan.shards["layers.1.attn.wk.weight"].sum_axes == ("tp",)
     assert plan.shards["emb.weight"].local_shape == (9, 32)
 
 
@@ -232,5 +232,5 @@ def test_norms_between_sequence_parts_have_gradients_to_be_summed() -> None:
     assert plan.unmatched == ()
     for name, tile in plan.shards.items():
         partial = "norm" in name or name.endswith(("wo.bias", "down.bias"))
-        assert tile.sums == (("tp",) if partial else ()), name
+        assert tile.sum_axes == (("tp",) if partial else ()), name
     assert isinstance(strategy(sequence=True).rules["*norm*|layers.*.drop"], type(seq("tp")))

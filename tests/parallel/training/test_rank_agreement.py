@@ -18,7 +18,7 @@ from torch import nn
 from pdrun import L, Operators, Pipeline
 from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel.comm.mesh import make_mesh
-from pdrun.parallel.model.weights import collect
+from pdrun.parallel.model.weights import collect_weights
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor import Strategy, col
 from pdrun.parallel.training import rank_agreement as module
@@ -114,8 +114,8 @@ def test_other_models_and_optimizers_on_real_ranks(worlds: Worlds, other: str, t
 def check(agreement: RankAgreement, choice: str) -> None:
     model, optimizer, scheduler = choice.split()
     module = MODELS[model]()
-    weights = collect(module)
-    made = OPTIMIZERS[optimizer]([weight.param for weight in weights if weight.trained])
+    weights = collect_weights(module)
+    made = OPTIMIZERS[optimizer]([weight.param for weight in weights if weight.is_trained])
     schedule = SCHEDULERS[scheduler]
     agreement.check_equal(describe_model(module, weights))
     agreement.check_equal(describe_optimizer(made))
@@ -210,7 +210,7 @@ def test_other_models_and_optimizers(
 def test_what_a_rank_keeps_to_itself_is_its_own(ranks: Callable[[int], RankAgreement]) -> None:
     for rank, name in enumerate(("plain", "wide")):
         module = MODELS[name]()
-        ranks(rank).check_equal(describe_model(module, collect(module, ["0.*"])))
+        ranks(rank).check_equal(describe_model(module, collect_weights(module, ["0.*"])))
 
 
 def test_each_check_meets_its_own(ranks: Callable[[int], RankAgreement]) -> None:

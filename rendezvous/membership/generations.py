@@ -1,13 +1,12 @@
-"""
-From generation to generation: forming, starting, ending one, trying again or not, and the verdict.
-"""
+"""Start and end generations: form, start, stop, restart, conclude."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pdrun.rendezvous.membership.job import SIGKILL, SIGTERM, Job, StopPlan
+from pdrun.rendezvous.membership.job import SIGKILL, SIGTERM, Generation, Job, StopPlan
 from pdrun.rendezvous.membership.nodes import Phase, assign_ranks
+from pdrun.rendezvous.membership.roster import Roster
 from pdrun.rendezvous.membership.sizing import (
     can_form,
     choose_members,
@@ -15,7 +14,6 @@ from pdrun.rendezvous.membership.sizing import (
     has_enough_nodes,
     is_elastic,
     required_nodes,
-    restarts_left,
     send_standby,
     send_waiting,
 )
@@ -38,14 +36,15 @@ from pdrun.rendezvous.protocol.events import JobDone
 from pdrun.rendezvous.protocol.messages import Failure, Start, StopWorkers, Verdict
 
 STOP_REPORT_SECONDS = 5.0
-"""Seconds beyond the grace in which a node must have reported the end of its workers."""
+"""Time beyond the grace in which a node must report the end of its workers."""
 
 
 def advance_job(job: Job, now: float) -> None:
     """Do what follows from the phases of all nodes together."""
     counts = job.roster.counts
+    stop = job.shutdown.stop
     if job.state is JobState.GATHERING:
-        if can_form(job):
+        if can_form(job.config, job.roster):
             form_generation(job, now)
     elif job.state is JobState.ASSIGNING:
         if job.generation.reform_reason:
@@ -54,34 +53,34 @@ def advance_job(job: Job, now: float) -> None:
             _start_workers(job, now)
     elif job.state is JobState.RUNNING:
         if not counts[Phase.RUNNING]:
-            world = next(iter(job.generation.assigns.values())).world_size
-            every = f"all {world} workers" if world > 1 else "the worker"
-            conclude_job(job, Trigger.FINISHED, Verdict(0, f"{every} succeeded"), now)
+            world_size = next(iter(job.generation.assigns.values())).world_size
+            workers = f"all {world_size} workers" if world_size > 1 else "the worker"
+            conclude_job(job, Trigger.FINISHED, Verdict(0, f"{workers} succeeded"), now)
     elif job.state in (JobState.RESTARTING, JobState.STOPPING):
-        if not counts[Phase.RUNNING] and job.shutdown.stop and job.shutdown.stop.next_at is None:
-            finish_stop(job, job.shutdown.stop, now)
+        if not counts[Phase.RUNNING] and stop is not None and stop.next_at is None:
+            finish_stop(job, stop, now)
     elif not job.roster.members:
         finish_job(job)
 
 
-# Beginning a generation
-# -----------------------------------------------------------------------------------------------
+# Start of a generation
+# ---------------------
 
 
 def form_generation(job: Job, now: float) -> None:
-    """Enough have come together: open a generation of those who are here."""
+    """While gathering: open a generation of the nodes that are present."""
     job.change_state(Trigger.FULL, now)
     _assign_nodes(job, now)
 
 
 def _reform_generation(job: Job, now: float) -> None:
-    """Nodes have come or gone before anything started: what was assigned is void."""
+    """The nodes have changed before any worker started: assign again, gather again, or end."""
     reason = job.generation.reform_reason
     job.generation.reform_reason = ""
-    if has_enough_nodes(job):
+    if has_enough_nodes(job.config, job.roster):
         job.change_state(Trigger.CHANGED, now)
         _assign_nodes(job, now)
-    elif restarts_left(job, now) > 0:
+    elif job.restarts_left(now) > 0:
         _count_restart(job, now)
         _gather_again(job, reason, now)
     else:
@@ -89,44 +88,43 @@ def _reform_generation(job: Job, now: float) -> None:
 
 
 def _assign_nodes(job: Job, now: float) -> None:
-    """Number the nodes that take part, and tell each its place."""
-    nodes = choose_members(job)
-    _close_generation(job)
-    for member in job.roster.members.values():
+    """Number the nodes that take part and send each its place."""
+    roster = job.roster
+    generation = job.generation
+    nodes = choose_members(job.config, roster)
+    _close_generation(generation)
+    for member in roster.members.values():
         member.index = -1
         member.exit_codes = {}
-        job.roster.set_phase(member, Phase.STANDBY)
-    job.generation.number += 1
-    (
-        job.generation.failures,
-        job.shutdown.stop,
-        job.generation.progress,
-        job.generation.shortage_reason,
-    ) = FailureLog(), None, ProgressTracker(now), ""
-    assigns = assign_ranks(
-        nodes, job.generation.number, job.shutdown.restarts, job.generation.agreed_step
-    )
-    job.generation.assigns = {
+        roster.set_phase(member, Phase.STANDBY)
+    generation.number += 1
+    generation.failures = FailureLog()
+    generation.progress = ProgressTracker(now)
+    generation.shortage_reason = ""
+    job.shutdown.stop = None
+    assigns = assign_ranks(nodes, generation.number, job.shutdown.restarts, generation.agreed_step)
+    generation.assigns = {
         member.hello.agent: assign for member, assign in zip(nodes, assigns, strict=True)
     }
     job.outbox.record_event(
         "assigned",
-        generation=job.generation.number,
+        generation=generation.number,
         restarts=job.shutdown.restarts,
         master=nodes[0].store,
         nodes=[[member.name, member.first_rank, member.join.workers] for member in nodes],
     )
     for member, assign in zip(nodes, assigns, strict=True):
-        job.roster.set_phase(member, Phase.JOINED)
+        roster.set_phase(member, Phase.JOINED)
         member.standby_reason = ""
         job.outbox.send_to(member, assign)
-    if job.roster.counts[Phase.STANDBY]:
-        for member in job.roster.members.values():
+    if roster.counts[Phase.STANDBY]:
+        for member in roster.members.values():
             if member.phase is Phase.STANDBY and not member.depart_reason:
                 send_standby(job, member)
 
 
 def _start_workers(job: Job, now: float) -> None:
+    """Every node is ready: send Start."""
     job.change_state(Trigger.READY, now)
     job.generation.started_at = now
     job.outbox.record_event("started", generation=job.generation.number)
@@ -138,35 +136,39 @@ def _start_workers(job: Job, now: float) -> None:
             job.outbox.send_to(member, Start(job.generation.number))
 
 
-def _close_generation(job: Job) -> None:
-    """Keep of the last generation what the next one is told."""
-    job.generation.agreed_step = job.generation.progress.find_agreed_step(
-        job.generation.assigns, job.generation.agreed_step
+def _close_generation(generation: Generation) -> None:
+    """Keep what the next generation is sent of this one."""
+    generation.agreed_step = generation.progress.find_agreed_step(
+        generation.assigns, generation.agreed_step
     )
-    job.generation.hang = None
+    generation.hang = None
 
 
-# Ending one
-# -----------------------------------------------------------------------------------------------------------
+# End of a generation
+# -------------------
 
 
 def on_worker_failure(job: Job, failure: Failure, now: float) -> None:
     """
-    A worker has failed: end the others. Whether for another attempt, `stopped` decides: the cause
-    may come later.
+    Stop all workers after the failure of one.
+
+    `finish_stop` decides about a restart, when all workers have ended: the cause may arrive later.
     """
-    lonely = failure.cause.kind == "communication" and job.state is JobState.RUNNING
-    job.generation.failures.add(failure, now, _describe_clean_exits(job) if lonely else "")
+    clean_exits = ""
+    if failure.cause.kind == "communication" and job.state is JobState.RUNNING:
+        clean_exits = _find_clean_exits(job.roster)
+    job.generation.failures.add(failure, now, clean_exits)
     if job.state is JobState.RUNNING:
-        again = restarts_left(job, now) > 0 and failure.cause.retry
-        stop_workers(job, Trigger.FAILED if again else Trigger.STOP, describe_failure(failure), now)
+        can_restart = job.restarts_left(now) > 0 and failure.cause.retry
+        trigger = Trigger.FAILED if can_restart else Trigger.STOP
+        stop_workers(job, trigger, describe_failure(failure), now)
 
 
-def _describe_clean_exits(job: Job) -> str:
-    """Name the ranks that have ended without an error; the empty string where there are none."""
+def _find_clean_exits(roster: Roster) -> str:
+    """Name the ranks that have ended without an error; return an empty string if there are none."""
     places = {
         rank: member.name
-        for member in job.roster.members.values()
+        for member in roster.members.values()
         for rank, code in member.exit_codes.items()
         if code == 0
     }
@@ -186,17 +188,20 @@ def stop_workers(
     counts_as_restart: bool = False,
 ) -> None:
     """
-    End the workers of the generation, for good (STOP) or for another one. The options are those of
-    `Ending`.
+    Stop the workers of the generation, for good (`Trigger.STOP`) or for another generation.
+
+    The options are the fields of `StopPlan`.
     """
-    grace = job.config.grace if grace is None else grace
+    if grace is None:
+        grace = job.config.grace
     job.change_state(trigger, now)
     job.generation.hang = None
-    late = grace + STOP_REPORT_SECONDS
-    if code is None and is_elastic(job.config):  # whether a silent node is lost is known by then
-        late = max(late, job.detector.times.dead + STOP_REPORT_SECONDS)
+    seconds = grace + STOP_REPORT_SECONDS
+    if code is None and is_elastic(job.config):
+        # By then the failure detector has judged a silent node.
+        seconds = max(seconds, job.detector.times.dead + STOP_REPORT_SECONDS)
     job.shutdown.stop = StopPlan(
-        reason, signal, grace, now + late, code, is_change, counts_as_restart
+        reason, signal, grace, now + seconds, code, is_change, counts_as_restart
     )
     job.outbox.record_event(
         "stopping" if trigger is Trigger.STOP else "restarting",
@@ -206,47 +211,57 @@ def stop_workers(
     _send_stop(job, job.shutdown.stop)
 
 
-def stop_message(job: Job, stop: StopPlan) -> StopWorkers:
-    """Return what a node is told."""
-    return StopWorkers(job.generation.number, stop.signal, stop.grace, stop.reason)
+def stop_message(generation: Generation, stop: StopPlan) -> StopWorkers:
+    """Return the message that stops the workers of a node."""
+    return StopWorkers(generation.number, stop.signal, stop.grace, stop.reason)
 
 
 def _send_stop(job: Job, stop: StopPlan) -> None:
-    message = stop_message(job, stop)
+    message = stop_message(job.generation, stop)
     for member in job.roster.members.values():
         if member.phase is Phase.RUNNING:
             job.outbox.send_to(member, message)
 
 
 def finish_stop(job: Job, stop: StopPlan, now: float) -> None:
-    """Every worker has ended, or had its time."""
+    """Every worker has ended, or the deadline has passed: restart, or conclude the job."""
     late = [member for member in job.roster.members.values() if member.phase is Phase.RUNNING]
     for member in late:
-        job.outbox.record_event(
-            "warning", text=f"{member.name} did not report the end of its workers in time"
-        )
+        text = f"{member.name} did not report the end of its workers in time"
+        job.outbox.record_event("warning", text=text)
     first = job.generation.failures.first
-    why_not = None
-    failed = first is not None and stop.code is None and not stop.is_change
-    if first is not None and failed:
-        job.shutdown.restart_history = note_failure(
-            job.shutdown.restart_history,
-            first.failure,
-            job.state_since - job.generation.started_at,
-            job.generation.progress.has_reports,
-        )
-        why_not = find_refusal(
-            job.config, job.shutdown.restart_history, job.generation.failures, first.failure, now
-        )
-    stuck = bool(late) and not is_elastic(job.config)
-    if job.state is JobState.STOPPING or stuck or why_not is not None:
-        conclude_job(job, Trigger.FINISHED, _make_verdict(job, stop, why_not or ""), now)
+    is_failure = first is not None and stop.code is None and not stop.is_change
+    refusal = _find_restart_refusal(job, now) if is_failure else None
+    is_stuck = bool(late) and not is_elastic(job.config)
+    if job.state is JobState.STOPPING or is_stuck or refusal is not None:
+        conclude_job(job, Trigger.FINISHED, _make_verdict(job, stop, refusal or ""), now)
         return
     for member in late:
-        fence_member(job, member, "it did not report the end of its workers in time")
-    counts = stop.counts_as_restart or failed
-    delay = _count_restart(job, now) if counts else 0.0
-    job.shutdown.stop = stop = replace(stop, counts_as_restart=counts, next_at=now + delay)
+        why = "it did not report the end of its workers in time"
+        fence_member(job.roster, job.outbox, member, why)
+    _plan_next_generation(job, stop, stop.counts_as_restart or is_failure, now)
+
+
+def _find_restart_refusal(job: Job, now: float) -> str | None:
+    """Note the first cause of the generation; return why it is not restarted, or None."""
+    failures = job.generation.failures
+    assert failures.first is not None
+    failure = failures.first.failure
+    shutdown = job.shutdown
+    shutdown.restart_history = note_failure(
+        shutdown.restart_history,
+        failure,
+        job.state_since - job.generation.started_at,
+        job.generation.progress.has_reports,
+    )
+    return find_refusal(job.config, shutdown.restart_history, failures, failure, now)
+
+
+def _plan_next_generation(job: Job, stop: StopPlan, is_restart: bool, now: float) -> None:
+    """Open the next generation, now or after the delay of a restart."""
+    delay = _count_restart(job, now) if is_restart else 0.0
+    stop = replace(stop, counts_as_restart=is_restart, next_at=now + delay)
+    job.shutdown.stop = stop
     if not delay:
         begin_next_generation(job, stop, now)
         return
@@ -254,47 +269,48 @@ def finish_stop(job: Job, stop: StopPlan, now: float) -> None:
         "restarting", reason=stop.reason, generation=job.generation.number, delay=delay
     )
     job.send_notice(
-        f"restart {job.shutdown.restarts} of {job.config.max_restarts} in {delay:g} s: the last ones came quickly"
+        f"restart {job.shutdown.restarts} of {job.config.max_restarts} in {delay:g} s: "
+        "the last restarts followed each other quickly"
     )
 
 
 def begin_next_generation(job: Job, stop: StopPlan, now: float) -> None:
     """
-    The next generation, where enough nodes are left; else wait for others, as one of the restarts.
+    Open the next generation if enough nodes are left; otherwise wait for other nodes.
+
+    The wait counts as a restart.
     """
-    if has_enough_nodes(job):
+    if has_enough_nodes(job.config, job.roster):
         job.change_state(Trigger.AGAIN, now)
         _assign_nodes(job, now)
         return
-    left = len(job.roster.members) - len(job.roster.departing)
-    reason = (
-        stop.reason
-        if stop.is_change
-        else (f"too few {job.config.unit}s are left: {left} of {required_nodes(job.config)}")
-    )
-    if not stop.counts_as_restart and restarts_left(job, now) > 0:
+    reason = stop.reason
+    if not stop.is_change:
+        left = job.roster.staying_count
+        reason = f"too few {job.config.unit}s are left: {left} of {required_nodes(job.config)}"
+    if not stop.counts_as_restart:
+        if job.restarts_left(now) <= 0:
+            conclude_job(job, Trigger.FINISHED, _make_verdict(job, stop, ""), now)
+            return
         _count_restart(job, now)
-    elif not stop.counts_as_restart:
-        conclude_job(job, Trigger.FINISHED, _make_verdict(job, stop, ""), now)
-        return
     _gather_again(job, reason, now)
 
 
 def _count_restart(job: Job, now: float) -> float:
-    """One of the restarts is used; return the seconds to wait before it."""
-    job.shutdown.restart_history = count_restart(
-        job.config, job.shutdown.restart_history, job.state_since - job.generation.started_at, now
-    )
-    return restart_delay(job.config, job.shutdown.restart_history)
+    """Use one restart; return the seconds to wait before it."""
+    shutdown = job.shutdown
+    lived = job.state_since - job.generation.started_at
+    shutdown.restart_history = count_restart(job.config, shutdown.restart_history, lived, now)
+    return restart_delay(job.config, shutdown.restart_history)
 
 
 def _gather_again(job: Job, reason: str, now: float) -> None:
-    """Nothing runs, and too few are here: wait for others."""
+    """No worker runs and too few nodes are left: wait for other nodes."""
     job.change_state(Trigger.SHORT, now)
-    _close_generation(job)
+    _close_generation(job.generation)
     job.generation.shortage_reason = reason
-    job.shutdown.stop = None
     job.generation.assigns = {}
+    job.shutdown.stop = None
     for member in job.roster.members.values():
         member.exit_codes = {}
         member.standby_reason = ""
@@ -303,43 +319,37 @@ def _gather_again(job: Job, reason: str, now: float) -> None:
     send_waiting(job, now)
 
 
-# The end
-# --------------------------------------------------------------------------------------------------------------
+# End of the job
+# --------------
 
 
 def stop_job(job: Job, signal: int, by: str, force: bool, now: float) -> None:
-    """Somebody wants the job to end."""
+    """Stop the job on request of ``by``, with ``signal`` for the workers."""
     if job.shutdown.verdict is None:
-        abort_job(
-            job,
-            128 + signal,
-            f"stopped by {by}" if by else f"stopped by signal {signal}",
-            signal,
-            force,
-            now,
-        )
+        reason = f"stopped by {by}" if by else f"stopped by signal {signal}"
+        abort_job(job, 128 + signal, reason, signal, force, now)
 
 
 def abort_job(job: Job, code: int, reason: str, signal: int, force: bool, now: float) -> None:
     """
-    End the job for a reason that no worker's exit code changes; a repetition with ``force``
-    shortens the end.
+    End the job with ``code``, for any exit of the workers.
+
+    A second call with ``force`` kills the workers without grace.
     """
+    stop = job.shutdown.stop
     if job.state in (JobState.GATHERING, JobState.ASSIGNING):
         end_unstarted(job, code, reason, now)
     elif job.state in (JobState.RUNNING, JobState.RESTARTING):
-        stop_workers(
-            job, Trigger.STOP, reason, now, code=code, signal=signal, grace=0.0 if force else None
-        )
-    elif force and job.shutdown.stop and job.shutdown.stop.grace > 0:
-        job.shutdown.stop = replace(
-            job.shutdown.stop, signal=SIGKILL, grace=0.0, deadline=now + STOP_REPORT_SECONDS
-        )
+        grace = 0.0 if force else None
+        stop_workers(job, Trigger.STOP, reason, now, code=code, signal=signal, grace=grace)
+    elif force and stop is not None and stop.grace > 0:
+        deadline = now + STOP_REPORT_SECONDS
+        job.shutdown.stop = replace(stop, signal=SIGKILL, grace=0.0, deadline=deadline)
         _send_stop(job, job.shutdown.stop)
 
 
 def on_agent_lost(job: Job, reason: str, now: float) -> None:
-    """The node of the scheduler is gone, and soon the scheduler."""
+    """The agent of the scheduler's own node has died. The scheduler exits soon."""
     if job.shutdown.verdict is not None:
         return
     if job.state in (JobState.RUNNING, JobState.RESTARTING):
@@ -348,35 +358,40 @@ def on_agent_lost(job: Job, reason: str, now: float) -> None:
 
 
 def end_unstarted(job: Job, code: int, reason: str, now: float) -> None:
-    """End a job none of whose workers runs."""
-    conclude_job(job, Trigger.END, Verdict(code, with_restarts(reason, job.shutdown.restarts)), now)
+    """End a job that has no running worker."""
+    verdict = Verdict(code, with_restarts(reason, job.shutdown.restarts))
+    conclude_job(job, Trigger.END, verdict, now)
 
 
-def _make_verdict(job: Job, stop: StopPlan, why_not: str) -> Verdict:
-    code = 69 if stop.is_change and stop.code is None else stop.code
+def _make_verdict(job: Job, stop: StopPlan, refusal: str) -> Verdict:
+    code = stop.code
+    if stop.is_change and code is None:
+        code = 69
     return make_verdict(
         job.generation.failures,
         restarts=job.shutdown.restarts,
         code=code,
         reason=stop.reason,
-        why_not=why_not,
+        why_not=refusal,
     )
 
 
 def conclude_job(job: Job, trigger: Trigger, verdict: Verdict, now: float) -> None:
-    """The verdict, for everybody."""
+    """Set the verdict and send it to every node."""
     job.change_state(trigger, now)
     job.shutdown.verdict = verdict
     job.generation.hang = None
     job.outbox.record_event("verdict", **verdict_data(verdict))
     job.broadcast(verdict)
-    if not job.spec:  # who waits to be told what the job runs waits in vain
+    if not job.spec:
+        # These agents wait for the specification, which will not come.
         for peer in job.roster.find_visitors():
-            job.refuse_peer(peer, job.roster.sessions[peer].hello, refuse_over(job.config, job.key))
+            refuse = refuse_over(job.config, job.key)
+            job.refuse_peer(peer, job.roster.sessions[peer].hello, refuse)
 
 
 def finish_job(job: Job) -> None:
-    """Everybody knows the verdict, or had time to."""
+    """Every node has the verdict, or had time for it: the scheduler can exit."""
     if job.shutdown.verdict is not None and not job.shutdown.is_done:
         job.shutdown.is_done = True
         job.outbox.actions.append(JobDone(job.shutdown.verdict.code))

@@ -27,7 +27,7 @@ from pdrun.rendezvous.membership.roster import Roster
 from pdrun.rendezvous.membership.transitions import JobState, Trigger, next_state
 from pdrun.rendezvous.policies.hang_report import HangInquiry
 from pdrun.rendezvous.policies.progress import ProgressTracker
-from pdrun.rendezvous.policies.restart import RestartHistory
+from pdrun.rendezvous.policies.restart import RestartHistory, restarts_left
 from pdrun.rendezvous.policies.verdict import FailureLog
 from pdrun.rendezvous.protocol.events import (
     Action,
@@ -164,6 +164,10 @@ class Job:
         self.generation = Generation(ProgressTracker(now), now)
         self.shutdown = Shutdown()
         self.outbox = ActionOutbox()
+
+    def restarts_left(self, now: float) -> int:
+        """Return how many restarts are left."""
+        return restarts_left(self.config, self.shutdown.restart_history, now)
 
     def change_state(self, trigger: Trigger, now: float) -> None:
         """Change the state. No other code sets it."""

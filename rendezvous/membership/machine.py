@@ -1,19 +1,21 @@
 """
-The membership of one job, decided in one place, as a pure machine: ``step(event, now) -> actions``.
+The membership of one job as a pure state machine: ``step(event, now) -> actions``.
 
-No socket, clock, thread, log or file: time arrives as an argument, everything to be done leaves as
-an action.
+It has no socket, clock, thread, log or file. Time is an argument; everything to be done is returned
+as an action. `job.py` lists the modules of this room. The rules:
 
-Rules of the machine, whose rooms `job.py` lists
-1. `step` first checks the event against the present state (`legality.py`), which raises IllegalEvent with nothing
-   changed; only then it acts. State changes go through `Job.move`, whose table is in `transitions.py`.
-2. Nothing waits for ever: gathering and assigning end by ``start_timeout``, stopping and restarting by ``grace`` plus
-   LATE and the longest back-off, a silent node by ``dead``, a hang by `hangs.WITHIN`, and the end itself by
-   `events.FAREWELL`. Running is bounded by ``time_limit`` only.
-3. A repeated message changes nothing, so that an agent whose connection was cut may say everything again.
-4. One verdict: once `verdict` is set it never changes.
-5. The same events at the same times lead to the same state: nothing depends on chance, or on the order of a set. Only
-   the failure detector depends on more, the heartbeats; what it decides becomes an event of its own (`GivenUp`).
+1. `Membership.step` first checks the event against the present state (`transitions.check_message`).
+   IllegalEvent means that nothing was changed. The state changes only in `Job.change_state`, by the
+   table in `transitions.py`.
+2. Every wait is bounded. Gathering and assigning end by ``start_timeout``, stopping and restarting
+   by ``grace`` plus `STOP_REPORT_SECONDS` and the longest back-off, a silent node by ``dead``, a
+   hang by `STACK_SECONDS`, and the end itself by `FAREWELL_SECONDS`. Running is bounded by
+   ``time_limit`` only.
+3. A repeated message changes nothing, so an agent can repeat everything after a reconnection.
+4. One verdict: once set, it never changes.
+5. The same events at the same times lead to the same state: nothing depends on chance or on the
+   order of a set. Only the failure detector depends on more, the heartbeats. Its decisions become
+   events (`NodesLost`).
 """
 
 from __future__ import annotations
@@ -105,40 +107,39 @@ __all__ = [
 
 
 class Membership(Job):
-    """The machine: a job, and the one way to change it."""
+    """The machine: a job, and the only way to change it (`step`)."""
 
     def __init__(self, config: SchedulerConfig, scheduler: str, now: float) -> None:
         """See `Job`."""
         super().__init__(config, scheduler, now)
         self.journal_events: list[MembershipEvent] = []
         """
-        What a journal must keep of the last step, in order, so that `replay` leads to the same
-        state: not heartbeats and ticks at which nothing was done.
+        Events of the last step that a journal must keep, in order, so that `replay` leads to the
+        same state. Heartbeats, and ticks without an action, are not kept.
         """
         self._has_recorded_creation = False
         self._is_replaying = False
 
     @property
     def tick_every(self) -> float:
-        """Seconds in which a Tick is due, at most."""
+        """Longest time between two Ticks, in seconds."""
         return self.detector.times.tick
 
     def step(self, event: MembershipEvent, now: float) -> list[Action]:
         """
-        Take one event and return what is to be done, in order.
+        Take one event and return the actions, in order.
 
         Raises:
-            IllegalEvent: the present state does not allow it; nothing was changed.
+            IllegalEvent: the present state does not allow the event. Nothing was changed.
         """
         if isinstance(event, MessageReceived):
             session = self.roster.sessions.get(event.peer)
-            member = self.roster.members.get(session.hello.agent) if session else None
             check_message(
                 event.message,
                 self.state,
                 self.generation.number,
                 session.hello if session else None,
-                member,
+                self.roster.find_member(event.peer),
             )
         self.outbox.actions = []
         self.journal_events = []
@@ -154,44 +155,45 @@ class Membership(Job):
         if self._apply_event(event, now):
             self.journal_events.append(event)
         generations.advance_job(self, now)
-        for peer, told, code in self.outbox.fenced:
-            self.outbox.send(peer, Refuse(code or 69, told, rejoin=not code and is_open(self)))
-            self.outbox.close_peer(peer)
-        self.outbox.fenced = []
+        self._refuse_fenced()
         if isinstance(event, Tick) and self.outbox.actions:
             self.journal_events.append(event)
         return self.outbox.actions
+
+    def _refuse_fenced(self) -> None:
+        """Refuse the nodes that this step has marked lost."""
+        for peer, reason, code in self.outbox.fenced:
+            rejoin = not code and is_open(self.config, self.state)
+            self.outbox.send(peer, Refuse(code or 69, reason, rejoin=rejoin))
+            self.outbox.close_peer(peer)
+        self.outbox.fenced = []
 
     def replay(
         self, past: Iterable[tuple[float, MembershipEvent]]
     ) -> list[tuple[float, RecordEvent]]:
         """
-        Take the events of a journal, each with its time, as `lasting` named them, and return what
-        was recorded then. Nothing is to be done for them again. Afterwards `step` takes Resumed,
-        and the machine goes on from there.
+        Take the events of a journal (`journal_events` of each step, with its time).
+
+        Return what was recorded at each of them. No action is carried out again. Afterwards `step`
+        takes SchedulerResumed, and the machine continues from there.
 
         Raises:
-            IllegalEvent: the events do not follow from each other.
+            IllegalEvent: an event does not follow from the events before it.
         """
         self._is_replaying = True
-        said: list[tuple[float, RecordEvent]] = []
+        records: list[tuple[float, RecordEvent]] = []
         try:
             for now, event in past:
-                said += [
-                    (now, action)
-                    for action in self.step(event, now)
-                    if isinstance(action, RecordEvent)
-                ]
+                for action in self.step(event, now):
+                    if isinstance(action, RecordEvent):
+                        records.append((now, action))
                 self.detector.set_last_event(now)
         finally:
             self._is_replaying = False
-        return said
+        return records
 
     def _apply_event(self, event: MembershipEvent, now: float) -> bool:
-        """
-        Act; return whether a journal must keep the event even where it led to nothing that can be
-        seen.
-        """
+        """Act; return whether a journal must keep the event even if it led to no action."""
         match event:
             case MessageReceived(peer, message):
                 return self._on_message(peer, message, now)
@@ -252,10 +254,9 @@ class Membership(Job):
         return True
 
     def _on_agents_alive(self, peers: Iterable[Peer], now: float) -> None:
-        """A relay tells who beats."""
+        """A relay reports agents that send heartbeats."""
         for peer in peers:
-            session = self.roster.sessions.get(peer)
-            member = self.roster.members.get(session.hello.agent) if session else None
+            member = self.roster.find_member(peer)
             if member is not None:
                 admission.mark_alive(self, member, now)
                 self.detector.mark_reachable(member, now)
@@ -263,16 +264,16 @@ class Membership(Job):
     def _on_generation_message(
         self, member: Member, message: GenerationMessage, now: float
     ) -> bool:
-        """A message of the present generation from a node that is here."""
+        """Handle a message of the present generation from a node of the job."""
         match message:
             case Ready() | Unready():
                 handle_ready(self, member, message, now)
             case WorkerExit():
                 handle_worker_exit(self, member, message, now)
             case Finished():
-                handle_finished(self, member, message)
+                handle_finished(self.roster, member, message)
             case Progress():
-                return handle_progress(self, member, message)
+                return handle_progress(self.generation, member, message)
             case Hung():
                 handle_hung(self, member, message, now)
             case Stacks():
@@ -283,14 +284,12 @@ class Membership(Job):
         self, peer: Peer, session: Session, message: StopRequest, now: float
     ) -> None:
         if session.hello.role == "view":
-            self.refuse_peer(
-                peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it")
-            )
+            refuse = Refuse(77, "a viewer may look at the job, not stop it")
+            self.refuse_peer(peer, session.hello, refuse)
             return
         session.stop_requests += 1
-        generations.stop_job(
-            self, message.signal, message.by, message.force or session.stop_requests > 1, now
-        )
+        force = message.force or session.stop_requests > 1
+        generations.stop_job(self, message.signal, message.by, force, now)
 
     def _on_disconnect(self, peer: Peer, between: bool, now: float) -> None:
         session = self.roster.forget_session(peer)
@@ -305,16 +304,16 @@ class Membership(Job):
     # -------------------------------------------------------------------------------------------------------------
 
     def _detect_failures(self, now: float) -> None:
-        """Ask the failure detector; what it has decided is an event."""
+        """Ask the failure detector, and take its decision as an event."""
         if self.shutdown.is_done:
             return
-        given_up, suspects = self.detector.find_overdue(self.roster.members.values(), now)
+        lost_nodes, suspects = self.detector.find_overdue(self.roster.members.values(), now)
         for member, silent in suspects:
             self.outbox.record_event("suspect", node=member.name, silent=round(silent, 1))
-        if given_up is not None:
-            self._on_nodes_lost(given_up, now)
+        if lost_nodes is not None:
+            self._on_nodes_lost(lost_nodes, now)
             generations.advance_job(self, now)
-            self.journal_events.append(given_up)
+            self.journal_events.append(lost_nodes)
 
     def _on_nodes_lost(self, event: NodesLost, now: float) -> None:
         for lost in event.nodes:

@@ -1,15 +1,15 @@
 """
-Who may come in, and who takes part: the sizes of a job, the forming of a generation, those who
-stand by.
+The size of a job: who may join, who takes part in a generation, who stands by.
 
-A job has at most ``nodes`` nodes in a generation and at least `least`; up to ``spares`` further
-ones stand by. What stands by, because it came too late or there is no place, takes part when the
-next generation is formed.
+A generation has at most ``nodes`` nodes and at least `required_nodes`. Up to ``spares`` further
+nodes stand by. A node that stands by takes part when the next generation is formed.
 """
 
 from __future__ import annotations
 
-from pdrun.rendezvous.membership.job import Job
+from itertools import islice
+
+from pdrun.rendezvous.membership.job import ActionOutbox, Job
 from pdrun.rendezvous.membership.nodes import (
     MAX_NAMES,
     Member,
@@ -17,8 +17,8 @@ from pdrun.rendezvous.membership.nodes import (
     describe_missing,
     order_by_rank,
 )
+from pdrun.rendezvous.membership.roster import Roster
 from pdrun.rendezvous.membership.transitions import JobState
-from pdrun.rendezvous.policies import restart
 from pdrun.rendezvous.policies.texts import (
     refuse_full,
     refuse_over,
@@ -29,192 +29,178 @@ from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Join, Refuse, Standby, Waiting
 
 MAX_ANNOUNCED_NODES = 32
-"""Nodes; more are told who is here at intervals only, not at each arrival."""
+"""In a larger job Waiting is sent at intervals only, not at each join."""
 
 
 def required_nodes(config: SchedulerConfig) -> int:
-    """Return how many nodes the job needs."""
+    """Return the minimum number of nodes of a generation."""
     return config.min_nodes or config.nodes
 
 
 def is_elastic(config: SchedulerConfig) -> bool:
-    """Whether the job can lose a node and go on without waiting for another one."""
+    """Whether the job can lose a node and continue without waiting for another one."""
     return required_nodes(config) < config.nodes or config.spares > 0
 
 
 def lease_seconds(config: SchedulerConfig, dead: float) -> float:
     """
-    Return `Welcome.lease`: how long a node may be cut off from the scheduler before it must end its
-    workers.
+    Return `Welcome.lease`: the time without the scheduler after which a node stops its workers.
+
+    Two thirds of ``dead``, so that the workers have ended when the node is marked lost.
     """
     replaceable = is_elastic(config) or config.max_restarts > 0
     return dead * 2 / 3 if config.heartbeat and replaceable else 0.0
 
 
-def restarts_left(job: Job, now: float) -> int:
-    """Return how many restarts are left."""
-    return restart.restarts_left(job.config, job.shutdown.restart_history, now)
+# Who may join
+# ------------
 
 
-# Who may come in
-# ------------------------------------------------------------------------------------------------------
-
-
-def is_open(job: Job) -> bool:
-    """Whether a node that was given up, or is new, could be of use: told to it with its refusal."""
-    if job.state in (JobState.GATHERING, JobState.RESTARTING):
+def is_open(config: SchedulerConfig, state: JobState) -> bool:
+    """Whether the job can use another node, new or marked lost. A refusal tells it to the node."""
+    if state in (JobState.GATHERING, JobState.RESTARTING):
         return True
-    return is_elastic(job.config) and job.state not in (JobState.STOPPING, JobState.DONE)
+    return is_elastic(config) and state not in (JobState.STOPPING, JobState.DONE)
 
 
 def find_closed_reason(job: Job) -> Refuse | None:
-    """Return why nobody can come in any more, or None."""
+    """Return why no node can join any more, or None."""
     if job.state is JobState.DONE:
         return refuse_over(job.config, job.key)
-    if is_open(job):
+    if is_open(job.config, job.state):
         return None
-    return (refuse_stopping if is_elastic(job.config) else refuse_full)(job.config, job.key)
+    if is_elastic(job.config):
+        return refuse_stopping(job.config, job.key)
+    return refuse_full(job.config, job.key)
 
 
-def is_full(job: Job) -> bool:
-    """Whether there is no place left, not even to stand by."""
-    return (
-        len(job.roster.members) - len(job.roster.departing) >= job.config.nodes + job.config.spares
-    )
+def is_full(config: SchedulerConfig, roster: Roster) -> bool:
+    """Whether all places are taken, those of the spares included."""
+    return roster.staying_count >= config.nodes + config.spares
 
 
 def find_replaced(job: Job, join: Join, now: float) -> Member | None:
     """
-    Return the node whose agent was started again, when that is what a newcomer means: it has the
-    same name, and its connection is cut. Only where the job can go on without the old one, and with
-    the new.
+    Return the node that a joining node replaces: same name, and its connection is cut.
+
+    That is an agent that was started again. None if the job cannot continue without the old node,
+    or cannot use the new one.
     """
     old = job.roster.names.get(join.node)
     if old is None or old.peer is not None:
         return None
-    if is_open(job) or (job.state is JobState.RUNNING and restarts_left(job, now) > 0):
+    is_running = job.state is JobState.RUNNING
+    if is_open(job.config, job.state) or (is_running and job.restarts_left(now) > 0):
         return old
     return None
 
 
-def fence_member(job: Job, member: Member, why: str, code: int = 0) -> None:
+def fence_member(
+    roster: Roster, outbox: ActionOutbox, member: Member, why: str, code: int = 0
+) -> None:
     """
-    Give a node up that may still have workers: whatever it says from now on counts for nothing.
+    Mark a node lost that may still have workers. All its later messages are refused.
 
     Args:
-        code: with which its agent is to leave; 0: it may come back as a new one, where the job can
-            use it.
+        code: exit code for its agent; 0: it may join again as a new node, if the job can use it.
     """
-    told = f"{member.name} was given up: {why}"
-    peer = job.roster.remove_member(member, Phase.LOST)
-    job.roster.gone[member.hello.agent] = told
+    reason = f"{member.name} was given up: {why}"
+    peer = roster.remove_member(member, Phase.LOST)
+    roster.gone[member.hello.agent] = reason
     if peer is not None:
-        job.outbox.fenced.append((peer, told, code))
-    job.outbox.record_event("lost", node=member.name, reason=why)
+        outbox.fenced.append((peer, reason, code))
+    outbox.record_event("lost", node=member.name, reason=why)
 
 
 # Who takes part
-# -------------------------------------------------------------------------------------------------------
+# --------------
 
 
-def has_enough_nodes(job: Job, incoming: int = 0) -> bool:
-    """
-    Whether those who are here, with so many who are ``coming`` right now, can form a generation.
-    """
-    return len(job.roster.members) - len(job.roster.departing) + incoming >= required_nodes(
-        job.config
-    )
+def has_enough_nodes(config: SchedulerConfig, roster: Roster, incoming: int = 0) -> bool:
+    """Whether the staying nodes and ``incoming`` others, which join now, can form a generation."""
+    return roster.staying_count + incoming >= required_nodes(config)
 
 
-def count_present(job: Job) -> int:
-    """While gathering: return how many nodes are connected and stay."""
-    leaving = sum(member.peer is not None for member in job.roster.departing.values())
-    return job.roster.counts[Phase.JOINED] - len(job.roster.cut) - leaving
+def count_present(roster: Roster) -> int:
+    """While gathering: return the number of nodes that are connected and stay."""
+    leaving = sum(member.peer is not None for member in roster.departing.values())
+    return roster.counts[Phase.JOINED] - len(roster.cut) - leaving
 
 
-def can_form(job: Job) -> bool:
-    """
-    While gathering: whether as many are here as take part at most, so that nobody else need be
-    awaited.
-    """
-    return count_present(job) >= job.config.nodes
+def can_form(config: SchedulerConfig, roster: Roster) -> bool:
+    """While gathering: whether a generation of full size can be formed."""
+    return count_present(roster) >= config.nodes
 
 
 def should_form(job: Job, now: float) -> bool:
-    """
-    While gathering: whether to form a generation of those who are here, since nobody else seems to
-    come.
-    """
-    if not is_elastic(job.config) or count_present(job) < required_nodes(job.config):
+    """While gathering: whether to form a smaller generation, because no other node joins."""
+    config = job.config
+    if not is_elastic(config) or count_present(job.roster) < required_nodes(config):
         return False
-    overdue = now - job.state_since > job.config.start_timeout
-    quiet = now - max(job.roster.joined_at, job.state_since) >= job.config.gather
-    return overdue or (quiet and not job.roster.cut)  # who is cut off is back, or given up, soon
+    overdue = now - job.state_since > config.start_timeout
+    quiet = now - max(job.roster.joined_at, job.state_since) >= config.gather
+    # A node whose connection is cut reconnects or is marked lost soon.
+    return overdue or (quiet and not job.roster.cut)
 
 
 def should_grow(job: Job, now: float) -> bool:
-    """While running: whether to open a larger generation for those who stand by."""
+    """While running: whether to form a larger generation with the nodes that stand by."""
     grow = job.config.grow
-    counts = job.roster.counts
+    roster = job.roster
+    counts = roster.counts
     if grow is None or counts[Phase.STANDBY] == 0 or counts[Phase.RUNNING] >= job.config.nodes:
         return False
-    if (
-        counts[Phase.FINISHED]
-        or job.generation.hang is not None
-        or now - max(job.roster.joined_at, job.generation.started_at) < grow
-    ):
+    if counts[Phase.FINISHED] or job.generation.hang is not None:
+        return False
+    if now - max(roster.joined_at, job.generation.started_at) < grow:
         return False
     return any(
         member.peer is not None and not member.depart_reason
-        for member in job.roster.members.values()
+        for member in roster.members.values()
         if member.phase is Phase.STANDBY
     )
 
 
-def choose_members(job: Job) -> list[Member]:
+def choose_members(config: SchedulerConfig, roster: Roster) -> list[Member]:
     """
-    Return who takes part in the next generation, in rank order.
+    Return the nodes of the next generation, in rank order.
 
-    Who was in the last one goes first, then who is connected, then who came first.
+    Nodes of the last generation come first, then connected nodes, then the others; within each
+    group in the order of their joins.
     """
-    stay = [member for member in job.roster.members.values() if not member.depart_reason]
-    stay.sort(
-        key=lambda member: (
-            member.index < 0,
-            member.index if member.index >= 0 else member.peer is None,
-        )
-    )
-    chosen = stay[: job.config.nodes]
-    while (
-        len(chosen) > required_nodes(job.config)
-        and chosen[-1].index < 0
-        and chosen[-1].peer is None
-    ):
-        chosen.pop()  # a newcomer that is cut off is only taken where it is needed
-    return order_by_rank(job.config, chosen)
+
+    def priority(member: Member) -> tuple[bool, int]:
+        if member.index >= 0:
+            return False, member.index
+        return True, member.peer is None
+
+    staying = [member for member in roster.members.values() if not member.depart_reason]
+    chosen = sorted(staying, key=priority)[: config.nodes]
+    # A new node whose connection is cut takes part only if it is needed.
+    while len(chosen) > required_nodes(config) and chosen[-1].index < 0 and chosen[-1].peer is None:
+        chosen.pop()
+    return order_by_rank(config, chosen)
 
 
-# What they are told
-# ---------------------------------------------------------------------------------------------------
+# What nodes are sent
+# -------------------
 
 
 def send_waiting(job: Job, now: float) -> None:
-    """Tell every node who is here and who is missing."""
+    """Send every node the names of present and missing nodes."""
     config = job.config
+    roster = job.roster
     job.next_waiting_at = now + config.waiting_every
-    here = len(job.roster.members)
+    here = len(roster.members)
     elapsed = now - job.state_since
     timeout = config.start_timeout
     expected = required_nodes(config) if here < required_nodes(config) else config.nodes
     if is_elastic(config) and here >= required_nodes(config):
-        elapsed = now - max(job.roster.joined_at, job.state_since)
+        elapsed = now - max(roster.joined_at, job.state_since)
         timeout = min(config.gather, timeout)
     waiting = Waiting(
-        tuple(
-            member.name
-            for member, _ in zip(job.roster.members.values(), range(MAX_NAMES), strict=False)
-        ),
-        describe_missing(config, expected - here, job.roster.names, job.roster.claims),
+        tuple(member.name for member in islice(roster.members.values(), MAX_NAMES)),
+        describe_missing(config, expected - here, roster.names, roster.claims),
         expected,
         round(elapsed, 3),
         timeout,
@@ -224,18 +210,14 @@ def send_waiting(job: Job, now: float) -> None:
 
 
 def announce_arrival(job: Job, now: float) -> None:
-    """
-    A node has come in while the job gathers: tell all of a few, who would not wait in silence.
-    """
-    if (
-        len(job.roster.members) <= MAX_ANNOUNCED_NODES
-        and len(job.roster.members) < job.config.nodes
-    ):
+    """Send Waiting after a join, if the job is small and still incomplete."""
+    count = len(job.roster.members)
+    if count <= MAX_ANNOUNCED_NODES and count < job.config.nodes:
         send_waiting(job, now)
 
 
 def send_standby(job: Job, member: Member) -> None:
-    """Tell a node why it has no part in the present generation, when that is news to it."""
+    """Send a node why it does not take part in the present generation, if the reason is new."""
     reason = standby_reason(job.config, len(job.generation.assigns))
     if reason == member.standby_reason:
         return

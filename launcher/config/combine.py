@@ -12,7 +12,7 @@ from typing import Any
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
 from pdrun.launcher.common.rank_lists import format_ranks
-from pdrun.launcher.config.aliases import MSRUN_PORT, TORCHRUN_PORT
+from pdrun.launcher.config.msrun_options import MSRUN_PORT
 from pdrun.launcher.config.settings import (
     Priority,
     Setting,
@@ -22,6 +22,7 @@ from pdrun.launcher.config.settings import (
     node_count,
     value_of,
 )
+from pdrun.launcher.config.torchrun_options import TORCHRUN_PORT
 from pdrun.launcher.hosts import selection
 from pdrun.launcher.hosts.selection import Host
 

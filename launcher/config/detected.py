@@ -1,11 +1,9 @@
 """
-What the launcher around this process means for the job: settings of the lowest rank, which everything
-that the user says overrides.
+Settings derived from the launcher that started this process. They have the lowest priority. Pure.
 
-A task that stands alone on its node becomes an agent: number of nodes, node rank, where the nodes
-meet and the job's name follow. An allocation gives hosts. What would start a smaller job than was
-meant, or several in the place of one, is refused with what to do instead. Pure: environment and
-probes are arguments.
+A task that is alone on its node becomes an agent. Number of nodes, node rank, scheduler address and
+job name come from the launcher. An allocation provides hosts. If the result would be a smaller job
+than requested, or several jobs, the message says what to do instead.
 """
 
 from __future__ import annotations
@@ -17,7 +15,13 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
-from pdrun.launcher.config.settings import Priority, Setting, Source
+from pdrun.launcher.config.settings import (
+    Priority,
+    Setting,
+    SettingsByPath,
+    Source,
+    value_of,
+)
 from pdrun.launcher.hosts.selection import Host, check_host_name
 
 _MPI_NAMES = tuple(row.name for row in mpi.MPI_LAUNCHERS)
@@ -31,7 +35,7 @@ _ONE_TASK_COMMANDS = {
     "pals": "mpiexec --ppn 1",
     "flux": "flux run --tasks-per-node=1",
 }
-"""How to start one task a node."""
+"""Command that starts one task per node, by launcher."""
 _OVERRIDING_PATHS = (
     "place.local",
     "torchrun.standalone",
@@ -39,54 +43,58 @@ _OVERRIDING_PATHS = (
     "hosts.file",
     "place.rank_table",
 )
-"""What makes every other launcher's words needless."""
+"""Settings that make the launcher's variables irrelevant."""
 
 
 def detect_settings(
     settings: Iterable[Setting], environ: Mapping[str, str], probes: Probes
 ) -> tuple[tuple[Setting, ...], tuple[str, ...], tuple[str, ...]]:
     """
-    Return the settings that the launcher around us amounts to, notes, and warnings.
+    Return the settings derived from the launcher, notes, and warnings.
 
     Raises:
-        ConfigError: its words are malformed, contradict what the user said, or would start another
-            job than was meant.
-        UsageError: ``--launcher`` names one that says nothing here.
+        ConfigError: the launcher's variables are malformed, contradict the user's settings, or
+            would start a different job.
+        UsageError: ``--launcher`` names a launcher whose variables are not set.
     """
-    said: dict[str, Setting] = {}
+    given: SettingsByPath = {}
     for setting in sorted(settings, key=lambda setting: setting.source.priority):
-        said.setdefault(setting.path, setting)
-    launcher = said["place.launcher"].value if "place.launcher" in said else ""
-    if any(path in said and said[path].value for path in _OVERRIDING_PATHS):
+        given.setdefault(setting.path, setting)
+    if any(value_of(given, path, None) for path in _OVERRIDING_PATHS):
         return (), (), ()
+    launcher = value_of(given, "place.launcher", "")
     found = detect.detect_launcher(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
         return (), notes, found.notes
-    made = (
-        _allocation_settings(found, said)
-        if found.kind == "allocation"
-        else _task_settings(found, said, probes)
-    )
-    here = () if found.launcher == "pet" else (f"{found.title}: {_summarize_launcher(found)}",)
-    return tuple(made), (*here, *notes), found.notes
+    if found.kind == "allocation":
+        derived = _allocation_settings(found, given)
+    else:
+        derived = _task_settings(found, given, probes)
+    if found.launcher != "pet":
+        notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
+    return tuple(derived), notes, found.notes
 
 
 def launcher_to_detect(launcher: str) -> str:
     """
-    Return what ``--launcher`` has `detect` look for: nothing in particular where it names what
-    starts the hosts.
+    Return the argument of `detect_launcher` for a value of ``--launcher``: empty if the value names
+    the program that starts the agents.
     """
-    return "" if launcher == "auto" or launcher in START_LAUNCHERS else launcher
+    if launcher == "auto" or launcher in START_LAUNCHERS:
+        return ""
+    return launcher
 
 
 def _summarize_launcher(found: LauncherInfo) -> str:
-    parts = [
-        f"node {found.node_rank}" if found.node_rank is not None else "",
-        f"{found.nodes} node(s)" if found.nodes is not None else "",
-        f"job {found.job_id}" if found.job_id else "",
-    ]
-    return ", ".join(filter(None, parts)) or "read"
+    parts = []
+    if found.node_rank is not None:
+        parts.append(f"node {found.node_rank}")
+    if found.nodes is not None:
+        parts.append(f"{found.nodes} node(s)")
+    if found.job_id:
+        parts.append(f"job {found.job_id}")
+    return ", ".join(parts) or "read"
 
 
 def _make_setting(path: str, value: object, found: LauncherInfo, key: str) -> Setting:
@@ -97,114 +105,118 @@ def _make_setting(path: str, value: object, found: LauncherInfo, key: str) -> Se
     )
 
 
-def _allocation_settings(found: LauncherInfo, said: Mapping[str, Setting]) -> list[Setting]:
-    """Hosts, unless the user says where this node stands: then the nodes are started one by one."""
+def _allocation_settings(found: LauncherInfo, given: SettingsByPath) -> list[Setting]:
+    """Return the hosts, unless the user places this node: then each node starts its own pdrun."""
     if found.launcher == "ascend":
-        # every pod is started by the operator, or every host by hand: nobody is started by us
+        # the operator starts every pod, or the user every host: pdrun starts no agent
         return [
             _make_setting("place.rank_table", found.path, found, "hosts"),
             _make_setting("place.launcher", "none", found, "hosts"),
         ]
-    if any(path in said for path in ("scheduler.host", "place.node_rank", "place.serve")):
+    if any(path in given for path in ("scheduler.host", "place.node_rank", "place.serve")):
         return []
     hosts = tuple(Host(host.name, where=found.sources.get("hosts", "")) for host in found.hosts)
-    made = [_make_setting("hosts.all", hosts, found, "hosts")] if hosts else []
-    return [*made, *_job_name_settings(found)] if len(hosts) > 1 else []
+    if len(hosts) < 2:
+        return []
+    return [_make_setting("hosts.all", hosts, found, "hosts"), *_job_name_settings(found)]
 
 
 def _job_name_settings(found: LauncherInfo) -> list[Setting]:
-    name = found.job_name
-    return [_make_setting("job", name, found, "job_id")] if name else []
+    if not found.job_name:
+        return []
+    return [_make_setting("job", found.job_name, found, "job_id")]
 
 
-def _task_settings(found: LauncherInfo, said: Mapping[str, Setting], probes: Probes) -> list[Setting]:
-    """The agent of one node of a job that the outer launcher has started everywhere."""
+def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -> list[Setting]:
+    """Return the settings of an agent that the launcher started on every node."""
     if found.launcher in _WORKER_NAMES or found.launcher == "pet":
-        return []  # inside a worker: a job of its own; PET_* are options, read as such
+        return []  # inside a worker a separate job starts; PET_* variables are read as options
     if found.launcher == "variables":
-        return _hand_set_settings(found, said)
+        return _hand_set_settings(found, given)
     if (found.local_size or 1) > 1 or (found.local_rank or 0) > 0:
         raise _several_tasks_error(found)
     nodes = found.nodes
     if nodes is None:
-        if "resources.nodes" not in said:
+        if "resources.nodes" not in given:
             raise ConfigError(
-                f"{found.title} does not say how many nodes there are",
+                f"{found.title} does not give the number of nodes",
                 where=found.sources.get("node_rank", ""),
-                hint="say --nodes (PDRUN_NODES), or --launcher none for a job of this node alone",
+                hint="set --nodes (PDRUN_NODES), or use --launcher none for a job on this node only",
             )
-        nodes = int(said["resources.nodes"].value)
-    elif "resources.nodes" in said and said["resources.nodes"].value != nodes:
-        source = said["resources.nodes"].source
+        nodes = int(given["resources.nodes"].value)
+    elif "resources.nodes" in given and given["resources.nodes"].value != nodes:
+        source = given["resources.nodes"].source
         raise source.make_error(
-            f"{said['resources.nodes'].value} node(s), but {found.title} started {nodes}"
+            f"{given['resources.nodes'].value} node(s), but {found.title} started {nodes}"
             f" ({found.sources.get('nodes')})",
-            "leave it out, or say --launcher none for a job apart from it",
+            "remove it, or use --launcher none for a separate job",
         )
-    made = [_make_setting("resources.nodes", nodes, found, "nodes"), *_job_name_settings(found)]
+    derived = [_make_setting("resources.nodes", nodes, found, "nodes"), *_job_name_settings(found)]
     if nodes == 1:
-        return made
+        return derived
     if found.node_rank is not None:
-        made.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
+        derived.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
     if found.launcher == "mindspore":
-        made.append(
+        derived.append(
             _make_setting("place.serve", False, found, "head")
-        )  # the scheduler is a pod of its own
-    if "scheduler.host" not in said:
-        made += _scheduler_settings(found, probes)
-    return made
+        )  # the scheduler runs in a separate pod
+    if "scheduler.host" not in given:
+        derived += _scheduler_settings(found, probes)
+    return derived
 
 
-def _hand_set_settings(found: LauncherInfo, said: Mapping[str, Setting]) -> list[Setting]:
-    """A rank of several without a launcher: does it count nodes or workers? Only the user knows."""
+def _hand_set_settings(found: LauncherInfo, given: SettingsByPath) -> list[Setting]:
+    """Refuse a RANK of several without a launcher: it may count nodes or workers."""
     if found.world == 1 or any(
-        path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")
+        path in given for path in ("resources.nodes", "scheduler.host", "place.node_rank")
     ):
         return []
     raise ConfigError(
-        f"{found.rank} of WORLD_SIZE={found.world}: set by hand, and pdrun gives ranks itself",
+        f"is {found.rank} of WORLD_SIZE={found.world}, set by hand, but pdrun assigns ranks itself",
         where="RANK",
-        hint="say --nodes, --node-rank and --scheduler; --launcher none starts a job of this node alone",
+        hint="set --nodes, --node-rank and --scheduler, or use --launcher none"
+        " for a job on this node only",
     )
 
 
 def _several_tasks_error(found: LauncherInfo) -> ConfigError:
-    count = f"{found.local_size} tasks" if found.local_size else "several tasks"
-    one = (
-        f"start one a node ({_ONE_TASK_COMMANDS[found.launcher]})"
-        if found.launcher in _ONE_TASK_COMMANDS
-        else "start one a node"
-    )
+    count = "several tasks"
+    if found.local_size:
+        count = f"{found.local_size} tasks"
+    advice = "start one task per node"
+    if found.launcher in _ONE_TASK_COMMANDS:
+        advice += f" ({_ONE_TASK_COMMANDS[found.launcher]})"
     return ConfigError(
-        f"{found.title} started {count} on this node, and each would start workers of its own",
+        f"{found.title} started {count} on this node, but pdrun needs one task per node",
         where=found.sources.get("local_size") or found.sources.get("local_rank", ""),
-        hint=f"{one}, or the script itself with pdrun.init() in it; --launcher none makes each a job of its own",
+        hint=f"{advice}, or run the script directly with pdrun.init() in it;"
+        " --launcher none makes each task a separate job",
     )
 
 
 def _first_host(found: LauncherInfo) -> str:
     """
-    The first host; LSF puts the host of the batch script in front of those on which jsrun starts
-    tasks.
+    Return the first host on which tasks run.
+
+    LSF lists the host of the batch script before the hosts on which jsrun starts tasks.
     """
     names = [host.name for host in found.hosts]
     if found.launcher == "jsrun" and len(names) > 1:
-        apart = found.nodes is not None and len(names) == found.nodes + 1
-        if apart or names[0].startswith(("batch", "login")):
+        has_batch_host = found.nodes is not None and len(names) == found.nodes + 1
+        if has_batch_host or names[0].startswith(("batch", "login")):
             return names[1]
-        return names[0]
     return names[0]
 
 
 def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
-    """The first host, else where mpirun itself runs; its port, else one from the job's name."""
+    """Return host and port: first host or mpirun's host; launcher's port or one from the job name."""
     key = "hosts" if found.hosts else "head"
     host = _first_host(found) if found.hosts else found.head
     if not host:
         raise ConfigError(
-            f"{found.title} does not say where node 0 is",
+            f"{found.title} does not give the address of node 0",
             where=found.sources.get("node_rank", ""),
-            hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
+            hint="set --scheduler HOST:PORT (PDRUN_SCHEDULER) to the same value on all nodes",
         )
     try:
         check_host_name(host, found.sources.get(key, ""))
@@ -212,9 +224,9 @@ def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
         raise ConfigError(error.what, where=error.where, hint=error.hint) from None
     if found.launcher in _MPI_NAMES and found.node_rank == 0 and not probes.is_here(host):
         raise ConfigError(
-            f"node 0 is {probes.hostname}, but the other nodes will look for it at {host}",
+            f"node 0 is {probes.hostname}, but the other nodes would connect to {host}",
             where=found.sources.get(key, ""),
-            hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
+            hint="set --scheduler HOST:PORT (PDRUN_SCHEDULER) to the same value on all nodes",
         )
     name = found.job_name or f"{found.launcher}-{found.world}"
     port = found.port if found.port is not None else port_for_job(name)

@@ -1,11 +1,10 @@
 """
-Job files: ``pdrun run job.yaml``, read strictly, every complaint with file and line.
+Read job files (``pdrun run job.yaml``) strictly. Every error names file and line.
 
-YAML guesses types, and its guesses have started jobs of the wrong size: ``no`` is false, ``22:30``
-is 1350. So only the structure is taken from YAML; each scalar is read as the text that stands in
-the file, by the same parsers as the command line, and what YAML would have turned into something
-else must be quoted. Anchors, tags, duplicate and unknown keys, several documents and deep nesting
-are refused. templates/job.yaml shows every key.
+YAML guesses types: ``no`` is false, ``22:30`` is 1350. Such guesses can start a job of the wrong
+size. So only the structure comes from YAML. Each scalar is the text in the file, read by the parsers
+of the command line. Text that YAML would convert must be quoted. Anchors, tags, duplicate and
+unknown keys, several documents and deep nesting are refused. templates/job.yaml shows every key.
 """
 
 from __future__ import annotations
@@ -18,34 +17,28 @@ import yaml
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.adapters import names
-from pdrun.launcher.adapters.ssh_command import split_ssh_options, split_options
+from pdrun.launcher.adapters.ssh_command import split_options, split_ssh_options
 from pdrun.launcher.common import parsers, rank_lists
-from pdrun.launcher.common.parsers import Parser, quote_text
 from pdrun.launcher.common.files import read_text
+from pdrun.launcher.common.parsers import Parser, quote_text
 from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import BACKENDS
 from pdrun.launcher.hosts import selection
 
 MAX_FILE_BYTES = 1 << 18
-"""Bytes of a job file, at most."""
+"""Size limit of a job file."""
 MAX_DEPTH = 8
 MAX_EVENTS = 5_000
-"""Depth and number of a file's items, at most; a job file has a depth of 3."""
+"""Limits of nesting and of YAML events. A job file has a depth of 3."""
 
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-"""Numbers that mean the same as text; ``010``, ``0x10``, ``1_000`` and ``22:30`` do not."""
-
-
-def _text(text: str, where: str) -> str:
-    return text
+"""Numbers that YAML does not change. ``010``, ``0x10``, ``1_000`` and ``22:30`` are not plain."""
 
 
 def _parse_true_false(text: str, where: str) -> bool:
     if text in ("true", "false"):
         return text == "true"
-    raise UsageError(
-        f"{quote_text(text)} is neither true nor false", where=where, hint="write true or false"
-    )
+    raise UsageError(f"must be true or false, got {quote_text(text)}", where=where)
 
 
 KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
@@ -111,25 +104,25 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "srun_opts": split_options,
     },
 }
-"""Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""
+"""All keys of a job file except ``program.args``, ``env``, ``job`` and ``chdir``."""
 FIELD_PATHS = {
     "place.hosts": "hosts.all",
     "place.hostfile": "hosts.file",
     "place.include": "hosts.include",
     "place.exclude": "hosts.exclude",
 }
-"""Keys whose values `pdrun.launcher.config.resolve` puts together."""
+"""Field paths of keys that `pdrun.launcher.config.combine` combines."""
 TOP_LEVEL_PARSERS: Mapping[str, Parser] = {
     "job": parsers.parse_job_name,
     "chdir": parsers.parse_path,
 }
 REFUSAL_REASONS = {
-    "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
-    "place.simulated": "is pdrun's own; use local: true",
-    "resources.min_nodes": "is the lower number of nodes: 'MIN:MAX'",
-    "resources.indices": "follows from place: write hosts and include there",
-    "program.kind": "follows from the key: write script, module or command",
-    "program.target": "is written as script, module or command",
+    "place.insecure": "must be set on the command line (--insecure), not in a file",
+    "place.simulated": "is internal; use local: true",
+    "resources.min_nodes": "is MIN of nodes: 'MIN:MAX'",
+    "resources.indices": "is derived from place.hosts and place.include",
+    "program.kind": "is derived from the key: use script, module or command",
+    "program.target": "is set by the key script, module or command",
 }
 
 
@@ -138,8 +131,8 @@ def load_job_file(path: str) -> tuple[Setting, ...]:
     Read a job file.
 
     Raises:
-        UsageError: there is no such file.
-        ConfigError: the file cannot be read as a job; names file and line.
+        UsageError: the file does not exist.
+        ConfigError: the file is not a valid job; the message names file and line.
     """
     text = read_text(path, MAX_FILE_BYTES)
     name = Path(path).name
@@ -158,9 +151,7 @@ def _yaml_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
     where = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be read"
     if "'\\t'" in problem:
-        return ConfigError(
-            "a tab, which YAML does not allow in indentation", where=where, hint="use spaces"
-        )
+        return ConfigError("tabs are not allowed in indentation", where=where, hint="use spaces")
     return ConfigError(f"is not YAML: {_one_line(problem)}", where=where)
 
 
@@ -169,7 +160,7 @@ def _one_line(what: object) -> str:
 
 
 def _check_events(text: str, name: str) -> None:
-    """Refuse, before anything is built, what a job file never needs; this pass does not recurse."""
+    """Refuse YAML features that a job file does not need. This pass does not recurse."""
     depth = documents = 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
         where = f"{name}:{event.start_mark.line + 1}" if event.start_mark else name
@@ -177,15 +168,19 @@ def _check_events(text: str, name: str) -> None:
             documents += 1
             if documents > 1:
                 raise ConfigError(
-                    "a second document begins here", where=where, hint="a file holds one job"
+                    "must have one document, got a second one",
+                    where=where,
+                    hint="use one file per job",
                 )
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ConfigError(
-                "anchors and aliases (& and *) are not allowed", where=where, hint="write it out"
+                "anchors and aliases (& and *) are not allowed",
+                where=where,
+                hint="repeat the value",
             )
         if tag := getattr(event, "tag", None):
             raise ConfigError(
-                f"a tag ({quote_text(str(tag))}) is not allowed", where=where, hint="leave it out"
+                f"tag {quote_text(str(tag))} is not allowed", where=where, hint="remove it"
             )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
             event, yaml.CollectionEndEvent
@@ -195,18 +190,21 @@ def _check_events(text: str, name: str) -> None:
 
 
 class JobFileReader:
-    """Walks the nodes of one file and yields settings."""
+    """Reads the YAML nodes of one file and yields settings."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def locate(self, node: yaml.Node) -> str:
+        """Return file and line of a node."""
         return f"{self.name}:{node.start_mark.line + 1}"
 
     def make_source(self, node: yaml.Node, text: str = "") -> Source:
+        """Return the source of a node's value."""
         return Source(self.locate(node), Priority.FILE, text)
 
     def read_job(self, root: yaml.Node | None) -> Iterator[Setting]:
+        """Yield the settings of the file."""
         if root is None:
             raise ConfigError("is empty", where=self.name)
         known = (*KEY_PARSERS, "env", *TOP_LEVEL_PARSERS)
@@ -220,6 +218,7 @@ class JobFileReader:
                 yield from self.read_group(name, value)
 
     def read_group(self, group: str, node: yaml.Node) -> Iterator[Setting]:
+        """Yield the settings of one group, such as ``resources``."""
         keys = KEY_PARSERS[group]
         for key, value in self.iter_items(node, group):
             name = self.read_key(key, (*keys, "args") if group == "program" else tuple(keys), group)
@@ -237,18 +236,18 @@ class JobFileReader:
                 yield self.read_value(FIELD_PATHS.get(path, path), value, keys[name])
 
     def iter_items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Yield the pairs of a mapping; each key once."""
+        """Yield the pairs of a mapping; a duplicate key raises ConfigError."""
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(
-                f"{what} must be written as KEY: VALUE lines", where=self.locate(node)
+                f"{what} must be a mapping of KEY: VALUE lines", where=self.locate(node)
             )
         lines: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError("a key must be a word", where=self.locate(key))
+                raise ConfigError("a key must be text", where=self.locate(key))
             if key.value in lines:
                 raise ConfigError(
-                    f"{quote_text(key.value)} stands twice",
+                    f"{quote_text(key.value)} is set twice",
                     where=self.locate(key),
                     hint=f"first on line {lines[key.value]}",
                 )
@@ -256,71 +255,67 @@ class JobFileReader:
             yield key, value
 
     def read_key(self, node: yaml.ScalarNode, known: tuple[str, ...], group: str) -> str:
+        """Return a key; raise ConfigError if it is unknown in this group."""
         name = str(node.value)
         if name in known:
             return name
         reason = REFUSAL_REASONS.get(f"{group}.{name}")
         if reason:
             raise ConfigError(f"{name} {reason}", where=self.locate(node))
-        home = (
-            next((group for group, keys in KEY_PARSERS.items() if name in keys), "")
-            if not group
-            else ""
-        )
-        hint = (
-            f"it belongs under {home}"
-            if home
-            else did_you_mean(name, known) or f"known: {', '.join(known)}"
-        )
-        raise ConfigError(
-            f"unknown key {quote_text(name)}{f' in {group}' if group else ''}",
-            where=self.locate(node),
-            hint=hint,
-        )
+        hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
+        what = f"unknown key {quote_text(name)}"
+        if group:
+            what += f" in {group}"
+        else:
+            for other, keys in KEY_PARSERS.items():
+                if name in keys:
+                    hint = f"it belongs to {other}"
+                    break
+        raise ConfigError(what, where=self.locate(node), hint=hint)
 
     def read_value(self, path: str, node: yaml.Node, parser: Parser) -> Setting:
-        flag = parser is _parse_true_false
-        text = self.read_scalar(node, path.rpartition(".")[2], flag=flag)
+        """Parse the value of one key."""
+        is_flag = parser is _parse_true_false
+        text = self.read_scalar(node, path.rpartition(".")[2], is_flag=is_flag)
         source = self.make_source(node, text)
         try:
             return Setting(path, parser(text, source.label), source)
         except UsageError as error:
             raise source.convert_error(error) from None
 
-    def read_scalar(self, node: yaml.Node, what: str, *, flag: bool = False) -> str:
+    def read_scalar(self, node: yaml.Node, what: str, *, is_flag: bool = False) -> str:
         """
-        Return the text of a scalar as it stands in the file, where YAML would not read something
-        else into it.
+        Return the text of a scalar. If YAML would convert it, raise ConfigError.
         """
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"{what} must be one value", where=self.locate(node))
         text = str(node.value)
         kind = node.tag.rpartition(":")[2]
-        if node.style is not None or kind == "str" or (flag and text in ("true", "false")):
+        if node.style is not None or kind == "str" or (is_flag and text in ("true", "false")):
             return text
         if kind in ("int", "float") and _PLAIN_NUMBER.fullmatch(text):
             return text
         if kind == "null":
             raise ConfigError(
-                f"{what} has no value", where=self.locate(node), hint="leave the line out"
+                f"{what} has no value", where=self.locate(node), hint="remove the line"
             )
-        if flag and kind == "bool":
+        if is_flag and kind == "bool":
             raise ConfigError(
-                f"{what}: {quote_text(text)} must be written true or false", where=self.locate(node)
+                f"{what} must be true or false, got {quote_text(text)}", where=self.locate(node)
             )
-        read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(
-            kind, f"a {kind}"
-        )
+        kinds = {"bool": "true or false", "int": "another number", "float": "another number"}
+        read = kinds.get(kind, f"a {kind}")
         raise ConfigError(
             f"{what}: YAML reads {text} as {read}",
             where=self.locate(node),
-            hint=f"write '{text}' in quotes",
+            hint=f"quote it: '{text}'",
         )
 
     def read_args(self, node: yaml.Node) -> Setting:
+        """Read ``program.args``."""
         if not isinstance(node, yaml.SequenceNode):
             raise ConfigError(
-                "args must be a list", where=self.locate(node), hint="write [--lr, 3e-4]"
+                "args must be a list", where=self.locate(node), hint="example: [--lr, 3e-4]"
             )
         return Setting(
             "program.args",
@@ -329,10 +324,12 @@ class JobFileReader:
         )
 
     def read_env(self, node: yaml.Node) -> Iterator[Setting]:
+        """Yield the variables of ``env``."""
         for key, value in self.iter_items(node, "env"):
-            if "=" in str(key.value):  # it would be cut there
+            if "=" in str(key.value):  # the assignment below would be split there
                 raise ConfigError(
-                    f"{quote_text(str(key.value))} is not a variable's name", where=self.locate(key)
+                    f"{quote_text(str(key.value))} is not the name of a variable",
+                    where=self.locate(key),
                 )
             text = self.read_scalar(value, str(key.value))
             source = self.make_source(key, f"{key.value}={text}")

@@ -17,7 +17,8 @@ from typing import Any
 from pdrun.errors import ConfigError, PdrunError, UsageError, did_you_mean
 from pdrun.launcher.common.parsers import parse_bool, quote_text
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
-from pdrun.launcher.config.options import OTHER_VARIABLES, RUN_OPTIONS, WORKER_VARIABLES, Option
+from pdrun.launcher.config.options import OTHER_VARIABLES, WORKER_VARIABLES, Option
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 
 
 class Priority(IntEnum):

@@ -1,0 +1,119 @@
+"""
+msrun's options: what each one means in pdrun, or why it is refused.
+
+Checked against MindSpore 2.10 (parallel/cluster/run.py). The two worker counts and the two options
+for CPU binding are stored as ``msrun.*`` and combined in `pdrun.launcher.config.combine`. Options
+with the same name as pdrun's are in `pdrun.launcher.config.run_options`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pdrun.errors import UsageError
+from pdrun.launcher.common import parsers, rank_lists
+from pdrun.launcher.config.options import (
+    FieldValues,
+    Option,
+    OptionReader,
+    refuse_option,
+    store_parsed,
+)
+
+MSRUN_PORT = 8118
+"""msrun's default port. All nodes must use the same one."""
+
+
+def _parse_bool(text: str, where: str) -> bool:
+    """Read a boolean of msrun: True or False."""
+    if text in ("True", "true", "False", "false"):
+        return text.lower() == "true"
+    raise UsageError(f"must be True or False, got {parsers.quote_text(text)}", where=where)
+
+
+def _read_join(text: str, where: str) -> FieldValues:
+    if _parse_bool(text, where):
+        return {}
+    raise UsageError(
+        "False is not supported: pdrun waits for its workers and returns their exit code",
+        where=where,
+        hint="use True, and run the command in the background",
+    )
+
+
+def _binding_reader(path: str) -> OptionReader:
+    def read(text: str, where: str) -> FieldValues:
+        if text.lstrip().startswith("{") or text.endswith(".json"):
+            raise UsageError(
+                "a map of CPUs is not supported: pdrun assigns cores itself",
+                where=where,
+                hint="use True, --bind cores or --bind numa",
+            )
+        return {path: _parse_bool(text, where)}
+
+    return read
+
+
+def _read_cluster_time_out(text: str, where: str) -> FieldValues:
+    if re.fullmatch(r"-[0-9]+", text):
+        raise UsageError(
+            "an unlimited wait is not supported: a missing node must end the job",
+            where=where,
+            hint="set a time, at most 365d",
+        )
+    return {"policy.start_timeout": parsers.parse_duration(text, where)}
+
+
+def _read_tail(text: str, where: str) -> FieldValues:
+    if text == "-1":
+        return {"output.show_ranks": "all"}
+    return {"output.show_ranks": rank_lists.parse_ranks(text, where)}
+
+
+def _read_log_stem(text: str, where: str) -> FieldValues:
+    return {"output.log_name": parsers.parse_log_name(text + "_{rank}", where)}
+
+
+def _read_rank_table(text: str, where: str) -> FieldValues:
+    if not text:
+        return {}
+    return {"place.rank_table": parsers.parse_path(text, where)}
+
+
+def _msrun_option(name: str, help: str, read: OptionReader, metavar: str, note: str = "") -> Option:
+    return Option(("--" + name,), help, read, metavar=metavar, origin="msrun", note=note)
+
+
+MSRUN_OPTIONS = (
+    _msrun_option(
+        "worker_num",
+        "workers of the job (default: 8)",
+        store_parsed("msrun.workers", parsers.int_parser(1)),
+        "N",
+    ),
+    _msrun_option(
+        "local_worker_num",
+        "--devices (default: 8)",
+        store_parsed("msrun.local_workers", parsers.int_parser(1)),
+        "N",
+    ),
+    _msrun_option("join", "True only", _read_join, "BOOL", "pdrun always waits for its workers"),
+    _msrun_option("cluster_time_out", "--start-timeout", _read_cluster_time_out, "S"),
+    _msrun_option("bind_core", "True: --bind cores", _binding_reader("msrun.bind_core"), "BOOL"),
+    _msrun_option("bind_numa", "True: --bind numa", _binding_reader("msrun.bind_numa"), "BOOL"),
+    _msrun_option("worker_log_name", "--log-name NAME_{rank}", _read_log_stem, "NAME"),
+    _msrun_option("tail_worker_log", "--show-ranks; -1: all", _read_tail, "RANKS"),
+    _msrun_option("rank_table_file", "--rank-table", _read_rank_table, "FILE"),
+    _msrun_option(
+        "sim_level",
+        "refused",
+        refuse_option("it simulates MindSpore's compiler", "use --local or --dry-run"),
+        "N",
+    ),
+    _msrun_option(
+        "sim_rank_id",
+        "refused",
+        refuse_option("it simulates MindSpore's compiler", "use --local or --dry-run"),
+        "N",
+    ),
+)

@@ -264,7 +264,7 @@ def _build_state(
         partitioned.local_units(settings.units) if settings.level == 3 else (),
         filler.fill_weights if filler else lambda weights: None,
     )
-    retarget.shard_param_groups(optimizer, engine.parts_of)
+    retarget.shard_param_groups(optimizer, engine.trained_parts)
     scheduler = arguments.scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)

@@ -23,7 +23,7 @@ from pdrun.parallel.interfaces import (
     StageSplitter,
 )
 from pdrun.parallel.model.copies import on_meta
-from pdrun.parallel.model.shard_map import WeightCatalogue, ShardMap, exchange_shards
+from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue, exchange_shards
 from pdrun.parallel.model.weights import API_NAME, Weight, find_units
 from pdrun.parallel.training.driver import Driver, SimpleDriver
 

@@ -53,7 +53,7 @@ def load_weights(state: RunState, path: Path) -> None:
     other = {
         name: group for group in tied_names(state.original_model or state.model) for name in group
     }
-    state.engine.settle()
+    state.engine.wait_idle()
     with torch.no_grad():
         for held in wholes.local_ranges(state.engine):
             plain = held.weight.name
@@ -73,7 +73,7 @@ def load_weights(state: RunState, path: Path) -> None:
                     what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
                     raise ConfigError(what, where=str(path))
                 buffer.copy_(found)
-    state.engine.publish()
+    state.engine.publish_weights()
 
 
 def full_buffers(state: RunState) -> dict[str, torch.Tensor]:

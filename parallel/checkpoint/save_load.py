@@ -274,7 +274,7 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
     context = state.context
     seconds = state.data_group.watchdog.seconds
     barrier = RankBarrier(context.world_size, context.rank, "load", seconds)
-    state.engine.settle()
+    state.engine.wait_idle()
     trouble: PdrunError | None = None
     try:
         reader = CheckpointReader(folder)
@@ -288,7 +288,7 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
         barrier.finish("read")
     except ConfigError as error:
         raise trouble or error from None
-    state.engine.publish()
+    state.engine.publish_weights()
     for group, saved in zip(state.optimizer.param_groups, plain["groups"], strict=True):
         for name, value in saved.items():
             old = group.get(name)

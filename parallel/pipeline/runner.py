@@ -153,7 +153,7 @@ class Runner:
                         self.traffic.send_on(action, sent, tensors)
                     elif micro.weight:
                         found[micro.position] = output
-                step.engine.evaluated(self._mine.index(stage))
+                step.engine.end_evaluation(self._mine.index(stage))
         self.traffic.links.settle()
         return found
 
@@ -257,12 +257,12 @@ class Runner:
                 self._weights(step, action, work, first, last)
             return
         with step.engine.backward(chunk, action.micro, action == self._final[action.stage]):
-            step.engine.begin(first=first, last=last, chunk=chunk)
+            step.engine.begin_gradients(first=first, last=last, chunk=chunk)
             extra = self._borrowed(chunk) if last else {}
             if roots or extra:
                 step.run_backward([*roots, *extra], [*grads, *extra.values()])
             self.traffic.send_back(action, work)
-            step.engine.backward_done()
+            step.engine.end_gradients()
         del self._live[action.stage, action.micro]
 
     def _input(
@@ -295,7 +295,7 @@ class Runner:
     ) -> None:
         """Finish a backward that was split."""
         chunk = self._mine.index(action.stage)
-        step.engine.begin(first=first, last=last, chunk=chunk)
+        step.engine.begin_gradients(first=first, last=last, chunk=chunk)
         grads = work.later.finish() if work.later else {}
         for weight in [weight for weight in grads if self._owner[weight] != chunk]:
             _add(self._extra, weight, grads.pop(weight))
@@ -303,7 +303,7 @@ class Runner:
             _add(grads, weight, grad)
         if grads:  # through autograd, so that what waits for a weight's gradient is told of it
             torch.autograd.backward(list(grads), list(grads.values()))
-        step.engine.backward_done()
+        step.engine.end_gradients()
         del self._live[action.stage, action.micro]
 
     def _borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:

@@ -80,11 +80,15 @@ def build_plan(state: RunState) -> RunPlan:
             "shards": part.comm.shards,
             "sums": [*state.mesh.data_axes, *part.weights[0].sum_axes],
         }
-        for part in state.engine.bundles
+        for part in state.engine.gradient_buckets
     )
     mesh = {axis: state.mesh.degree(axis) for axis in state.mesh.grid.names}
     tiles = {
-        w.name: {"shape": list(w.shard.shape), "layout": str(w.shard.layout), "sums": list(w.sum_axes)}
+        w.name: {
+            "shape": list(w.shard.shape),
+            "layout": str(w.shard.layout),
+            "sums": list(w.sum_axes),
+        }
         for w in state.engine.weights
         if w.sum_axes or w.shard.shape != w.shape
     }
@@ -175,7 +179,9 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
             by_sums.setdefault(" and ".join(weight.sum_axes), []).append(weight.name)
     lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
     if state.mesh.tensor_axes and by_layout:
-        rest = [weight.name for weight in state.engine.weights if weight.shard.shape == weight.shape]
+        rest = [
+            weight.name for weight in state.engine.weights if weight.shard.shape == weight.shape
+        ]
         lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
     lines += [
         f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()

@@ -205,7 +205,7 @@ def _drop_grad(param: torch.Tensor) -> None:
 def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     """Return what a step will take; without a batch, what stays only."""
     engine = state.engine
-    cut = {weight.name for part in engine.cuts for weight in part.weights}
+    cut = {weight.name for part in engine.sharded_buckets for weight in part.weights}
     policy = state.settings.precision
     kept = sum(
         w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize
@@ -213,11 +213,15 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
         if w.name not in cut
     )
     whole = [
-        part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released
+        part.full.numel() * part.full.element_size()
+        for part in engine.sharded_buckets
+        if not part.frees_full
     ]
     gathered = _gathered_bytes(state)
     here = state.device.type  # what is offloaded lives elsewhere
-    wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
+    wide = [part.master for part in engine.sharded_buckets if not part.is_master_in_full] + list(
+        engine.masters.values()
+    )
     masters = sum(
         master.numel() * master.element_size() for master in wide if master.device.type == here
     )
@@ -238,8 +242,8 @@ def _gathered_bytes(state: RunState) -> int:
     the next is on its way. Where units are kept for a step, all are there at once.
     """
     sizes: dict[str, int] = {}
-    for part in state.engine.cuts:
-        if part.released:
+    for part in state.engine.sharded_buckets:
+        if part.frees_full:
             unit = part.weights[0].unit
             sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
     root = sizes.pop("", 0)
@@ -255,17 +259,19 @@ def _gradient_bytes(state: RunState) -> int:
     totals = flats = waiting = 0
     on_way: list[int] = []
     policy = state.settings.precision
-    for part in state.engine.bundles:
+    for part in state.engine.gradient_buckets:
         size = part.layout.numel * part.dtype.itemsize
         waiting = max(
             waiting,
-            sum(w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize for w in part.weights),
+            sum(
+                w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize for w in part.weights
+            ),
         )
         if part.comm.shards == 1:
             totals += size
             continue
         totals += size // part.comm.shards
-        if state.settings.accumulate > 1 and not part.each:
+        if state.settings.accumulate > 1 and not part.reduces_each:
             flats += size
         else:
             on_way.append(size)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdrun.parallel.zero.gradients import GradBundle
-from pdrun.parallel.zero.shards import Cut
+from pdrun.parallel.zero.gradients import GradientBucket
+from pdrun.parallel.zero.shards import ShardedBucket
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -45,17 +45,17 @@ def count_traffic(state: RunState) -> dict[str, TrafficVolume]:
     """
     found: dict[str, TrafficVolume] = {}
     passes = state.settings.accumulate // state.copies
-    for cut in state.engine.cuts:
+    for cut in state.engine.sharded_buckets:
         if cut.comm.shards > 1:
             times = (
                 2 * passes
-                if cut.released and cut.weights[0].unit and not state.settings.keep_for_step
+                if cut.frees_full and cut.weights[0].unit and not state.settings.keep_for_step
                 else 1
             )
             _add_volume(found, "all_gather", times, _shard_bytes(cut))
-    for part in state.engine.bundles:
+    for part in state.engine.gradient_buckets:
         if part.comm.world > 1:
-            _count_sums(found, part, passes if part.each else 1)
+            _count_sums(found, part, passes if part.reduces_each else 1)
     return found
 
 
@@ -70,22 +70,22 @@ def describe_traffic(state: RunState) -> str:
     return ""
 
 
-def _shard_bytes(cut: Cut) -> int:
-    return cut.layout.shard_numel * int(cut.compute.itemsize)
+def _shard_bytes(cut: ShardedBucket) -> int:
+    return cut.layout.shard_numel * int(cut.compute_dtype.itemsize)
 
 
-def _count_sums(found: dict[str, TrafficVolume], part: GradBundle, times: int) -> None:
+def _count_sums(found: dict[str, TrafficVolume], part: GradientBucket, times: int) -> None:
     numel = part.layout.numel
-    wire = part.policy.wire or part.dtype
+    wire = part.policy.wire_dtype or part.dtype
     name = (
         "all_to_all"
-        if part.ordered
+        if part.is_ordered
         else "all_reduce"
         if part.comm.shards == 1
         else "reduce_scatter"
     )
     _add_volume(found, name, times, numel * wire.itemsize)
-    if part.ordered and part.comm.replicas > 1:
+    if part.is_ordered and part.comm.replicas > 1:
         _add_volume(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)
 
 

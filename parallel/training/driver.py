@@ -227,7 +227,7 @@ class SimpleDriver:
             ):
                 output = step.objective.compute_output(step.model, step.prepare_batch(micro.batch))
             found.append(output if micro.weight else None)
-        step.engine.evaluated()
+        step.engine.end_evaluation()
         return found
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
@@ -247,7 +247,7 @@ class SimpleDriver:
                 count = count * 0.0
             sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
             with step.engine.backward(micro=micro.position, last=last):
-                step.engine.begin(first, last)
+                step.engine.begin_gradients(first, last)
                 step.run_backward([total])
-                step.engine.backward_done()
+                step.engine.end_gradients()
         return torch.stack(sums)

@@ -40,7 +40,7 @@ class ConsistencyGuard:
     def remember_state(self) -> None:
         """Remember weights and groups as they are now."""
         self.torn_checkpoint = ""
-        self._versions = [weight.param._version for weight in self._engine.copied]
+        self._versions = [weight.param._version for weight in self._engine.copied_weights]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def check_unchanged(self) -> None:
@@ -58,7 +58,7 @@ class ConsistencyGuard:
         if found != self._hooks:
             param_hooks.check_hooks(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
-        for weight, version in zip(self._engine.copied, self._versions, strict=True):
+        for weight, version in zip(self._engine.copied_weights, self._versions, strict=True):
             if weight.param._version != version:
                 what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
                 what += "overwritten"
@@ -66,7 +66,7 @@ class ConsistencyGuard:
                     what, where=RUN_STEP, hint="run.load_weights(FILE), or run.load(FOLDER)"
                 )
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        if sizes != self._groups and self._engine.turned:
+        if sizes != self._groups and self._engine.is_retargeted:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
             what += f"{len(self._groups)} when the run was made"
             raise UsageError(

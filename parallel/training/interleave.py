@@ -68,9 +68,9 @@ class InterleavedDriver(SimpleDriver):
                 for loss in losses
             ]
             with step.compute_context(), step.engine.backward(micro=start, last=last):
-                step.engine.begin(first=start == 0, last=last, times=len(group))
+                step.engine.begin_gradients(first=start == 0, last=last, times=len(group))
                 self._run_backwards(step, [total for total, _ in losses])
-                step.engine.backward_done()
+                step.engine.end_gradients()
         return torch.stack(sums)
 
     def _run_backwards(self, step: StepContext, totals: list[torch.Tensor]) -> None:

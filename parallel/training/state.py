@@ -130,12 +130,12 @@ class RunState:
     @property
     def data_group(self) -> ShardedGroup:
         """The data axes, dp and cp: gradients are summed over them."""
-        return self.engine.whole
+        return self.engine.data_group
 
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        return self.engine.whole.device
+        return self.engine.data_group.device
 
     @property
     def seed(self) -> int:

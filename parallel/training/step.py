@@ -76,7 +76,7 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
 
 def evaluate_batch(state: RunState, batch: Any) -> list[Any]:
     """Return the model's outputs on this rank's micro-batches; see `Run.evaluate`."""
-    state.engine.clear()
+    state.engine.release_weights()
     with state.rng.isolate_generators(state.device):
         return state.driver.evaluate_microbatches(state, slice_batch(state, batch))
 
@@ -86,11 +86,11 @@ def probe_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return (sum, count), norm and full gradients of a global batch; nothing is trained."""
     sums = compute_gradients(state, batch)
-    numbers, norm = state.engine.finish(sums, _scale_of(state))
+    numbers, norm = state.engine.finish_gradients(sums, _scale_of(state))
     grads = full_gradients(state)
     if norm is None:
         norm = square_sum(list(grads.values()), exact=True).sqrt()
-    state.engine.step_done()
+    state.engine.end_step()
     return numbers, norm, grads
 
 
@@ -168,7 +168,7 @@ def _apply_gradients(
         sums: of `compute_gradients`.
         versions: torch's version counters of ``state.buffers`` before the forwards.
     """
-    numbers, norm = state.engine.finish(sums, _scale_of(state))
+    numbers, norm = state.engine.finish_gradients(sums, _scale_of(state))
     skipped = state.loss_scale is not None and norm is not None and not bool(torch.isfinite(norm))
     on_gradients()
     if not skipped:
@@ -181,7 +181,7 @@ def _apply_gradients(
             state.scheduler.step()
     if state.loss_scale is not None:
         state.loss_scale.record_step(not skipped)
-    state.engine.step_done()
+    state.engine.end_step()
     for buffer, version in zip(state.synced_buffers, versions, strict=True):
         if buffer._version != version:
             state.data_group.broadcast_first(buffer, "a buffer")

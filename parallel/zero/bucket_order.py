@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdrun.errors import UsageError
-from pdrun.parallel.zero.gatherer import Gatherer
-from pdrun.parallel.zero.gradients import GradBundle
+from pdrun.parallel.zero.gatherer import UnitGatherer
+from pdrun.parallel.zero.gradients import GradientBucket
 
 MAX_SUMS_IN_FLIGHT = 2
 """Flat buffers of sharded buckets on the network; more would take memory without being faster."""
@@ -30,9 +30,9 @@ class BucketOrder:
 
     def __init__(
         self,
-        buckets: Sequence[GradBundle],
+        buckets: Sequence[GradientBucket],
         unit_of: Sequence[int],
-        gatherer: Gatherer | None,
+        gatherer: UnitGatherer | None,
         may_wait: bool,
     ) -> None:
         self._buckets = buckets
@@ -62,13 +62,13 @@ class BucketOrder:
         self._is_complete = [False] * len(self._buckets)
         self._missing_in_unit = list(self._buckets_per_unit)
         for index in self._order:
-            self._buckets[index].begin(first, times)
+            self._buckets[index].begin_microbatch(first, times)
 
     def count_gradient(self, index: int) -> None:
         """Count a gradient of a bucket; the last one completes the bucket."""
         bucket = self._buckets[index]
-        bucket.missing -= 1
-        if bucket.missing == 0:
+        bucket.missing_grads -= 1
+        if bucket.missing_grads == 0:
             self._complete(index)
 
     def complete_unit(self, unit: int) -> None:
@@ -103,24 +103,24 @@ class BucketOrder:
         unit = self._unit_of[index]
         if self._gatherer is None or unit < 0:
             return 1, index
-        return -self._gatherer.place(unit), index
+        return -self._gatherer.position_of(unit), index
 
     def _complete(self, index: int) -> None:
         """Take the gradients of a bucket, and start sums as far as the order allows."""
-        self._buckets[index].take(self._first)
+        self._buckets[index].take_grads(self._first)
         self._is_complete[index] = True
         unit = self._unit_of[index]
         if unit >= 0 and self._gatherer is not None:
             self._missing_in_unit[unit] -= 1
             if self._missing_in_unit[unit] == 0:
-                self._gatherer.release(unit)
+                self._gatherer.release_unit(unit)
         while self._next < len(self._order) and self._is_complete[self._order[self._next]]:
             self._start_next()
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._order[self._next]]
-        if self._last or bucket.each:
+        if self._last or bucket.reduces_each:
             if self._next >= MAX_SUMS_IN_FLIGHT and bucket.comm.shards > 1 and self._may_wait:
-                self._buckets[self._order[self._next - MAX_SUMS_IN_FLIGHT]].settle()
-            bucket.launch()
+                self._buckets[self._order[self._next - MAX_SUMS_IN_FLIGHT]].wait_sum()
+            bucket.start_sum()
         self._next += 1

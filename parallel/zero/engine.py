@@ -28,15 +28,15 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
-from pdrun.parallel.model.shard_map import WeightCatalogue, ShardMap
+from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue
 from pdrun.parallel.model.weights import Weight, assign_units, make_buckets
 from pdrun.parallel.zero.bucket_order import BucketOrder
-from pdrun.parallel.zero.gatherer import Gatherer
+from pdrun.parallel.zero.gatherer import UnitGatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
-from pdrun.parallel.zero.gradients import GradBundle, Policy, Pool
+from pdrun.parallel.zero.gradients import BufferPool, GradientBucket, ReductionPolicy
 from pdrun.parallel.zero.optimizer import TrainedPart
 from pdrun.parallel.zero.settings import Settings
-from pdrun.parallel.zero.shards import Cut
+from pdrun.parallel.zero.shards import ShardedBucket
 
 
 class Engine:
@@ -70,121 +70,134 @@ class Engine:
         self.holders = holders
         self.catalogue = catalogue
         self.settings = settings
-        self.whole = place.data
+        self.data_group = place.data
         self.cut = place.sharded_data
-        self.gathers = place.weight_gathers
-        self._policy = Policy(
+        self.gather_group = place.weight_gathers
+        self._policy = ReductionPolicy(
             settings.level,
             settings.exact,
             settings.accumulate,
             settings.wire_dtype,
             settings.keep_for_step,
         )
-        self.pool = Pool()
-        self.bundles: list[GradBundle] = []
-        self.cuts: list[Cut] = []
-        self.cut_of: dict[int, Cut] = {}
+        self.pool = BufferPool()
+        self.gradient_buckets: list[GradientBucket] = []
+        self.sharded_buckets: list[ShardedBucket] = []
+        self.sharded_bucket_of: dict[int, ShardedBucket] = {}
         """By index of a gradient bundle."""
         self.masters: dict[int, nn.Parameter] = {}
         """Wider copies of weights that aren't cut, by index of the weight."""
-        self.gatherer: Gatherer | None = None
+        self.gatherer: UnitGatherer | None = None
         self._units = list(units)
-        self._build(model)
-        self.alone = [weight for weight in weights if weight.unsynced and weight.is_trained]
-        for index, part in enumerate(self.bundles):
+        self._build_buckets(model)
+        self.unsynced_weights = [
+            weight for weight in weights if weight.unsynced and weight.is_trained
+        ]
+        for index, part in enumerate(self.gradient_buckets):
             for weight in part.weights:
-                weight.param.register_post_accumulate_grad_hook(self._hook(index))
-        self._targets = [self._trained(index) for index in range(len(self.bundles))]
-        self._paused = False
+                weight.param.register_post_accumulate_grad_hook(self._make_grad_hook(index))
+        self._targets = [self._trained_params(index) for index in range(len(self.gradient_buckets))]
+        self._is_paused = False
         # where gathers run beside sums, a process that waits for a sum might keep others from the
         # gather that they need
         may_wait = (
-            self.gatherer is None or settings.keep_for_step or self.whole.device.type != "cpu"
+            self.gatherer is None or settings.keep_for_step or self.data_group.device.type != "cpu"
         )
-        self._order = BucketOrder(self.bundles, self._unit_indices(), self.gatherer, may_wait)
+        self._order = BucketOrder(
+            self.gradient_buckets, self._unit_indices(), self.gatherer, may_wait
+        )
         only = len(place.loss_ranks) < place.job.world
-        self._tellers = torch.tensor(place.loss_ranks, device=self.whole.device) if only else None
+        self._loss_ranks = (
+            torch.tensor(place.loss_ranks, device=self.data_group.device) if only else None
+        )
         self.used = [False] * len(catalogue.weights)
         """Which weights of the whole model had a gradient in the last step, on any rank."""
 
     # ---- building -----------------------------------------------------------
 
-    def _build(self, model: nn.Module) -> None:
+    def _build_buckets(self, model: nn.Module) -> None:
         settings = self.settings
         shared = [weight for weight in self.weights if not weight.unsynced]
-        cut = [
+        shard_group = [
             weight for weight in shared if settings.level and weight.nbytes >= settings.threshold
         ]
         if settings.level < 3:
-            cut = [weight for weight in cut if weight.is_trained]
+            shard_group = [weight for weight in shard_group if weight.is_trained]
         else:
             assign_units(model, self.weights, self._units)
-        kept = [weight for weight in shared if weight not in set(cut)]
-        by_unit: dict[str, list[Cut]] = {name: [] for name in ["", *self._units]}
+        kept = [weight for weight in shared if weight not in set(shard_group)]
+        by_unit: dict[str, list[ShardedBucket]] = {name: [] for name in ["", *self._units]}
         for name in reversed(["", *self._units]):  # in the order of their gradients
-            mine = [weight for weight in cut if weight.unit == name]
+            mine = [weight for weight in shard_group if weight.unit == name]
             for group in make_buckets([w for w in mine if w.is_trained], settings.fusion):
-                by_unit[name].append(self._add_cut(group, name, trained=True))
+                by_unit[name].append(self._add_sharded_bucket(group, name, trained=True))
             for group in make_buckets([w for w in mine if not w.is_trained], settings.fusion):
-                by_unit[name].append(self._add_cut(group, name, trained=False))
+                by_unit[name].append(self._add_sharded_bucket(group, name, trained=False))
         for group in make_buckets([w for w in kept if w.is_trained], settings.fusion):
-            self._add_bundle(group, self.whole)
+            self._add_gradient_bucket(group, self.data_group)
         for weight in self.weights:
-            if weight not in set(cut):
-                self._narrow(weight)
+            if weight not in set(shard_group):
+                self._cast_weight(weight)
         if settings.level == 3:
             self._units = [name for name in self._units if by_unit[name]]
-            self.gatherer = Gatherer(
-                model, by_unit, self._units, self.gathers, settings.keep_for_step, self._skip_unit
+            self.gatherer = UnitGatherer(
+                model,
+                by_unit,
+                self._units,
+                self.gather_group,
+                settings.keep_for_step,
+                self._skip_unit,
             )
 
-    def _add_bundle(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
-        label = (
-            f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
-        )
+    def _add_gradient_bucket(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
+        label = f"the sum of gradients {len(self.gradient_buckets)} ({group[0].name} and {len(group) - 1} more)"
         dtype = self.settings.precision.sum_dtype(group[0].dtype)
         across = self.place.sum_groups(group[0].sum_axes, group[0].stages)
-        self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
+        self.gradient_buckets.append(
+            GradientBucket(group, comm, self._policy, self.pool, dtype, label, across)
+        )
 
-    def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
+    def _add_sharded_bucket(
+        self, group: Sequence[Weight], unit: str, *, trained: bool
+    ) -> ShardedBucket:
         own = group[0].dtype
         compute = self.settings.precision.weight_dtype(own, group[0].keep_dtype)
         self._fill(group)
-        made = Cut(
+        made = ShardedBucket(
             group,
-            self.gathers,
-            compute=compute,
-            train=own,
-            released=self.settings.level == 3,
-            home=self.settings.master_device or self.whole.device,
+            self.gather_group,
+            compute_dtype=compute,
+            master_dtype=own,
+            frees_full=self.settings.level == 3,
+            master_device=self.settings.master_device or self.data_group.device,
             label=f"the weights of {unit or group[0].name}",
         )
-        self.cuts.append(made)
+        self.sharded_buckets.append(made)
         if trained:
-            self.cut_of[len(self.bundles)] = made
-            self._add_bundle(group, self.cut)
+            self.sharded_bucket_of[len(self.gradient_buckets)] = made
+            self._add_gradient_bucket(group, self.cut)
         return made
 
-    def _narrow(self, weight: Weight) -> None:
+    def _cast_weight(self, weight: Weight) -> None:
         """
         Have the model compute with a copy of a weight that isn't cut, in the type of the policy.
         """
         self._fill([weight])
         compute = self.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
         if compute != weight.dtype or (
-            weight.is_trained and self.settings.master_device not in (None, self.whole.device)
+            weight.is_trained and self.settings.master_device not in (None, self.data_group.device)
         ):
             wide = weight.param.detach()
             if weight.is_trained:
-                home = self.settings.master_device or self.whole.device
+                home = self.settings.master_device or self.data_group.device
                 self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
             weight.param.data = wide.to(compute, copy=True)
 
-    def _trained(self, index: int) -> list[nn.Parameter]:
+    def _trained_params(self, index: int) -> list[nn.Parameter]:
         """Return what the optimizer trains of a bundle, in the order of its segments."""
-        if index in self.cut_of:
-            return self.cut_of[index].parts
-        part = self.bundles[index]
+        if index in self.sharded_bucket_of:
+            return self.sharded_bucket_of[index].parts
+        part = self.gradient_buckets[index]
         mine = [part.weights[segment.slot] for segment in part.segments]
         return [self.masters.get(weight.index, weight.param) for weight in mine]
 
@@ -192,17 +205,19 @@ class Engine:
         """Return the index of the unit of each gradient bundle; -1 for none."""
         places = {name: place for place, name in enumerate(self._units)}
         found = []
-        for index, part in enumerate(self.bundles):
-            found.append(places.get(part.weights[0].unit, -1) if index in self.cut_of else -1)
+        for index, part in enumerate(self.gradient_buckets):
+            found.append(
+                places.get(part.weights[0].unit, -1) if index in self.sharded_bucket_of else -1
+            )
         return found
 
     def _skip_unit(self, unit: int) -> None:
         """Count a unit that took no part in this rank's forward pass as zero."""
         self._order.complete_unit(unit)
 
-    def parts_of(self, param: nn.Parameter) -> list[TrainedPart]:
+    def trained_parts(self, param: nn.Parameter) -> list[TrainedPart]:
         """Return what this rank trains of a parameter of the model."""
-        for cut in self.cuts:
+        for cut in self.sharded_buckets:
             for slot, weight in enumerate(cut.weights):
                 if weight.param is param:
                     found = zip(cut.segments, cut.parts, strict=True)
@@ -212,18 +227,18 @@ class Engine:
 
     # ---- a micro-batch ------------------------------------------------------
 
-    def clear(self) -> None:
+    def release_weights(self) -> None:
         """Release weights that a pass which did not end has left there."""
         if self.gatherer is not None:
-            self.gatherer.end()
+            self.gatherer.release_chunk()
 
     def begin_step(self) -> None:
         """
         Begin a step: forget what one that did not end has left, whose error the user has caught.
         """
-        self.clear()
-        for part in self.bundles:
-            part.forget()
+        self.release_weights()
+        for part in self.gradient_buckets:
+            part.abort_step()
         for weight in self.weights:
             weight.param.grad = None
             if weight.param.requires_grad and not weight.is_trained:
@@ -266,12 +281,14 @@ class Engine:
         if self.gatherer is not None:
             self.gatherer.end_backward()
 
-    def evaluated(self, chunk: int = 0) -> None:
+    def end_evaluation(self, chunk: int = 0) -> None:
         """Release the weights of a chunk that has gone forward only."""
         if self.gatherer is not None:
-            self.gatherer.end(chunk)
+            self.gatherer.release_chunk(chunk)
 
-    def begin(self, first: bool, last: bool, chunk: int | None = None, times: int = 1) -> None:
+    def begin_gradients(
+        self, first: bool, last: bool, chunk: int | None = None, times: int = 1
+    ) -> None:
         """
         Prepare for the gradients of a micro-batch, when its forward pass has been made.
 
@@ -283,19 +300,19 @@ class Engine:
         """
         self._order.begin(first, last, chunk, times)
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _make_grad_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch holds a tensor's hooks where no garbage collector looks: one that held the engine
         # would keep a run, and all that it trains, for as long as the process lives
         me = weakref.ref(self)
 
         def arrived(param: torch.Tensor) -> None:
             engine = me()
-            if engine is not None and not engine._paused:
+            if engine is not None and not engine._is_paused:
                 engine._order.count_gradient(index)
 
         return arrived
 
-    def backward_done(self) -> None:
+    def end_gradients(self) -> None:
         """
         End a micro-batch: weights that took no part count as zero.
 
@@ -303,12 +320,14 @@ class Engine:
             UsageError: a weight got a second gradient after its first had been sent.
         """
         if self.gatherer is not None:
-            self.gatherer.rest()
+            self.gatherer.gather_rest()
         self._order.complete_all()
 
     # ---- the step -----------------------------------------------------------
 
-    def finish(self, sums: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def finish_gradients(
+        self, sums: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         End all sums over the ranks, divide and clip; return the global (sum, count) and the norm
         where one is wanted.
@@ -321,11 +340,13 @@ class Engine:
         Raises:
             UsageError: the counts add up to nothing.
         """
-        told = self._tell(sums)
-        for part in self.bundles:
-            part.join()
-        by_rank, self.used = told.wait()
-        by_slice = by_rank if self._tellers is None else by_rank.index_select(0, self._tellers)
+        exchange = self._exchange_losses(sums)
+        for part in self.gradient_buckets:
+            part.start_join()
+        by_rank, self.used = exchange.wait()
+        by_slice = (
+            by_rank if self._loss_ranks is None else by_rank.index_select(0, self._loss_ranks)
+        )
         numbers = by_slice.transpose(0, 1).reshape(-1, 2).sum(0)
         count = numbers[1]
         if count.device.type == "cpu" and not float(count) > 0:
@@ -333,65 +354,69 @@ class Engine:
                 f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step"
             )
         by = count * scale if self.settings.mean else torch.full_like(count, scale)
-        totals = self._totals()
-        loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
+        totals = self._sum_totals()
+        loose = [
+            grad for weight in self.unsynced_weights if (grad := weight.param.grad) is not None
+        ]
         for tensor in [*totals, *loose]:
             tensor.div_(by)
         norm = None
         if self.settings.clip or self.settings.norm:
-            pairs = list(zip(self.bundles, totals, strict=True))
-            norm = global_norm(pairs, self.alone, self.place, self.settings.exact)
+            pairs = list(zip(self.gradient_buckets, totals, strict=True))
+            norm = global_norm(pairs, self.unsynced_weights, self.place, self.settings.exact)
         if self.settings.clip and norm is not None:
             factor = clip_factor(norm, self.settings.clip)
             if factor.device.type != "cpu" or not bool(factor == 1):
                 for tensor in [*totals, *loose]:
                     tensor.mul_(factor.to(tensor.dtype))
                 if factor.device.type != "cpu" or not bool(torch.isfinite(factor)):
-                    for (
-                        part
-                    ) in self.bundles:  # 0 times nan would stay, and make every later norm nan
+                    for part in (
+                        self.gradient_buckets
+                    ):  # 0 times nan would stay, and make every later norm nan
                         part.clear_padding()
-        self._hand_over()
+        self._assign_grads()
         return numbers, norm
 
-    def _tell(self, sums: torch.Tensor) -> PendingResult:
+    def _exchange_losses(self, sums: torch.Tensor) -> PendingResult:
         """Start exchanging every slice's loss, and which weights had a gradient on any rank."""
         flags = [False] * len(self.used)
-        for part in self.bundles:
-            for weight, used in zip(part.weights, part.used, strict=True):
-                flags[weight.index] = used
+        for part in self.gradient_buckets:
+            for weight, used_weights in zip(part.weights, part.used_weights, strict=True):
+                flags[weight.index] = used_weights
         return self.place.job.exchange_numbers(sums, flags, "the losses")
 
-    def _totals(self) -> list[torch.Tensor]:
+    def _sum_totals(self) -> list[torch.Tensor]:
         """
         Return each bundle's total over the data axes and over what its weights ask for besides.
         """
-        for place in range(max((len(part.across) for part in self.bundles), default=0)):
-            for part in self.bundles:
-                if place < len(part.across):
-                    part.spread(place)
-        return [part.finish() for part in self.bundles]
+        for place in range(
+            max((len(part.extra_groups) for part in self.gradient_buckets), default=0)
+        ):
+            for part in self.gradient_buckets:
+                if place < len(part.extra_groups):
+                    part.reduce_over(place)
+        return [part.finish_total() for part in self.gradient_buckets]
 
-    def _hand_over(self) -> None:
+    def _assign_grads(self) -> None:
         """Give the optimizer's tensors their gradients; those that nobody used get none."""
-        for index, part in enumerate(self.bundles):
-            part.used = [self.used[weight.index] for weight in part.weights]
-            all_used = all(part.used)
+        for index, part in enumerate(self.gradient_buckets):
+            part.used_weights = [self.used[weight.index] for weight in part.weights]
+            all_used = all(part.used_weights)
             for target, segment, piece in zip(
-                self._targets[index], part.segments, part.pieces(), strict=True
+                self._targets[index], part.segments, part.total_segments(), strict=True
             ):
-                if all_used or part.used[segment.slot]:
+                if all_used or part.used_weights[segment.slot]:
                     target.grad = (
                         piece
                         if self.settings.master_device is None and piece.dtype == target.dtype
-                        else _like(piece, target)
+                        else _cast_like(piece, target)
                     )
                 else:
                     target.grad = None
-        for weight in self.alone:
+        for weight in self.unsynced_weights:
             master = self.masters.get(weight.index)
             if master is not None and weight.param.grad is not None:
-                master.grad = _like(weight.param.grad, master)
+                master.grad = _cast_like(weight.param.grad, master)
                 weight.param.grad = None
 
     @contextmanager
@@ -403,15 +428,15 @@ class Engine:
         Raises:
             UsageError: the model's own weights have got gradients.
         """
-        self._paused = True
+        self._is_paused = True
         if self.gatherer is not None:
-            self.gatherer.paused = True
+            self.gatherer.is_paused = True
         try:
             yield
         finally:
-            self._paused = False
+            self._is_paused = False
             if self.gatherer is not None:
-                self.gatherer.paused = False
+                self.gatherer.is_paused = False
         found = [weight for weight in self.weights if weight.param.grad is not None]
         for weight in found:
             weight.param.grad = None
@@ -420,43 +445,43 @@ class Engine:
             hint = "forward=lambda model, batch: ... is given the model; what it returns is loss's first argument"
             raise UsageError(what, where="pdrun.Run.verify", hint=hint)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Have nothing on its way, before weights are changed from outside."""
-        self.clear()
-        for cut in self.cuts:
-            if cut.released:
-                cut.close()
+        self.release_weights()
+        for cut in self.sharded_buckets:
+            if cut.frees_full:
+                cut.release()
             else:
-                cut.ready()
+                cut.wait_gather()
 
-    def publish(self) -> None:
+    def publish_weights(self) -> None:
         """Give the model the weights that the parts hold, after these were changed from outside."""
-        for cut in self.cuts:
-            cut.publish()
-        self.renew()
+        for cut in self.sharded_buckets:
+            cut.start_publish()
+        self.refresh_weights()
 
-    def step_done(self) -> None:
+    def end_step(self) -> None:
         """After the optimizer's step: forget the gradients, and give the model its new weights."""
-        for index, part in enumerate(self.bundles):
-            part.drop()
+        for index, part in enumerate(self.gradient_buckets):
+            part.drop_total()
             for target in self._targets[index]:
                 target.grad = None
-            if index in self.cut_of:
-                self.cut_of[index].publish()
-        for weight in self.alone:
+            if index in self.sharded_bucket_of:
+                self.sharded_bucket_of[index].start_publish()
+        for weight in self.unsynced_weights:
             self.masters.get(weight.index, weight.param).grad = weight.param.grad = None
-        self.renew()
+        self.refresh_weights()
 
     @cached_property
-    def copied(self) -> list[Weight]:
+    def copied_weights(self) -> list[Weight]:
         """
         Weights that are there between steps as copies of what the optimizer trains, in another type
         or place.
         """
         cut = {
             weight.index
-            for part in self.cuts
-            if not part.released and not part.shared
+            for part in self.sharded_buckets
+            if not part.frees_full and not part.is_master_in_full
             for weight in part.weights
             if weight.is_trained
         }
@@ -465,11 +490,11 @@ class Engine:
         ]
 
     @property
-    def turned(self) -> bool:
+    def is_retargeted(self) -> bool:
         """Whether the optimizer trains other tensors than the model's parameters."""
-        return bool(self.cut_of or self.masters)
+        return bool(self.sharded_bucket_of or self.masters)
 
-    def renew(self) -> None:
+    def refresh_weights(self) -> None:
         """
         Bring the model's parameters up to date with the masters that aren't cut, and end gathers
         that publish.
@@ -482,11 +507,11 @@ class Engine:
             ]
             with torch.no_grad():
                 torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        for cut in self.cuts:
-            if not cut.released:
-                cut.ready()
+        for cut in self.sharded_buckets:
+            if not cut.frees_full:
+                cut.wait_gather()
 
 
-def _like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _cast_like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a gradient in the type and place of what it trains."""
     return grad.to(device=target.device, dtype=target.dtype)

@@ -19,7 +19,7 @@ from pdrun.parallel.model.shard_map import WeightInfo
 from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout
-from pdrun.parallel.zero.shards import Cut
+from pdrun.parallel.zero.shards import ShardedBucket
 
 if TYPE_CHECKING:
     from pdrun.parallel.zero.engine import Engine
@@ -48,7 +48,7 @@ class LocalRange:
 def local_ranges(engine: Engine) -> Iterator[LocalRange]:
     """Yield every range of a weight that is on this rank."""
     cut_names = set()
-    for cut in engine.cuts:
+    for cut in engine.sharded_buckets:
         cut_names |= {weight.name for weight in cut.weights}
         owner = cut.comm.rank % cut.comm.shards  # the first copy
         for segment, part in zip(cut.segments, cut.parts, strict=True):
@@ -59,7 +59,12 @@ def local_ranges(engine: Engine) -> Iterator[LocalRange]:
         if weight.name not in cut_names:
             part = engine.masters.get(weight.index, weight.param)
             yield _make_range(
-                engine, weight, 0, weight.numel, part, engine.whole.rank if weight.unsynced else None
+                engine,
+                weight,
+                0,
+                weight.numel,
+                part,
+                engine.data_group.rank if weight.unsynced else None,
             )
 
 
@@ -75,11 +80,17 @@ def _make_range(
     holders = engine.holders
     alike = holders.replicas_of(weight.index)
     turn, place = divmod(weight.index, len(alike))
-    data = turn % engine.whole.world if owner is None else owner
-    mine = engine.whole.rank == data and holders.axis.index == alike[place]
-    name = f"{weight.name}@{engine.whole.rank}" if weight.unsynced else weight.name
+    data = turn % engine.data_group.world if owner is None else owner
+    mine = engine.data_group.rank == data and holders.axis.index == alike[place]
+    name = f"{weight.name}@{engine.data_group.rank}" if weight.unsynced else weight.name
     return LocalRange(
-        name, weight, start, stop, part, mine, mine and start == 0 and holders.is_first_shard(weight.index)
+        name,
+        weight,
+        start,
+        stop,
+        part,
+        mine,
+        mine and start == 0 and holders.is_first_shard(weight.index),
     )
 
 
@@ -92,10 +103,11 @@ def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     them.
     """
     bundles = [
-        _GatheredBucket(cut.weights, cut.layout, _weight_gatherer(cut)) for cut in engine.cuts
+        _GatheredBucket(cut.weights, cut.layout, _weight_gatherer(cut))
+        for cut in engine.sharded_buckets
     ]
     cut = {weight.index for bundle in bundles for weight in bundle.weights}
-    device = engine.whole.device
+    device = engine.data_group.device
     rest = {
         weight.index: engine.masters.get(weight.index, weight.param).detach().to(device)
         for weight in engine.weights
@@ -120,7 +132,7 @@ def full_weight_order(engine: Engine) -> list[WeightInfo]:
     entries = engine.catalogue.weights
     if engine.place.model.world > 1:
         return entries[::-1]  # as bundles are filled
-    cut = [weight.index for part in engine.cuts for weight in part.weights]
+    cut = [weight.index for part in engine.sharded_buckets for weight in part.weights]
     return [entries[index] for index in cut] + [
         entry for entry in entries if entry.index not in set(cut)
     ]
@@ -133,17 +145,17 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
     """
     bundles = [
         _GatheredBucket(b.weights, b.layout, _gradient_gatherer(engine, index))
-        for index, b in enumerate(engine.bundles)
+        for index, b in enumerate(engine.gradient_buckets)
     ]
     rest = {}
-    for weight in engine.alone:
+    for weight in engine.unsynced_weights:
         grad = engine.masters.get(weight.index, weight.param).grad
         if grad is not None:
-            rest[weight.index] = grad.to(engine.whole.device)
+            rest[weight.index] = grad.to(engine.data_group.device)
     parts = _LocalShards(bundles, rest)
     entries = engine.catalogue.weights
     if engine.place.model.world == 1:
-        mine = [weight for bundle in bundles for weight in bundle.weights] + engine.alone
+        mine = [weight for bundle in bundles for weight in bundle.weights] + engine.unsynced_weights
         entries = [entries[weight.index] for weight in mine]
     for entry in entries if engine.place.model.world == 1 else entries[::-1]:
         if entry.unsynced:
@@ -160,7 +172,7 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
 
 def weight_storages(engine: Engine) -> set[int]:
     """Return the identities of the storages in which the model's weights lie."""
-    cuts = {cut.full.untyped_storage()._cdata for cut in engine.cuts}
+    cuts = {cut.full.untyped_storage()._cdata for cut in engine.sharded_buckets}
     return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
 
 
@@ -176,7 +188,7 @@ class _GatheredBucket:
     gather: Callable[[], torch.Tensor]
 
 
-def _weight_gatherer(cut: Cut) -> Callable[[], torch.Tensor]:
+def _weight_gatherer(cut: ShardedBucket) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
         full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
         cut.comm.gather_shards(full, cut.master.detach().to(full.device), cut.label).wait()
@@ -187,9 +199,9 @@ def _weight_gatherer(cut: Cut) -> Callable[[], torch.Tensor]:
 
 def _gradient_gatherer(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
-        part = engine.bundles[index]
-        total = part.finish()
-        if index not in engine.cut_of:
+        part = engine.gradient_buckets[index]
+        total = part.finish_total()
+        if index not in engine.sharded_bucket_of:
             return total
         full = total.new_empty(part.layout.numel)
         part.comm.gather_shards(full, total, "the gradients").wait()

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from pdrun.parallel.comm.sharded import ShardedGroup
-from pdrun.parallel.zero.shards import Cut
+from pdrun.parallel.zero.shards import ShardedBucket
 
 
-class Lane:
+class GatherSchedule:
     """
     The units of a chunk, their sequence, and how far a pass over it has come.
 
@@ -30,31 +30,31 @@ class Lane:
 
     def __init__(
         self,
-        units: Mapping[int, Sequence[Cut]],
-        root: Sequence[Cut],
-        left_out: Callable[[int], None],
+        units: Mapping[int, Sequence[ShardedBucket]],
+        root: Sequence[ShardedBucket],
+        on_skipped: Callable[[int], None],
     ) -> None:
         self.units = {index: list(cuts) for index, cuts in units.items()}
         self.root = list(root)
-        self._left_out = left_out
+        self._on_skipped = on_skipped
         self._order = list(self.units)
-        self._seen: list[int] | None = []
+        self._first_runs: list[int] | None = []
         """Units in the order of their first run, until the ranks have agreed on one; then None."""
-        self._place = {index: place for place, index in enumerate(self._order)}
+        self._position = {index: place for place, index in enumerate(self._order)}
         self._next = len(self._order)
-        self._backward = self._keeps = False
+        self._backward = self._keep_units = False
         self._reached = -1
         """How far units have gone backward in this pass."""
-        self.active = False
+        self.is_active = False
         """Whether the chunk is between its first forward of a step and its last backward."""
-        self.whole = False
+        self.is_resident = False
         """Whether all units have been gathered and stay so."""
 
-    def place(self, unit: int) -> int:
+    def position_of(self, unit: int) -> int:
         """Return the place of a unit in forward passes, as far as the ranks have agreed on one."""
-        return self._place[unit]
+        return self._position[unit]
 
-    def begin(self, *, backward: bool, keeps: bool) -> None:
+    def begin_pass(self, *, backward: bool, keep_units: bool) -> None:
         """
         Begin a pass.
 
@@ -63,60 +63,62 @@ class Lane:
                 nothing.
         """
         self._backward = backward
-        self._keeps = keeps
-        self._next = len(self._order) if self.whole else 0
+        self._keep_units = keep_units
+        self._next = len(self._order) if self.is_resident else 0
         self._reached = -1
-        self._prefetch()
+        self._prefetch_next()
 
-    def run(self, unit: int, ran: set[int]) -> None:
+    def open_unit(self, unit: int, ran: set[int]) -> None:
         """
         Have a unit's weights there, keeping to the sequence.
 
         Args:
             ran: the units that ran in the forward pass of the micro-batch at hand.
         """
-        if self._seen is not None and not self._backward and unit not in self._seen:
-            self._seen.append(unit)
-        place = len(self._order) - 1 - self._place[unit] if self._backward else self._place[unit]
-        if self._backward and not self._keeps:
-            self._leave(place)
+        if self._first_runs is not None and not self._backward and unit not in self._first_runs:
+            self._first_runs.append(unit)
+        place = (
+            len(self._order) - 1 - self._position[unit] if self._backward else self._position[unit]
+        )
+        if self._backward and not self._keep_units:
+            self._close_previous(place)
         if place >= self._next:
             self._skip_to(place, ran)
-            start(self.units[unit])
+            start_gathers(self.units[unit])
             self._next = place + 1
-            self._prefetch()
-        start(self.units[unit])
-        ready(self.units[unit])
+            self._prefetch_next()
+        start_gathers(self.units[unit])
+        wait_gathers(self.units[unit])
 
-    def rest(self, ran: set[int]) -> None:
+    def finish_pass(self, ran: set[int]) -> None:
         """Go through what is left of a pass: what this rank has left out."""
         self._skip_to(len(self._order), ran)
 
-    def close(self) -> None:
+    def close_units(self) -> None:
         """Give the units' memory back."""
         for cuts in self.units.values():
-            close(cuts)
+            release_buckets(cuts)
 
-    def agree(self, comm: ShardedGroup) -> None:
+    def agree_on_order(self, comm: ShardedGroup) -> None:
         """
         Take over the order in which rank 0 ran the units, after the first forward pass; one that it
         left out follows the unit registered before it.
         """
-        if self._seen is None:
+        if self._first_runs is None:
             return
-        order = list(self._seen)
+        order = list(self._first_runs)
         registered = list(self.units)
         for place, index in enumerate(registered):
             if index not in order:
                 order.insert(order.index(registered[place - 1]) + 1 if place else 0, index)
-        told = torch.tensor(order, dtype=torch.int64, device=comm.device)
+        indices = torch.tensor(order, dtype=torch.int64, device=comm.device)
         if order:
-            comm.broadcast_first(told, "the order of the units")
-        self._order = told.tolist()
-        self._place = {index: place for place, index in enumerate(self._order)}
-        self._seen = None
+            comm.broadcast_first(indices, "the order of the units")
+        self._order = indices.tolist()
+        self._position = {index: place for place, index in enumerate(self._order)}
+        self._first_runs = None
 
-    def _leave(self, place: int) -> None:
+    def _close_previous(self, place: int) -> None:
         """
         Go backward on to a unit, and close the one before.
 
@@ -126,42 +128,42 @@ class Lane:
         """
         if place > self._reached:
             if self._reached >= 0:
-                close(self.units[self._at(self._reached)])
+                release_buckets(self.units[self._unit_at(self._reached)])
             self._reached = place
 
-    def _at(self, place: int) -> int:
+    def _unit_at(self, place: int) -> int:
         return self._order[-1 - place] if self._backward else self._order[place]
 
     def _skip_to(self, place: int, ran: set[int]) -> None:
         while self._next < place:
-            index = self._at(self._next)
-            start(self.units[index])
-            if not self._keeps:
-                close(self.units[index])
+            index = self._unit_at(self._next)
+            start_gathers(self.units[index])
+            if not self._keep_units:
+                release_buckets(self.units[index])
             self._next += 1
             if self._backward and index not in ran:
                 # as a rank that runs the unit has done before its gradients are complete
-                self._prefetch()
-                self._left_out(index)
+                self._prefetch_next()
+                self._on_skipped(index)
 
-    def _prefetch(self) -> None:
+    def _prefetch_next(self) -> None:
         if self._next < len(self._order):
-            start(self.units[self._at(self._next)])
+            start_gathers(self.units[self._unit_at(self._next)])
 
 
-def start(cuts: Iterable[Cut]) -> None:
+def start_gathers(buckets: Iterable[ShardedBucket]) -> None:
     """Start gathering what isn't there."""
-    for cut in cuts:
-        cut.start()
+    for cut in buckets:
+        cut.start_gather()
 
 
-def ready(cuts: Iterable[Cut]) -> None:
+def wait_gathers(buckets: Iterable[ShardedBucket]) -> None:
     """Wait for what is on its way."""
-    for cut in cuts:
-        cut.ready()
+    for cut in buckets:
+        cut.wait_gather()
 
 
-def close(cuts: Iterable[Cut]) -> None:
+def release_buckets(buckets: Iterable[ShardedBucket]) -> None:
     """Give memory back."""
-    for cut in cuts:
-        cut.close()
+    for cut in buckets:
+        cut.release()

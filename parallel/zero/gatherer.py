@@ -22,11 +22,16 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import ShardedGroup
-from pdrun.parallel.zero.gather_order import Lane, close, ready, start
-from pdrun.parallel.zero.shards import Cut
+from pdrun.parallel.zero.gather_order import (
+    GatherSchedule,
+    release_buckets,
+    start_gathers,
+    wait_gathers,
+)
+from pdrun.parallel.zero.shards import ShardedBucket
 
 
-class Gatherer:
+class UnitGatherer:
     """
     Opens and closes the cuts of each unit around its computations.
 
@@ -42,41 +47,43 @@ class Gatherer:
     def __init__(
         self,
         model: nn.Module,
-        cuts: Mapping[str, Sequence[Cut]],
+        buckets: Mapping[str, Sequence[ShardedBucket]],
         units: Sequence[str],
         comm: ShardedGroup,
-        keeps: bool,
-        left_out: Callable[[int], None],
+        keep_for_step: bool,
+        on_skipped: Callable[[int], None],
     ) -> None:
-        self._units = [list(cuts[name]) for name in units]
+        self._units = [list(buckets[name]) for name in units]
         self._comm = comm
-        self._keeps = keeps
-        self._lanes = _lanes(self._units, cuts.get("", []), left_out)
-        self._lane_of = {index: lane for lane in self._lanes.values() for index in lane.units}
+        self._keep_for_step = keep_for_step
+        self._schedules = _build_schedules(self._units, buckets.get("", []), on_skipped)
+        self._schedule_of_unit = {
+            index: lane for lane in self._schedules.values() for index in lane.units
+        }
         self._phase = "idle"
-        self._now: list[Lane] = []
+        self._active_schedules: list[GatherSchedule] = []
         """
         The lanes that the pass at hand goes over: one, or all where the model is called outside of
         a step.
         """
-        self._ran: dict[tuple[int, int], set[int]] = {}
+        self._ran_forward: dict[tuple[int, int], set[int]] = {}
         """Units that this rank has run forward, by chunk and micro-batch."""
-        self._mine: set[int] = set()
+        self._ran_in_pass: set[int] = set()
         """Those of the pass at hand."""
-        self._last = self._outside = False
-        self.paused = False
+        self._is_last = self._is_outside_step = False
+        self.is_paused = False
         """Whether the hooks do nothing, since they were copied with the model."""
-        self._frozen = [
+        self._has_frozen = [
             any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
         model.register_forward_pre_hook(self._enter_model, prepend=True)
         model.register_forward_hook(self._leave_model)
         for index, name in enumerate(units):
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._entering(index), prepend=True)
-            module.register_forward_hook(self._leaving(index))
+            module.register_forward_pre_hook(self._make_enter_hook(index), prepend=True)
+            module.register_forward_hook(self._make_leave_hook(index))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gatherer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitGatherer:
         """Return itself: a copy of a model has no units of its own."""
         return self
 
@@ -84,18 +91,18 @@ class Gatherer:
 
     def begin_forward(self, chunk: int, micro: int) -> None:
         """Begin the forward pass of a micro-batch through a chunk."""
-        self._outside, self._mine = False, set()
-        self._ran[chunk, micro] = self._mine
-        self._begin("forward", [self._lane(chunk)])
+        self._is_outside_step, self._ran_in_pass = False, set()
+        self._ran_forward[chunk, micro] = self._ran_in_pass
+        self._begin_pass("forward", [self._schedule_of(chunk)])
 
     def end_forward(self) -> None:
         """Gather what this rank has left out, and agree on the order after the first pass."""
-        for lane in self._now:
-            lane.rest(self._mine)
-            lane.agree(self._comm)
-            lane.whole = self._keeping
+        for schedule in self._active_schedules:
+            schedule.finish_pass(self._ran_in_pass)
+            schedule.agree_on_order(self._comm)
+            schedule.is_resident = self._is_keeping
         self._phase = "idle"
-        self._now = []
+        self._active_schedules = []
 
     def begin_backward(self, chunk: int, micro: int, last: bool, for_input: bool) -> None:
         """
@@ -105,121 +112,123 @@ class Gatherer:
             last: whether it is the chunk's last one of the step.
             for_input: whether no weight gets its gradient in it.
         """
-        lane = self._lane(chunk)
-        ran = self._ran.pop((chunk, micro), set())
-        self._outside = False
-        self._last = last
-        self._mine = (
-            set(lane.units) if for_input else ran
+        schedule = self._schedule_of(chunk)
+        ran = self._ran_forward.pop((chunk, micro), set())
+        self._is_outside_step = False
+        self._is_last = last
+        self._ran_in_pass = (
+            set(schedule.units) if for_input else ran
         )  # whose gradients don't come now aren't missed
-        self._begin("backward", [lane])
+        self._begin_pass("backward", [schedule])
 
-    def rest(self) -> None:
+    def gather_rest(self) -> None:
         """In a backward pass, gather what this rank has left out of it."""
         if self._phase == "backward":
-            for lane in self._now:
-                lane.rest(self._mine)
+            for schedule in self._active_schedules:
+                schedule.finish_pass(self._ran_in_pass)
 
     def end_backward(self) -> None:
         """End a backward pass; after the last one nothing of the chunk stays in memory."""
-        self.rest()
-        for lane in self._now:
-            if self._last:
-                self._close(lane)
-            elif not self._keeping:
-                lane.close()
+        self.gather_rest()
+        for schedule in self._active_schedules:
+            if self._is_last:
+                self._close_schedule(schedule)
+            elif not self._is_keeping:
+                schedule.close_units()
         self._phase = "idle"
-        self._now = []
+        self._active_schedules = []
 
-    def release(self, unit: int) -> None:
+    def release_unit(self, unit: int) -> None:
         """Give a unit's memory back if it is not needed again: its gradients are complete."""
         if (
             self._phase == "backward"
-            and not self._frozen[unit]
-            and (self._last or not self._keeping)
+            and not self._has_frozen[unit]
+            and (self._is_last or not self._is_keeping)
         ):
-            close(self._units[unit])
+            release_buckets(self._units[unit])
 
-    def end(self, chunk: int | None = None) -> None:
+    def release_chunk(self, chunk: int | None = None) -> None:
         """Release what a chunk holds; None: everything, so that nothing stays in memory."""
         self._phase = "idle"
-        self._now = []
-        self._outside = False
-        for index, lane in self._lanes.items():
+        self._active_schedules = []
+        self._is_outside_step = False
+        for index, schedule in self._schedules.items():
             if chunk in (None, index):
-                self._close(lane)
+                self._close_schedule(schedule)
         if chunk is None:
-            self._ran.clear()
+            self._ran_forward.clear()
 
-    def _begin(self, phase: str, lanes: list[Lane]) -> None:
+    def _begin_pass(self, phase: str, schedules: list[GatherSchedule]) -> None:
         self._phase = phase
-        self._now = lanes
-        for lane in lanes:
-            lane.active = True
-            start(lane.root)
-            lane.begin(backward=phase == "backward", keeps=self._keeping)
-        for lane in lanes:
-            ready(lane.root)
+        self._active_schedules = schedules
+        for schedule in schedules:
+            schedule.is_active = True
+            start_gathers(schedule.root)
+            schedule.begin_pass(backward=phase == "backward", keep_units=self._is_keeping)
+        for schedule in schedules:
+            wait_gathers(schedule.root)
 
-    def _close(self, lane: Lane) -> None:
-        lane.active = lane.whole = False
-        lane.close()
-        used = {id(cut) for other in self._lanes.values() if other.active for cut in other.root}
-        close(cut for cut in lane.root if id(cut) not in used)
+    def _close_schedule(self, schedule: GatherSchedule) -> None:
+        schedule.is_active = schedule.is_resident = False
+        schedule.close_units()
+        used = {
+            id(cut) for other in self._schedules.values() if other.is_active for cut in other.root
+        }
+        release_buckets(cut for cut in schedule.root if id(cut) not in used)
 
-    def _lane(self, chunk: int) -> Lane:
-        return self._lanes.setdefault(
-            chunk, Lane({}, [], lambda unit: None)
+    def _schedule_of(self, chunk: int) -> GatherSchedule:
+        return self._schedules.setdefault(
+            chunk, GatherSchedule({}, [], lambda unit: None)
         )  # a chunk of which nothing is cut
 
     @property
-    def _keeping(self) -> bool:
-        return self._keeps and not self._outside
+    def _is_keeping(self) -> bool:
+        return self._keep_for_step and not self._is_outside_step
 
-    def place(self, unit: int) -> int:
+    def position_of(self, unit: int) -> int:
         """
         Return the place of a unit in forward passes through its chunk, as far as the ranks have
         agreed on one.
         """
-        return self._lane_of[unit].place(unit)
+        return self._schedule_of_unit[unit].position_of(unit)
 
     # ---- hooks --------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        again = self._outside and self._phase == "backward"
-        if not self.paused and (again or self._phase == "idle"):  # called outside of a step
-            self._outside, self._mine = True, set()
-            self._begin("forward", list(self._lanes.values()))
+        again = self._is_outside_step and self._phase == "backward"
+        if not self.is_paused and (again or self._phase == "idle"):  # called outside of a step
+            self._is_outside_step, self._ran_in_pass = True, set()
+            self._begin_pass("forward", list(self._schedules.values()))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._outside and not self.paused and not torch.is_grad_enabled():
+        if self._is_outside_step and not self.is_paused and not torch.is_grad_enabled():
             self.end_forward()
-            self.end()
+            self.release_chunk()
 
-    def _entering(self, index: int) -> Callable[..., None]:
+    def _make_enter_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if self.paused:
+            if self.is_paused:
                 return
             if self._phase == "backward":  # a recomputed forward
-                start(self._units[index])
-                ready(self._units[index])
+                start_gathers(self._units[index])
+                wait_gathers(self._units[index])
                 return
-            self._mine.add(index)
-            self._lane_of[index].run(index, self._mine)
+            self._ran_in_pass.add(index)
+            self._schedule_of_unit[index].open_unit(index, self._ran_in_pass)
 
         return hook
 
-    def _leaving(self, index: int) -> Callable[..., None]:
+    def _make_leave_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.paused or self._phase != "forward" or self._keeping:
+            if self.is_paused or self._phase != "forward" or self._is_keeping:
                 return
-            close(self._units[index])
+            release_buckets(self._units[index])
             if torch.is_grad_enabled():
-                _on_grad(output, lambda: self._before_backward(index))
+                _call_on_first_grad(output, lambda: self._before_backward(index))
 
         return hook
 
-    def _refuse_twice(self) -> None:
+    def _refuse_double_backward(self) -> None:
         """
         Refuse a gradient that is taken in a forward pass and has one of its own: it needs all
         weights again.
@@ -229,30 +238,32 @@ class Gatherer:
         raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
     def _before_backward(self, index: int) -> None:
-        if self._phase == "forward" and not self._outside and torch.is_grad_enabled():
-            self._refuse_twice()
+        if self._phase == "forward" and not self._is_outside_step and torch.is_grad_enabled():
+            self._refuse_double_backward()
         if self._phase != "backward":  # of a call outside of a step
-            self._begin("backward", list(self._lanes.values()))
-        self._lane_of[index].run(index, self._mine)
+            self._begin_pass("backward", list(self._schedules.values()))
+        self._schedule_of_unit[index].open_unit(index, self._ran_in_pass)
 
 
-def _lanes(
-    units: Sequence[list[Cut]], root: Sequence[Cut], left_out: Callable[[int], None]
-) -> dict[int, Lane]:
+def _build_schedules(
+    units: Sequence[list[ShardedBucket]],
+    root: Sequence[ShardedBucket],
+    on_skipped: Callable[[int], None],
+) -> dict[int, GatherSchedule]:
     """Return a lane for each chunk."""
     chunks = {chunk for cuts in [*units, root] for cut in cuts for chunk in cut.chunks}
     mine = {index: cuts[0].chunks[0] for index, cuts in enumerate(units)}
     return {
-        chunk: Lane(
+        chunk: GatherSchedule(
             {index: units[index] for index in mine if mine[index] == chunk},
             [cut for cut in root if chunk in cut.chunks],
-            left_out,
+            on_skipped,
         )
         for chunk in sorted(chunks)
     }
 
 
-def _on_grad(values: Any, call: Callable[[], None]) -> None:
+def _call_on_first_grad(values: Any, call: Callable[[], None]) -> None:
     """
     Have something called when the first gradient of what a computation has made is there.
 

@@ -12,7 +12,7 @@ from pdrun.parallel.torch_compat import widest_float
 if TYPE_CHECKING:
     from pdrun.parallel.comm.rank_groups import RankGroups
     from pdrun.parallel.model.weights import Weight
-    from pdrun.parallel.zero.gradients import GradBundle
+    from pdrun.parallel.zero.gradients import GradientBucket
 
 CHUNK_ELEMENTS = 65536
 """Elements that are widened at once; they stay in a core's cache."""
@@ -52,7 +52,7 @@ def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def global_norm(
-    totals: Sequence[tuple[GradBundle, torch.Tensor]],
+    totals: Sequence[tuple[GradientBucket, torch.Tensor]],
     alone: Sequence[Weight],
     place: RankGroups,
     exact: bool,
@@ -79,7 +79,9 @@ def global_norm(
             square += found
     if alone:
         loose = [
-            grad for weight in alone if weight.counts_in_norm and (grad := weight.param.grad) is not None
+            grad
+            for weight in alone
+            if weight.counts_in_norm and (grad := weight.param.grad) is not None
         ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
         square += place.data.sum_small(found, "the norm of the layerwise weights").wait()
@@ -87,9 +89,9 @@ def global_norm(
     return total.sqrt()
 
 
-def _counted_parts(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
+def _counted_parts(part: GradientBucket, total: torch.Tensor) -> list[torch.Tensor]:
     """Return what of a bundle's total counts in the norm here."""
     if all(weight.counts_in_norm for weight in part.weights):
         return [total]
-    pieces = zip(part.segments, part.pieces(), strict=True)
+    pieces = zip(part.segments, part.total_segments(), strict=True)
     return [piece for segment, piece in pieces if part.weights[segment.slot].counts_in_norm]

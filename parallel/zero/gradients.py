@@ -25,7 +25,7 @@ from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_l
 
 
 @dataclass(frozen=True)
-class Policy:
+class ReductionPolicy:
     """How gradients are summed."""
 
     level: int = 0
@@ -37,20 +37,20 @@ class Policy:
     """
     accumulate: int = 1
     """Micro-batches a step."""
-    wire: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     """Type on the network; None: the type in which they are added."""
-    keeps: bool = False
+    keep_for_step: bool = False
     """
     Add the micro-batches up here and sum over the ranks once, where that gives the right bits.
     """
 
     @property
-    def each(self) -> bool:
+    def reduce_each(self) -> bool:
         """Whether every micro-batch is summed over the ranks, not only the last."""
-        return self.accumulate > 1 and (self.exact or (self.level >= 2 and not self.keeps))
+        return self.accumulate > 1 and (self.exact or (self.level >= 2 and not self.keep_for_step))
 
 
-class Pool:
+class BufferPool:
     """
     Flat buffers that wait for their next use: as many as were ever needed at once.
 
@@ -63,7 +63,9 @@ class Pool:
             tuple[int, torch.dtype, torch.device], list[tuple[FlatLayout, torch.Tensor]]
         ] = {}
 
-    def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take_buffer(
+        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return a buffer; its padding is zero, the rest is whatever was there."""
         waiting = self._free.get((layout.numel, dtype, device))
         if not waiting:
@@ -73,7 +75,7 @@ class Pool:
             flat if used.slot_extents == layout.slot_extents else flat.zero_()
         )  # norms look at all of a buffer
 
-    def give(self, layout: FlatLayout, flat: torch.Tensor) -> None:
+    def return_buffer(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Take a buffer back."""
         if flat.device.type == "cpu":
             self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(
@@ -85,7 +87,7 @@ class Pool:
         self._free.clear()
 
 
-class GradBundle:
+class GradientBucket:
     """
     Gradients of weights that travel together.
 
@@ -101,8 +103,8 @@ class GradBundle:
         self,
         weights: Sequence[Weight],
         comm: ShardedGroup,
-        policy: Policy,
-        pool: Pool,
+        policy: ReductionPolicy,
+        pool: BufferPool,
         dtype: torch.dtype,
         label: str,
         across: Sequence[ShardedGroup] = (),
@@ -112,27 +114,29 @@ class GradBundle:
         self.policy = policy
         self.dtype = dtype
         self.label = label
-        self.across = list(across)
+        self.extra_groups = list(across)
         self.layout: FlatLayout = make_flat_layout(
             [(w.name, w.shape) for w in weights], comm.shards, comm.world
         )
         self.segments: list[FlatSegment] = self.layout.segments_of(comm.shard)
         alone = comm.world == 1
         several = policy.accumulate > 1
-        self.each = not alone and policy.each
+        self.reduces_each = not alone and policy.reduce_each
         """Whether every micro-batch is summed over the ranks, not only the last."""
-        self.ordered = not alone and policy.exact and (several or comm.world > 2 or comm.shards > 1)
+        self.is_ordered = (
+            not alone and policy.exact and (several or comm.world > 2 or comm.shards > 1)
+        )
         """Whether ranks are added in their order; two numbers have one order only."""
-        self.missing = 0
+        self.missing_grads = 0
         """Gradients of this micro-batch that have not come yet."""
-        self.used = [False] * len(self.weights)
+        self.used_weights = [False] * len(self.weights)
         """Which weights have had a gradient in this step, here."""
         self._pool = pool
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._pending: PendingResult | None = None
         self._total: torch.Tensor | None = None
-        self._keep = comm.shards == 1
+        self._keeps_buffer = comm.shards == 1
         """The total is as large as the flat buffer, which then stays and holds it."""
         self._cached: list[torch.Tensor] = []
         self._padding: torch.Tensor | None = None
@@ -140,46 +144,46 @@ class GradBundle:
 
     # ---- one micro-batch ----------------------------------------------------
 
-    def begin(self, first: bool, times: int = 1) -> None:
+    def begin_microbatch(self, first: bool, times: int = 1) -> None:
         """
         Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many
         parts.
         """
-        self.missing = len(self.weights) * times
+        self.missing_grads = len(self.weights) * times
         if first:
-            self.used = [False] * len(self.weights)
+            self.used_weights = [False] * len(self.weights)
             self._total = None
 
-    def take(self, first: bool) -> None:
+    def take_grads(self, first: bool) -> None:
         """Move the gradients that came into the flat buffer; weights without one count as zero."""
-        fresh = first or self.each
-        self.settle()
-        self._open()
+        fresh = first or self.reduces_each
+        self.wait_sum()
+        self._open_buffer()
         came = [weight.param.grad for weight in self.weights]
         here = [i for i, grad in enumerate(came) if grad is not None]
         views = [self._views[i] for i in here]
-        grads = [_dense(came[i], self.weights[i]) for i in here]
+        grads = [_to_dense(came[i], self.weights[i]) for i in here]
         if grads:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
         for i, weight in enumerate(self.weights):
             if came[i] is not None:
                 weight.param.grad = None
-                self.used[i] = True
+                self.used_weights[i] = True
             elif fresh:
                 self._views[i].zero_()
 
-    def launch(self) -> None:
+    def start_sum(self) -> None:
         """Start summing the flat buffer over the ranks."""
         assert self._flat is not None
         flat = self._flat
-        wire = self.policy.wire
+        wire = self.policy.wire_dtype
         send = flat if wire is None or self.comm.world == 1 else flat.to(wire)
-        if self.ordered:
+        if self.is_ordered:
             self._pending = self.comm.sum_parts(send, self.label, self._total, self.dtype)
         else:
             self._pending = self.comm.sum_shards(send, self.label)
 
-    def settle(self) -> None:
+    def wait_sum(self) -> None:
         """Wait for the sum that is on its way, if any, and add it to the total."""
         if self._pending is None:
             return
@@ -187,33 +191,33 @@ class GradBundle:
         self._pending = None
         flat = self._flat
         aliased = result is flat
-        if self.ordered:
+        if self.is_ordered:
             self._total = result  # it was added on by the collective
-        elif not self.each:
+        elif not self.reduces_each:
             self._total = (
                 flat.copy_(result)
-                if self._keep and flat is not None and result is not flat
+                if self._keeps_buffer and flat is not None and result is not flat
                 else result
             )
         elif self._total is None:
             self._total = result.clone() if aliased else result
         else:
             self._total.add_(result)
-        if not self._keep:
-            self._close()
+        if not self._keeps_buffer:
+            self._close_buffer()
 
     # ---- the step's end -----------------------------------------------------
 
-    def join(self) -> None:
+    def start_join(self) -> None:
         """Start bringing the parts of an ordered sum together."""
-        self.settle()
-        if self.ordered:
+        self.wait_sum()
+        if self.is_ordered:
             assert self._total is not None
             self._pending = self.comm.join_parts(
-                self._total, self.label, self._flat if self._keep else None
+                self._total, self.label, self._flat if self._keeps_buffer else None
             )
 
-    def finish(self) -> torch.Tensor:
+    def finish_total(self) -> torch.Tensor:
         """
         Return this rank's shard of the total: its segments are at their offsets, padding is zero.
         """
@@ -228,7 +232,7 @@ class GradBundle:
         Zero the padding again, where the total stays and may have been multiplied with what is no
         number.
         """
-        if not self._keep or self._total is None or not self.layout.padding_extents:
+        if not self._keeps_buffer or self._total is None or not self.layout.padding_extents:
             return
         if self._padding is None:
             places = [
@@ -238,11 +242,11 @@ class GradBundle:
             self._padding = torch.cat(places)
         self._total.index_fill_(0, self._padding, 0)
 
-    def spread(self, place: int) -> None:
+    def reduce_over(self, place: int) -> None:
         """Start adding the total up over one of the further axes; `finish` ends it."""
-        self._pending = self.across[place].sum_shards(self.finish(), self.label)
+        self._pending = self.extra_groups[place].sum_shards(self.finish_total(), self.label)
 
-    def pieces(self) -> list[torch.Tensor]:
+    def total_segments(self) -> list[torch.Tensor]:
         """Return the total's segments, flat; where a segment is a whole weight, in its shape."""
         total = self._total
         assert total is not None
@@ -255,7 +259,7 @@ class GradBundle:
             self._cached.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
         return self._cached
 
-    def forget(self) -> None:
+    def abort_step(self) -> None:
         """
         Forget a step that did not end; what is on its way ends first, since others have started it
         too.
@@ -263,33 +267,33 @@ class GradBundle:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        self.drop()
+        self.drop_total()
 
-    def drop(self) -> None:
+    def drop_total(self) -> None:
         """Forget the total; what stays is what the next step uses again."""
         if self._total is not self._flat:
             self._cached = []
         self._total = None
-        if not self._keep:
-            self._close()
+        if not self._keeps_buffer:
+            self._close_buffer()
 
-    def _open(self) -> None:
+    def _open_buffer(self) -> None:
         if self._flat is not None:
             return
         device = self.comm.device
-        self._flat = self._pool.take(self.layout, self.dtype, device)
+        self._flat = self._pool.take_buffer(self.layout, self.dtype, device)
         self._views = [
             self._flat.narrow(0, slot.start, slot.numel).view(slot.shape)
             for slot in self.layout.slots
         ]
 
-    def _close(self) -> None:
+    def _close_buffer(self) -> None:
         if self._flat is not None:
-            self._pool.give(self.layout, self._flat)
+            self._pool.return_buffer(self.layout, self._flat)
             self._flat = None
             self._views = []
 
 
-def _dense(grad: Any, weight: Weight) -> torch.Tensor:
+def _to_dense(grad: Any, weight: Weight) -> torch.Tensor:
     """Return a gradient as a dense tensor; an embedding with ``sparse=True`` gives another kind."""
     return grad.to_dense() if grad.is_sparse else grad

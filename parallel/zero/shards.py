@@ -24,7 +24,7 @@ from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
 
 
-class Cut:
+class ShardedBucket:
     """
     Sharded weights.
 
@@ -42,16 +42,16 @@ class Cut:
         weights: Sequence[Weight],
         comm: ShardedGroup,
         *,
-        compute: torch.dtype,
-        train: torch.dtype,
-        released: bool,
-        home: torch.device,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        frees_full: bool,
+        master_device: torch.device,
         label: str,
     ) -> None:
         self.weights = list(weights)
         self.comm = comm
-        self.compute = compute
-        self.released = released
+        self.compute_dtype = compute_dtype
+        self.frees_full = frees_full
         self.label = label
         self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
         """The parts of a pipeline's stage that compute with any of them."""
@@ -59,39 +59,41 @@ class Cut:
             [(w.name, w.shape) for w in weights], comm.shards, comm.world
         )
         self.segments: list[FlatSegment] = self.layout.segments_of(comm.shard)
-        self.home = home
+        self.master_device = master_device
         self._pending: PendingResult | None = None
-        self.full = torch.zeros(self.layout.numel, dtype=compute, device=comm.device)
+        self.full = torch.zeros(self.layout.numel, dtype=compute_dtype, device=comm.device)
         self._own = self.full.narrow(
             0, comm.shard * self.layout.shard_numel, self.layout.shard_numel
         )
-        self.shared = compute == train and not released and home == comm.device
+        self.is_master_in_full = (
+            compute_dtype == master_dtype and not frees_full and master_device == comm.device
+        )
         """Whether the master is a part of ``full``."""
         self.master = (
             self._own
-            if self.shared
-            else torch.zeros(self.layout.shard_numel, dtype=train, device=home)
+            if self.is_master_in_full
+            else torch.zeros(self.layout.shard_numel, dtype=master_dtype, device=master_device)
         )
-        self._views = self._fill()
+        self._views = self._fill_shard()
         self.parts = [
-            nn.Parameter(self._part(segment), weights[segment.slot].is_trained)
+            nn.Parameter(self._master_segment(segment), weights[segment.slot].is_trained)
             for segment in self.segments
         ]
         """What the optimizer trains: a segment each."""
-        self._blank = torch.full((), float("nan"), dtype=compute, device=comm.device)
-        self.open = True
+        self._nan = torch.full((), float("nan"), dtype=compute_dtype, device=comm.device)
+        self.is_open = True
         """Whether ``full`` has memory."""
-        if released:
-            self.close()
+        if frees_full:
+            self.release()
 
-    def _fill(self) -> list[torch.Tensor]:
+    def _fill_shard(self) -> list[torch.Tensor]:
         """Copy the weights in and make the model's parameters views; return the views."""
         views = [
             self.full.narrow(0, slot.start, slot.numel).view(slot.shape)
             for slot in self.layout.slots
         ]
         with torch.no_grad():
-            if not self.shared:
+            if not self.is_master_in_full:
                 for segment in self.segments:
                     whole = self.weights[segment.slot].param.detach().reshape(-1)
                     part = whole.narrow(0, segment.start, segment.numel)
@@ -101,7 +103,7 @@ class Cut:
                 weight.param.data = view
         return views
 
-    def _part(self, segment: FlatSegment) -> torch.Tensor:
+    def _master_segment(self, segment: FlatSegment) -> torch.Tensor:
         """Return a segment of the master; where it is a whole weight, in its shape."""
         slot = self.layout.slots[segment.slot]
         piece = self.master.narrow(0, segment.offset, segment.numel)
@@ -109,31 +111,31 @@ class Cut:
 
     # ---- from the masters to the model --------------------------------------
 
-    def publish(self) -> None:
+    def start_publish(self) -> None:
         """
         Start giving every rank of the shard group the new weights, after an optimizer step (levels
         1 and 2).
         """
-        if not self.released:
-            self._gather()
+        if not self.frees_full:
+            self._gather_shards()
 
-    def start(self) -> None:
+    def start_gather(self) -> None:
         """Start gathering the weights of a unit that is about to compute (level 3)."""
-        if not self.open and self._pending is None:
+        if not self.is_open and self._pending is None:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            self._gather()
+            self._gather_shards()
 
-    def ready(self) -> None:
+    def wait_gather(self) -> None:
         """Wait until the model's parameters hold the weights."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            if not self.open:
-                self.open = True
+            if not self.is_open:
+                self.is_open = True
                 for weight, view in zip(self.weights, self._views, strict=True):
                     weight.param.data = view
 
-    def close(self) -> None:
+    def release(self) -> None:
         """
         Give the memory of ``full`` back; the model's parameters keep their shapes and read as NaN.
 
@@ -141,20 +143,22 @@ class Cut:
         is someone else's.
         """
         if self._pending is not None:
-            self.ready()
-        if not self.open:
+            self.wait_gather()
+        if not self.is_open:
             return
-        self.open = False
+        self.is_open = False
         for weight in self.weights:
-            weight.param.data = self._blank.expand(weight.shape)
+            weight.param.data = self._nan.expand(weight.shape)
         self.full.untyped_storage().resize_(0)
 
-    def _gather(self) -> None:
+    def _gather_shards(self) -> None:
         with torch.no_grad():
             shard = self.master
-            if shard.device != self.comm.device or shard.dtype != self.compute:
-                shard = shard.to(device=self.comm.device, dtype=self.compute, non_blocking=True)
-            if self.comm.shards == 1 or not self.released:  # gathered in place
+            if shard.device != self.comm.device or shard.dtype != self.compute_dtype:
+                shard = shard.to(
+                    device=self.comm.device, dtype=self.compute_dtype, non_blocking=True
+                )
+            if self.comm.shards == 1 or not self.frees_full:  # gathered in place
                 if shard.data_ptr() != self._own.data_ptr():
                     self._own.copy_(shard)
                 shard = self._own

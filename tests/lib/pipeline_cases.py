@@ -451,7 +451,7 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
     """
     Return calls and bytes over the data axes, counted in the last of some steps, and as predicted.
     """
-    comms = {id(part.comm): part.comm for part in [*run.state.engine.cuts, *run.state.engine.bundles]}.values()
+    comms = {id(part.comm): part.comm for part in [*run.state.engine.sharded_buckets, *run.state.engine.gradient_buckets]}.values()
     for batch in batches:
         for comm in comms:
             comm.calls.clear()
@@ -483,7 +483,7 @@ def gathered(case: Case) -> tuple[int, int, int]:
     most = 0
 
     def now() -> int:
-        return sum(cut.full.untyped_storage().nbytes() for cut in run.state.engine.cuts)
+        return sum(cut.full.untyped_storage().nbytes() for cut in run.state.engine.sharded_buckets)
 
     def watched(start: Any) -> Any:
         def started() -> None:
@@ -493,8 +493,8 @@ def gathered(case: Case) -> tuple[int, int, int]:
 
         return started
 
-    for cut in run.state.engine.cuts:
-        cut.start = watched(cut.start)  # type: ignore[method-assign]
+    for cut in run.state.engine.sharded_buckets:
+        cut.start_gather = watched(cut.start_gather)  # type: ignore[method-assign]
     run.step(batch_of(case.rows[-1], 1))
     return most, memory._gathered_bytes(run.state), now()
 

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from tests.lib import compositions as mixed
+from tests.lib import tiers
 from tests.lib.compositions import Case, Place, Task
 
 pytestmark = pytest.mark.torch
 
 COUNT, SEED = (
-    int(os.environ.get("PDRUN_TEST_COMPOSITIONS", "24")),
+    int(os.environ.get("PDRUN_TEST_COMPOSITIONS", tiers.by_tier("14", "96"))),
     int(os.environ.get("PDRUN_TEST_SEED", "1")),
 )
 

@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 from tests.lib import small_models as zoo
+from tests.lib import tiers
 from tests.lib.rank_pool import Worlds
 from tests.lib.small_models import Case
 
@@ -69,12 +70,17 @@ def same(told: dict[str, Any], want: dict[str, Any], steps: int = 0) -> None:
             assert numpy.array_equal(told[kind][name], value), f"{kind} of {name}"
 
 
-@pytest.mark.parametrize("case", sample(40, seed=1), ids=str)
+def features(case: Case) -> list[Any]:
+    """Return what a case combines: the default run has each value and each pair once."""
+    return [value for name, value in sorted(vars(case).items()) if name != "more"]
+
+
+@pytest.mark.parametrize("case", tiers.cover_pairs(sample(40, seed=1), features), ids=str)
 def test_sampled_product(case: Case, worlds: Worlds) -> None:
     check(case, worlds)
 
 
-@pytest.mark.parametrize("case", sample(16, seed=2), ids=str)
+@pytest.mark.parametrize("case", tiers.mark_all_but(8, sample(16, seed=2)), ids=str)
 def test_sampled_product_saved_and_resumed(case: Case, worlds: Worlds, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)
 

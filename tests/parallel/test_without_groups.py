@@ -334,15 +334,15 @@ def test_hashes_are_uniform() -> None:
 
 def test_buffers_come_back_with_zeros_between_their_slots() -> None:
     """Norms look at all of a buffer: what another bundle left in the gaps would count."""
-    pool, cpu = grads.Pool(), torch.device("cpu")
+    pool, cpu = grads.BufferPool(), torch.device("cpu")
     long, short = (flat.make_flat_layout([("a", [size])], 1, 4) for size in (200, 100))
     assert long.numel == short.numel == 256
-    full = pool.take(long, torch.float32, cpu)
+    full = pool.take_buffer(long, torch.float32, cpu)
     full[:200] = 1.0
-    pool.give(long, full)
-    again = pool.take(short, torch.float32, cpu)
+    pool.return_buffer(long, full)
+    again = pool.take_buffer(short, torch.float32, cpu)
     assert again is full
     assert not again[100:].any()
     again[:100] = 2.0
-    pool.give(short, again)
-    assert pool.take(short, torch.float32, cpu)[:100].eq(2.0).all()
+    pool.return_buffer(short, again)
+    assert pool.take_buffer(short, torch.float32, cpu)[:100].eq(2.0).all()

@@ -91,18 +91,21 @@ def test_layers_that_some_ranks_leave_out(worlds: Any, schedule: str, gather: st
     )
 
 
-@GATHERS
+OPTIONS: list[dict[str, Any]] = [
+    {"recompute": "full", "threshold": 2000},
+    {"recompute": "selective", "comm_fusion": 0.01},
+    {"offload": "all"},
+    {"units": ["blocks.*.up", "head"]},
+]
+
+
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"recompute": "full", "threshold": 2000},
-        {"recompute": "selective", "comm_fusion": 0.01},
-        {"offload": "all"},
-        {"units": ["blocks.*.up", "head"]},
-    ],
-    ids=lambda more: "-".join(more),
+    "combination",
+    tiers.cover_pairs(
+        itertools.product(range(len(OPTIONS)), ["interleaved", "zero-bubble"], ["step", "pass"]), list
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_other_options(worlds: Any, schedule: str, more: dict[str, Any], gather: str) -> None:
     case = Case("dropout", dp=2, rows=(16, 13), more=(("schedule", schedule),))
     if "recompute" in more:  # which has the same bits with and without

@@ -37,7 +37,7 @@ def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
     kept = zoo.watched(run)
     told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     grads = {name: grad.numpy().copy() for name, grad in kept[0].items()}
-    return [m.loss for m in told], [m.grad_norm for m in told], grads, run.state.driver.turns
+    return [m.loss for m in told], [m.grad_norm for m in told], grads, run.state.driver.switches
 
 
 OFFLOAD = Offload(activations=True, least=0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.parallel.zero.gather_order import Lane
+from pdrun.parallel.zero.gather_order import GatherSchedule
 
 pytestmark = pytest.mark.torch
 
@@ -43,31 +43,31 @@ class Rank:
         self.log: list[str] = []
         self.cuts = [Fake(str(index), self.log) for index in range(count)]
         units: Any = {index: [cut] for index, cut in enumerate(self.cuts)}
-        self.lane, self.keeps, self.most = Lane(units, [], self.sum), keeps, 0
+        self.lane, self.keeps, self.most = GatherSchedule(units, [], self.sum), keeps, 0
 
     def sum(self, unit: int) -> None:
         self.log.append(f"sum {unit}")
 
     def forward(self, mine: set[int]) -> None:
-        self.lane.begin(backward=False, keeps=self.keeps)
+        self.lane.begin_pass(backward=False, keep_units=self.keeps)
         for unit in sorted(mine):
-            self.lane.run(unit, mine)
+            self.lane.open_unit(unit, mine)
             self.most = max(self.most, sum(cut.open for cut in self.cuts))
             if not self.keeps:
                 self.cuts[unit].close()
-        self.lane.rest(mine)
-        self.lane.whole = self.keeps
+        self.lane.finish_pass(mine)
+        self.lane.is_resident = self.keeps
 
     def backward(self, mine: set[int], for_input: bool = False) -> None:
-        self.lane.begin(backward=True, keeps=self.keeps)
+        self.lane.begin_pass(backward=True, keep_units=self.keeps)
         ran = set(range(len(self.cuts))) if for_input else mine
         for unit in sorted(mine, reverse=True):
-            self.lane.run(unit, ran)
+            self.lane.open_unit(unit, ran)
             self.most = max(self.most, sum(cut.open for cut in self.cuts))
             if not for_input:
                 self.cuts[unit].open = self.keeps
                 self.sum(unit)
-        self.lane.rest(ran)
+        self.lane.finish_pass(ran)
 
 
 def parts(count: int) -> Any:
@@ -107,7 +107,7 @@ def test_a_backward_for_the_input_holds_two_units(count: int, data: Any) -> None
         rank.forward(part)
     for part in mine:
         rank.backward(part, for_input=True)
-        rank.lane.close()
+        rank.lane.close_units()
     assert rank.most <= 2
     assert not any(event.startswith("sum") for event in rank.log)
     assert len(rank.log) == 2 * count * len(mine)

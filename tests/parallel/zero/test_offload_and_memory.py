@@ -189,10 +189,10 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     run.step(batch)
     want = memory.estimate_passes(run.state, batch)
     ledger = memory.StorageCounter()
-    run.state.engine.begin(True, True)
+    run.state.engine.begin_gradients(True, True)
     for weight in run.state.engine.weights:
         weight.param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    run.state.engine._hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
+    run.state.engine._make_grad_hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
     ledger.ignore_existing([*run.model.parameters(), *run.model.buffers(), *batch])
     with ledger:
         total, _ = run.state.compute_objective(run.model, batch, range(24), 0)

@@ -100,7 +100,8 @@ def begin_job(config: SchedulerConfig, clock: Clock, journal: Path | None = None
     scheduler = os.urandom(16).hex()
     found = Recovery(Membership(config, scheduler, now), scheduler)
     if journal is not None:
-        from pdrun.rendezvous.journal.file import JournalHeader, config_digest, create_journal
+        from pdrun.rendezvous.journal.file import create_journal
+        from pdrun.rendezvous.journal.format import JournalHeader, config_digest
         from pdrun.rendezvous.journal.replay import JournalWriter
 
         header = JournalHeader(
@@ -128,7 +129,8 @@ def resume_job(
         ConfigError: the journal is another job's, or another scheduler writes it.
         RendezvousError: it is damaged, or cannot be read; names file and place.
     """
-    from pdrun.rendezvous.journal.file import config_digest, reopen_journal
+    from pdrun.rendezvous.journal.file import reopen_journal
+    from pdrun.rendezvous.journal.format import config_digest
     from pdrun.rendezvous.journal.replay import JournalWriter, find_unwritten, replay_journal
 
     writer, past = reopen_journal(journal)
@@ -190,7 +192,7 @@ def adopt_run_name(config: SchedulerConfig, journal: Path | None) -> SchedulerCo
     Raises:
         RendezvousError: the journal is damaged, or cannot be read (a folder, say).
     """
-    from pdrun.rendezvous.journal.file import read_header
+    from pdrun.rendezvous.journal.format import read_header
 
     try:
         if journal is None or not _has_content(journal):
@@ -205,7 +207,7 @@ def adopt_run_name(config: SchedulerConfig, journal: Path | None) -> SchedulerCo
 
 
 def _has_content(journal: Path) -> bool:
-    from pdrun.rendezvous.journal.file import is_blank
+    from pdrun.rendezvous.journal.format import is_blank
 
     return journal.exists() and not is_blank(journal)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdrun.eventlog import LogEvent
-from pdrun.rendezvous.journal.file import Journal, JournalHistory, damage_error
+from pdrun.rendezvous.journal.file import Journal
+from pdrun.rendezvous.journal.format import JournalHistory, damage_error
 from pdrun.rendezvous.membership.machine import IllegalEvent, Membership
 from pdrun.rendezvous.protocol.events import (
     Action,

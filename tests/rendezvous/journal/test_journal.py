@@ -5,6 +5,7 @@ named.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import stat
@@ -24,14 +25,8 @@ from pdrun.clock import FakeClock
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.eventlog import EventLog, LogEvent
 from pdrun.rendezvous.journal import file as journals
-from pdrun.rendezvous.journal.file import (
-    Journal,
-    JournalHeader,
-    JournalHistory,
-    config_digest,
-    create_journal,
-    reopen_journal,
-)
+from pdrun.rendezvous.journal.file import Journal, create_journal, reopen_journal
+from pdrun.rendezvous.journal.format import JournalHeader, JournalHistory, config_digest
 from pdrun.rendezvous.journal.recovery import adopt_run_name, begin_job, begin_or_resume, resume_job
 from pdrun.rendezvous.journal.replay import (
     JournalWriter,
@@ -122,6 +117,32 @@ def test_what_is_no_event_is_refused(plain: Any) -> None:
     with pytest.raises(CodecError):
         event_from_plain(plain, "event")
     assert event_from_plain(event_to_plain(Tick()), "event") == Tick()
+
+
+def test_event_names_of_existing_journals_are_read() -> None:
+    """The names in a journal are older than the classes, and stay."""
+    old = [
+        {"kind": "Received", "peer": "a", "type": "Start", "body": {"generation": 3}},
+        {"kind": "Heard", "body": {"peers": ["a", "b"]}},
+        {"kind": "Disconnected", "body": {"peer": "a", "between": True}},
+        {"kind": "Tick", "body": {}},
+        {"kind": "StopOrdered", "body": {"signal": 15, "by": "me", "force": False}},
+        {"kind": "Orphaned", "body": {"reason": "gone"}},
+        {"kind": "GivenUp", "body": {"nodes": [{"agent": "a", "why": "silent", "cut_at": 2.5}]}},
+        {"kind": "Resumed", "body": {"scheduler": "s"}},
+    ]
+    events = [
+        MessageReceived("a", m.Start(3)),
+        AgentsAlive(("a", "b")),
+        PeerDisconnected("a", between=True),
+        Tick(),
+        LocalStop(15, "me"),
+        AgentLost("gone"),
+        NodesLost((LostNode("a", "silent", 2.5),)),
+        SchedulerResumed("s"),
+    ]
+    assert [event_from_plain(value, "event") for value in old] == events
+    assert [json.loads(json.dumps(event_to_plain(event))) for event in events] == old
 
 
 def test_an_end_that_is_torn_at_any_byte_is_cut_off(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.operators.graph.constraints import Sharding
+from pdrun.parallel.operators.graph.constraints import ModuleSharding
 
-WHERE = "pdrun.Operators"
-FORWARD = ("_forward_pre_hooks", "_forward_hooks")
-BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+OPERATORS_API = "pdrun.Operators"
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 @contextmanager
-def looked_at(model: nn.Module) -> Iterator[None]:
+def without_hooks(model: nn.Module) -> Iterator[None]:
     """
     While this lasts, a model may be called to be exported: its own hooks are away, those of
     submodules are watched.
@@ -37,22 +37,24 @@ def looked_at(model: nn.Module) -> Iterator[None]:
     changed: list[str] = []
     try:
         for name, module in model.named_modules():
-            for kind in (*FORWARD, *BACKWARD):
+            for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
                 hooks = getattr(module, kind)
-                if name and hooks and kind in BACKWARD:
+                if name and hooks and kind in BACKWARD_HOOKS:
                     what = f"{name} has a backward hook; the backward of operators has no modules"
                     raise UsageError(
-                        what, where=WHERE, hint="a hook on a tensor in forward, or pdrun.Strategy"
+                        what,
+                        where=OPERATORS_API,
+                        hint="a hook on a tensor in forward, or pdrun.Strategy",
                     )
                 kept.append((module, kind, hooks))
                 ours = {
                     key
                     for key, hook in hooks.items()
-                    if isinstance(getattr(hook, "__self__", None), Sharding)
+                    if isinstance(getattr(hook, "__self__", None), ModuleSharding)
                 }
                 some = ((key, hook) for key, hook in hooks.items() if name or key in ours)
                 watched = (
-                    (key, hook if key in ours else _watched(hook, name, changed))
+                    (key, hook if key in ours else _watch_hook(hook, name, changed))
                     for key, hook in some
                 )
                 setattr(module, kind, OrderedDict(watched))
@@ -62,10 +64,12 @@ def looked_at(model: nn.Module) -> Iterator[None]:
             setattr(module, kind, hooks)
     if changed:
         what = f"{changed[0]} has a hook that changes what it is given or returns: operators call hooks around theirs"
-        raise UsageError(what, where=WHERE, hint="write it into forward; hooks may look at tensors")
+        raise UsageError(
+            what, where=OPERATORS_API, hint="write it into forward; hooks may look at tensors"
+        )
 
 
-def _watched(hook: Callable[..., Any], name: str, changed: list[str]) -> Callable[..., Any]:
+def _watch_hook(hook: Callable[..., Any], name: str, changed: list[str]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         found = hook(*args, **kwargs)
         if found is not None:

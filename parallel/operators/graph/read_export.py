@@ -10,18 +10,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.operators.graph.fold_layers import Unlike
+from pdrun.parallel.operators.graph.fold_layers import FoldError
 from pdrun.parallel.operators.graph.graph import (
-    Graph,
+    GraphTensor,
     Operator,
-    Ref,
-    Tensor,
-    kind_of,
-    refs,
-    substitute,
+    OperatorGraph,
+    TensorRef,
+    iter_refs,
+    operator_kind,
+    replace_refs,
 )
 
-WHERE = "operator engine"
+OPERATOR_ENGINE = "operator engine"
 
 
 class ExportReader:
@@ -29,22 +29,22 @@ class ExportReader:
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self.program = program
-        self.graph = Graph()
+        self.graph = OperatorGraph()
         self.found: dict[torch.fx.Node, Any] = {}
-        self.names: dict[str, int] = {}
+        self.name_counts: dict[str, int] = {}
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.first: dict[int, str] = {}
         for name, value in (*self.params.items(), *self.buffers.items()):
             self.first.setdefault(id(value), name)
-        self.held: dict[str, int] = {}
-        self.marks: dict[str, list[tuple[int, list[Ref]]]] = {}
+        self.weight_indices: dict[str, int] = {}
+        self.layer_marks: dict[str, list[tuple[int, list[TensorRef]]]] = {}
         """
         By path of the first of equal layers: before and behind which operator it lies, what it
         takes and returns.
         """
 
-    def read(self) -> Graph:
+    def read_graph(self) -> OperatorGraph:
         """Return the graph."""
         from torch.export.graph_signature import InputKind, OutputKind
 
@@ -59,29 +59,31 @@ class ExportReader:
             if spec.kind != OutputKind.USER_OUTPUT:
                 raise UsageError(
                     f"the model writes into its {spec.target} while it runs",
-                    where=WHERE,
+                    where=OPERATOR_ENGINE,
                     hint="batch statistics and caches have no rule: use evaluation mode, or module styles",
                 )
         specs = iter(signature.input_specs)
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, next(specs), kinds)
+                self._read_placeholder(node, next(specs), kinds)
             elif node.op == "call_function":
-                self._call(node)
+                self._read_call(node)
             elif node.op == "output":
                 self.graph.results = [
-                    self._plain(value) for value in pytree.tree_leaves(node.args[0])
+                    self._replace_nodes(value) for value in pytree.tree_leaves(node.args[0])
                 ]
-        self.graph.structure = self.program.call_spec.out_spec
+        self.graph.result_structure = self.program.call_spec.out_spec
         return self.graph
 
-    def _add(self, tensor: Tensor) -> int:
+    def _add_tensor(self, tensor: GraphTensor) -> int:
         self.graph.tensors.append(tensor)
         return len(self.graph.tensors) - 1
 
-    def _placeholder(self, node: torch.fx.Node, spec: Any, kinds: dict[Any, str]) -> None:
+    def _read_placeholder(self, node: torch.fx.Node, spec: Any, kinds: dict[Any, str]) -> None:
         if spec.kind not in kinds:
-            raise UsageError(f"the input {node.name} is no tensor, weight or buffer", where=WHERE)
+            raise UsageError(
+                f"the input {node.name} is no tensor, weight or buffer", where=OPERATOR_ENGINE
+            )
         kind = kinds[spec.kind]
         value = node.meta.get("val")
         if kind == "input" and not isinstance(value, torch.Tensor):
@@ -93,55 +95,55 @@ class ExportReader:
         if kind in ("param", "buffer"):
             holder = self.params.get(name, self.buffers.get(name))
             name = self.first.get(id(holder), name)
-            if name in self.held:  # a weight with several names
-                self.found[node] = Ref(self.held[name])
+            if name in self.weight_indices:  # a weight with several names
+                self.found[node] = TensorRef(self.weight_indices[name])
                 return
             grad = kind == "param" and bool(holder is not None and holder.requires_grad)
         assert value is not None
-        index = self._add(Tensor(kind, name, tuple(value.shape), value.dtype, grad))
+        index = self._add_tensor(GraphTensor(kind, name, tuple(value.shape), value.dtype, grad))
         if kind in ("param", "buffer"):
-            self.held[name] = index
+            self.weight_indices[name] = index
         elif kind == "constant":
             self.graph.constants[index] = self.program.constants[spec.target]
         else:
             self.graph.inputs.append(index)
-        self.found[node] = Ref(index)
+        self.found[node] = TensorRef(index)
 
-    def _plain(self, value: Any) -> Any:
+    def _replace_nodes(self, value: Any) -> Any:
         """Return a value of the exported graph with references in place of nodes."""
         if isinstance(value, torch.fx.Node):
             found = self.found[value]
             return (
-                Ref(found.index) if isinstance(found, Ref) else found
+                TensorRef(found.index) if isinstance(found, TensorRef) else found
             )  # each use is an object of its own
         if isinstance(value, (list, tuple)):
-            return type(value)(self._plain(one) for one in value)
+            return type(value)(self._replace_nodes(one) for one in value)
         if isinstance(value, dict):
-            return {key: self._plain(one) for key, one in value.items()}
+            return {key: self._replace_nodes(one) for key, one in value.items()}
         return value
 
-    def _call(self, node: torch.fx.Node) -> None:
+    def _read_call(self, node: torch.fx.Node) -> None:
         target = node.target
-        args = self._plain(tuple(node.args))
-        kwargs = self._plain(dict(node.kwargs))
+        args = self._replace_nodes(tuple(node.args))
+        kwargs = self._replace_nodes(dict(node.kwargs))
         if getattr(target, "__name__", "") == "getitem":
             self.found[node] = args[0][args[1]]
             return
-        kind = kind_of(target)
-        if kind in _CHECKS:
+        kind = operator_kind(target)
+        if kind in _CHECK_KINDS:
             return
-        if kind in _SAME:
+        if kind in _IDENTITY_KINDS:
             self.found[node] = args[0]
             return
-        if target is torch.ops.pdrun.mark.default:
-            self.marks.setdefault(args[1], []).append((len(self.graph.operators), args[0]))
+        if target is torch.ops.pdrun.mark_layer.default:
+            self.layer_marks.setdefault(args[1], []).append((len(self.graph.operators), args[0]))
             return
-        if target is torch.ops.pdrun.again.default:
-            self.found[node] = self._again(*args)
+        if target is torch.ops.pdrun.repeat_layer.default:
+            self.found[node] = self._repeat_layer(*args)
             return
         value = node.meta.get("val")
-        module = _module(node)
-        source = _source(node)
+        module = _module_path(node)
+        source = _source_line(node)
         values = (
             [value]
             if isinstance(value, torch.Tensor)
@@ -150,89 +152,106 @@ class ExportReader:
             else None
         )
         if values is None:
-            raise UsageError(f"{kind} returns no tensor", where=source or WHERE)
+            raise UsageError(f"{kind} returns no tensor", where=source or OPERATOR_ENGINE)
         many = not isinstance(value, torch.Tensor)
         forms = [(tuple(one.shape), one.dtype) for one in values]
         made = tuple(
-            map(Ref, self._operator(kind, target, args, kwargs, forms, many, module, source))
+            map(
+                TensorRef,
+                self._add_operator(kind, target, args, kwargs, forms, many, module, source),
+            )
         )
         self.found[node] = made if many else made[0]
 
-    def _operator(
+    def _add_operator(
         self,
         kind: str,
         target: Any,
         args: Any,
         kwargs: Any,
-        forms: list[tuple[tuple[int, ...], torch.dtype]],
-        many: bool,
+        output_types: list[tuple[tuple[int, ...], torch.dtype]],
+        returns_list: bool,
         module: str,
         source: str,
     ) -> tuple[int, ...]:
         """
         Add an operator; return the tensors that it makes, of which the shapes and types are given.
         """
-        inputs = tuple(ref.index for ref in refs(args, kwargs))
+        inputs = tuple(ref.index for ref in iter_refs(args, kwargs))
         flows = kind not in ("detach", "stop") and any(
-            self.graph.tensors[index].grad for index in inputs
+            self.graph.tensors[index].requires_grad for index in inputs
         )
-        name = self._name(module, kind)
+        name = self._unique_name(module, kind)
         outputs = tuple(
-            self._add(Tensor("op", name, shape, dtype, flows and dtype.is_floating_point))
-            for shape, dtype in forms
+            self._add_tensor(
+                GraphTensor("op", name, shape, dtype, flows and dtype.is_floating_point)
+            )
+            for shape, dtype in output_types
         )
         self.graph.operators.append(
-            Operator(name, kind, target, args, kwargs, inputs, outputs, many, module, source)
+            Operator(
+                name, kind, target, args, kwargs, inputs, outputs, returns_list, module, source
+            )
         )
         return outputs
 
-    def _again(self, inputs: list[Ref], path: str, first: str) -> tuple[Ref, ...]:
+    def _repeat_layer(
+        self, inputs: list[TensorRef], path: str, first: str
+    ) -> tuple[TensorRef, ...]:
         """Put the operators of a layer's equal in its place; return its results."""
-        (begin, taken), (end, returned) = self.marks[first]
+        (begin, taken), (end, returned) = self.layer_marks[first]
         here: dict[int, int] = {}
         for ref, given in zip(taken, inputs, strict=True):
             if here.setdefault(ref.index, given.index) != given.index:
-                raise Unlike(f"{first} takes one tensor twice, {path} two")
+                raise FoldError(f"{first} takes one tensor twice, {path} two")
 
         def counterpart(index: int) -> int:
             tensor = self.graph.tensors[index]
             if index in here:
                 return here[index]
             if tensor.kind in ("op", "input"):
-                raise Unlike(f"{first} takes {tensor.name} from somewhere else than its arguments")
+                raise FoldError(
+                    f"{first} takes {tensor.name} from somewhere else than its arguments"
+                )
             if tensor.kind in ("param", "buffer") and tensor.name.startswith(f"{first}."):
-                return self.held[path + tensor.name[len(first) :]]
+                return self.weight_indices[path + tensor.name[len(first) :]]
             return index
 
-        def swapped(ref: Ref) -> Ref:
-            return Ref(counterpart(ref.index))
+        def swapped(ref: TensorRef) -> TensorRef:
+            return TensorRef(counterpart(ref.index))
 
         for old in self.graph.operators[begin:end]:
             forms = [
-                (self.graph.shape(index), self.graph.tensors[index].dtype) for index in old.outputs
+                (self.graph.shape_of(index), self.graph.tensors[index].dtype)
+                for index in old.outputs
             ]
-            args = substitute(old.args, swapped)
-            kwargs = substitute(old.kwargs, swapped)
+            args = replace_refs(old.args, swapped)
+            kwargs = replace_refs(old.kwargs, swapped)
             inside = old.module == first or old.module.startswith(f"{first}.")
             module = path + old.module[len(first) :] if inside else old.module
-            made = self._operator(
-                old.kind, old.target, args, kwargs, forms, old.many, module, old.source
+            made = self._add_operator(
+                old.kind, old.target, args, kwargs, forms, old.returns_list, module, old.source
             )
             here.update(zip(old.outputs, made, strict=True))
         return tuple(map(swapped, returned))
 
-    def _name(self, module: str, kind: str) -> str:
+    def _unique_name(self, module: str, kind: str) -> str:
         plain = f"{module}.{kind}" if module else kind
-        count = self.names.get(plain, 0)
-        self.names[plain] = count + 1
+        count = self.name_counts.get(plain, 0)
+        self.name_counts[plain] = count + 1
         return f"{plain}_{count}" if count else plain
 
 
-_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_size")
-_SAME = ("lift_fresh_copy", "alias", "contiguous")
+_CHECK_KINDS = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "sym_constrain_range_for_size",
+    "sym_size",
+)
+_IDENTITY_KINDS = ("lift_fresh_copy", "alias", "contiguous")
 
 
-def _module(node: torch.fx.Node) -> str:
+def _module_path(node: torch.fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for name, _ in stack.values():
@@ -240,12 +259,12 @@ def _module(node: torch.fx.Node) -> str:
     return re.sub(r"@\d+$", "", str(path))
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)')
+_FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)')
 
 
-def _source(node: torch.fx.Node) -> str:
+def _source_line(node: torch.fx.Node) -> str:
     """Return the innermost line of a node's trace that isn't in torch itself."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = _FRAME_PATTERN.findall(node.meta.get("stack_trace") or "")
     own = [
         frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]
     ] or frames

@@ -9,43 +9,49 @@ from collections.abc import Hashable
 
 import torch
 
-from pdrun.parallel.operators.rules.labels import Labels, by_labels
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import Labels, splits_by_labels
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
+CONVOLUTION_KINDS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
-def _groups(view: View | Place) -> int:
+def _group_count(view: OperatorView | LocalContext) -> int:
     return int(
-        view.arg(8, "groups", 1)
+        view.get_arg(8, "groups", 1)
         if view.operator.kind == "convolution"
-        else view.arg(6, "groups", 1)
+        else view.get_arg(6, "groups", 1)
     )
 
 
-def _transposed(view: View) -> bool:
-    return view.operator.kind == "convolution" and bool(view.arg(6, "transposed", False))
+def _is_transposed(view: OperatorView) -> bool:
+    return view.operator.kind == "convolution" and bool(view.get_arg(6, "transposed", False))
 
 
-def _run(place: Place) -> Call:
-    operator = place.operator
+def _call_convolution(context: LocalContext) -> LocalCall:
+    operator = context.operator
     args = list(operator.args)
     kwargs = dict(operator.kwargs)
-    if _groups(place) > 1:
+    if _group_count(context) > 1:
         parts = 1
-        for axis, split in place.splits.items():
-            parts *= place.size[axis] if split.ins[0] == 1 else 1
+        for axis, split in context.splits.items():
+            parts *= context.axis_size[axis] if split.in_states[0] == 1 else 1
         where = 8 if operator.kind == "convolution" else 6
         if where < len(args):
             args[where] = args[where] // parts
         else:
             kwargs["groups"] = kwargs["groups"] // parts
-    if not place.adds_up() or len(place.ins) < 3:
+    if not context.is_partial_sum() or len(context.in_shapes) < 3:
         return operator.target, tuple(args), kwargs
-    return biased_once, (operator.target, float(place.is_first()), *args), kwargs
+    return local_convolution, (operator.target, float(context.is_first_term()), *args), kwargs
 
 
-def biased_once(
+def local_convolution(
     target: object,
     factor: float,
     x: torch.Tensor,
@@ -59,24 +65,24 @@ def biased_once(
     return result
 
 
-@rule(*CONVOLUTIONS, run=_run)
-def convolution(view: View) -> list[Split]:
+@register_rule(*CONVOLUTION_KINDS, local_call=_call_convolution)
+def split_convolution(view: OperatorView) -> list[OpSplit]:
     """x [N, C, ...], weight [O, C / groups, ...], bias [O]."""
-    space: list[Hashable | None] = [None] * (len(view.ins[1]) - 2)
-    if _transposed(view) or len(view.ins[0]) != len(view.ins[1]):
+    space: list[Hashable | None] = [None] * (len(view.in_shapes[1]) - 2)
+    if _is_transposed(view) or len(view.in_shapes[0]) != len(view.in_shapes[1]):
         return []
-    many = _groups(view)
+    many = _group_count(view)
     if many > 1:
         ins: list[Labels] = [["n", "c", *space], ["c", None, *space], ["c"]]
-        return by_labels(view, ins[: len(view.ins)], [["n", "c", *space]], {"c": many})
+        return splits_by_labels(view, ins[: len(view.in_shapes)], [["n", "c", *space]], {"c": many})
     ins = [["n", "c", *space], ["o", "c", *space], ["o"]]
-    return by_labels(view, ins[: len(view.ins)], [["n", "o", *space]], lost=["c"])
+    return splits_by_labels(view, ins[: len(view.in_shapes)], [["n", "o", *space]], summed=["c"])
 
 
-_SPACE = {"1d": 1, "2d": 2, "3d": 3}
+_SPACE_DIMS = {"1d": 1, "2d": 2, "3d": 3}
 
 
-@rule(
+@register_rule(
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
@@ -90,15 +96,15 @@ _SPACE = {"1d": 1, "2d": 2, "3d": 3}
     "_adaptive_avg_pool2d",
     "adaptive_max_pool2d",
 )
-def pooling(view: View) -> list[Split]:
+def split_pooling(view: OperatorView) -> list[OpSplit]:
     """x [N, C, ...]: cut N or C."""
-    space = next(count for name, count in _SPACE.items() if name in view.operator.kind)
-    labels = [*range(len(view.ins[0]) - space), *[None] * space]
-    return by_labels(view, [labels], [labels] * len(view.outs))
+    space = next(count for name, count in _SPACE_DIMS.items() if name in view.operator.kind)
+    labels = [*range(len(view.in_shapes[0]) - space), *[None] * space]
+    return splits_by_labels(view, [labels], [labels] * len(view.out_shapes))
 
 
-@rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
-def resizing(view: View) -> list[Split]:
+@register_rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
+def split_resizing(view: OperatorView) -> list[OpSplit]:
     """x [N, C, H, W]: cut N."""
-    labels = ["n", *[None] * (len(view.ins[0]) - 1)]
-    return by_labels(view, [labels], [labels])
+    labels = ["n", *[None] * (len(view.in_shapes[0]) - 1)]
+    return splits_by_labels(view, [labels], [labels])

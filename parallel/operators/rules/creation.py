@@ -4,27 +4,37 @@ Tensors from nothing: each rank makes its part; counters are made whole, and par
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rules.labels import by_labels
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import splits_by_labels
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
 
-def _run_new(place: Place) -> Call:
+def _call_constant(context: LocalContext) -> LocalCall:
     """Replace the shape among the arguments."""
-    args = list(place.operator.args)
-    at = 1 if place.operator.kind.startswith("new_") else 0
-    args[at] = list(place.out())
-    return place.operator.target, tuple(args), place.operator.kwargs
+    args = list(context.operator.args)
+    at = 1 if context.operator.kind.startswith("new_") else 0
+    args[at] = list(context.local_out_shape())
+    return context.operator.target, tuple(args), context.operator.kwargs
 
 
-@rule("full", "ones", "zeros", "new_full", "new_ones", "new_zeros", run=_run_new)
-def constant(view: View) -> list[Split]:
+@register_rule(
+    "full", "ones", "zeros", "new_full", "new_ones", "new_zeros", local_call=_call_constant
+)
+def split_constant(view: OperatorView) -> list[OpSplit]:
     """Cut any dim."""
-    return by_labels(
-        view, [[None] * len(shape) for shape in view.ins], [list(range(len(view.outs[0])))]
+    return splits_by_labels(
+        view,
+        [[None] * len(shape) for shape in view.in_shapes],
+        [list(range(len(view.out_shapes[0])))],
     )
 
 
-@rule("arange", "linspace", "scalar_tensor", "eye", "tril_indices", "triu_indices")
-def counter(view: View) -> list[Split]:
+@register_rule("arange", "linspace", "scalar_tensor", "eye", "tril_indices", "triu_indices")
+def replicate_counter(view: OperatorView) -> list[OpSplit]:
     """All ranks make all of it."""
     return []

@@ -10,37 +10,50 @@ from collections.abc import Hashable
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.labels import Labels, aligned, by_labels, linear
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import (
+    Labels,
+    broadcast_labels,
+    partial_sum_splits,
+    splits_by_labels,
+)
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
 
-@rule("mm", "bmm", "matmul", "mv", "dot")
-def matmul(view: View) -> list[Split]:
+@register_rule("mm", "bmm", "matmul", "mv", "dot")
+def split_matmul(view: OperatorView) -> list[OpSplit]:
     """[..., I, K] x [..., K, J]; vectors have no I or no J."""
-    a, b = view.ins
-    (out,) = view.outs
+    a, b = view.in_shapes
+    (out,) = view.out_shapes
     tail = (["i"] if len(a) > 1 else []) + (["j"] if len(b) > 1 else [])
     lead: list[Hashable] = list(range(len(out) - len(tail)))
     batch = out[: len(lead)]
-    first = aligned(a[:-2], batch, lead) + (["i", "k"] if len(a) > 1 else ["k"])
-    second = aligned(b[:-2], batch, lead) + (["k", "j"] if len(b) > 1 else ["k"])
-    return by_labels(view, [first, second], [lead + tail], lost=["k"]) + linear(view, [0], [1])
+    first = broadcast_labels(a[:-2], batch, lead) + (["i", "k"] if len(a) > 1 else ["k"])
+    second = broadcast_labels(b[:-2], batch, lead) + (["k", "j"] if len(b) > 1 else ["k"])
+    return splits_by_labels(
+        view, [first, second], [lead + tail], summed=["k"]
+    ) + partial_sum_splits(view, [0], [1])
 
 
-def _run_biased(place: Place) -> Call:
+def _call_biased(context: LocalContext) -> LocalCall:
     """
     Leave the bias to the first rank where results are added up; it takes part everywhere, with
     weight 0.
     """
-    is_linear = place.operator.kind == "linear"
-    if not place.adds_up() or len(place.ins) < 3:
-        target = linear_now if is_linear else place.operator.target
-        return target, place.operator.args, place.operator.kwargs
-    args = (*place.operator.args[:3], float(place.is_first()))
-    return (linear_once if is_linear else addmm_once), args, {}
+    is_linear = context.operator.kind == "linear"
+    if not context.is_partial_sum() or len(context.in_shapes) < 3:
+        target = local_linear if is_linear else context.operator.target
+        return target, context.operator.args, context.operator.kwargs
+    args = (*context.operator.args[:3], float(context.is_first_term()))
+    return (local_partial_linear if is_linear else local_partial_addmm), args, {}
 
 
-def linear_now(
+def local_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
@@ -50,42 +63,42 @@ def linear_now(
     return functional.linear(x, weight, bias)
 
 
-def linear_once(
+def local_partial_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, factor: float
 ) -> torch.Tensor:
     """Return `torch.nn.functional.linear` with a factor for the bias."""
     return functional.linear(x, weight, bias * factor)
 
 
-def addmm_once(
+def local_partial_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float
 ) -> torch.Tensor:
     """Return `torch.addmm` with a factor for what is added."""
     return torch.addmm(bias * factor, x, weight)
 
 
-@rule("linear", run=_run_biased)
-def linear_layer(view: View) -> list[Split]:
+@register_rule("linear", local_call=_call_biased)
+def split_linear(view: OperatorView) -> list[OpSplit]:
     """x [..., K], weight [J, K], bias [J]."""
-    lead: list[Hashable] = list(range(len(view.ins[0]) - 1))
+    lead: list[Hashable] = list(range(len(view.in_shapes[0]) - 1))
     ins: list[Labels] = [[*lead, "k"], ["j", "k"], ["j"]]
-    found = by_labels(view, ins[: len(view.ins)], [[*lead, "j"]], lost=["k"])
-    return found + ([] if len(view.ins) > 2 else linear(view, [0], [1]))
+    found = splits_by_labels(view, ins[: len(view.in_shapes)], [[*lead, "j"]], summed=["k"])
+    return found + ([] if len(view.in_shapes) > 2 else partial_sum_splits(view, [0], [1]))
 
 
-@rule("addmm", run=_run_biased)
-def addmm(view: View) -> list[Split]:
+@register_rule("addmm", local_call=_call_biased)
+def split_addmm(view: OperatorView) -> list[OpSplit]:
     """added [I, J] (broadcast), x [I, K], weight [K, J]."""
-    added = aligned(view.ins[0], view.outs[0], ["i", "j"])
+    added = broadcast_labels(view.in_shapes[0], view.out_shapes[0], ["i", "j"])
     if view.operator.kwargs:  # factors
         return []
-    return by_labels(view, [added, ["i", "k"], ["k", "j"]], [["i", "j"]], lost=["k"])
+    return splits_by_labels(view, [added, ["i", "k"], ["k", "j"]], [["i", "j"]], summed=["k"])
 
 
-@rule("einsum")
-def einsum(view: View) -> list[Split]:
+@register_rule("einsum")
+def split_einsum(view: OperatorView) -> list[OpSplit]:
     """As the equation says; an ellipsis or a repeated index leaves all whole."""
-    equation = str(view.arg(0, "equation")).replace(" ", "")
+    equation = str(view.get_arg(0, "equation")).replace(" ", "")
     if "." in equation:
         return []
     left, arrow, right = equation.partition("->")
@@ -96,18 +109,20 @@ def einsum(view: View) -> list[Split]:
         every = left.replace(",", "")
         right = "".join(sorted(name for name in set(every) if every.count(name) == 1))
     if any(
-        shape[some.index(name)] == 1 != _widest(view, ins, name)
-        for some, shape in zip(ins, view.ins, strict=True)
+        shape[some.index(name)] == 1 != _largest_size(view, ins, name)
+        for some, shape in zip(ins, view.in_shapes, strict=True)
         for name in some
     ):
         return []
     labels = [list(some) for some in ins]
-    return by_labels(view, labels, [list(right)], lost=set("".join(ins)) - set(right)) + linear(
-        view, *([place] for place in range(len(ins)))
-    )
+    return splits_by_labels(
+        view, labels, [list(right)], summed=set("".join(ins)) - set(right)
+    ) + partial_sum_splits(view, *([place] for place in range(len(ins))))
 
 
-def _widest(view: View, ins: list[str], name: str) -> int:
+def _largest_size(view: OperatorView, ins: list[str], name: str) -> int:
     return max(
-        shape[some.index(name)] for some, shape in zip(ins, view.ins, strict=True) if name in some
+        shape[some.index(name)]
+        for some, shape in zip(ins, view.in_shapes, strict=True)
+        if name in some
     )

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims
-from pdrun.parallel.operators.rules.rule import Split, View, rule
+from pdrun.parallel.operators.rules.labels import Labels, normalize_dims, splits_by_labels
+from pdrun.parallel.operators.rules.rule import OperatorView, OpSplit, register_rule
 
 
-@rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
-def layer_norm(view: View) -> list[Split]:
+@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
+def split_layer_norm(view: OperatorView) -> list[OpSplit]:
     """Cut the dims in front of the normalised ones."""
-    shape = view.ins[0]
-    lead = len(shape) - len(view.arg(1, "normalized_shape"))
+    shape = view.in_shapes[0]
+    lead = len(shape) - len(view.get_arg(1, "normalized_shape"))
     first = [*range(lead), *[None] * (len(shape) - lead)]
-    outs = [[*range(lead), *[None] * (len(out) - lead)] for out in view.outs]
-    return by_labels(view, [first, *[[None] * len(some) for some in view.ins[1:]]], outs)
+    outs = [[*range(lead), *[None] * (len(out) - lead)] for out in view.out_shapes]
+    return splits_by_labels(
+        view, [first, *[[None] * len(some) for some in view.in_shapes[1:]]], outs
+    )
 
 
-SOFTMAX = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
+SOFTMAX_KINDS = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
 
 
-@rule(*SOFTMAX)
-def softmax(view: View) -> list[Split]:
+@register_rule(*SOFTMAX_KINDS)
+def split_softmax(view: OperatorView) -> list[OpSplit]:
     """Cut all dims but one."""
-    shape = view.ins[0]
-    (over,) = dims(view.arg(1, "dim"), len(shape))
+    shape = view.in_shapes[0]
+    (over,) = normalize_dims(view.get_arg(1, "dim"), len(shape))
     labels = [None if dim == over else dim for dim in range(len(shape))]
-    return by_labels(view, [labels], [labels])
+    return splits_by_labels(view, [labels], [labels])
 
 
-@rule("group_norm")
-def group_norm(view: View) -> list[Split]:
+@register_rule("group_norm")
+def split_group_norm(view: OperatorView) -> list[OpSplit]:
     """x [N, C, ...]: cut N."""
-    shape = view.ins[0]
+    shape = view.in_shapes[0]
     first: Labels = ["n", *[None] * (len(shape) - 1)]
-    return by_labels(view, [first, *[[None]] * (len(view.ins) - 1)], [first])
+    return splits_by_labels(view, [first, *[[None]] * (len(view.in_shapes) - 1)], [first])
 
 
-@rule("batch_norm", "_native_batch_norm_legit_no_training")
-def batch_norm(view: View) -> list[Split]:
+@register_rule("batch_norm", "_native_batch_norm_legit_no_training")
+def split_batch_norm(view: OperatorView) -> list[OpSplit]:
     """x [N, C, ...] with statistics that are given: cut any dim; every other input is [C]."""
-    if view.operator.kind == "batch_norm" and view.arg(5, "training", False):
+    if view.operator.kind == "batch_norm" and view.get_arg(5, "training", False):
         return []
-    first = list(range(len(view.ins[0])))
-    outs: list[Labels] = [first, *[[None] * len(out) for out in view.outs[1:]]]
-    return by_labels(view, [first, *[[1]] * (len(view.ins) - 1)], outs)
+    first = list(range(len(view.in_shapes[0])))
+    outs: list[Labels] = [first, *[[None] * len(out) for out in view.out_shapes[1:]]]
+    return splits_by_labels(view, [first, *[[1]] * (len(view.in_shapes) - 1)], outs)

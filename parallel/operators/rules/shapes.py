@@ -10,30 +10,47 @@ from math import gcd
 
 import torch
 
-from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims, groups, linear
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
+from pdrun.parallel.operators.rules.labels import (
+    Labels,
+    group_reshaped_dims,
+    normalize_dims,
+    partial_sum_splits,
+    splits_by_labels,
+)
+from pdrun.parallel.operators.rules.rule import (
+    LocalCall,
+    LocalContext,
+    OperatorView,
+    OpSplit,
+    register_rule,
+)
 
 
-def _every(
-    view: View, ins: list[Labels], outs: list[Labels], divides: dict[Hashable, int] | None = None
-) -> list[Split]:
+def _linear_splits(
+    view: OperatorView,
+    ins: list[Labels],
+    outs: list[Labels],
+    divides: dict[Hashable, int] | None = None,
+) -> list[OpSplit]:
     """Moving elements is linear in all inputs together."""
-    return by_labels(view, ins, outs, divides) + linear(view, range(len(view.ins)))
+    return splits_by_labels(view, ins, outs, divides) + partial_sum_splits(
+        view, range(len(view.in_shapes))
+    )
 
 
 # ---- the same elements in another shape -------------------------------------
 
 
-def reshaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def local_reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return `x` in another shape, as a view where that is possible."""
     return x.reshape(shape)
 
 
-def _run_reshape(place: Place) -> Call:
-    return reshaped, (place.operator.args[0], place.out()), {}
+def _call_reshape(context: LocalContext) -> LocalCall:
+    return local_reshape, (context.operator.args[0], context.local_out_shape()), {}
 
 
-@rule(
+@register_rule(
     "view",
     "reshape",
     "_unsafe_view",
@@ -44,45 +61,46 @@ def _run_reshape(place: Place) -> Call:
     "view_as",
     "reshape_as",
     "_reshape_alias",
-    run=_run_reshape,
+    local_call=_call_reshape,
 )
-def reshape(view: View) -> list[Split]:
+def split_reshape(view: OperatorView) -> list[OpSplit]:
     """
     Cut a dim that stays, or the first of dims that are folded or unfolded, if parts end where rows
     do.
     """
-    before = view.ins[0]
-    after = view.outs[0]
+    before = view.in_shapes[0]
+    after = view.out_shapes[0]
     ins: list[Hashable | None] = [None] * len(before)
     outs: list[Hashable | None] = [None] * len(after)
     divides: dict[Hashable, int] = {}
-    for name, (left, right) in enumerate(groups(before, after)):
+    for name, (left, right) in enumerate(group_reshaped_dims(before, after)):
         ins[left[0]] = outs[right[0]] = name
         if len(left) > 1 or len(right) > 1:
             divides[name] = gcd(before[left[0]], after[right[0]])
-    others: list[Labels] = [[None] * len(shape) for shape in view.ins[1:]]
-    found = by_labels(view, [ins, *others], [outs], divides)
-    return found + (linear(view, [0]) if len(view.ins) == 1 else [])
+    others: list[Labels] = [[None] * len(shape) for shape in view.in_shapes[1:]]
+    found = splits_by_labels(view, [ins, *others], [outs], divides)
+    return found + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
 
 
 # ---- dims in another order --------------------------------------------------
 
 
-def _order(view: View) -> list[int]:
-    rank = len(view.ins[0])
+def _dim_order(view: OperatorView) -> list[int]:
+    rank = len(view.in_shapes[0])
     kind = view.operator.kind
     order = list(range(rank))
     if kind in ("t", "numpy_T"):
         return order[::-1]
     if kind in ("transpose", "swapaxes", "swapdims"):
-        a = view.arg(1, "dim0") % rank
-        b = view.arg(2, "dim1") % rank
+        a = view.get_arg(1, "dim0") % rank
+        b = view.get_arg(2, "dim1") % rank
         order[a], order[b] = order[b], order[a]
         return order
     if kind == "permute":
-        return list(dims(view.arg(1, "dims"), rank))
+        return list(normalize_dims(view.get_arg(1, "dims"), rank))
     source, target = (
-        dims(view.arg(place, name), rank) for place, name in ((1, "source"), (2, "destination"))
+        normalize_dims(view.get_arg(place, name), rank)
+        for place, name in ((1, "source"), (2, "destination"))
     )
     rest = [dim for dim in order if dim not in source]
     for to, dim in sorted(zip(target, source, strict=True)):
@@ -90,173 +108,181 @@ def _order(view: View) -> list[int]:
     return rest
 
 
-@rule("permute", "transpose", "t", "movedim", "moveaxis", "numpy_T", "swapaxes", "swapdims")
-def permute(view: View) -> list[Split]:
+@register_rule(
+    "permute", "transpose", "t", "movedim", "moveaxis", "numpy_T", "swapaxes", "swapdims"
+)
+def split_permute(view: OperatorView) -> list[OpSplit]:
     """Cut any dim."""
-    return _every(view, [list(range(len(view.ins[0])))], [_order(view)])
+    return _linear_splits(view, [list(range(len(view.in_shapes[0])))], [_dim_order(view)])
 
 
 # ---- more elements ----------------------------------------------------------
 
 
-def expanded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def local_expand(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return `x` broadcast to a shape."""
     return x.expand(shape)
 
 
-def _run_expand(place: Place) -> Call:
-    return expanded, (place.operator.args[0], place.out()), {}
+def _call_expand(context: LocalContext) -> LocalCall:
+    return local_expand, (context.operator.args[0], context.local_out_shape()), {}
 
 
-@rule("expand", "expand_as", "broadcast_to", run=_run_expand)
-def expand(view: View) -> list[Split]:
+@register_rule("expand", "expand_as", "broadcast_to", local_call=_call_expand)
+def split_expand(view: OperatorView) -> list[OpSplit]:
     """Cut any dim: those that are new, or had one element, in the result only."""
-    before = view.ins[0]
-    after = view.outs[0]
+    before = view.in_shapes[0]
+    after = view.out_shapes[0]
     skip = len(after) - len(before)
     ins = [skip + dim if size == after[skip + dim] else None for dim, size in enumerate(before)]
-    others: list[Labels] = [[None] * len(shape) for shape in view.ins[1:]]
-    found = by_labels(view, [ins, *others], [list(range(len(after)))])
-    return found + (linear(view, [0]) if len(view.ins) == 1 else [])
+    others: list[Labels] = [[None] * len(shape) for shape in view.in_shapes[1:]]
+    found = splits_by_labels(view, [ins, *others], [list(range(len(after)))])
+    return found + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
 
 
-@rule("repeat", "tile")
-def repeat(view: View) -> list[Split]:
+@register_rule("repeat", "tile")
+def split_repeat(view: OperatorView) -> list[OpSplit]:
     """Cut dims that aren't repeated."""
-    before = view.ins[0]
-    after = view.outs[0]
+    before = view.in_shapes[0]
+    after = view.out_shapes[0]
     skip = len(after) - len(before)
     labels: list[Hashable | None] = [
         dim if size == after[skip + dim] else None for dim, size in enumerate(before)
     ]
-    return _every(view, [labels], [[*[None] * skip, *labels]])
+    return _linear_splits(view, [labels], [[*[None] * skip, *labels]])
 
 
-@rule("repeat_interleave")
-def repeat_interleave(view: View) -> list[Split]:
+@register_rule("repeat_interleave")
+def split_repeat_interleave(view: OperatorView) -> list[OpSplit]:
     """Cut any dim; each element of one becomes several that stay together."""
-    if len(view.ins) > 1 or view.arg(2, "dim") is None:
+    if len(view.in_shapes) > 1 or view.get_arg(2, "dim") is None:
         return []
-    before = view.ins[0]
-    after = view.outs[0]
+    before = view.in_shapes[0]
+    after = view.out_shapes[0]
     divides: dict[Hashable, int] = {
         dim: size for dim, size in enumerate(before) if size != after[dim]
     }
     labels = list(range(len(before)))
-    return _every(view, [labels], [labels], divides)
+    return _linear_splits(view, [labels], [labels], divides)
 
 
 # ---- fewer elements, and pieces ---------------------------------------------
 
 
-@rule("select")
-def select(view: View) -> list[Split]:
+@register_rule("select")
+def split_select(view: OperatorView) -> list[OpSplit]:
     """Cut all other dims."""
-    (over,) = dims(view.arg(1, "dim"), len(view.ins[0]))
-    labels = [None if dim == over else dim for dim in range(len(view.ins[0]))]
-    return _every(view, [labels], [[name for dim, name in enumerate(labels) if dim != over]])
-
-
-@rule("slice", "narrow")
-def slices(view: View) -> list[Split]:
-    """Cut the dims of which everything is taken."""
-    before = view.ins[0]
-    after = view.outs[0]
-    labels = [dim if size == after[dim] else None for dim, size in enumerate(before)]
-    if view.operator.kind == "narrow":
-        labels[view.arg(1, "dim") % len(before)] = None
-    elif view.arg(4, "step", 1) != 1 or (view.arg(3, "end") or 0) < 0:
-        labels[view.arg(1, "dim", 0) % len(before)] = None
-    return _every(view, [labels], [labels])
-
-
-@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
-def split(view: View) -> list[Split]:
-    """Cut all other dims."""
-    over = view.arg(2, "dim", 0) % len(view.ins[0])
-    labels = [None if dim == over else dim for dim in range(len(view.ins[0]))]
-    return _every(view, [labels], [labels] * len(view.outs))
-
-
-@rule("unbind")
-def unbind(view: View) -> list[Split]:
-    """Cut all other dims."""
-    over = view.arg(1, "dim", 0) % len(view.ins[0])
-    labels = [None if dim == over else dim for dim in range(len(view.ins[0]))]
-    return _every(
-        view, [labels], [[name for dim, name in enumerate(labels) if dim != over]] * len(view.outs)
+    (over,) = normalize_dims(view.get_arg(1, "dim"), len(view.in_shapes[0]))
+    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    return _linear_splits(
+        view, [labels], [[name for dim, name in enumerate(labels) if dim != over]]
     )
 
 
-@rule("cat", "concat")
-def cat(view: View) -> list[Split]:
+@register_rule("slice", "narrow")
+def split_slice(view: OperatorView) -> list[OpSplit]:
+    """Cut the dims of which everything is taken."""
+    before = view.in_shapes[0]
+    after = view.out_shapes[0]
+    labels = [dim if size == after[dim] else None for dim, size in enumerate(before)]
+    if view.operator.kind == "narrow":
+        labels[view.get_arg(1, "dim") % len(before)] = None
+    elif view.get_arg(4, "step", 1) != 1 or (view.get_arg(3, "end") or 0) < 0:
+        labels[view.get_arg(1, "dim", 0) % len(before)] = None
+    return _linear_splits(view, [labels], [labels])
+
+
+@register_rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
+def split_chunks(view: OperatorView) -> list[OpSplit]:
     """Cut all other dims."""
-    rank = len(view.outs[0])
-    over = view.arg(1, "dim", 0) % rank
+    over = view.get_arg(2, "dim", 0) % len(view.in_shapes[0])
+    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    return _linear_splits(view, [labels], [labels] * len(view.out_shapes))
+
+
+@register_rule("unbind")
+def split_unbind(view: OperatorView) -> list[OpSplit]:
+    """Cut all other dims."""
+    over = view.get_arg(1, "dim", 0) % len(view.in_shapes[0])
+    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    return _linear_splits(
+        view,
+        [labels],
+        [[name for dim, name in enumerate(labels) if dim != over]] * len(view.out_shapes),
+    )
+
+
+@register_rule("cat", "concat")
+def split_cat(view: OperatorView) -> list[OpSplit]:
+    """Cut all other dims."""
+    rank = len(view.out_shapes[0])
+    over = view.get_arg(1, "dim", 0) % rank
     labels = [None if dim == over else dim for dim in range(rank)]
     if any(
-        len(shape) != rank for shape in view.ins
+        len(shape) != rank for shape in view.in_shapes
     ):  # empty tensors of one dim are let through by torch
         return []
-    return _every(view, [labels] * len(view.ins), [labels])
+    return _linear_splits(view, [labels] * len(view.in_shapes), [labels])
 
 
-@rule("stack")
-def stack(view: View) -> list[Split]:
+@register_rule("stack")
+def split_stack(view: OperatorView) -> list[OpSplit]:
     """Cut all dims that were there before."""
-    over = view.arg(1, "dim", 0) % len(view.outs[0])
-    labels = list(range(len(view.ins[0])))
-    return _every(view, [labels] * len(view.ins), [[*labels[:over], None, *labels[over:]]])
+    over = view.get_arg(1, "dim", 0) % len(view.out_shapes[0])
+    labels = list(range(len(view.in_shapes[0])))
+    return _linear_splits(
+        view, [labels] * len(view.in_shapes), [[*labels[:over], None, *labels[over:]]]
+    )
 
 
-@rule("select_scatter", "slice_scatter")
-def scatter_view(view: View) -> list[Split]:
+@register_rule("select_scatter", "slice_scatter")
+def split_view_scatter(view: OperatorView) -> list[OpSplit]:
     """x and what is put into it: cut all dims but the one that is indexed."""
-    rank = len(view.ins[0])
-    over = view.arg(2, "dim", 0) % rank
+    rank = len(view.in_shapes[0])
+    over = view.get_arg(2, "dim", 0) % rank
     labels = [None if dim == over else dim for dim in range(rank)]
     source = (
         [name for dim, name in enumerate(labels) if dim != over]
-        if len(view.ins[1]) < rank
+        if len(view.in_shapes[1]) < rank
         else labels
     )
-    return _every(view, [labels, source], [labels])
+    return _linear_splits(view, [labels, source], [labels])
 
 
 # ---- elements elsewhere -----------------------------------------------------
 
 
-@rule("flip", "roll")
-def moved(view: View) -> list[Split]:
+@register_rule("flip", "roll")
+def split_flip(view: OperatorView) -> list[OpSplit]:
     """Cut the dims along which nothing moves."""
     place, name = (1, "dims") if view.operator.kind == "flip" else (2, "dims")
-    over = dims(view.arg(place, name), len(view.ins[0]))
-    labels = [None if dim in over else dim for dim in range(len(view.ins[0]))]
-    return _every(view, [labels], [labels])
+    over = normalize_dims(view.get_arg(place, name), len(view.in_shapes[0]))
+    labels = [None if dim in over else dim for dim in range(len(view.in_shapes[0]))]
+    return _linear_splits(view, [labels], [labels])
 
 
-@rule("pad", "constant_pad_nd")
-def pad(view: View) -> list[Split]:
+@register_rule("pad", "constant_pad_nd")
+def split_pad(view: OperatorView) -> list[OpSplit]:
     """Cut the dims that aren't padded."""
-    rank = len(view.ins[0])
-    touched = (len(view.arg(1, "pad")) + 1) // 2
+    rank = len(view.in_shapes[0])
+    touched = (len(view.get_arg(1, "pad")) + 1) // 2
     labels = [dim if dim < rank - touched else None for dim in range(rank)]
-    found = by_labels(view, [labels], [labels])
-    value = view.arg(3, "value") if view.operator.kind == "pad" else view.arg(2, "value")
-    return found + (linear(view, [0]) if not value else [])
+    found = splits_by_labels(view, [labels], [labels])
+    value = view.get_arg(3, "value") if view.operator.kind == "pad" else view.get_arg(2, "value")
+    return found + (partial_sum_splits(view, [0]) if not value else [])
 
 
-@rule("tril", "triu")
-def triangle(view: View) -> list[Split]:
+@register_rule("tril", "triu")
+def split_triangle(view: OperatorView) -> list[OpSplit]:
     """Cut the dims in front of the matrices."""
-    rank = len(view.ins[0])
+    rank = len(view.in_shapes[0])
     labels = [dim if dim < rank - 2 else None for dim in range(rank)]
-    return _every(view, [labels], [labels])
+    return _linear_splits(view, [labels], [labels])
 
 
-@rule("cumsum")
-def cumsum(view: View) -> list[Split]:
+@register_rule("cumsum")
+def split_cumsum(view: OperatorView) -> list[OpSplit]:
     """Cut all other dims."""
-    (over,) = dims(view.arg(1, "dim"), len(view.ins[0]))
-    labels = [None if dim == over else dim for dim in range(len(view.ins[0]))]
-    return _every(view, [labels], [labels])
+    (over,) = normalize_dims(view.get_arg(1, "dim"), len(view.in_shapes[0]))
+    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    return _linear_splits(view, [labels], [labels])

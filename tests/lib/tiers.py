@@ -45,18 +45,25 @@ def cover_pairs(
     cases: Iterable[Value], features: Callable[[Value], Sequence[Hashable]]
 ) -> list[Value | Any]:
     """
-    Return all cases, of which those that add no new feature and no new pair are marked `thorough`.
+    Return all cases in their order; those that no pair of features needs are marked `thorough`.
+
+    The default run keeps a greedy cover: as long as a feature or a pair is missing, the case that
+    adds most of them.
 
     Args:
-        cases: what a test is parametrized with, the most telling first: order decides.
+        cases: what a test is parametrized with.
         features: the features of a case, one value per position; a pair is two values at two
             positions.
     """
-    seen: set[Any] = set()
-    result: list[Any] = []
-    for case in cases:
+    listed = list(cases)
+    pairs: list[set[Any]] = []
+    for case in listed:
         values = list(enumerate(features(case)))
-        new = set(values) | set(itertools.combinations(values, 2))
-        result.append(thorough(case) if new <= seen else case)
-        seen |= new
-    return result
+        pairs.append({*values, *itertools.combinations(values, 2)})
+    missing: set[Any] = set().union(*pairs)
+    kept: set[int] = set()
+    while missing:
+        best = max(range(len(listed)), key=lambda index: (len(pairs[index] & missing), -index))
+        kept.add(best)
+        missing -= pairs[best]
+    return [case if index in kept else thorough(case) for index, case in enumerate(listed)]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.lib import pipeline_cases as piped
+from tests.lib import tiers
 from tests.lib.pipeline_cases import Case
 from tests.parallel.pipeline.test_schedules_on_ranks import SCHEDULES, check
 
@@ -102,11 +104,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "combination",
     tiers.cover_pairs(
-        itertools.product(range(len(OPTIONS)), ["interleaved", "zero-bubble"], ["step", "pass"]), list
+        itertools.product(range(len(OPTIONS)), ["interleaved", "zero-bubble"], ["step", "pass"]),
+        list,
     ),
     ids=str,
 )
-def test_other_options(worlds: Any, schedule: str, more: dict[str, Any], gather: str) -> None:
+def test_other_options(worlds: Any, combination: tuple[int, str, str]) -> None:
+    option, schedule, gather = combination
+    more = OPTIONS[option]
     case = Case("dropout", dp=2, rows=(16, 13), more=(("schedule", schedule),))
     if "recompute" in more:  # which has the same bits with and without
         case = dataclasses.replace(case, run=(("recompute", more["recompute"]),))

@@ -19,7 +19,7 @@ from pdrun.launcher.agent.event_tail import EventTail
 from pdrun.launcher.agent.interfaces import WorkerOutput
 from pdrun.launcher.agent.summary import format_duration, format_summary, sanitize_line
 from pdrun.launcher.common.network import is_loopback
-from pdrun.launcher.common.ranks import RankSet
+from pdrun.launcher.common.rank_lists import RankSet
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import Assign, Failure, StopWorkers, Verdict, Waiting
 

@@ -1,13 +1,12 @@
 """
-How workers speak to their agent: datagrams through a socket file in a folder that only this user
-can enter.
+How workers report to their agent: datagrams through a socket file in a folder of mode 0700.
 
     {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100}
 
-Whatever is no such object, exactly, is counted and forgotten: it may come from any process of this
-user. The kernel says who sent it. A worker never waits: what does not fit into the socket's queue
-is lost, and the next one says it again. Nor does a worker that floods keep the agent busy: a turn
-reads at most BATCH of them.
+A datagram of any other format is counted and dropped: any process of this user may have sent it.
+The kernel names the sender. A worker never waits. A report that does not fit into the socket's
+queue is lost, and the next one replaces it. A worker that sends too many does not keep the agent
+busy: one call reads at most MAX_REPORTS_PER_READ.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 MAX_DATAGRAM_BYTES = 512
-"""Bytes of a datagram, at most."""
 MAX_REPORTS_PER_READ = 64
 MAX_NUMBER = 1 << 53
-"""No rank, generation or step is as great."""
+"""Ranks, generations and steps are smaller."""
 MAX_SWEPT_FOLDERS = 64
 _FOLDER_PREFIX = "pdrun-agent-"
 """
-Then a name of the running kernel: on a folder that hosts share, only that one knows whether a
-socket is held.
+The identifier of the running kernel follows: in a folder that hosts share, only that kernel knows
+whether a socket is in use.
 """
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
-"""Bytes of a socket's path; the system takes 107."""
+"""For the path of a socket; the system accepts 107."""
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one datagram says."""
+    """The content of one datagram."""
 
     rank: int
     generation: int
@@ -50,30 +48,26 @@ class WorkerReport:
     busy: float = 0.0
     saved: int | None = None
     pid: int = 0
-    """The process that sent it, as the kernel says; 0: not known."""
+    """The sender's pid, from the kernel; 0: unknown."""
 
 
 def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
-    """Return what a datagram says; None: it says nothing that a worker would say."""
+    """Return the report in a datagram, or None if it has another format."""
     if len(data) > MAX_DATAGRAM_BYTES:
         return None
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not {"rank", "generation"} <= found.keys() <= {
-        *_INTEGER_FIELDS,
-        "busy",
-    }:
+    if not isinstance(found, dict):
         return None
-    if not all(
-        type(found[name]) is int and 0 <= found[name] < MAX_NUMBER
-        for name in _INTEGER_FIELDS
-        if name in found
-    ):
+    if not {"rank", "generation"} <= found.keys() <= {*_INTEGER_FIELDS, "busy"}:
         return None
+    for name in _INTEGER_FIELDS:
+        if name in found and not (type(found[name]) is int and 0 <= found[name] < MAX_NUMBER):
+            return None
     busy = found.get("busy", 0.0)
-    if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # which no NaN is
+    if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # also refuses NaN
         return None
     return WorkerReport(
         found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid
@@ -82,17 +76,14 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
 
 class WorkerChannel:
     """
-    The agent's end.
+    The agent's end of the channel.
 
     Raises:
         OSError: no folder or socket can be made.
     """
 
     folders: ClassVar[set[Path]] = set()
-    """
-    Those of this process that are in use: to be removed by a process that leaves without closing
-    anything.
-    """
+    """The folders in use by this process. One that exits without `close` must remove them."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -104,7 +95,7 @@ class WorkerChannel:
         self.folders.add(self.folder)
         self.path = str(self.folder / "agent")
         self.rejected_count = 0
-        """Datagrams that no worker would send."""
+        """Datagrams that had another format."""
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._socket.bind(self.path)
@@ -114,30 +105,30 @@ class WorkerChannel:
         remove_stale_folders(self.folder)
 
     def fileno(self) -> int:
-        """Readable when `read` has something; -1 after `close`."""
+        """Return the descriptor to wait for; -1 after `close`."""
         return self._socket.fileno()
 
     def read_reports(self) -> list[WorkerReport]:
-        """
-        Return what was said since the last call, oldest first, at most BATCH of it; never blocks.
-        """
+        """Return new reports, oldest first, at most MAX_REPORTS_PER_READ; never blocks."""
         found: list[WorkerReport] = []
         for _ in range(MAX_REPORTS_PER_READ):
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(
                     MAX_DATAGRAM_BYTES + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
                 )
-            except OSError:  # nothing is left
+            except OSError:  # the queue is empty
                 break
-            told = None if flags & socket.MSG_TRUNC else parse_report(data, _sender_pid(ancillary))
-            if told is None:
+            report = None
+            if not flags & socket.MSG_TRUNC:
+                report = parse_report(data, _sender_pid(ancillary))
+            if report is None:
                 self.rejected_count += 1
             else:
-                found.append(told)
+                found.append(report)
         return found
 
     def close(self) -> None:
-        """Close the socket and remove the folder with all that is in it."""
+        """Close the socket and remove the folder."""
         self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folders.discard(self.folder)
@@ -145,10 +136,10 @@ class WorkerChannel:
 
 def make_socket_folder() -> Path:
     """
-    Make a folder of mode 0700 with a path so short that a socket can lie in it.
+    Make a folder of mode 0700 whose path is short enough for a socket.
 
     Raises:
-        OSError: none can be made anywhere; says what was wrong at the first place.
+        OSError: none can be made; the error of the first attempt.
     """
     wrong: OSError | None = None
     for base in (None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):
@@ -167,8 +158,9 @@ def make_socket_folder() -> Path:
 
 def remove_stale_folders(folder: Path) -> None:
     """
-    Remove the folders beside this one whose agents were killed: this user's, of this kernel, with a
-    dead socket.
+    Remove the folders of killed agents next to `folder`.
+
+    These belong to this user and this kernel, and no process listens on their socket.
     """
     kernel = _kernel_prefix()
     if kernel == _FOLDER_PREFIX:
@@ -182,23 +174,21 @@ def remove_stale_folders(folder: Path) -> None:
         except ConnectionRefusedError:
             shutil.rmtree(other, ignore_errors=True)
         except OSError:
-            continue  # just being made, or gone
+            continue  # being created by another agent, or already removed
 
 
 def _kernel_prefix() -> str:
-    """
-    What folders of this kernel's agents begin with; without its name where that cannot be read.
-    """
+    """Return how this kernel's folders begin; without its identifier if that cannot be read."""
     try:
-        return f"{_FOLDER_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
         return _FOLDER_PREFIX
+    return f"{_FOLDER_PREFIX}{boot_id[:8]}-"
 
 
 def _sender_pid(ancillary: list[tuple[int, int, bytes]]) -> int:
     for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(
-            data
-        ) == _CREDENTIALS.size:
+        is_credentials = (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        if is_credentials and len(data) == _CREDENTIALS.size:
             return int(_CREDENTIALS.unpack(data)[0])
     return 0

@@ -1,11 +1,9 @@
 """
-The part that this node has in one generation after another: its place, its workers, and what is
-told of them.
+This node's part in one generation after another: its ranks, its workers, and the reports about them.
 
-    Assign -> preflight -> Ready (or Unready) -> Start -> WorkerExit, one each -> Finished -> Assign ...
+    Assign -> preflight -> Ready (or Unready) -> Start -> WorkerExit per worker -> Finished -> Assign
 
-A generation of other sizes only changes what the workers are told: the plan of this node stays as
-it was made.
+A generation of another size changes only the workers' environment. The plan of this node stays.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from pdrun.rendezvous.protocol.messages import (
 
 
 class GenerationRunner:
-    """See the module. All calls come from the agent's loop."""
+    """Runs the workers of each generation. Called from the agent's loop only."""
 
     def __init__(
         self,
@@ -53,27 +51,29 @@ class GenerationRunner:
         self._assign: Assign | None = None
         self.group: WorkerGroup | None = None
         self.is_finished = False
-        """Whether all workers of the present generation have ended, and that was told."""
+        """Whether all workers of this generation have ended, and that was reported."""
 
     @property
     def has_started(self) -> bool:
-        """Whether workers of the present generation were started."""
+        """Whether workers of this generation were started."""
         return self.group is not None and self.group.has_started
 
     @property
     def is_running(self) -> bool:
-        """Whether some of them may still run."""
+        """Whether some of them may still be running."""
         return self.group is not None and self.group.has_started and not self.group.is_done
 
     def accept_assignment(
         self, message: Assign, plan: LaunchPlan, output: WorkerOutput, run: str
     ) -> None:
         """
-        Take the place in a generation; one that is known already was repeated after a reconnection.
+        Prepare the workers of a generation, and report whether this node is ready.
+
+        A known generation is ignored: after a reconnection the scheduler repeats its message.
         """
         if self._assign is not None and message.generation <= self._assign.generation:
             return
-        if self.has_started:  # else the present store is as good as new
+        if self.has_started:  # otherwise the present store is unused
             self._helpers.stores.advance(self._helpers.supervisor)
         if self._assign is not None:
             self._announcer.announce_restart(message)
@@ -83,20 +83,22 @@ class GenerationRunner:
         if found.exit_code:
             self._send(Unready(message.generation, found.exit_code, found.reason))
             return
-        keeper = self._helpers.start_supervisor(plan)
+        supervisor = self._helpers.start_supervisor(plan)
         output.begin_generation(run, message.world_size)
-        wrapped = plan.spec.program.kind == "command"
-        channel = self._monitor.open_channel(wrapped=wrapped, timeout=plan.spec.policy.hang_timeout)
+        channel_path = self._monitor.open_channel(
+            is_wrapped=plan.spec.program.kind == "command",
+            hang_timeout=plan.spec.policy.hang_timeout,
+        )
         self.group = WorkerGroup(
             plan,
             run,
             message,
-            keeper,
+            supervisor,
             output,
             self._deps.clock,
             self._report_exit,
             self._deps.stdin,
-            channel,
+            channel_path,
         )
         self._helpers.stores.is_wanted = message.node_rank == 0
         if found.imports_torch:
@@ -104,25 +106,22 @@ class GenerationRunner:
         self._send(Ready(message.generation))
 
     def start_workers(self, generation: int, plan: LaunchPlan, output: WorkerOutput) -> None:
-        """Everybody can start: start the workers; once."""
+        """Start the workers, once; all nodes are ready."""
         group = self.group
-        if (
-            group is None
-            or group.generation != generation
-            or group.has_started
-            or self._assign is None
-        ):
+        if group is None or group.generation != generation or self._assign is None:
             return
-        keeper = self._helpers.start_supervisor(plan)
+        if group.has_started:
+            return
+        supervisor = self._helpers.start_supervisor(plan)
         self._announcer.announce_start(self._assign)
         self._deps.on_progress(RUNNING)
-        self._monitor.begin_generation(group, output, keeper)
+        self._monitor.begin_generation(group, output, supervisor)
         group.start_workers()
         if not plan.spec.can_restart:
-            keeper.release_fork_server()
+            supervisor.release_fork_server()
 
     def stop_workers(self, number: int, grace: float) -> None:
-        """End the workers, if any were started: the signal, and SIGKILL after ``grace`` seconds."""
+        """Send the signal to the workers, if any were started, and SIGKILL after ``grace`` seconds."""
         if self.group is not None and self.group.has_started:
             self.group.stop_workers(number, grace)
 
@@ -133,24 +132,23 @@ class GenerationRunner:
 
     def report_finished(self, plan: LaunchPlan | None) -> None:
         """
-        Tell, once, that all workers have ended; with a fresh store where another generation may
-        follow.
+        Report, once, that all workers have ended.
+
+        If another generation may follow, the report contains the address of its store.
         """
-        if (
-            plan is None
-            or self.group is None
-            or not self.has_started
-            or not self.group.is_done
-            or self.is_finished
-        ):
+        if plan is None or self.group is None or self.is_finished:
+            return
+        if not self.has_started or not self.group.is_done:
             return
         self.is_finished = True
         self._monitor.send_progress()
-        store = self._helpers.stores.bind_next(plan.listen) if plan.spec.can_restart else ""
+        store = ""
+        if plan.spec.can_restart:
+            store = self._helpers.stores.bind_next(plan.listen)
         self._send(Finished(self.group.generation, store))
 
     def reset(self) -> None:
-        """This node begins again as a new one, in a generation to come."""
+        """Forget all generations: this node rejoins as a new one."""
         self.group = None
         self._assign = None
         self.is_finished = False
@@ -164,19 +162,24 @@ class GenerationRunner:
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """What the last look found."""
+    """Whether this node can start its workers."""
 
     exit_code: int = 0
-    """Exit code of what is wrong; 0 when this node can start."""
+    """Exit code for the problem; 0 if there is none."""
     reason: str = ""
     imports_torch: bool = False
-    """The program's text mentions torch: its store will be wanted."""
+    """The program's text mentions torch, so torch's store will be needed."""
 
 
 def run_preflight(plan: LaunchPlan, output: WorkerOutput) -> PreflightResult:
-    """Return whether this node can start its workers; makes the log folder."""
+    """
+    Check whether this node can start its workers, and make the log folder.
+
+    It is cheap, and runs before anything is started anywhere. The plan may be outdated: since then
+    a file system may have been unmounted, or a disk may have filled up.
+    """
     if not files.is_folder(plan.cwd):
-        return PreflightResult(EXIT_CONFIG, f"the working folder {plan.cwd} is not there")
+        return PreflightResult(EXIT_CONFIG, f"the working folder {plan.cwd} does not exist")
     found = check_program(plan.spec.program, plan.cwd, {**plan.base_env, **plan.spec.env})
     if found.error:
         return PreflightResult(found.exit_code or EXIT_CONFIG, found.error)

@@ -1,6 +1,6 @@
 """
-The protocols between the agent and its surroundings: what is real in production is a fake in a
-test.
+What the agent uses: its protocols, and `AgentDeps`, which passes the implementations. Tests pass
+fakes.
 """
 
 from __future__ import annotations
@@ -20,80 +20,75 @@ class Link(Protocol):
     """
     The agent's end of its connection to the scheduler (`pdrun.rendezvous.scheduler.local_link`).
 
-    Nothing here blocks. The link greets (Hello), beats and watches the scheduler's echo by itself,
-    inside `poll`.
+    Nothing here blocks. Inside `poll` the link sends Hello and heartbeats, and watches the
+    scheduler's answers.
     """
 
     def fileno(self) -> int:
-        """
-        A descriptor that becomes readable when `poll` may have something; -1 when there is none (in
-        process).
-        """
+        """Return a descriptor that is readable when `poll` may have messages; -1: in process."""
         ...
 
     def send(self, message: Message) -> None:
-        """Queue a message; messages arrive in order or the link is lost."""
+        """Queue a message. Messages arrive in order, or the link is lost."""
         ...
 
     def poll(self) -> Sequence[Message]:
         """
-        Return what has arrived and keep the connection alive. Call whenever `fileno` is readable
-        and at `deadline`.
+        Return new messages and keep the connection alive.
+
+        Call it whenever `fileno` is readable, and at `deadline`.
 
         Raises:
-            AuthenticationError: the scheduler holds another token.
-            RendezvousError: nobody answered, or the scheduler was lost for longer than the
-                `patience` of its Welcome.
+            AuthenticationError: the scheduler has another token.
+            RendezvousError: no answer, or the scheduler was lost for longer than the `patience` of
+                its Welcome.
         """
         ...
 
     def deadline(self) -> float | None:
-        """
-        Monotonic time at which `poll` wants to be called although nothing arrived; None: no such
-        time.
-        """
+        """Return the monotonic time at which `poll` is due although nothing arrived, or None."""
         ...
 
     def silent_for(self) -> float:
         """
-        Seconds since the scheduler was last heard, without those in which this process itself stood
-        still.
+        Return the seconds since the scheduler's last message.
+
+        Time in which this process was suspended does not count.
         """
         ...
 
     def cut_off_for(self) -> float:
         """
-        As `silent_for`, but a scheduler whose machine still takes connections is only away: it is
-        being started again.
+        Return the seconds for which this node has been cut off from the scheduler.
 
-        More than the `lease` of its Welcome: a new generation may have been formed without this
-        node.
+        As `silent_for`, but 0 while the scheduler's machine accepts connections: then the scheduler
+        is only being restarted. After more than the `lease` of its Welcome, the other nodes may
+        have formed a generation without this node.
         """
         ...
 
     def renew(self) -> None:
         """
-        Begin again as a new agent, after a Refuse with `rejoin`: nothing said before is repeated.
+        Start as a new agent after a Refuse with `rejoin`; nothing sent before is repeated.
 
-        The next `poll` that has anything begins with a Welcome, as the first one did.
+        The next messages of `poll` begin with a Welcome again.
         """
         ...
 
     def close(self, timeout: float = 1.0) -> None:
-        """Hand over what is queued, for at most ``timeout`` seconds, and close."""
+        """Send what is queued, for at most ``timeout`` seconds, and close."""
         ...
 
 
 class SupervisorHandle(Protocol):
     """
-    The agent's handle of the keeper process, parent of all workers
-    (`pdrun.launcher.supervisor.client`).
+    The supervisor process, parent of all workers (`pdrun.launcher.supervisor.client`).
 
-    Should the agent die in any way, the keeper ends every descendant and leaves.
+    If the agent dies, the supervisor kills all descendants and exits.
     """
 
     def fileno(self) -> int:
-        """Readable when `events` may have something."""
+        """Return a descriptor that is readable when `read_events` may have something."""
         ...
 
     def spawn(
@@ -105,60 +100,62 @@ class SupervisorHandle(Protocol):
         pass_fds: Sequence[int] = (),
     ) -> None:
         """
-        Ask for a process. The descriptors are copied to the keeper and may be closed after the
-        call.
+        Ask for a process.
 
-        In the child, ``pass_fds`` keep the numbers 3, 4, ... in the order given.
+        The supervisor gets copies of the descriptors, so the caller may close them. In the child,
+        ``pass_fds`` get the numbers 3, 4, ... in the given order.
         """
         ...
 
     def start_fork_server(self, command: WorkerCommand) -> None:
         """
-        Start the process that workers are forked from (`WorkerCommand.start`); answered by one
-        StarterState.
+        Start the fork server, from which workers are forked (`WorkerCommand.start`).
+
+        One event answers whether it is ready.
         """
         ...
 
     def release_fork_server(self) -> None:
-        """
-        Let that process go once it has forked what it was asked for: no more workers will be
-        wanted.
-        """
+        """Let the fork server exit after its pending forks: no more workers are needed."""
         ...
 
     def send_signal(self, slot: int, number: int, *, group: bool) -> None:
         """
-        Send a signal to the process of a slot, or to its whole process group; a slot that has ended
-        is no error.
+        Send a signal to the process of a slot, or to its process group.
+
+        A slot that has ended is ignored.
         """
         ...
 
     def sweep_descendants(self, slot: int | None) -> None:
         """
-        SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
+        Send SIGKILL to every remaining descendant of a slot (None: of all slots).
+
+        One Swept event answers.
         """
         ...
 
     def read_events(self) -> Iterable[SupervisorEvent]:
         """
-        Return what has happened since the last call.
+        Return the events since the last call.
 
         Raises:
-            PdrunError: the keeper itself died, or was silent for too long (see `beat`) and was
-                ended; every worker has
-                been told to die with it.
+            PdrunError: the supervisor died, or did not answer for too long (see `send_ping`) and
+                was killed. All workers die with it.
         """
         ...
 
     def send_ping(self) -> float | None:
         """
-        Have the keeper show that it lives; return when to call again (monotonic seconds), None: no
-        need to.
+        Check that the supervisor is alive.
+
+        Returns:
+            When to call again (monotonic seconds), or None for no need.
         """
         ...
 
     def close(self) -> None:
-        """End all descendants, the keeper with them, and wait for it (bounded)."""
+        """Kill all descendants and the supervisor, and wait for its end (bounded)."""
         ...
 
 
@@ -166,68 +163,72 @@ class WorkerOutput(Protocol):
     """
     Reads the workers' pipes; writes log files and the terminal (`pdrun.launcher.output.router`).
 
-    It never blocks on a file or the terminal, and no line of one worker is ever torn by another's.
+    It never blocks on a file or the terminal. Lines of different workers are never mixed.
     """
 
     def prepare_folder(self) -> None:
         """
-        Make the log folder, or find out that it cannot be used: part of the preflight.
+        Make the log folder; part of the preflight.
 
         Raises:
-            ConfigError: names the folder and the reason.
+            ConfigError: the folder cannot be used.
         """
         ...
 
     def begin_generation(self, run: str, world_size: int) -> None:
         """
-        A generation starts: needed before `open`; names the folder, and tells whether lines need a
-        prefix.
+        Start a generation; needed before `open_pipes`.
+
+        Args:
+            run: name of the run: names the log folder.
+            world_size: decides whether lines need a prefix.
         """
         ...
 
     def show_hidden_tail(self, rank: int) -> None:
-        """A worker failed: show the last lines of one that --show-ranks hides; once."""
+        """Print the last lines of a failed worker that --show-ranks hides; once."""
         ...
 
     def open_pipes(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
         """
-        Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller
-        closes.
+        Make the two pipes of a worker.
+
+        Returns:
+            The write ends (stdout, stderr), which the caller closes.
         """
         ...
 
     def watched_fds(self) -> Iterable[int]:
-        """
-        The read ends that are to be watched now (none of a worker whose output is being held back).
-        """
+        """Return the read ends to wait for; a worker that is held back has none."""
         ...
 
     def read_pipe(self, fd: int) -> None:
-        """Take what a readable pipe holds, at most one buffer, and pass it on."""
+        """Read a readable pipe, at most one buffer, and pass the data on."""
         ...
 
     def drain_worker(self, rank: int, timeout: float) -> None:
         """
-        A worker has ended: take what is left in its pipes (until EOF or ``timeout``), write out a
-        last half line.
+        Read the pipes of an ended worker until EOF or ``timeout`` seconds.
+
+        A last partial line is printed, too.
         """
         ...
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """The last lines of a worker, stderr after stdout, for a summary."""
+        """Return the last lines of a worker for a summary: stdout, then stderr."""
         ...
 
     def recent_stderr(self, rank: int) -> str:
         """
-        The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long
-        stack.
+        Return the last 16 KiB of a worker's stderr.
+
+        The reason of an abort may be printed before a long stack.
         """
         ...
 
     def last_traceback(self, rank: int) -> tuple[float, str] | None:
         """
-        The last Python traceback that a worker printed on stderr, when nothing but its own lines
-        followed.
+        Return the last Python traceback on a worker's stderr, if only its own lines followed.
 
         Returns:
             (monotonic seconds of its first byte, text), or None.
@@ -235,93 +236,83 @@ class WorkerOutput(Protocol):
         ...
 
     def has_survived(self, rank: int) -> bool:
-        """
-        Whether a worker's output tells that it went on after the traceback that `traceback`
-        returns.
-        """
+        """Return whether the output shows that a worker continued after its `last_traceback`."""
         ...
 
     def last_output_at(self, rank: int) -> float:
-        """Monotonic seconds at which something that a worker printed was last read; 0: never."""
+        """Return the monotonic time of the last output of a worker; 0: none yet."""
         ...
 
     def log_path(self, rank: int) -> str:
-        """
-        Path of the log that tells why the worker ended, or the empty string when no files are
-        written.
-        """
+        """Return the log that shows why the worker ended; empty if no files are written."""
         ...
 
     def print_line(self, text: str) -> None:
-        """
-        Print a line of pdrun's own on the terminal (stderr), in order with the workers' lines.
-        """
+        """Print a line of pdrun on the terminal (stderr), in order with the workers' lines."""
         ...
 
     def close(self, timeout: float = 2.0) -> tuple[str, ...]:
-        """Flush files and terminal, bounded; return one line for each thing that was dropped."""
+        """Flush files and terminal (bounded); return one line for each loss."""
         ...
 
 
 class SchedulerProcess(Protocol):
-    """The scheduler process, as far as the agent needs to know it."""
+    """The scheduler process of this node."""
 
     def fileno(self) -> int:
-        """Readable when `tend` is due; -1: see `deadline`."""
+        """Return a descriptor that is readable when `restart_if_dead` is due; -1: see `deadline`."""
         ...
 
     def deadline(self) -> float | None:
-        """
-        Monotonic time at which `tend` is due although nothing is readable; None: no such time.
-        """
+        """Return the monotonic time at which `restart_if_dead` is due in any case, or None."""
         ...
 
     def restart_if_dead(self) -> str:
         """
-        Start it again when it has died; never waits. Return a line for the user, or the empty
-        string.
+        Restart it if it died; never waits.
+
+        Returns:
+            A line for the user, or an empty string.
 
         Raises:
-            RendezvousError: it has ended for good.
+            RendezvousError: it cannot be restarted.
         """
         ...
 
 
-def _nothing(plan: LaunchPlan, welcome: Welcome) -> None:
-    """The default of `Surroundings.welcomed`."""
+def _ignore_welcome(plan: LaunchPlan, welcome: Welcome) -> None:
+    """The default of `AgentDeps.on_welcome`."""
 
 
-def _unheard(mark: bytes) -> None:
-    """The default of `Surroundings.reached`."""
+def _ignore_progress(mark: bytes) -> None:
+    """The default of `AgentDeps.on_progress`."""
 
 
 @dataclass(frozen=True)
 class AgentDeps:
-    """See the module."""
+    """What an agent is given: real implementations in production, fakes in a test."""
 
     start_supervisor: Callable[[LaunchPlan], SupervisorHandle]
     make_output: Callable[[LaunchPlan], WorkerOutput]
     clock: Clock = field(default_factory=SystemClock)
-    on_welcome: Callable[[LaunchPlan, Welcome], None] = _nothing
-    """Called once, when the run's name is known."""
+    on_welcome: Callable[[LaunchPlan, Welcome], None] = _ignore_welcome
+    """Called once, when the name of the run is known."""
     scheduler_process: SchedulerProcess | None = None
-    """The scheduler process of this node, if it has it."""
+    """The scheduler process, if this node runs it."""
     lifeline: int | None = None
     """
-    A descriptor whose end means: whoever started this agent is gone, end everything at once. May
-    say FOR_ALL.
+    A descriptor to the process that started this agent. At its end everything is stopped
+    immediately. FOR_ALL may arrive on it.
     """
     stdin: int | None = None
-    """What rank 0 reads as its standard input; None: nothing."""
+    """The standard input of rank 0; None: empty."""
     address: str = ""
     """``HOST:PORT`` by which other nodes join; for messages."""
     event_log: str = ""
-    """
-    Path of the event log that the scheduler process writes; what it notes is shown. Empty: none.
-    """
-    on_progress: Callable[[bytes], None] = _unheard
-    """Called with UP once signals are taken, with RUNNING before workers are started."""
+    """Path of the scheduler process's event log, whose notes are printed; empty: none."""
+    on_progress: Callable[[bytes], None] = _ignore_progress
+    """Called with UP when signals are handled, and with RUNNING before workers are started."""
     print_line: Callable[[str], None] = async_writer.write_message
-    """Says a line of pdrun's own before there is an output; must not block."""
+    """Prints a line of pdrun before the output is open; must not block."""
     is_quiet: bool = False
-    """Another agent prints what is printed once a job."""
+    """Another agent prints what concerns the whole job."""

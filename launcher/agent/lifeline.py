@@ -1,17 +1,15 @@
 """
-What an agent and the process that started it tell each other on the lifeline, one byte each.
+The lifeline: a socket pair between an agent and the process that started it.
+
+Each message is one byte. If the starting process dies, the agent reads the end of the stream and
+ends everything.
 """
 
 from __future__ import annotations
 
 UP = b"u"
+"""From the agent: it handles signals now."""
 RUNNING = b"r"
-"""
-How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its
-end.
-"""
+"""From the agent: the scheduler notices its end from now on."""
 FOR_ALL = b"a"
-"""
-Told to an agent by whoever started it: the signals that follow mean the whole job, not this node
-alone.
-"""
+"""To the agent: the signals that follow mean the whole job, not only this node."""

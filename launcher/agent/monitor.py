@@ -1,13 +1,13 @@
 """
-What an agent learns of its running workers, and tells the scheduler: progress, hangs, stacks.
+What an agent learns about its running workers and reports to the scheduler: progress, hangs, stacks.
 
-    worker --datagram--> Channel --> Progress            at most every `every` seconds, what has changed
-    /proc, output ------> Watch  --> Hung                once a rank and generation
-    ShowStacks ---------> Inquiry -> Stacks              within 3 s
+    worker --datagram--> WorkerChannel -> Progress    at most every `progress_seconds`, the changes
+    /proc, output -----> HangDetector  -> Hung        once per rank and generation
+    ShowStacks --------> StackRequest  -> Stacks      within 3 s
 
-Who only waits for others is as quiet as one that hangs. So "no output and no CPU time" counts only
-while no worker of this node is at work; for the scheduler, which asks the other nodes, the answer
-names those who are (`Stacks.active`).
+A worker that only waits for others is as quiet as one that hangs. So "no output and no CPU time"
+counts only if no worker of this node is working. `Stacks.active` names the working ranks of this
+node, so that the scheduler can apply the same rule to the whole job.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.protocol.messages import Hung, Message, Progress, Stacks, Step
 
 PROGRESS_SECONDS = 1.0
-"""Seconds between two reports of progress, at least."""
+"""Shortest time between two reports of progress."""
 
 
 class WorkerMonitor:
-    """See the module. One for an agent's life; `begin` once a generation."""
+    """Watches the workers. One per agent; `begin_generation` is called once per generation."""
 
     def __init__(
         self, clock: Clock, send: Callable[[Message], None], print_line: Callable[[str], None]
@@ -41,21 +41,20 @@ class WorkerMonitor:
         self._group: WorkerGroup | None = None
         self._stack_requests: list[tuple[StackRequest, dict[int, str] | None]] = []
         """
-        Each with what it was asked for: why some ranks are suspected, or None: because of
-        ShowStacks.
+        Each with its purpose: the suspected ranks and why, or None if the scheduler asked.
         """
         self.progress_seconds = PROGRESS_SECONDS
 
-    def open_channel(self, *, wrapped: bool, timeout: float | None) -> str:
+    def open_channel(self, *, is_wrapped: bool, hang_timeout: float | None) -> str:
         """
-        Make the channel; return its path, empty where there can be none.
+        Open the channel; return its path, or an empty string if that is impossible.
 
         Args:
-            wrapped: the workers' processes are commands, below which the program proper may run.
-            timeout: of hangs.
+            is_wrapped: the workers are commands, and the actual program may be a child of them.
+            hang_timeout: seconds, or None.
         """
-        self._is_wrapped = wrapped
-        self._hang_timeout = timeout
+        self._is_wrapped = is_wrapped
+        self._hang_timeout = hang_timeout
         if not self._has_tried_channel:
             self._has_tried_channel = True
             try:
@@ -65,16 +64,16 @@ class WorkerMonitor:
         return self._channel.path if self._channel else ""
 
     def begin_generation(
-        self, group: WorkerGroup, output: WorkerOutput, keeper: SupervisorHandle
+        self, group: WorkerGroup, output: WorkerOutput, supervisor: SupervisorHandle
     ) -> None:
-        """The workers of a generation start."""
+        """Watch the workers of a new generation, which are about to start."""
         self._cancel_requests()
         self._group = group
         self._output = output
-        self._supervisor = keeper
+        self._supervisor = supervisor
         now = self._clock.monotonic()
         self._last_reports: dict[int, WorkerReport] = {}
-        """The last that each rank said."""
+        """The last report of each rank."""
         self._reporting_pids: dict[int, int] = {}
         self._saved_steps: dict[int, int] = {}
         self._changed_ranks: set[int] = set()
@@ -83,26 +82,25 @@ class WorkerMonitor:
         self._detectors: dict[int, HangDetector] = {}
         self._next_check = now
         self._closed_ranks: set[int] = set()
-        """Ranks whose case is closed: told, or found to be at work."""
+        """Ranks that need no further check: reported as hanging, or about to be looked into."""
         self._repeat_at: dict[int, float] = {}
-        """Ranks that were told to be quiet, and from when on to tell it again."""
+        """Ranks that were reported as possibly waiting, and when to report them again."""
         self._alive_count = 0
         self._last_exit_at = float("-inf")
-        """When a worker was last seen to have ended."""
+        """When a worker was last found to have ended."""
 
     # The loop
-    # ---------------------------------------------------------------------------------------------------------
 
     def watched_fds(self) -> Iterator[int]:
-        """Descriptors that are readable when `turn` has something to do."""
+        """Yield the descriptors that are readable when `run_once` has something to do."""
         if self._channel is not None:
             yield self._channel.fileno()
 
     def next_deadline(self) -> float | None:
-        """When `turn` is due although nothing is readable."""
+        """Return the monotonic time at which `run_once` is due although nothing is readable."""
         if self._group is None or self._group.is_done:
             return None
-        times = [inquiry.deadline for inquiry, _ in self._stack_requests]
+        times = [request.deadline for request, _ in self._stack_requests]
         if self._group.has_started and not self._group.is_stopping:
             times.append(self._next_check)
         if self._changed_ranks:
@@ -110,7 +108,7 @@ class WorkerMonitor:
         return min(times, default=None)
 
     def run_once(self) -> None:
-        """Do what is there to be done."""
+        """Read reports; send progress, check for hangs and answer stack requests if due."""
         self.read_reports()
         group = self._group
         now = self._clock.monotonic()
@@ -120,139 +118,153 @@ class WorkerMonitor:
             self.send_progress()
         if now >= self._next_check and not group.is_stopping:
             self._check_workers(group, now)
-        for inquiry, suspects in list(self._stack_requests):
-            if now >= inquiry.deadline and inquiry.poll_workers(now):
-                self._stack_requests.remove((inquiry, suspects))
-                self._answer_request(group, inquiry, suspects)
-                inquiry.close()
+        for request, suspects in list(self._stack_requests):
+            if now >= request.deadline and request.poll_workers(now):
+                self._stack_requests.remove((request, suspects))
+                self._answer_request(group, request, suspects)
+                request.close()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Cancel all requests and close the channel."""
         self._cancel_requests()
         if self._channel is not None:
             if self._channel.rejected_count:
                 self._print_line(
-                    f"{self._channel.rejected_count} messages on the workers' socket were none of pdrun's"
+                    f"{self._channel.rejected_count} messages on the workers' socket were rejected:"
+                    " they did not have the format of a worker's report"
                 )
             self._channel.close()
             self._channel = None
 
     # Progress
-    # ---------------------------------------------------------------------------------------------------------
 
     def read_reports(self) -> None:
         """
-        Take what the workers have said; before their ends are told, or a step that was saved would
-        come too late.
-        """
-        for told in self._channel.read_reports() if self._channel else ():
-            if self._is_from_worker(told):
-                self._last_reports[told.rank] = told
-                self._changed_ranks.add(told.rank)
-                if told.saved is not None:
-                    self._saved_steps[told.rank] = told.saved
+        Read the workers' reports.
 
-    def _is_from_worker(self, told: WorkerReport) -> bool:
-        """Whether it was said by a worker of this generation, not by a helper of one."""
+        Call it before exits are reported: a saved step must reach the scheduler first.
+        """
+        if self._channel is None:
+            return
+        for report in self._channel.read_reports():
+            if self._is_from_worker(report):
+                self._last_reports[report.rank] = report
+                self._changed_ranks.add(report.rank)
+                if report.saved is not None:
+                    self._saved_steps[report.rank] = report.saved
+
+    def _is_from_worker(self, report: WorkerReport) -> bool:
+        """Return whether a worker of this generation sent a report, not a helper of a worker."""
         group = self._group
-        if (
-            group is None
-            or not group.has_started
-            or told.generation != group.generation
-            or told.rank not in group.ranks
-        ):
+        if group is None or not group.has_started or report.generation != group.generation:
             return False
-        pid = next((pid for rank, _, pid in group.alive_workers() if rank == told.rank), 0)
-        if self._is_wrapped:  # below a shell, say: the first that speaks is it
-            return self._reporting_pids.setdefault(told.rank, told.pid) == told.pid
-        return not pid or not told.pid or told.pid == pid
+        if report.rank not in group.ranks:
+            return False
+        if self._is_wrapped:
+            # the program may run below a shell: the first process that reports is the worker
+            first_pid = self._reporting_pids.setdefault(report.rank, report.pid)
+            return report.pid == first_pid
+        pids = {rank: pid for rank, _, pid in group.alive_workers()}
+        pid = pids.get(report.rank, 0)
+        return not pid or not report.pid or report.pid == pid
 
     def send_progress(self) -> None:
-        """Tell the scheduler now what it has not heard."""
+        """Send the progress that the scheduler does not know yet."""
         group = self._group
         if group is None or not self._changed_ranks:
             return
-        steps = [self._last_reports[rank] for rank in sorted(self._changed_ranks)]
+        steps = []
+        for rank in sorted(self._changed_ranks):
+            report = self._last_reports[rank]
+            if report.step is not None:
+                steps.append(Step(rank, report.step, report.busy))
+        # a step counts as saved when all workers of the node have saved it
         saved = min((self._saved_steps.get(rank, -1) for rank in group.ranks), default=-1)
-        moved = tuple(
-            Step(told.rank, told.step, told.busy) for told in steps if told.step is not None
-        )
         self._changed_ranks.clear()
         self._next_progress = self._clock.monotonic() + self.progress_seconds
-        if moved or saved != self._sent_saved_step:
+        if steps or saved != self._sent_saved_step:
             self._sent_saved_step = saved
-            self._send_message(Progress(group.generation, moved, saved))
+            self._send_message(Progress(group.generation, tuple(steps), saved))
 
     # Hangs
-    # ------------------------------------------------------------------------------------------------------------
 
     def _check_workers(self, group: WorkerGroup, now: float) -> None:
-        suspects: list[tuple[tuple[bool, int, float], int, HangSuspicion]] = []
+        """Take a sample of each worker, and report those that hang."""
         alive = group.alive_workers()
+        suspects = self._find_suspects(alive, now)
+        self._next_check = now + HangDetector(self._hang_timeout, now).interval
+        if len(alive) < self._alive_count:
+            # the workers that waited for the ended one notice it after a moment
+            self._last_exit_at = now
+        self._alive_count = len(alive)
+        is_any_working = now - self._last_exit_at < (self._hang_timeout or 0.0)
+        is_any_working = is_any_working or any(self._is_working(rank) for rank, _, _ in alive)
+        ended = {rank: found.reason for rank, found in suspects if found.only_if_ended}
+        if ended and self._channel is not None:
+            self._closed_ranks |= ended.keys()
+            self._request_stacks([worker for worker in alive if worker[0] in ended], now, ended)
+        for rank, found in suspects:
+            if found.only_if_ended or (found.may_be_waiting and is_any_working):
+                continue
+            self._report_hang(group, rank, found.reason, waits=found.may_be_waiting)
+
+    def _find_suspects(
+        self, alive: list[tuple[int, int, int]], now: float
+    ) -> list[tuple[int, HangSuspicion]]:
+        """
+        Return the suspected ranks, the most suspicious one first.
+
+        That is: suspended ones, then those with the lowest step, then those idle for longest.
+        """
+        suspects: list[tuple[tuple[bool, int, float], int, HangSuspicion]] = []
         for rank, _, pid in alive:
             seen = self._sample_worker(rank, pid)
             if seen is None:
                 self._detectors.pop(rank, None)
                 continue
-            watch = self._detectors.setdefault(rank, HangDetector(self._hang_timeout, now))
-            found = watch.add_sample(seen, now)
-            if (
-                found is not None
-                and rank not in self._closed_ranks
-                and now >= self._repeat_at.get(rank, 0.0)
-            ):
-                order = (
-                    seen.letter != "T",
-                    -1 if seen.step is None else seen.step,
-                    -watch.idle_seconds,
-                )
+            detector = self._detectors.setdefault(rank, HangDetector(self._hang_timeout, now))
+            found = detector.add_sample(seen, now)
+            if found is None or rank in self._closed_ranks:
+                continue
+            if now >= self._repeat_at.get(rank, 0.0):
+                step = -1 if seen.step is None else seen.step
+                order = (seen.letter != "T", step, -detector.idle_seconds)
                 suspects.append((order, rank, found))
-        self._next_check = now + HangDetector(self._hang_timeout, now).interval
-        if len(alive) < self._alive_count:  # who waited for it takes a moment to see that
-            self._last_exit_at = now
-        self._alive_count = len(alive)
-        someone_works = any(self._is_working(rank) for rank, _, _ in alive)
-        someone_works = someone_works or now - self._last_exit_at < (self._hang_timeout or 0.0)
-        ended = {rank: found.reason for _, rank, found in suspects if found.only_if_ended}
-        if ended and self._channel is not None:
-            self._closed_ranks |= ended.keys()
-            self._request_stacks([worker for worker in alive if worker[0] in ended], now, ended)
-        for _, rank, found in sorted(suspects, key=lambda suspect: suspect[:2]):
-            if not found.only_if_ended and not (found.may_be_waiting and someone_works):
-                self._report_hang(group, rank, found.reason, waits=found.may_be_waiting)
+        suspects.sort(key=lambda suspect: suspect[:2])
+        return [(rank, found) for _, rank, found in suspects]
 
     def _sample_worker(self, rank: int, pid: int) -> WorkerSample | None:
-        """Look at a worker; None: without a timeout there is no reason to."""
-        traceback = self._output.last_traceback(rank) is not None and not self._output.has_survived(
-            rank
-        )
-        if self._hang_timeout is None and not traceback:
+        """Return a sample of a worker; None if neither a timeout nor a traceback asks for one."""
+        has_traceback = False
+        if self._output.last_traceback(rank) is not None:
+            has_traceback = not self._output.has_survived(rank)
+        if self._hang_timeout is None and not has_traceback:
             return None
         state = procfs.read_state(pid)
-        told = self._last_reports.get(rank)
+        report = self._last_reports.get(rank)
         return WorkerSample(
-            step=told.step if told else None,
+            step=report.step if report else None,
             saved=self._saved_steps.get(rank),
             output_at=self._output.last_output_at(rank),
             cpu_seconds=procfs.read_cpu_seconds(pid),
             letter=state.letter if state else "Z",
             is_traced=bool(state and state.tracer_pid),
-            has_traceback=traceback,
+            has_traceback=has_traceback,
         )
 
     def _is_working(self, rank: int) -> bool:
-        """Whether a worker has done something within the timeout, as far as can be seen."""
-        watch = self._detectors.get(rank)
-        told = self._last_reports.get(rank)
-        if watch is None or self._hang_timeout is None:
+        """Return whether a worker has visibly done something within the hang timeout."""
+        detector = self._detectors.get(rank)
+        report = self._last_reports.get(rank)
+        if detector is None or self._hang_timeout is None:
             return False
-        return (
-            watch.stuck_seconds if told and told.step is not None else watch.idle_seconds
-        ) < self._hang_timeout
+        if report is not None and report.step is not None:
+            return detector.stuck_seconds < self._hang_timeout
+        return detector.idle_seconds < self._hang_timeout
 
     def _report_hang(self, group: WorkerGroup, rank: int, why: str, *, waits: bool = False) -> None:
-        # the scheduler may know of one that is at work: then it is told again after as long a time
         if waits:
+            # the scheduler may know a working rank elsewhere: report it again after the same time
             self._repeat_at[rank] = self._clock.monotonic() + (self._hang_timeout or 0.0)
         else:
             self._closed_ranks.add(rank)
@@ -260,10 +272,9 @@ class WorkerMonitor:
         self._send_message(Hung(group.generation, rank, why, waits))
 
     # Stacks
-    # -----------------------------------------------------------------------------------------------------------
 
     def show_stacks(self, generation: int) -> None:
-        """The scheduler wants to know where everybody is."""
+        """Collect the stacks of all workers for the scheduler."""
         group = self._group
         if group is not None and group.has_started and group.generation == generation:
             self._request_stacks(group.alive_workers(), self._clock.monotonic(), None)
@@ -274,30 +285,27 @@ class WorkerMonitor:
         def signal(slot: int, number: int) -> None:
             self._supervisor.send_signal(slot, number, group=False)
 
-        active = (
-            tuple(rank for rank, _, _ in workers if self._is_working(rank))
-            if suspects is None
-            else ()
-        )
+        active: tuple[int, ...] = ()
+        if suspects is None:
+            active = tuple(rank for rank, _, _ in workers if self._is_working(rank))
         if self._channel is not None:
-            self._stack_requests.append(
-                (StackRequest(workers, self._channel.folder, signal, now, active), suspects)
-            )
+            request = StackRequest(workers, self._channel.folder, signal, now, active)
+            self._stack_requests.append((request, suspects))
         elif self._group is not None:
             self._send_message(Stacks(self._group.generation, (), active))
 
     def _answer_request(
-        self, group: WorkerGroup, inquiry: StackRequest, suspects: dict[int, str] | None
+        self, group: WorkerGroup, request: StackRequest, suspects: dict[int, str] | None
     ) -> None:
         if suspects is None:
-            self._send_message(Stacks(group.generation, inquiry.grouped_stacks(), inquiry.active))
+            self._send_message(Stacks(group.generation, request.grouped_stacks(), request.active))
             return
         alive = {rank for rank, _, _ in group.alive_workers()}
         for rank, why in suspects.items():
-            if rank in alive and not group.is_stopping and inquiry.has_program_ended(rank):
+            if rank in alive and not group.is_stopping and request.has_program_ended(rank):
                 self._report_hang(group, rank, why)
 
     def _cancel_requests(self) -> None:
-        for inquiry, _ in self._stack_requests:
-            inquiry.close()
+        for request, _ in self._stack_requests:
+            request.close()
         self._stack_requests = []

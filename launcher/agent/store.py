@@ -1,11 +1,11 @@
 """
-torch's store, held by the node of rank 0: its port is bound before anybody is told, its process
-comes when needed.
+torch's TCPStore on the node of rank 0: its port is bound before it is announced, its process starts
+on demand.
 
-Each generation has a socket and a store of its own, so that no key of an earlier one is ever read.
-A program that mentions torch gets the process at once; any other one when the first client
-connects, so a job without torch pays for a socket and nothing else. A client that is early waits in
-the socket's backlog.
+Each generation has a new socket and a new store, so no key of an earlier generation is ever read.
+If the program mentions torch, the process starts immediately. Otherwise it starts when the first
+client connects, so a job without torch pays for a socket only. An early client waits in the
+backlog of the socket.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from pdrun.launcher.agent.interfaces import SupervisorHandle
 from pdrun.launcher.supervisor.events import (
     STORE_SLOT,
     Exited,
-    SupervisorEvent,
     SpawnFailed,
+    SupervisorEvent,
     WorkerCommand,
 )
 from pdrun.rendezvous.transport.listen import bind_listener
 
 BACKLOG = 4096
+MAX_STDERR_BYTES = 4096
 _MAIN_FILE = Path(pdrun.rendezvous.__file__).with_name("tcpstore_main.py")
 
 
 class StoreSocket:
     """
-    One generation's store on this node.
+    The store of one generation on this node.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: cannot listen on the address.
     """
 
     _count = 0
 
     def __init__(self, listen: str) -> None:
-        # each has a slot of its own: the store of the last generation may not be reaped when the
-        # next one starts
+        # one slot per store: that of the last generation may not be reaped when the next one starts
         self._slot = STORE_SLOT - StoreSocket._count
         StoreSocket._count += 1
         self._listener: socket.socket | None = bind_listener(Endpoint(listen, 0), backlog=BACKLOG)
@@ -54,17 +54,14 @@ class StoreSocket:
         self._stderr_fd = -1
 
     def fileno(self) -> int:
-        """
-        Readable when the first client has come and there is no process yet; -1 when that need not
-        be watched.
-        """
+        """Return a descriptor that is readable when a client waits for the process; -1: none."""
         if self._listener and not self.is_started:
             return self._listener.fileno()
         return -1
 
     def start_process(
         self,
-        keeper: SupervisorHandle,
+        supervisor: SupervisorHandle,
         python: str,
         env: Mapping[str, str],
         cwd: str,
@@ -72,15 +69,22 @@ class StoreSocket:
         fork: bool = False,
     ) -> None:
         """
-        Hand the socket to a store process; once. ``fork``: from the starter, where there is one.
+        Start the store process, once, and give it the socket.
+
+        Args:
+            supervisor: starts it.
+            python: its interpreter.
+            env: its environment.
+            cwd: its working folder.
+            fork: fork it from the fork server, if there is one.
         """
         if self.is_started or self._listener is None:
             return
         self.is_started = True
         argv = (python, str(_MAIN_FILE))
-        with tempfile.TemporaryFile() as complaints, open(os.devnull, "r+b", buffering=0) as null:
-            self._stderr_fd = os.dup(complaints.fileno())
-            keeper.spawn(
+        with tempfile.TemporaryFile() as stderr, open(os.devnull, "r+b", buffering=0) as null:
+            self._stderr_fd = os.dup(stderr.fileno())
+            supervisor.spawn(
                 WorkerCommand(
                     self._slot,
                     argv,
@@ -90,35 +94,34 @@ class StoreSocket:
                 ),
                 null.fileno(),
                 null.fileno(),
-                complaints.fileno(),
+                stderr.fileno(),
                 (self._listener.fileno(),),
             )
         self._listener.close()
         self._listener = None
 
     def describe_exit(self, event: SupervisorEvent) -> str:
-        """
-        Return why the store process ended, when nobody had asked it to; empty for any other event.
-        """
+        """Return how the store process ended unexpectedly; empty for any other event."""
         if not isinstance(event, (Exited, SpawnFailed)) or event.slot != self._slot:
             return ""
         if isinstance(event, SpawnFailed):
             return event.message
         code = os.waitstatus_to_exitcode(event.status)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"signal {-code}"
         size = os.fstat(self._stderr_fd).st_size
-        text = (
-            os.pread(self._stderr_fd, 4096, max(0, size - 4096)).decode("utf-8", "replace").strip()
-        )
+        data = os.pread(self._stderr_fd, MAX_STDERR_BYTES, max(0, size - MAX_STDERR_BYTES))
+        text = data.decode("utf-8", "replace").strip()
         return f"{how}: {text.splitlines()[-1]}" if text else how
 
-    def kill_process(self, keeper: SupervisorHandle) -> None:
-        """End the process, if there is one."""
+    def kill_process(self, supervisor: SupervisorHandle) -> None:
+        """Kill the process, if it was started."""
         if self.is_started:
-            keeper.send_signal(self._slot, signal.SIGKILL, group=False)
+            supervisor.send_signal(self._slot, signal.SIGKILL, group=False)
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -128,13 +131,13 @@ class StoreSocket:
 
 
 class StorePair:
-    """The sockets of this generation and of the next one, as an agent holds them."""
+    """The stores of this generation and of the next one."""
 
     def __init__(self) -> None:
         self._current: StoreSocket | None = None
         self._next: StoreSocket | None = None
         self.is_wanted = False
-        """Whether this node serves the present generation's store, and has not begun to."""
+        """Whether this node must serve the store of this generation, and has not started it."""
 
     def bind_current(self, listen: str) -> str:
         """Bind the socket of the first generation; return its ``HOST:PORT``."""
@@ -147,53 +150,48 @@ class StorePair:
         return self._next.address
 
     def fileno(self) -> int:
-        """
-        Readable when a client has come to a store that has no process yet; -1 when that need not be
-        watched.
-        """
-        return self._current.fileno() if self._current is not None and self.is_wanted else -1
+        """Return a descriptor that is readable when a client waits for the process; -1: none."""
+        if self._current is None or not self.is_wanted:
+            return -1
+        return self._current.fileno()
 
     def start_process(
         self,
-        keeper: SupervisorHandle,
+        supervisor: SupervisorHandle,
         python: str,
         env: Mapping[str, str],
         cwd: str,
         *,
         fork: bool = False,
     ) -> None:
-        """Start the process of the present store; once."""
+        """Start the process of this generation's store, once; see `StoreSocket.start_process`."""
         if self._current is not None and self.is_wanted:
             self.is_wanted = False
-            self._current.start_process(keeper, python, env, cwd, fork=fork)
+            self._current.start_process(supervisor, python, env, cwd, fork=fork)
 
     def describe_exit(self, event: SupervisorEvent) -> str:
-        """
-        Return why the present store ended, when that is what the event says and nobody had asked
-        for it.
-        """
-        return self._current.describe_exit(event) if self._current is not None else ""
+        """Return how this generation's store ended unexpectedly; empty for any other event."""
+        if self._current is None:
+            return ""
+        return self._current.describe_exit(event)
 
-    def advance(self, keeper: SupervisorHandle | None) -> None:
-        """
-        A generation is over: its store goes, the socket that was announced for the next one takes
-        its place.
-        """
+    def advance(self, supervisor: SupervisorHandle | None) -> None:
+        """End the store of this generation; the socket announced for the next one replaces it."""
         if self._current is not None:
-            if keeper is not None:
-                self._current.kill_process(keeper)
+            if supervisor is not None:
+                self._current.kill_process(supervisor)
             self._current.close()
         self._current = self._next
         self._next = None
         self.is_wanted = False
 
-    def reset(self, keeper: SupervisorHandle | None) -> None:
-        """This node begins again as a new one: nothing of its old sockets is announced any more."""
-        self.advance(keeper)
-        self.advance(keeper)
+    def reset(self, supervisor: SupervisorHandle | None) -> None:
+        """Drop both stores: this node rejoins as a new one, with new sockets."""
+        self.advance(supervisor)
+        self.advance(supervisor)
 
     def close(self) -> None:
-        """Let go of both sockets."""
+        """Close both sockets."""
         for store in (self._current, self._next):
             if store is not None:
                 store.close()

@@ -24,16 +24,16 @@ from collections.abc import Callable, Iterator
 from pdrun.clock import Clock
 from pdrun.launcher.agent.group_worker import GroupWorker, is_dumping_core, is_suspended
 from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
-from pdrun.launcher.common.oom import count_oom_kills
+from pdrun.launcher.common.procfs import count_oom_kills
 from pdrun.launcher.diagnosis.causes import LINGER_SECONDS, Evidence, find_cause
 from pdrun.launcher.plan.environment import build_worker_env
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import worker_start_option
 from pdrun.launcher.supervisor.events import (
     Exited,
-    SupervisorEvent,
     Spawned,
     SpawnFailed,
+    SupervisorEvent,
     Swept,
     WorkerCommand,
 )
@@ -135,13 +135,8 @@ class WorkerGroup:
         finally:
             os.close(null)
 
-<<<<<<< /tmp/renws/.a
-    def handle_event(self, event: KeeperEvent) -> None:
-        """Handle a supervisor event; events of other slots are ignored."""
-=======
     def handle_event(self, event: SupervisorEvent) -> None:
-        """An event of one of the workers' slots."""
->>>>>>> /tmp/renws/.c
+        """Handle a supervisor event; events of other slots are ignored."""
         worker = self._workers.get(event.slot)
         if worker is None:
             return

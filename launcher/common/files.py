@@ -139,3 +139,11 @@ def warm_folder(environ: Mapping[str, str] = os.environ) -> Path:
     if runtime.startswith("/"):
         return Path(runtime, "pdrun")
     return state_folder(environ) / f"warm-{os.uname().nodename}"
+
+
+def has_warm_socket(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a warm process of this user may listen: a cheap look that opens no socket."""
+    try:
+        return any(path.suffix == ".sock" for path in warm_folder(environ).iterdir())
+    except OSError:
+        return False

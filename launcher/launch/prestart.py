@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdrun.launcher.supervisor.boot import Ahead
+    from pdrun.launcher.supervisor.boot import Prestart
     from pdrun.launcher.supervisor.events import WorkerCommand
 
 ELSE = frozenset(
@@ -63,7 +63,7 @@ ENDING = 2.0
 """Seconds that a keeper has to end what nobody wants."""
 
 
-_ahead: Ahead | None = None
+_ahead: Prestart | None = None
 
 
 def begin(words: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ def begin(words: Sequence[str]) -> None:
             return
         from pdrun.launcher.supervisor import boot
 
-        _ahead = boot.Ahead(*boot.start_keeper(sys.executable))
+        _ahead = boot.Prestart(*boot.start_supervisor(sys.executable))
         _ahead.command = command(words[place:], os.environ)  # while the keeper starts
         if _ahead.command is None:
             drop()
@@ -90,7 +90,7 @@ def begin(words: Sequence[str]) -> None:
         drop()
 
 
-def take(wanted: WorkerCommand) -> Ahead | None:
+def take(wanted: WorkerCommand) -> Prestart | None:
     """
     Return the keeper that has just this starter, now the caller's; None, and none is left, where
     there is none.
@@ -132,6 +132,7 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
     import resource
 
     from pdrun import process_setup
+    from pdrun.launcher.common.files import has_warm_socket
 
     if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(
         map(environ.get, ATTACHED)
@@ -146,7 +147,7 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
         if place == 0 and word == "run":
             continue
         if word.endswith(".py") and word[0] != "-" and os.path.isfile(word):  # noqa: PTH113  (pathlib comes later)
-            if "--no-warm" not in words[:place] and _warm(environ):
+            if "--no-warm" not in words[:place] and has_warm_socket(environ):
                 return None
             return place
         if place == 0 and word[0:1] != "-":
@@ -163,37 +164,27 @@ def command(
     """
     from pathlib import Path
 
-    from pdrun.launcher.plan.environment import scrub
-    from pdrun.launcher.plan.script_scan import LOOK, told
+    from pdrun.launcher.plan.environment import remove_launcher_variables
+    from pdrun.launcher.plan.script_scan import MAX_READ_BYTES, scan_script
     from pdrun.launcher.stdlib_only import import_env
     from pdrun.launcher.supervisor import boot
 
-    env = scrub(environ)[0]
+    env = remove_launcher_variables(environ)[0]
     cwd = os.path.normpath(Path.cwd())
     path = Path(cwd, words[0])
     with path.open("rb") as file:
-        found = told(path, file.read(LOOK))
-    if not found.torch or found.late or import_env.needs_exec(env):
+        found = scan_script(path, file.read(MAX_READ_BYTES))
+    if not found.imports_torch or found.late_variable or import_env.why_exec_needed(env):
         return None
-    modules = boot.PLAIN + (boot.OPTIMIZER if found.optimizes else ())
+    modules = boot.BASE_MODULES + (boot.OPTIMIZER_MODULES if found.uses_optimizer else ())
     return (
-        boot.starter_words(sys.executable, modules, (sys.executable, *words)),
-        import_env.importing(env),
+        boot.fork_server_argv(sys.executable, modules, (sys.executable, *words)),
+        import_env.import_environment(env),
         cwd,
     )
 
 
-def _warm(environ: Mapping[str, str]) -> bool:
-    """Whether there may be a warm process of this user."""
-    from pdrun.launcher.common.places import warm_folder
-
-    try:
-        return any(path.suffix == ".sock" for path in warm_folder(environ).iterdir())
-    except OSError:
-        return False
-
-
-def _send(found: Ahead) -> None:
+def _send(found: Prestart) -> None:
     import json
     import socket
 
@@ -202,7 +193,7 @@ def _send(found: Ahead) -> None:
 
     assert found.command is not None
     argv, env, cwd = found.command
-    body = boot.lay(argv, env, cwd, (), process_setup.user_nofile_limit())
+    body = boot.write_command(argv, env, cwd, (), process_setup.user_nofile_limit())
     try:
         socket.send_fds(
             found.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL

@@ -20,7 +20,6 @@ from pdrun.backends import affinity
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common import files, network
-from pdrun.launcher.common.files import warm_folder
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan import hosts as fan
 from pdrun.launcher.plan import program
@@ -110,10 +109,7 @@ def _scan_warm_processes(spec: JobSpec, environ: Mapping[str, str]) -> WarmScan 
     """
     if not spec.program.warm or spec.program.kind == "command" or spec.program.start == "exec":
         return None
-    try:
-        if not files.is_folder(warm_folder(environ)):
-            return None
-    except OSError:
+    if not files.has_warm_socket(environ):
         return None
     from pdrun.launcher.supervisor.warm_client import WarmScan
 

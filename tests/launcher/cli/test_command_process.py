@@ -198,15 +198,23 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     assert (process.returncode, err) == (141, b"")
 
 
-def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_warm", [False, True], ids=["never warm", "was warm once"])
+def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path, was_warm: bool) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
+    if was_warm:  # `pdrun warm start` has made the folder; its process has ended
+        (tmp_path / "pdrun").mkdir(mode=0o700)
     program = (
         "import sys; from pdrun.launcher.cli import main as cli; code = cli.main(['--dry-run', 'train.py']);"
         "heavy = {'torch', 'numpy', 'zmq', 'rich', 'yaml', 'psutil', 'asyncio', 'socket', 'importlib.metadata'};"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "[]\n")
 

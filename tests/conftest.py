@@ -94,13 +94,13 @@ def leave_users_state() -> None:
     os.environ.pop("TMPDIR", None)
     for name in [name for name in os.environ if is_foreign(name)]:
         del os.environ[name]
-    if "PDRUN_TEST_HOME" not in os.environ:  # else: a process of xdist, inside of the first one's
-        os.environ["PDRUN_TEST_USER_HOME"] = str(Path.home())
+    if "PYTEST_PDRUN_HOME" not in os.environ:  # else: a process of xdist, inside of the first one's
+        os.environ["PYTEST_PDRUN_USER_HOME"] = str(Path.home())
         os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
         home = tempfile.mkdtemp(prefix="pdrun-tests-", dir="/tmp")
-        os.environ["PDRUN_TEST_HOME"] = home
+        os.environ["PYTEST_PDRUN_HOME"] = home
         atexit.register(shutil.rmtree, home, ignore_errors=True)
-    os.environ["HOME"] = os.environ["PDRUN_TEST_HOME"]
+    os.environ["HOME"] = os.environ["PYTEST_PDRUN_HOME"]
 
 
 leave_users_state()

@@ -89,7 +89,7 @@ class Fill:
                 dist.send(y, axis.ranks[axis.index + 1], group=axis.group)
                 y = None
             found.append(y)
-        step.engine.evaluated()
+        step.engine.end_evaluation()
         return found
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> Tensor:
@@ -116,13 +116,13 @@ class Fill:
             if not last:
                 dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
                 dist.send(
-                    torch.tensor(step.rng.calls), axis.ranks[axis.index + 1], group=axis.group
+                    torch.tensor(step.rng.dropout_calls), axis.ranks[axis.index + 1], group=axis.group
                 )
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):
             ends = micro.position == len(micros) - 1
             with step.engine.backward(micro=micro.position, last=ends):
-                step.engine.begin(first=micro.position == 0, last=ends, chunk=0)
+                step.engine.begin_gradients(first=micro.position == 0, last=ends, chunk=0)
                 grad = None
                 if not last:
                     grad = torch.empty_like(y)
@@ -130,5 +130,5 @@ class Fill:
                 step.run_backward([y], [grad])
                 if x is not None:
                     dist.send(x.grad, axis.ranks[axis.index - 1], group=axis.group)
-                step.engine.backward_done()
+                step.engine.end_gradients()
         return sums

@@ -56,7 +56,7 @@ def installed(wheel: Wheel) -> Path:
         )
     if importlib.util.find_spec("pip") is None:
         raise LookupError("this Python has no pip")
-    home = Path(os.environ.get("PDRUN_TEST_USER_HOME") or Path.home())
+    home = Path(os.environ.get("PYTEST_PDRUN_USER_HOME") or Path.home())
     cache = home / ".cache" / "pdrun-tests"
     folder = cache / wheel.requirement.replace("==", "-")
     cache.mkdir(parents=True, exist_ok=True)

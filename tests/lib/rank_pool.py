@@ -72,7 +72,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         gc.collect()  # runs hold themselves in circles
-        torch_compat.end_groups()
+        torch_compat.destroy_unused_groups()
         link.send(answer)
 
 

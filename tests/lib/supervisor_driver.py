@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdrun.launcher.supervisor.client import KeeperProcess
-from pdrun.launcher.supervisor.events import KeeperEvent, WorkerCommand
-from pdrun.launcher.supervisor.warm_client import Lent
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.launcher.supervisor.client import SupervisorProcess
+from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
+from pdrun.launcher.supervisor.warm_client import BorrowedSupervisor
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def until(probe: Callable[[], T], seconds: float = 10.0, what: str = "the condition") -> T:
+def wait_until(probe: Callable[[], T], seconds: float = 10.0, what: str = "the condition") -> T:
     """Return the first true value of ``probe``; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
@@ -31,7 +31,7 @@ def until(probe: Callable[[], T], seconds: float = 10.0, what: str = "the condit
         time.sleep(0.005)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -42,16 +42,16 @@ def alive(pid: int) -> bool:
 
 def read_pid(path: Path, seconds: float = 10.0) -> int:
     """Wait for a file that holds one pid and a line end."""
-    until(lambda: path.exists() and path.read_text().endswith("\n"), seconds, str(path))
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), seconds, str(path))
     return int(path.read_text())
 
 
-class KeeperDriver:
+class SupervisorDriver:
     """A KeeperProcess with bounded waits for its events."""
 
-    def __init__(self, lent: Lent | None = None) -> None:
-        self.keeper = KeeperProcess(lent=lent)
-        self.seen: list[KeeperEvent] = []
+    def __init__(self, lent: BorrowedSupervisor | None = None) -> None:
+        self.supervisor = SupervisorProcess(borrowed=lent)
+        self.events: list[SupervisorEvent] = []
 
     def start(
         self,
@@ -66,7 +66,7 @@ class KeeperDriver:
         """Start a process; its output goes to ``out`` or nowhere."""
         null = os.open(os.devnull, os.O_RDWR)
         environ = {"PATH": os.environ["PATH"]} if env is None else env
-        self.keeper.spawn(
+        self.supervisor.spawn(
             WorkerCommand(slot, argv, environ, cwd, cpus), null, out or null, out or null, pass_fds
         )
         os.close(null)
@@ -75,26 +75,26 @@ class KeeperDriver:
         """Return the next event of that kind and slot, keeping the others for later calls."""
         deadline = time.monotonic() + seconds
         while True:
-            for event in self.seen:
+            for event in self.events:
                 if isinstance(event, kind) and slot in (None, event.slot):
-                    self.seen.remove(event)
+                    self.events.remove(event)
                     return event
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"no {kind.__name__} of slot {slot} within {seconds} s; seen {self.seen}"
+                    f"no {kind.__name__} of slot {slot} within {seconds} s; seen {self.events}"
                 )
-            readable(self.keeper.fileno(), wait=0.1)
-            self.seen += self.keeper.events()
+            wait_readable(self.supervisor.fileno(), wait=0.1)
+            self.events += self.supervisor.read_events()
 
 
 @contextlib.contextmanager
-def keeper_driver(lent: Lent | None = None) -> Iterator[KeeperDriver]:
+def supervisor_driver(lent: BorrowedSupervisor | None = None) -> Iterator[SupervisorDriver]:
     """A keeper that is closed at the end."""
-    driver = KeeperDriver(lent)
+    driver = SupervisorDriver(lent)
     try:
         yield driver
     finally:
-        driver.keeper.close()
+        driver.supervisor.close()
 
 
 def python(code: str, *args: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@ Two tiers of tests: the default run, and `--thorough` (a nightly run, and once b
 
 The default run has a case of each feature and of each pair of features. The thorough run has all
 cases, more hypothesis examples, longer simulations and soaks. ``pytest --thorough`` or
-PDRUN_TEST_THOROUGH=1 selects it.
+PYTEST_PDRUN_THOROUGH=1 selects it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-VARIABLE = "PDRUN_TEST_THOROUGH"
+VARIABLE = "PYTEST_PDRUN_THOROUGH"
 Value = TypeVar("Value")
 
 

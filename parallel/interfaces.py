@@ -15,7 +15,7 @@ from pdrun.parallel.training.state import SequenceSlicer
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
-    from pdrun.parallel.pipeline.split import Split
+    from pdrun.parallel.pipeline.split import StageSplit
     from pdrun.parallel.training.driver import Driver
 
 
@@ -41,7 +41,7 @@ class StagedCutter(Cutter, Protocol):
     """A `Cutter` that works across modules and must know the pipeline stage of each."""
 
     def apply_in_stages(
-        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: StageSplit
     ) -> nn.Module:
         """
         Do what `Cutter.apply` does, for the full model. The pipeline takes its stage afterwards.
@@ -90,6 +90,6 @@ class PipelineCutter(Protocol):
 class StageSplitter(Protocol):
     """A `Pipeline` that can name the stages before it cuts the model; a `StagedCutter` needs that."""
 
-    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> Split:
+    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> StageSplit:
         """Return the stage of each module of a full model."""
         ...

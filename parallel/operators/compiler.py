@@ -34,8 +34,8 @@ from pdrun.parallel.operators.stages import StagePlan, assign_stages, assign_wei
 from pdrun.parallel.operators.strategy import StrategyEntry, resolve_entries
 
 if TYPE_CHECKING:
-    from pdrun.parallel.pipeline.split import Split
-    from pdrun.parallel.pipeline.stage import Stages
+    from pdrun.parallel.pipeline.split import StageSplit
+    from pdrun.parallel.pipeline.stage import PipelineStages
 
 
 class OperatorEngine:
@@ -56,7 +56,7 @@ class OperatorEngine:
         entries: Mapping[str, StrategyEntry],
         *,
         gather: bool = True,
-        split: Split | None = None,
+        split: StageSplit | None = None,
     ) -> None:
         self.axes = axes
         self.entries = entries
@@ -68,7 +68,7 @@ class OperatorEngine:
         self.plans: dict[Any, OperatorPlan] = {}
         self.programs: dict[Any, LocalProgram] = {}
         self.first_plan: OperatorPlan | None = None
-        self.stages: Stages | None = None
+        self.stages: PipelineStages | None = None
         """Those that this rank runs, once the pipeline has made them."""
 
     def __deepcopy__(self, memo: Any) -> OperatorEngine:
@@ -109,14 +109,14 @@ class OperatorEngine:
             )
         return self.programs[key]
 
-    def split(self) -> Split | None:
+    def split(self) -> StageSplit | None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         assert self.first_plan is not None
         if self._split is None:
             return None
         return assign_weights(self.first_plan, self._split, self.all_names)
 
-    def enter(self, stages: Stages) -> None:
+    def enter(self, stages: PipelineStages) -> None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         self.stages = stages
 

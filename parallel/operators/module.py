@@ -45,7 +45,7 @@ from pdrun.parallel.operators.strategy import StrategyEntry
 from pdrun.parallel.tensor.vocab_cross_entropy import mark_sharded_logits
 
 if TYPE_CHECKING:
-    from pdrun.parallel.pipeline.split import Split
+    from pdrun.parallel.pipeline.split import StageSplit
 
 
 class Operators:
@@ -130,7 +130,7 @@ class Operators:
         return self._check_and_cut(model, axes, sample, None)
 
     def apply_in_stages(
-        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: StageSplit
     ) -> nn.Module:
         """
         Cut a model that a pipeline will cut besides: see
@@ -139,7 +139,7 @@ class Operators:
         return self._check_and_cut(model, axes, sample, split)
 
     def _check_and_cut(
-        self, model: nn.Module, axes: MeshGroups, sample: Any, split: Split | None
+        self, model: nn.Module, axes: MeshGroups, sample: Any, split: StageSplit | None
     ) -> nn.Module:
         parts = axes.grid.degree("cp")
         if parts > 1:
@@ -163,7 +163,7 @@ class Operators:
         axes: MeshGroups,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        split: Split | None = None,
+        split: StageSplit | None = None,
     ) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
         engine = OperatorEngine(model, axes, self.entries, gather=self.gather, split=split)
@@ -202,9 +202,9 @@ class PartitionedModule(nn.Module):
             program = engine.program_for(self, args, kwargs)
             results = program.run(self, leaves)
         else:
-            one = engine.stages.going()
+            one = engine.stages.require_running()
             program = engine.program_for(self, args, kwargs, one.stage)
-            results = one.through(functools.partial(program.run, self, leaves))
+            results = one.run_graph(functools.partial(program.run, self, leaves))
         for place, words in program.vocab_shards.items():
             mark_sharded_logits(results[place], words)
         return pytree.tree_unflatten(results, program.plan.graph.result_structure)

@@ -26,7 +26,7 @@ from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.redistribute import redistribution_path
 
 if TYPE_CHECKING:
-    from pdrun.parallel.pipeline.split import Split
+    from pdrun.parallel.pipeline.split import StageSplit
 
 OPERATORS_IN_STAGES = "pdrun.Operators in stages"
 ORDER_HINT = "Pipeline(stages={glob: stage}) in the order in which values flow"
@@ -56,7 +56,7 @@ class StagePlan:
         return self.received[index] if index in self.received else plan.source_layout(index)
 
 
-def assign_stages(graph: OperatorGraph, split: Split) -> None:
+def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
     """
     Note on a graph which stage computes each operator.
 
@@ -65,11 +65,11 @@ def assign_stages(graph: OperatorGraph, split: Split) -> None:
             order than in one
             process, or a stage has nothing to compute; names stage and operator.
     """
-    graph.stage_count = split.stages
+    graph.stage_count = split.stage_count
     for index, tensor in enumerate(graph.tensors):
-        unit = _enclosing_unit(tensor.name, split.units) if tensor.kind == "buffer" else None
+        unit = _enclosing_unit(tensor.name, split.unit_stages) if tensor.kind == "buffer" else None
         if unit is not None:
-            graph.tensor_stages[index] = split.units[unit]
+            graph.tensor_stages[index] = split.unit_stages[unit]
     dropped = 0
     for place, operator in enumerate(graph.operators):
         stage = _operator_stage(graph, operator, split)
@@ -86,9 +86,9 @@ def assign_stages(graph: OperatorGraph, split: Split) -> None:
         graph.operators[place] = replace(operator, stage=stage)
         if stage is not None:
             graph.tensor_stages.update(dict.fromkeys(operator.outputs, stage))
-    for stage in range(split.stages):
+    for stage in range(split.stage_count):
         if not any(operator.stage == stage for operator in graph.operators):
-            names = ", ".join(split.modules(stage))
+            names = ", ".join(split.modules_of(stage))
             raise UsageError(
                 f"stage {stage} computes nothing: forward calls none of {names}",
                 where=OPERATORS_IN_STAGES,
@@ -96,8 +96,8 @@ def assign_stages(graph: OperatorGraph, split: Split) -> None:
             )
 
 
-def _operator_stage(graph: OperatorGraph, operator: Operator, split: Split) -> int | None:
-    unit = _enclosing_unit(operator.module, split.units)
+def _operator_stage(graph: OperatorGraph, operator: Operator, split: StageSplit) -> int | None:
+    unit = _enclosing_unit(operator.module, split.unit_stages)
     found = [
         (graph.tensor_stages[index], index)
         for index in operator.inputs
@@ -106,7 +106,7 @@ def _operator_stage(graph: OperatorGraph, operator: Operator, split: Split) -> i
     latest, index = max(found, default=(None, -1))
     if unit is None:
         return latest
-    stage = split.units[unit]
+    stage = split.unit_stages[unit]
     if latest is not None and latest > stage:
         what = f"{operator.name} of stage {stage} takes {graph.tensors[index].name}, which stage {latest} computes"
         raise UsageError(what, where=operator.source or OPERATORS_IN_STAGES, hint=ORDER_HINT)
@@ -206,7 +206,7 @@ def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
 # ---- who holds which weight -------------------------------------------------
 
 
-def assign_weights(plan: OperatorPlan, split: Split, names: Mapping[str, list[str]]) -> Split:
+def assign_weights(plan: OperatorPlan, split: StageSplit, names: Mapping[str, list[str]]) -> StageSplit:
     """
     Return a split in which every stage holds the weights that its operators use.
 
@@ -216,8 +216,8 @@ def assign_weights(plan: OperatorPlan, split: Split, names: Mapping[str, list[st
     Args:
         names: all names of a weight, by its first.
     """
-    loose: dict[str, Any] = dict(split.loose)
-    every = tuple(range(split.stages))
+    loose: dict[str, Any] = dict(split.loose_weights)
+    every = tuple(range(split.stage_count))
     used: dict[str, set[int]] = {}
     for part in stage_plans(plan):
         for place in part.operators:
@@ -225,9 +225,9 @@ def assign_weights(plan: OperatorPlan, split: Split, names: Mapping[str, list[st
                 if plan.graph.tensors[index].kind == "param":
                     used.setdefault(plan.graph.tensors[index].name, set()).add(part.stage)
     for first, stages in used.items():
-        own = {stage for name in names[first] for stage in split.holders(name)}
+        own = {stage for name in names[first] for stage in split.holders_of(name)}
         if all(loose.get(name) == every for name in names[first]):
             loose |= dict.fromkeys(names[first], tuple(sorted(stages)))
         elif stages - own:
-            loose[first] = tuple(sorted({*split.holders(first), *(stages - own)}))
-    return replace(split, loose=loose)
+            loose[first] = tuple(sorted({*split.holders_of(first), *(stages - own)}))
+    return replace(split, loose_weights=loose)

@@ -10,21 +10,21 @@ from itertools import accumulate
 
 from pdrun.errors import UsageError
 
-WHERE = "pdrun.Pipeline"
+API_NAME = "pdrun.Pipeline"
 
 
-def even(count: int, parts: int) -> list[range]:
+def split_evenly(count: int, parts: int) -> list[range]:
     """
     Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, the first are
     the longer ones.
     """
-    _check(count, parts)
+    _check_counts(count, parts)
     base, extra = divmod(count, parts)
     bounds = [part * base + min(part, extra) for part in range(parts + 1)]
     return [range(bounds[part], bounds[part + 1]) for part in range(parts)]
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[range]:
+def split_by_cost(costs: Sequence[float], parts: int) -> list[range]:
     """
     Return ``parts`` consecutive, non-empty ranges with the least possible largest sum.
 
@@ -32,7 +32,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     sum of i..n). Among equals the one whose parts' sums have the least squares wins, and of these
     the one that is longest at the front.
     """
-    _check(len(costs), parts)
+    _check_counts(len(costs), parts)
     total = [0.0, *accumulate(costs)]
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), 0.0)] * len(costs)
     cuts: list[list[int]] = []
@@ -55,9 +55,9 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     return found[::-1]
 
 
-def _check(count: int, parts: int) -> None:
+def _check_counts(count: int, parts: int) -> None:
     if count < parts:
         what = f"{count} layer{'s' * (count != 1)} can't be cut into {parts} stages"
         raise UsageError(
-            what, where=WHERE, hint="fewer stages (pp times chunks), or stages={glob: stage}"
+            what, where=API_NAME, hint="fewer stages (pp times chunks), or stages={glob: stage}"
         )

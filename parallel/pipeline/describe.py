@@ -5,44 +5,47 @@ is bubble.
 
 from __future__ import annotations
 
-from pdrun.parallel.pipeline.schedules.schedule import Schedule
-from pdrun.parallel.pipeline.schedules.timeline import Costs, bubble, picture
-from pdrun.parallel.pipeline.schedules.validate import validate
-from pdrun.parallel.pipeline.split import Split
+from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule
+from pdrun.parallel.pipeline.schedules.timeline import ActionCosts, bubble_share, draw_schedule
+from pdrun.parallel.pipeline.schedules.validate import validate_schedule
+from pdrun.parallel.pipeline.split import StageSplit
 
-WIDTH = 140
+MAX_LINE_CHARS = 140
 """Characters of a line of the picture."""
 
 
-def describe(schedule: Schedule, cut: Split) -> str:
+def describe_pipeline(schedule: PipelineSchedule, cut: StageSplit) -> str:
     """
     Return lines about stages and schedule.
 
     The bubble is simulated twice: for stages of equal size, where the schedule alone makes it, and
     with the stages' shares of the cost (of the number of weights, where no cost was given).
     """
-    sized = Costs(shares=cut.shares)
+    sized = ActionCosts(shares=cut.cost_shares)
     lines = [
-        f"pipeline: {schedule.stages} stages on {schedule.ranks} ranks, schedule {schedule.name},"
-        f" {schedule.microbatches} micro-batches",
-        f"  bubble {bubble(schedule):.1%} of the ranks' time for stages of equal size, {bubble(schedule, sized):.1%}"
+        f"pipeline: {schedule.stage_count} stages on {schedule.rank_count} ranks, schedule {schedule.name},"
+        f" {schedule.microbatch_count} micro-batches",
+        f"  bubble {bubble_share(schedule):.1%} of the ranks' time for stages of equal size, {bubble_share(schedule, sized):.1%}"
         " with these shares",
-        f"  at most {max(validate(schedule).live)} activations of a stage live on a rank",
+        f"  at most {max(validate_schedule(schedule).live)} activations of a stage live on a rank",
     ]
-    for stage, place in enumerate(schedule.places):
+    for stage, place in enumerate(schedule.stage_ranks):
         lines.append(
-            f"  stage {stage} on rank {place}, {cut.shares[stage]:6.1%}: {_ranges(cut.modules(stage))}"
+            f"  stage {stage} on rank {place}, {cut.cost_shares[stage]:6.1%}: {_shorten_names(cut.modules_of(stage))}"
         )
-    for name, stages in cut.loose.items():
+    for name, stages in cut.loose_weights.items():
         lines.append(
             f"  {name} is held by {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
         )
-    drawn = picture(schedule).splitlines()
-    lines += [f"  {line if len(line) <= WIDTH else line[: WIDTH - 4] + ' ...'}" for line in drawn]
+    drawn = draw_schedule(schedule).splitlines()
+    lines += [
+        f"  {line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 4] + ' ...'}"
+        for line in drawn
+    ]
     return "\n".join(lines)
 
 
-def _ranges(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     """Return names with runs of numbered ones written as ``blocks.0 to blocks.3``."""
     found: list[list[str]] = []
     for name in names:

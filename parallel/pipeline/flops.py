@@ -16,18 +16,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.balance import WHERE
+from pdrun.parallel.pipeline.balance import API_NAME
 from pdrun.parallel.training.loss import call_model
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The kernel that attention takes on the CPU, which torch counts as nothing."""
 
 
-def _attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
-class _Caller(nn.Module):
+class _ModelCaller(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -36,7 +36,7 @@ class _Caller(nn.Module):
         return call_model(self.model, batch)
 
 
-def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, float]:
+def count_flops(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, float]:
     """
     Return the operations of each named module in one forward pass.
 
@@ -50,9 +50,9 @@ def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, floa
     if sample is None:
         what = 'balance="flops" has to see a batch'
         raise UsageError(
-            what, where=WHERE, hint='sample=batch of parallelize, or balance="parameters"'
+            what, where=API_NAME, hint='sample=batch of parallelize, or balance="parameters"'
         )
-    caller = _Caller(model)
+    caller = _ModelCaller(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,14 +67,14 @@ def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, floa
             lambda leaf: fake.from_tensor(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf,
             sample,
         )
-        counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention})
+        counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _count_attention})
         try:
             with counter, torch.no_grad():
                 functional_call(caller, state, (batch,))
         except Exception as error:
             what = f"the model does not run on fake tensors: {type(error).__name__}: {error}"
             raise UsageError(
-                what, where=WHERE, hint='balance="parameters" or {glob: cost}'
+                what, where=API_NAME, hint='balance="parameters" or {glob: cost}'
             ) from error
     found = {
         key.removeprefix("_Caller.model."): sum(by.values())

@@ -18,8 +18,8 @@ import torch
 
 from pdrun.errors import UsageError
 
-WHERE = "pdrun.Pipeline"
-Form = list[Any]
+API_NAME = "pdrun.Pipeline"
+ValueForm = list[Any]
 """
 The form of a value: ``["tensor", shape, dtype]``, ``["list", forms]``, ``["tuple", forms]``,
 ``["dict", keys, forms]`` or ``["plain", value]``.
@@ -27,7 +27,7 @@ The form of a value: ``["tensor", shape, dtype]``, ``["list", forms]``, ``["tupl
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentTensor:
     """
     A tensor that travels: its place among the leaves of the arguments, and whether its gradient
     comes back.
@@ -36,11 +36,11 @@ class Sent:
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool
+    needs_grad: bool
 
 
 @dataclass(frozen=True)
-class Record:
+class BoundaryRecord:
     """
     What a stage tells the next.
 
@@ -52,28 +52,35 @@ class Record:
         returned: (module, form of what it returned), in the order of the calls.
     """
 
-    door: str
-    leaves: int
-    sent: tuple[Sent, ...]
-    calls: int
-    returned: tuple[tuple[str, Form], ...]
-    blanks: dict[tuple[str, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    next_module: str
+    leaf_count: int
+    sent: tuple[SentTensor, ...]
+    dropout_calls: int
+    returned: tuple[tuple[str, ValueForm], ...]
+    placeholders: dict[tuple[str, int], Any] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     """What stands for the returned values, made when it is first wanted; see `Pass`."""
 
     def encode(self) -> torch.Tensor:
         """Return the record as bytes, in a tensor."""
-        sent = [[one.index, list(one.shape), str(one.dtype), one.grad] for one in self.sent]
-        text = json.dumps([self.door, self.leaves, sent, self.calls, self.returned])
+        sent = [[one.index, list(one.shape), str(one.dtype), one.needs_grad] for one in self.sent]
+        text = json.dumps(
+            [self.next_module, self.leaf_count, sent, self.dropout_calls, self.returned]
+        )
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @staticmethod
-    def decode(told: torch.Tensor) -> Record:
+    def decode(told: torch.Tensor) -> BoundaryRecord:
         """Return the record that bytes stand for."""
         door, leaves, sent, calls, returned = json.loads(bytes(told.cpu().tolist()))
         tensors = tuple(
-            Sent(index, tuple(shape), dtype_of(kind), grad) for index, shape, kind, grad in sent
+            SentTensor(index, tuple(shape), dtype_of(kind), grad)
+            for index, shape, kind, grad in sent
         )
-        return Record(door, leaves, tensors, calls, tuple((name, form) for name, form in returned))
+        return BoundaryRecord(
+            door, leaves, tensors, calls, tuple((name, form) for name, form in returned)
+        )
 
 
 def dtype_of(text: str) -> torch.dtype:
@@ -83,7 +90,7 @@ def dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def form_of(value: Any, name: str) -> Form:
+def form_of(value: Any, name: str) -> ValueForm:
     """
     Return the form of what a module returned.
 
@@ -103,19 +110,19 @@ def form_of(value: Any, name: str) -> Form:
         return ["plain", value]
     raise UsageError(
         f"{name} returns a {type(value).__name__}",
-        where=WHERE,
+        where=API_NAME,
         hint="modules at which a model is cut return tensors and plain values, in tuples, lists or dicts",
     )
 
 
-def build(form: Form, tensor: Callable[[tuple[int, ...], torch.dtype], Any]) -> Any:
+def build_value(form: ValueForm, tensor: Callable[[tuple[int, ...], torch.dtype], Any]) -> Any:
     """Return a value of a form, with what ``tensor`` makes of shape and type for each tensor."""
     kind = form[0]
     if kind == "tensor":
         return tensor(tuple(form[1]), dtype_of(form[2]))
     if kind == "plain":
         return form[1]
-    values = [build(one, tensor) for one in form[-1]]
+    values = [build_value(one, tensor) for one in form[-1]]
     if kind == "list":
         return values
     if kind == "tuple":

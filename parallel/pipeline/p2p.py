@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.pipeline.metadata import Record
+from pdrun.parallel.pipeline.metadata import BoundaryRecord
 
-AXIS = "pp"
+PIPELINE_AXIS = "pp"
 
 
 @dataclass
-class Arriving:
+class PendingReceive:
     """Tensors that are on their way."""
 
     tensors: list[torch.Tensor]
     works: list[Any]
 
 
-class Links:
+class P2PLinks:
     """
     The connections of one rank; every rank of the job makes its own at the same time.
 
@@ -43,7 +43,7 @@ class Links:
 
     def __init__(self, axes: MeshGroups, wanted: Iterable[tuple[int, int]]) -> None:
         self.axes = axes
-        self.axis = axes[AXIS]
+        self.axis = axes[PIPELINE_AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
         self._sending: list[tuple[Any, torch.Tensor, str]] = []
         size = self.axis.size
@@ -55,9 +55,9 @@ class Links:
                 ranks = sorted((self.axis.ranks[low], self.axis.ranks[high]))
                 for way in ((low, high), (high, low)):
                     self._groups[way] = torch_compat.new_group(ranks, axes.watchdog.seconds, self)
-        self._meet()
+        self._connect_pairs()
 
-    def _meet(self) -> None:
+    def _connect_pairs(self) -> None:
         """
         Have each pair exchange an element, in one order on all ranks.
 
@@ -69,13 +69,13 @@ class Links:
             mine = source == self.axis.index
             other = self.axis.ranks[target if mine else source]
             work = (dist.isend if mine else dist.irecv)(one, other, group=group)
-            self.axes.watchdog.wait(work, f"first contact along {AXIS}")
+            self.axes.watchdog.wait(work, f"first contact along {PIPELINE_AXIS}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Links:
+    def __deepcopy__(self, memo: dict[int, Any]) -> P2PLinks:
         """Return itself."""
         return self
 
-    def send(self, tensors: list[torch.Tensor], place: int, label: str) -> None:
+    def send_tensors(self, tensors: list[torch.Tensor], place: int, label: str) -> None:
         """Send tensors to a place along pp, without waiting; `settle` ends it."""
         self._sending = [one for one in self._sending if not one[0].is_completed()]
         for tensor in tensors:
@@ -85,14 +85,16 @@ class Links:
                     plain, self.axis.ranks[place], group=self._groups[self.axis.index, place]
                 )
                 self._sending.append((work, plain, label))
-                self._count(plain)
+                self._count_send(plain)
 
-    def post(self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int) -> Arriving:
+    def post_receives(
+        self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int
+    ) -> PendingReceive:
         """
         Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of
         the sends.
         """
-        found = Arriving([], [])
+        found = PendingReceive([], [])
         for shape, dtype in shapes:
             tensor = torch.empty(shape, dtype=dtype, device=self.axes.device)
             found.tensors.append(tensor)
@@ -101,28 +103,30 @@ class Links:
                 found.works.append(dist.irecv(tensor, self.axis.ranks[place], group=group))
         return found
 
-    def wait(self, arriving: Arriving, label: str) -> list[torch.Tensor]:
+    def wait_received(self, arriving: PendingReceive, label: str) -> list[torch.Tensor]:
         """Return the tensors when they are there."""
         for work in arriving.works:
             self.axes.watchdog.wait(work, label)
         return arriving.tensors
 
-    def send_record(self, record: Record, place: int, label: str) -> None:
+    def send_record(self, record: BoundaryRecord, place: int, label: str) -> None:
         """Send a record: its length, then its text."""
         text = record.encode().to(self.axes.device)
-        self.send([torch.tensor([len(text)], device=self.axes.device), text], place, label)
+        self.send_tensors([torch.tensor([len(text)], device=self.axes.device), text], place, label)
 
-    def receive_record(self, place: int, label: str) -> Record:
+    def receive_record(self, place: int, label: str) -> BoundaryRecord:
         """Wait for a record from a place."""
-        (length,) = self.wait(self.post([((1,), torch.int64)], place), label)
-        (text,) = self.wait(self.post([((int(length),), torch.uint8)], place), label)
-        return Record.decode(text)
+        (length,) = self.wait_received(self.post_receives([((1,), torch.int64)], place), label)
+        (text,) = self.wait_received(
+            self.post_receives([((int(length),), torch.uint8)], place), label
+        )
+        return BoundaryRecord.decode(text)
 
-    def settle(self) -> None:
+    def wait_sends(self) -> None:
         """Wait until everything has been sent."""
         for work, _, label in self._sending:
             self.axes.watchdog.wait(work, label)
         self._sending.clear()
 
-    def _count(self, x: torch.Tensor) -> None:
+    def _count_send(self, x: torch.Tensor) -> None:
         self.axes.state.count_collective("send", self.axis.names, x.nbytes)

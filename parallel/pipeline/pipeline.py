@@ -14,13 +14,13 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.pipeline.p2p import AXIS, Links
-from pdrun.parallel.pipeline.runner import Runner
-from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make
-from pdrun.parallel.pipeline.schedules.schedule import WHERE, Schedule, parse
-from pdrun.parallel.pipeline.schedules.validate import ends, validate
-from pdrun.parallel.pipeline.split import BALANCE, Split, split
-from pdrun.parallel.pipeline.stage import Graphed, Stages
+from pdrun.parallel.pipeline.p2p import PIPELINE_AXIS, P2PLinks
+from pdrun.parallel.pipeline.runner import PipelineRunner
+from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make_schedule
+from pdrun.parallel.pipeline.schedules.schedule import API_NAME, PipelineSchedule, parse_schedule
+from pdrun.parallel.pipeline.schedules.validate import connected_ranks, validate_schedule
+from pdrun.parallel.pipeline.split import BALANCE_HINT, StageSplit, split_model
+from pdrun.parallel.pipeline.stage import GraphModel, PipelineStages
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,21 @@ class Pipeline:
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
-                raise UsageError(f"{name}={value!r} is no count of at least 1", where=WHERE)
+                raise UsageError(f"{name}={value!r} is no count of at least 1", where=API_NAME)
         if not isinstance(self.schedule, Sequence):
             raise UsageError(
                 f"schedule={self.schedule!r} is none",
-                where=WHERE,
+                where=API_NAME,
                 hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
             )
         if self.stages is not None and not isinstance(self.stages, Mapping):
             raise UsageError(
-                f"stages={self.stages!r} is no dict", where=WHERE, hint='stages={"blocks.[0-3]": 0}'
+                f"stages={self.stages!r} is no dict",
+                where=API_NAME,
+                hint='stages={"blocks.[0-3]": 0}',
             )
         if not isinstance(self.balance, (str, Mapping)):
-            raise UsageError(f"balance={self.balance!r}", where=WHERE, hint=BALANCE)
+            raise UsageError(f"balance={self.balance!r}", where=API_NAME, hint=BALANCE_HINT)
         for glob, cost in self.balance.items() if isinstance(self.balance, Mapping) else ():
             if (
                 isinstance(cost, bool)
@@ -76,17 +78,17 @@ class Pipeline:
             ):
                 raise UsageError(
                     f"balance: the cost of {glob!r} is {cost!r}",
-                    where=WHERE,
+                    where=API_NAME,
                     hint="a number, 0 or more",
                 )
         if not isinstance(self.shared, (Sequence, Mapping)):
             raise UsageError(
-                f"shared={self.shared!r} is no list", where=WHERE, hint='shared=["emb.weight"]'
+                f"shared={self.shared!r} is no list", where=API_NAME, hint='shared=["emb.weight"]'
             )
         if not isinstance(self.dynamic, bool):
-            raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=WHERE)
+            raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=API_NAME)
 
-    def plan(self, ranks: int) -> Schedule:
+    def plan(self, ranks: int) -> PipelineSchedule:
         """
         Return the schedule for a number of ranks along pp.
 
@@ -103,44 +105,49 @@ class Pipeline:
                 kind in self.schedule for kind in "FBIW"
             )
             if named:
-                return self._named(self.schedule, ranks)
-        found = parse(self.schedule)
-        validate(found)
-        said = {"pp": (ranks, found.ranks), "microbatches": (self.microbatches, found.microbatches)}
+                return self._named_schedule(self.schedule, ranks)
+        found = parse_schedule(self.schedule)
+        validate_schedule(found)
+        said = {
+            "pp": (ranks, found.rank_count),
+            "microbatches": (self.microbatches, found.microbatch_count),
+        }
         if self.chunks is not None:
-            said["chunks"] = (self.chunks, found.stages // found.ranks)
+            said["chunks"] = (self.chunks, found.stage_count // found.rank_count)
         wrong = [
             f"{name}={mine}, the schedule has {its}"
             for name, (mine, its) in said.items()
             if mine != its
         ]
         if wrong:
-            raise UsageError("; ".join(wrong), where=WHERE)
+            raise UsageError("; ".join(wrong), where=API_NAME)
         return found
 
-    def _named(self, name: str, ranks: int) -> Schedule:
-        found = make(name, ranks, self.microbatches, self.chunks)
+    def _named_schedule(self, name: str, ranks: int) -> PipelineSchedule:
+        found = make_schedule(name, ranks, self.microbatches, self.chunks)
         if self.microbatches < ranks and name != "gpipe":
             raise UsageError(
                 f"microbatches={self.microbatches} is less than pp={ranks}: {name} has each stage work on a micro-batch"
                 " of its own",
-                where=WHERE,
+                where=API_NAME,
                 hint=f'microbatches={ranks} or more, or schedule="gpipe"',
             )
-        validate(found)
+        validate_schedule(found)
         return found
 
-    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> Split:
+    def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> StageSplit:
         """
         Return which module belongs to which stage; see `pdrun.parallel.interfaces.StageSplitter`.
 
         Raises:
             UsageError: the model can't be cut as was said.
         """
-        stages = self.plan(axes[AXIS].size).stages
-        return split(model, stages, self.stages, self.balance, self.shared, sample)
+        stages = self.plan(axes[PIPELINE_AXIS].size).stage_count
+        return split_model(model, stages, self.stages, self.balance, self.shared, sample)
 
-    def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> tuple[nn.Module, Runner]:
+    def apply(
+        self, model: nn.Module, axes: MeshGroups, sample: Any
+    ) -> tuple[nn.Module, PipelineRunner]:
         """
         Return this rank's stage of a model and what drives it; see
         `pdrun.parallel.interfaces.Pipeline`.
@@ -148,10 +155,14 @@ class Pipeline:
         Raises:
             UsageError: the model can't be cut as was said.
         """
-        schedule = self.plan(axes[AXIS].size)
-        graph: Graphed | None = getattr(model, "_pdrun_engine", None)
+        schedule = self.plan(axes[PIPELINE_AXIS].size)
+        graph: GraphModel | None = getattr(model, "_pdrun_engine", None)
         cut = (graph.split() if graph else None) or self.split(model, axes, sample)
-        stages = Stages(model, cut, schedule.stages_of(axes[AXIS].index), axes.device)
+        stages = PipelineStages(
+            model, cut, schedule.stages_of(axes[PIPELINE_AXIS].index), axes.device
+        )
         if graph:
             graph.enter(stages)
-        return model, Runner(schedule, stages, Links(axes, ends(schedule)), self.dynamic)
+        return model, PipelineRunner(
+            schedule, stages, P2PLinks(axes, connected_ranks(schedule)), self.dynamic
+        )

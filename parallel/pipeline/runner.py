@@ -16,13 +16,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline import split_backward as deferred
-from pdrun.parallel.pipeline.describe import describe
-from pdrun.parallel.pipeline.exchange import Came, Traffic, Work
-from pdrun.parallel.pipeline.metadata import WHERE, Record
-from pdrun.parallel.pipeline.p2p import Links
-from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule
-from pdrun.parallel.pipeline.stage import Pass, Stages
+from pdrun.parallel.pipeline import split_backward
+from pdrun.parallel.pipeline.describe import describe_pipeline
+from pdrun.parallel.pipeline.exchange import MicroBatchState, Received, StageExchange
+from pdrun.parallel.pipeline.metadata import API_NAME, BoundaryRecord
+from pdrun.parallel.pipeline.p2p import P2PLinks
+from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule, StageAction
+from pdrun.parallel.pipeline.stage import PipelineStages, StageForward
 from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss import check_requires_grad
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.training.driver import MicroBatch, StepContext
 
 
-class Runner:
+class PipelineRunner:
     """
     What drives a pipeline: see `pdrun.parallel.training.driver.Driver`.
 
@@ -42,63 +42,71 @@ class Runner:
     """
 
     def __init__(
-        self, schedule: Schedule, stages: Stages, links: Links, dynamic: bool = False
+        self,
+        schedule: PipelineSchedule,
+        stages: PipelineStages,
+        links: P2PLinks,
+        dynamic: bool = False,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
-        self.traffic = Traffic(schedule, links, dynamic)
-        self._row = schedule.rows[links.axis.index]
+        self.exchange = StageExchange(schedule, links, dynamic)
+        self._actions = schedule.rows[links.axis.index]
         ends = {
-            action.stage: place for place, action in enumerate(self._row) if action.kind in "BW"
+            action.stage: place for place, action in enumerate(self._actions) if action.kind in "BW"
         }
-        self._mine = sorted(ends, key=lambda stage: -ends[stage])
+        self._own_stages = sorted(ends, key=lambda stage: -ends[stage])
         """The stages of this rank, as chunks 0, 1, ...: chunk 0 is done last."""
-        self._owner = {
-            weight: 0 if weight in stages.shared else chunk
-            for chunk, stage in enumerate(self._mine)
-            for weight in stages.weights[stage]
+        self._chunk_by_weight = {
+            weight: 0 if weight in stages.shared_weights else chunk
+            for chunk, stage in enumerate(self._own_stages)
+            for weight in stages.trained_weights[stage]
         }
         """To which chunk each weight belongs; those that stages share, to chunk 0 on every rank."""
-        self._extra: dict[nn.Parameter, torch.Tensor] = {}
+        self._borrowed_grads: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients of weights that belong to another chunk than the one that computed them."""
-        self._final = {action.stage: action for action in self._row if action.kind in "BI"}
+        self._last_backward = {
+            action.stage: action for action in self._actions if action.kind in "BI"
+        }
         """The last backward of each stage that needs weights."""
-        self._live: dict[tuple[int, int], Work] = {}
+        self._live: dict[tuple[int, int], MicroBatchState] = {}
         self._batches: list[Any] = []
 
     @property
     def splits_backward(self) -> bool:
         """See `Driver.splits`."""
-        return self.schedule.splits
+        return self.schedule.splits_backward
 
     def chunk_of(self, name: str) -> int:
         """
         Return in which of this rank's chunks a weight is; one that several stages use belongs to
         chunk 0.
         """
-        return self._owner.get(self.stages.held[name], 0)
+        return self._chunk_by_weight.get(self.stages.held[name], 0)
 
     def chunks_using(self, name: str) -> tuple[int, ...]:
         """Return the chunks that compute with a weight of this rank."""
-        return tuple(sorted(self._mine.index(stage) for stage in self.stages.users[name]))
+        return tuple(
+            sorted(self._own_stages.index(stage) for stage in self.stages.weight_stages[name])
+        )
 
     def check_units(self, names: Sequence[str]) -> None:
         """Refuse modules around others that lie on several stages; see `Driver.check_units`."""
         for name in names:
             inside = [
                 at
-                for unit, at in self.stages.cut.units.items()
+                for unit, at in self.stages.split.unit_stages.items()
                 if f"{unit}.".startswith(f"{name}.")
             ]
             if len(set(inside)) > 1:
                 what = f"the unit {name} lies on the stages {min(inside)} to {max(inside)}"
                 raise UsageError(
-                    what, where=WHERE, hint="units= of modules that lie on one stage each"
+                    what, where=API_NAME, hint="units= of modules that lie on one stage each"
                 )
 
     def describe(self) -> str:
         """Return the stages, their shares and the schedule in words."""
-        return describe(self.schedule, self.stages.cut)
+        return describe_pipeline(self.schedule, self.stages.split)
 
     # ---- a step -------------------------------------------------------------
 
@@ -109,27 +117,27 @@ class Runner:
         Returns:
             ``[microbatches, 2]``: sum and count of the loss of each, on the last rank; zeros on the others.
         """
-        if len(micros) != self.schedule.microbatches:
-            what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatches}"
-            raise UsageError(what, where=WHERE)
-        self._begin(step, micros)
+        if len(micros) != self.schedule.microbatch_count:
+            what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatch_count}"
+            raise UsageError(what, where=API_NAME)
+        self._begin_step(step, micros)
         sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device), device=step.device)
         done: dict[tuple[int, bool], int] = {}
-        for place, action in enumerate(self._row):
-            for soon in self._row[
+        for place, action in enumerate(self._actions):
+            for soon in self._actions[
                 place : place + 2
             ]:  # what the next action needs travels during this one
-                self.traffic.post(soon, self._live, wait=soon is action)
+                self.exchange.post_receives(soon, self._live, wait=soon is action)
             if action.kind == "F":
-                told = self._forward(step, action, micros[action.micro])
+                told = self._run_forward(step, action, micros[action.micro])
                 if told is not None:
                     sums[action.micro] = torch.stack(told).to(sums.dtype)
             else:
                 ends = action.kind != "I"
                 count = done[action.stage, ends] = done.get((action.stage, ends), 0) + 1
-                self._backward(step, action, count == 1, count == len(micros))
-        sums = self.traffic.send_losses(sums)
-        self.traffic.links.settle()
+                self._run_backward(step, action, count == 1, count == len(micros))
+        sums = self.exchange.send_losses(sums)
+        self.exchange.links.wait_sends()
         return sums
 
     def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
@@ -142,42 +150,42 @@ class Runner:
         """
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
-            self._begin(step, micros)
-            for stage in sorted(self._mine):
+            self._begin_step(step, micros)
+            for stage in sorted(self._own_stages):
                 for micro in micros:
-                    action = Action(stage, "F", micro.position)
-                    _, sent, tensors, output = self._stage(
-                        step, action, micro, self.traffic.take_forward(action)
+                    action = StageAction(stage, "F", micro.position)
+                    _, sent, tensors, output = self._run_stage(
+                        step, action, micro, self.exchange.take_forward(action)
                     )
                     if sent is not None:
-                        self.traffic.send_on(action, sent, tensors)
+                        self.exchange.send_output(action, sent, tensors)
                     elif micro.weight:
                         found[micro.position] = output
-                step.engine.end_evaluation(self._mine.index(stage))
-        self.traffic.links.settle()
+                step.engine.end_evaluation(self._own_stages.index(stage))
+        self.exchange.links.wait_sends()
         return found
 
-    def _begin(self, step: StepContext, micros: Sequence[MicroBatch]) -> None:
+    def _begin_step(self, step: StepContext, micros: Sequence[MicroBatch]) -> None:
         self._live.clear()
-        self._extra.clear()
+        self._borrowed_grads.clear()
         self._batches = [step.prepare_batch(micro.batch) for micro in micros]
-        self.traffic.begin(self._batches, step.model.training)
+        self.exchange.begin_step(self._batches, step.model.training)
 
     # ---- forward ------------------------------------------------------------
 
-    def _forward(
-        self, step: StepContext, action: Action, micro: MicroBatch
+    def _run_forward(
+        self, step: StepContext, action: StageAction, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Do a forward; return the loss's sum and count on the last stage."""
-        (told, taken), sent, tensors, output = self._stage(
-            step, action, micro, self.traffic.take(action), judge=True
+        (told, taken), sent, tensors, output = self._run_stage(
+            step, action, micro, self.exchange.take_received(action), judge=True
         )
-        work = self._live[action.stage, action.micro] = Work(told, taken, sent)
+        work = self._live[action.stage, action.micro] = MicroBatchState(told, taken, sent)
         if sent is not None:
-            self.traffic.send_on(action, sent, tensors)
+            self.exchange.send_output(action, sent, tensors)
             pairs = zip(sent.sent, tensors, strict=True)
             work.roots = [
-                get_gradient_edge(x) for one, x in pairs if one.grad
+                get_gradient_edge(x) for one, x in pairs if one.needs_grad
             ]  # the tensors themselves may go
             return None
         total, count = output
@@ -188,9 +196,14 @@ class Runner:
         work.roots = [total]
         return total.detach().to(widest_float(step.device)), count.to(widest_float(step.device))
 
-    def _stage(
-        self, step: StepContext, action: Action, micro: MicroBatch, came: Came, judge: bool = False
-    ) -> tuple[Came, Record | None, list[torch.Tensor], Any]:
+    def _run_stage(
+        self,
+        step: StepContext,
+        action: StageAction,
+        micro: MicroBatch,
+        came: Received,
+        judge: bool = False,
+    ) -> tuple[Received, BoundaryRecord | None, list[torch.Tensor], Any]:
         """
         Run a stage's part of the model; return what it sends on, and on the last stage the output
         or its loss.
@@ -199,9 +212,9 @@ class Runner:
         batch = self._batches[micro.position]
         if told is not None:
             for one, tensor in zip(told.sent, taken, strict=True):
-                tensor.requires_grad_(one.grad)
-        part = self._mine.index(action.stage)
-        calls = told.calls if told else 0
+                tensor.requires_grad_(one.needs_grad)
+        part = self._own_stages.index(action.stage)
+        calls = told.dropout_calls if told else 0
         # what lies before this stage's part in forward may have drawn numbers for blanks
         again = partial(
             step.rng.begin_forward,
@@ -212,108 +225,117 @@ class Runner:
             part=part,
             calls=calls,
         )
-        one_pass = Pass(
+        one_pass = StageForward(
             self.stages, action.stage, batch, told, taken, again if told else lambda: None
         )
-        last = action.stage == self.schedule.stages - 1
+        last = action.stage == self.schedule.stage_count - 1
         weights = step.engine.forward(part, micro.position)
-        split = self.schedule.splits and torch.is_grad_enabled()
-        with weights, step.forward_context(micro, part, calls), deferred.splitting(split):
-            output = self.stages.run(
+        split = self.schedule.splits_backward and torch.is_grad_enabled()
+        with (
+            weights,
+            step.forward_context(micro, part, calls),
+            split_backward.splitting_backward(split),
+        ):
+            output = self.stages.run_forward(
                 one_pass, lambda: step.objective.compute_output(step.model, batch)
             )
             if last and judge:
                 output = step.objective.compute_loss(output, batch, max(len(micro.rows), 1))
         return (
             came,
-            None if last else one_pass.told(step.rng.dropout_calls),
+            None if last else one_pass.make_record(step.rng.dropout_calls),
             one_pass.outputs,
             output,
         )
 
     # ---- backward -----------------------------------------------------------
 
-    def _backward(self, step: StepContext, action: Action, first: bool, last: bool) -> None:
+    def _run_backward(
+        self, step: StepContext, action: StageAction, first: bool, last: bool
+    ) -> None:
         """
         Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of
         the stage.
         """
         work = self._live[action.stage, action.micro]
-        chunk = self._mine.index(action.stage)
+        chunk = self._own_stages.index(action.stage)
         if action.kind == "W":
-            self._weights(step, action, work, first, last)
+            self._backward_weights(step, action, work, first, last)
             return
         roots = work.roots
         work.roots = []
         grads: list[torch.Tensor | None] = (
-            [None] if work.sent is None else [*self.traffic.take(action)[1]]
+            [None] if work.sent_record is None else [*self.exchange.take_received(action)[1]]
         )
         if action.kind == "I" or any(
-            self._owner[weight] != chunk for weight in self.stages.weights[action.stage]
+            self._chunk_by_weight[weight] != chunk
+            for weight in self.stages.trained_weights[action.stage]
         ):
-            self._input(step, action, work, roots, grads)
-            self.traffic.send_back(action, work)
+            self._backward_input(step, action, work, roots, grads)
+            self.exchange.send_gradients(action, work)
             if action.kind == "B":
-                self._weights(step, action, work, first, last)
+                self._backward_weights(step, action, work, first, last)
             return
-        with step.engine.backward(chunk, action.micro, action == self._final[action.stage]):
+        with step.engine.backward(chunk, action.micro, action == self._last_backward[action.stage]):
             step.engine.begin_gradients(first=first, last=last, chunk=chunk)
-            extra = self._borrowed(chunk) if last else {}
+            extra = self._pop_borrowed(chunk) if last else {}
             if roots or extra:
                 step.run_backward([*roots, *extra], [*grads, *extra.values()])
-            self.traffic.send_back(action, work)
+            self.exchange.send_gradients(action, work)
             step.engine.end_gradients()
         del self._live[action.stage, action.micro]
 
-    def _input(
+    def _backward_input(
         self,
         step: StepContext,
-        action: Action,
-        work: Work,
+        action: StageAction,
+        work: MicroBatchState,
         roots: list[Any],
         grads: list[torch.Tensor | None],
     ) -> None:
         """Go backward for the input, and keep what is left to do for the weights."""
-        if work.sent is None and step.loss_scale is not None:
+        if work.sent_record is None and step.loss_scale is not None:
             roots = [root * step.loss_scale.value for root in roots]
-        inputs = [x for x in work.taken if x.requires_grad]
-        weights = list(dict.fromkeys(self.stages.weights[action.stage]))
-        chunk = self._mine.index(action.stage)
-        last = action == self._final[action.stage]
+        inputs = [x for x in work.inputs if x.requires_grad]
+        weights = list(dict.fromkeys(self.stages.trained_weights[action.stage]))
+        chunk = self._own_stages.index(action.stage)
+        last = action == self._last_backward[action.stage]
         with step.engine.backward(chunk, action.micro, last, for_input=True):
             if not roots or not (inputs or weights):
                 return
             with step.compute_context():  # forwards may be computed again
-                found, work.later = deferred.backward_input(
-                    roots, grads, inputs, weights, self.schedule.splits
+                found, work.deferred = split_backward.backward_input(
+                    roots, grads, inputs, weights, self.schedule.splits_backward
                 )
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad
 
-    def _weights(
-        self, step: StepContext, action: Action, work: Work, first: bool, last: bool
+    def _backward_weights(
+        self, step: StepContext, action: StageAction, work: MicroBatchState, first: bool, last: bool
     ) -> None:
         """Finish a backward that was split."""
-        chunk = self._mine.index(action.stage)
+        chunk = self._own_stages.index(action.stage)
         step.engine.begin_gradients(first=first, last=last, chunk=chunk)
-        grads = work.later.finish() if work.later else {}
-        for weight in [weight for weight in grads if self._owner[weight] != chunk]:
-            _add(self._extra, weight, grads.pop(weight))
-        for weight, grad in (self._borrowed(chunk) if last else {}).items():
-            _add(grads, weight, grad)
+        grads = work.deferred.compute_grads() if work.deferred else {}
+        for weight in [weight for weight in grads if self._chunk_by_weight[weight] != chunk]:
+            _add_gradient(self._borrowed_grads, weight, grads.pop(weight))
+        for weight, grad in (self._pop_borrowed(chunk) if last else {}).items():
+            _add_gradient(grads, weight, grad)
         if grads:  # through autograd, so that what waits for a weight's gradient is told of it
             torch.autograd.backward(list(grads), list(grads.values()))
         step.engine.end_gradients()
         del self._live[action.stage, action.micro]
 
-    def _borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:
+    def _pop_borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:
         """Return what other chunks have computed for a chunk's weights."""
         return {
-            weight: self._extra.pop(weight)
-            for weight in list(self._extra)
-            if self._owner[weight] == chunk
+            weight: self._borrowed_grads.pop(weight)
+            for weight in list(self._borrowed_grads)
+            if self._chunk_by_weight[weight] == chunk
         }
 
 
-def _add(found: dict[nn.Parameter, torch.Tensor], weight: nn.Parameter, grad: torch.Tensor) -> None:
+def _add_gradient(
+    found: dict[nn.Parameter, torch.Tensor], weight: nn.Parameter, grad: torch.Tensor
+) -> None:
     found[weight] = found[weight] + grad if weight in found else grad

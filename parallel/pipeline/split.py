@@ -20,15 +20,15 @@ from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.pipeline import flops
-from pdrun.parallel.pipeline.balance import WHERE, balanced, even
+from pdrun.parallel.pipeline.balance import API_NAME, split_by_cost, split_evenly
 
 Globs = Mapping[str, int]
 
-BALANCE = '"layers", "parameters", "flops" or {glob: cost}'
+BALANCE_HINT = '"layers", "parameters", "flops" or {glob: cost}'
 
 
 @dataclass
-class Split:
+class StageSplit:
     """
     A model cut into stages.
 
@@ -40,41 +40,43 @@ class Split:
         free: modules that run wherever they are called.
     """
 
-    stages: int
-    units: dict[str, int]
+    stage_count: int
+    unit_stages: dict[str, int]
     costs: dict[str, float]
-    loose: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    free: tuple[str, ...] = ()
+    loose_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    free_modules: tuple[str, ...] = ()
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def cost_shares(self) -> tuple[float, ...]:
         """Share of the cost of each stage; they add up to 1."""
         total = sum(self.costs.values()) or 1.0
         sums = [
-            sum(self.costs[name] for name, at in self.units.items() if at == stage)
-            for stage in range(self.stages)
+            sum(self.costs[name] for name, at in self.unit_stages.items() if at == stage)
+            for stage in range(self.stage_count)
         ]
         return tuple(value / total for value in sums)
 
-    def holders(self, weight: str) -> tuple[int, ...]:
+    def holders_of(self, weight: str) -> tuple[int, ...]:
         """Return the stages that hold a weight under this name."""
-        if weight in self.loose:
-            return self.loose[weight]
-        return tuple(stage for unit, stage in self.units.items() if weight.startswith(f"{unit}."))
+        if weight in self.loose_weights:
+            return self.loose_weights[weight]
+        return tuple(
+            stage for unit, stage in self.unit_stages.items() if weight.startswith(f"{unit}.")
+        )
 
-    def modules(self, stage: int) -> list[str]:
+    def modules_of(self, stage: int) -> list[str]:
         """Return the names of a stage's units."""
-        return [name for name, at in self.units.items() if at == stage]
+        return [name for name, at in self.unit_stages.items() if at == stage]
 
 
-def split(
+def split_model(
     model: nn.Module,
     stages: int,
     by: Globs | None = None,
     balance: str | Mapping[str, float] = "layers",
     shared: Mapping[str, Sequence[int]] | Sequence[str] = (),
     sample: Any = None,
-) -> Split:
+) -> StageSplit:
     """
     Cut a model into stages.
 
@@ -95,27 +97,27 @@ def split(
     """
     if by is not None and balance != "layers":
         raise UsageError(
-            "stages= says where modules go; balance= has nothing to do then", where=WHERE
+            "stages= says where modules go; balance= has nothing to do then", where=API_NAME
         )
-    said = _Map(by or {}, model)
-    names, free, loose = _units(model, said)
-    costs = _costs(model, names, balance, sample)
+    said = _StageMap(by or {}, model)
+    names, free, loose = _find_units(model, said)
+    costs = _unit_costs(model, names, balance, sample)
     if by is not None:
-        units, pinned = _by_map(model, names, loose, stages, said)
+        units, pinned = _assign_by_map(model, names, loose, stages, said)
     else:
-        units = _by_cost(model, names, stages, costs, balance)
+        units = _assign_by_cost(model, names, stages, costs, balance)
         pinned = {}
     for stage in range(stages):
         if stage not in units.values():
             raise UsageError(
                 f"stage {stage} of {stages} has no module",
-                where=WHERE,
+                where=API_NAME,
                 hint="every stage needs one",
             )
     every = tuple(range(stages))
     held = {name: (pinned[name],) if name in pinned else every for name in loose}
-    found = Split(stages, units, costs, held, tuple(free))
-    _share(model, found, shared)
+    found = StageSplit(stages, units, costs, held, tuple(free))
+    _add_shared(model, found, shared)
     return found
 
 
@@ -127,7 +129,7 @@ def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-class _Map:
+class _StageMap:
     """
     A user's map from globs to stages; what holds of a module holds of all inside it, unless more is
     said.
@@ -140,7 +142,7 @@ class _Map:
             [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
         )
 
-    def stage(self, name: str) -> int | None:
+    def stage_of(self, name: str) -> int | None:
         """
         Return the stage that a module or weight is given, by its own name or that of a module
         around it.
@@ -148,10 +150,10 @@ class _Map:
         A name that is spelt out counts more than a glob, of globs the first. What matches a module
         around it as well (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
         """
-        glob, _, _ = self._placed(name)
+        glob, _, _ = self._match_globs(name)
         return None if glob is None else self.by[glob]
 
-    def _placed(self, name: str) -> tuple[str | None, bool, frozenset[str]]:
+    def _match_globs(self, name: str) -> tuple[str | None, bool, frozenset[str]]:
         """
         Return what places a module, whether by a name spelt out, and all that match it or a module
         around it.
@@ -159,7 +161,7 @@ class _Map:
         if not name:
             return None, False, frozenset()
         if name not in self._known:
-            glob, spelt, seen = self._placed(name.rpartition(".")[0])
+            glob, spelt, seen = self._match_globs(name.rpartition(".")[0])
             new = [
                 other for other in self.by if other not in seen and fnmatch.fnmatchcase(name, other)
             ]
@@ -173,26 +175,31 @@ class _Map:
             self._known[name] = glob, spelt, seen.union(new)
         return self._known[name]
 
-    def cuts(self, name: str) -> bool:
+    def splits_module(self, name: str) -> bool:
         """Whether modules inside this one go to other stages than it does itself."""
         inside = [other for other in self._names if other.startswith(f"{name}.")]
-        return len({self.stage(other) for other in [name, *inside]}) > 1
+        return len({self.stage_of(other) for other in [name, *inside]}) > 1
 
 
-def _units(model: nn.Module, by: _Map) -> tuple[list[str], list[str], list[str]]:
+def _find_units(model: nn.Module, by: _StageMap) -> tuple[list[str], list[str], list[str]]:
     """Return the names of units, of free modules, and of weights outside of both."""
     units: list[str] = []
     free: list[str] = []
     loose: list[str] = []
 
     def walk(module: nn.Module, name: str, inside: bool) -> None:
-        said = by.stage(name) is not None
+        said = by.stage_of(name) is not None
         callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if said and callable_ and not by.cuts(name):
+        if said and callable_ and not by.splits_module(name):
             units.append(name)
-        elif not _has_state(module) and not (said and by.cuts(name)):
+        elif not _has_state(module) and not (said and by.splits_module(name)):
             free.append(name)
-        elif not name or not callable_ or by.cuts(name) or (not inside and _holds_list(module)):
+        elif (
+            not name
+            or not callable_
+            or by.splits_module(name)
+            or (not inside and _holds_list(module))
+        ):
             loose.extend(
                 f"{name}.{own}" if name else own
                 for own, _ in module.named_parameters(recurse=False)
@@ -211,22 +218,22 @@ def _holds_list(module: nn.Module) -> bool:
     return any(_is_list(each) and _has_state(each) for each in module.modules())
 
 
-def _costs(
+def _unit_costs(
     model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float], sample: Any
 ) -> dict[str, float]:
     if balance == "flops":
-        return flops.count(model, names, sample)
+        return flops.count_flops(model, names, sample)
     sizes = {
         name: float(sum(param.numel() for param in model.get_submodule(name).parameters()))
         for name in names
     }
     if isinstance(balance, str):
         if balance not in ("layers", "parameters"):
-            raise UsageError(f"balance={balance!r}", where=WHERE, hint=BALANCE)
+            raise UsageError(f"balance={balance!r}", where=API_NAME, hint=BALANCE_HINT)
         return sizes
     missing = [glob for glob in balance if not fnmatch.filter(names, glob)]
     if missing:
-        raise _unknown("balance", missing, names)
+        raise _unknown_names("balance", missing, names)
     return {
         name: float(
             next((cost for glob, cost in balance.items() if fnmatch.fnmatchcase(name, glob)), 0.0)
@@ -235,7 +242,7 @@ def _costs(
     }
 
 
-def _by_cost(
+def _assign_by_cost(
     model: nn.Module,
     names: list[str],
     stages: int,
@@ -243,16 +250,20 @@ def _by_cost(
     balance: str | Mapping[str, float],
 ) -> dict[str, int]:
     if balance != "layers":
-        parts = balanced([costs[name] for name in names], stages)
+        parts = split_by_cost([costs[name] for name in names], stages)
         return {names[i]: stage for stage, part in enumerate(parts) for i in part}
     layers = [name for name in names if _is_list(model.get_submodule(name.rpartition(".")[0]))]
     if not layers:
         raise UsageError(
             f"{type(model).__name__} has no ModuleList or Sequential whose members could be shared out",
-            where=WHERE,
+            where=API_NAME,
             hint='stages={"module": stage, ...} says where modules go',
         )
-    at = {layers[i]: stage for stage, part in enumerate(even(len(layers), stages)) for i in part}
+    at = {
+        layers[i]: stage
+        for stage, part in enumerate(split_evenly(len(layers), stages))
+        for i in part
+    }
     found = {}
     stage = 0
     for name in names:
@@ -260,57 +271,59 @@ def _by_cost(
     return found
 
 
-def _by_map(
-    model: nn.Module, names: list[str], loose: list[str], stages: int, said: _Map
+def _assign_by_map(
+    model: nn.Module, names: list[str], loose: list[str], stages: int, said: _StageMap
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the stages of units, and of loose weights that the map names."""
     for glob, stage in said.by.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
             raise UsageError(
                 f"{glob!r} goes to stage {stage!r}, and the stages are 0 to {stages - 1}",
-                where=WHERE,
+                where=API_NAME,
             )
     known = [*(name for name, _ in model.named_modules(remove_duplicate=False) if name), *loose]
     missing = [glob for glob in said.by if not fnmatch.filter(known, glob)]
     if missing:
-        raise _unknown("stages", missing, known)
-    wanted = [said.stage(name) for name in names]
+        raise _unknown_names("stages", missing, known)
+    wanted = [said.stage_of(name) for name in names]
     at = next((stage for stage in wanted if stage is not None), 0)
     found = {}
     for name, mine in zip(names, wanted, strict=True):
         at = found[name] = at if mine is None else mine
-    pinned = {name: said.stage(name) for name in loose}
+    pinned = {name: said.stage_of(name) for name in loose}
     return found, {name: mine for name, mine in pinned.items() if mine is not None}
 
 
-def _unknown(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:
+def _unknown_names(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:
     hints = " ".join(filter(None, (did_you_mean(name, known) for name in missing)))
     hints = hints or f"there are, for example, {', '.join(known[:4])}"
     told = ", ".join(repr(name) for name in missing)
     return UsageError(
         f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model",
-        where=WHERE,
+        where=API_NAME,
         hint=hints,
     )
 
 
-def _share(
-    model: nn.Module, found: Split, shared: Mapping[str, Sequence[int]] | Sequence[str]
+def _add_shared(
+    model: nn.Module, found: StageSplit, shared: Mapping[str, Sequence[int]] | Sequence[str]
 ) -> None:
     """Have more stages than its unit's hold a weight."""
     if isinstance(shared, str):
         shared = (shared,)
-    wanted = shared if isinstance(shared, Mapping) else dict.fromkeys(shared, (found.stages - 1,))
+    wanted = (
+        shared if isinstance(shared, Mapping) else dict.fromkeys(shared, (found.stage_count - 1,))
+    )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     missing = [glob for glob in wanted if not fnmatch.filter(names, glob)]
     if missing:
-        raise _unknown("shared", missing, names)
+        raise _unknown_names("shared", missing, names)
     for glob, extra in wanted.items():
         for stage in extra:
-            if not 0 <= stage < found.stages:
-                what = f"{glob!r} is shared with stage {stage}, and the stages are 0 to {found.stages - 1}"
-                raise UsageError(what, where=WHERE)
+            if not 0 <= stage < found.stage_count:
+                what = f"{glob!r} is shared with stage {stage}, and the stages are 0 to {found.stage_count - 1}"
+                raise UsageError(what, where=API_NAME)
         for name in fnmatch.filter(names, glob):
-            unit = next((unit for unit in found.units if name.startswith(f"{unit}.")), None)
-            own = found.loose.get(name, ()) if unit is None else (found.units[unit],)
-            found.loose[name] = tuple(sorted({*own, *extra}))
+            unit = next((unit for unit in found.unit_stages if name.startswith(f"{unit}.")), None)
+            own = found.loose_weights.get(name, ()) if unit is None else (found.unit_stages[unit],)
+            found.loose_weights[name] = tuple(sorted({*own, *extra}))

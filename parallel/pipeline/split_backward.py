@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-Product = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
+DeferredProduct = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
 """A weight, the input of its linear layer, and the gradient of the output."""
-_plain = functional.linear
-_noting: list[list[Product]] = []
+_torch_linear = functional.linear
+_pending_products: list[list[DeferredProduct]] = []
 """Where products are noted, the innermost last; empty: they are computed at once."""
 
 
-class Later:
+class DeferredWeightGrad:
     """
     The part of a backward that is put off.
 
@@ -34,12 +34,12 @@ class Later:
     """
 
     def __init__(
-        self, grads: dict[torch.nn.Parameter, torch.Tensor], products: list[Product]
+        self, grads: dict[torch.nn.Parameter, torch.Tensor], products: list[DeferredProduct]
     ) -> None:
         self.grads = grads
         self.products = products
 
-    def finish(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def compute_grads(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Return the gradient of each weight."""
         for weight, x, grad in self.products:
             made = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
@@ -49,15 +49,15 @@ class Later:
 
 
 @contextmanager
-def splitting(wanted: bool = True) -> Iterator[None]:
+def splitting_backward(wanted: bool = True) -> Iterator[None]:
     """
     While this lasts, linear layers can put the gradients of their weights off, if that is wanted.
     """
-    functional.linear = _linear if wanted else _plain  # type: ignore[assignment]
+    functional.linear = _split_linear if wanted else _torch_linear  # type: ignore[assignment]
     try:
         yield
     finally:
-        functional.linear = _plain
+        functional.linear = _torch_linear
 
 
 def backward_input(
@@ -66,7 +66,7 @@ def backward_input(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.nn.Parameter],
     split: bool,
-) -> tuple[list[torch.Tensor | None], Later]:
+) -> tuple[list[torch.Tensor | None], DeferredWeightGrad]:
     """
     Go backward from some tensors as far as the inputs.
 
@@ -76,33 +76,33 @@ def backward_input(
     Returns:
         the gradients of the inputs, and what is left to do for the weights; no ``.grad`` is touched.
     """
-    products: list[Product] = []
-    _noting.append(products)
+    products: list[DeferredProduct] = []
+    _pending_products.append(products)
     try:
-        with splitting(split):  # forwards may be computed again
+        with splitting_backward(split):  # forwards may be computed again
             found = torch.autograd.grad(tensors, [*inputs, *weights], grads, allow_unused=True)
     finally:
-        _noting.pop()
+        _pending_products.pop()
     known = {
         weight: grad
         for weight, grad in zip(weights, found[len(inputs) :], strict=True)
         if grad is not None
     }
-    return list(found[: len(inputs)]), Later(known, products)
+    return list(found[: len(inputs)]), DeferredWeightGrad(known, products)
 
 
-def _linear(
+def _split_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     ours = (
         isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
     )
     if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
-        return _plain(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+        return _torch_linear(x, weight, bias)
+    return _SplitLinear.apply(x, weight, bias)
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None
@@ -110,15 +110,17 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.bias = bias is not None
-        return _plain(x, weight, bias).data  # no view of a product: it may be changed in place
+        return _torch_linear(
+            x, weight, bias
+        ).data  # no view of a product: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         to_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         to_weight = None
-        if _noting:
-            _noting[-1].append((ctx.weight, x.detach(), grad))
+        if _pending_products:
+            _pending_products[-1].append((ctx.weight, x.detach(), grad))
         elif ctx.needs_input_grad[1]:
             to_weight = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
         to_bias = grad.flatten(0, -2).sum(0) if ctx.bias and ctx.needs_input_grad[2] else None

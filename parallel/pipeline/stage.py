@@ -30,34 +30,41 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.metadata import WHERE, Form, Record, Sent, build, form_of
-from pdrun.parallel.pipeline.split import Split
-from pdrun.parallel.pipeline.units import Unit, absent, staged
+from pdrun.parallel.pipeline.metadata import (
+    API_NAME,
+    BoundaryRecord,
+    SentTensor,
+    ValueForm,
+    build_value,
+    form_of,
+)
+from pdrun.parallel.pipeline.split import StageSplit
+from pdrun.parallel.pipeline.units import StageUnit, remote_class, stage_class
 
 
-class Graphed(Protocol):
+class GraphModel(Protocol):
     """What a model has in ``_pdrun_engine`` whose forward is one graph."""
 
-    def split(self) -> Split | None:
+    def split(self) -> StageSplit | None:
         """
         Return which module is on which stage, with the weights that each stage holds; None: as
         `split` says.
         """
         ...
 
-    def enter(self, stages: Stages) -> None:
+    def enter(self, stages: PipelineStages) -> None:
         """Be told of the stages: a call of the model goes `through` the pass that is `going` on."""
         ...
 
 
-class Left(BaseException):
+class StageBoundary(BaseException):
     """
     The forward pass has come to the next stage's first module. Not an Exception, so that no model
     catches it.
     """
 
 
-class Stages:
+class PipelineStages:
     """
     The stages that a rank holds of a model.
 
@@ -69,142 +76,150 @@ class Stages:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Split, mine: Iterable[int], device: torch.device
+        self, model: nn.Module, cut: StageSplit, mine: Iterable[int], device: torch.device
     ) -> None:
-        self.cut = cut
-        self.mine = tuple(mine)
+        self.split = cut
+        self.own_stages = tuple(mine)
         self.device = device
-        self.blank = FakeTensorMode(allow_non_fake_inputs=True)
-        self.current: Pass | None = None
-        self.weights: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.mine}
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.running: StageForward | None = None
+        self.trained_weights: dict[int, list[nn.Parameter]] = {
+            stage: [] for stage in self.own_stages
+        }
         """What each stage of this rank trains."""
-        self._check(model)
+        self._check_modules(model)
         first: dict[int, str] = {}
         names: dict[str, str] = {}
         holders: dict[str, set[int]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names[name] = first.setdefault(id(param), name)
-            holders.setdefault(names[name], set()).update(cut.holders(name))
-        for name, stage in cut.units.items():
+            holders.setdefault(names[name], set()).update(cut.holders_of(name))
+        for name, stage in cut.unit_stages.items():
             module = model.get_submodule(name)
-            module._pdrun_unit = Unit(self.find_running, name, stage, self.mine)
-            module.__class__ = staged(type(module))
-            if stage in self.weights:
-                self.weights[stage] += [
+            module._pdrun_unit = StageUnit(self.find_running, name, stage, self.own_stages)
+            module.__class__ = stage_class(type(module))
+            if stage in self.trained_weights:
+                self.trained_weights[stage] += [
                     param for param in module.parameters() if param.requires_grad
                 ]
             else:
-                self._empty(name, module)
-        self._loose(model)
+                self._drop_module(name, module)
+        self._drop_loose_weights(model)
         self.held = {
             names[name]: param for name, param in model.named_parameters(remove_duplicate=False)
         }
         """The weights of this rank, by the first of the names that they have in the whole model."""
-        self.users = {name: sorted(holders[name] & set(self.mine)) for name in self.held}
+        self.weight_stages = {
+            name: sorted(holders[name] & set(self.own_stages)) for name in self.held
+        }
         """The stages of this rank that compute with each."""
-        self.shared = {param for name, param in self.held.items() if len(holders[name]) > 1}
+        self.shared_weights = {param for name, param in self.held.items() if len(holders[name]) > 1}
         """Those that several stages hold."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStages:
         """Return itself: a copy of a model runs the same stages."""
         return self
 
-    def _check(self, model: nn.Module) -> None:
+    def _check_modules(self, model: nn.Module) -> None:
         seen: dict[int, str] = {}
-        for name in self.cut.units:
+        for name in self.split.unit_stages:
             module = model.get_submodule(name)
             if id(module) in seen:
                 what = f"{seen[id(module)]} and {name} are the same module, and a module belongs to one stage"
-                raise UsageError(what, where=WHERE, hint="stages={...} with a module around both")
+                raise UsageError(
+                    what, where=API_NAME, hint="stages={...} with a module around both"
+                )
             seen[id(module)] = name
 
-    def _empty(self, unit: str, module: nn.Module) -> None:
+    def _drop_module(self, unit: str, module: nn.Module) -> None:
         """
         Take the weights and buffers of another stage's module, but for those that this rank shares.
         """
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
             gone = each.__dict__.setdefault("_pdrun_remote", {})
-            for held in (each._parameters, each._buffers):
-                for own, tensor in list(held.items()):
-                    if tensor is None or set(self.cut.loose.get(prefix + own, ())) & set(self.mine):
+            for own_weights in (each._parameters, each._buffers):
+                for own, tensor in list(own_weights.items()):
+                    if tensor is None or set(self.split.loose_weights.get(prefix + own, ())) & set(
+                        self.own_stages
+                    ):
                         continue
                     gone[own] = (
                         prefix + own,
                         self.find_running,
-                        self.make(tuple(tensor.shape), tensor.dtype),
+                        self.make_placeholder(tuple(tensor.shape), tensor.dtype),
                     )
-                    del held[own]
+                    del own_weights[own]
             if each is not module:
-                each.__class__ = absent(type(each))
+                each.__class__ = remote_class(type(each))
 
-    def _loose(self, model: nn.Module) -> None:
+    def _drop_loose_weights(self, model: nn.Module) -> None:
         """Take weights around the units that this rank has nothing to do with."""
-        for name, stages in self.cut.loose.items():
+        for name, stages in self.split.loose_weights.items():
             holder, _, own = name.rpartition(".")
             module = model.get_submodule(holder)
             param = module._parameters.get(own)
-            if set(stages) & set(self.mine):
-                for stage in set(stages) & set(self.mine):
+            if set(stages) & set(self.own_stages):
+                for stage in set(stages) & set(self.own_stages):
                     if param is not None and param.requires_grad:
-                        self.weights[stage].append(param)
+                        self.trained_weights[stage].append(param)
             elif param is not None:
                 gone = module.__dict__.setdefault("_pdrun_remote", {})
                 gone[own] = (
                     name,
                     self.find_running,
-                    self.make(tuple(param.shape), param.dtype),
+                    self.make_placeholder(tuple(param.shape), param.dtype),
                 )
                 del module._parameters[own]
-                module.__class__ = absent(type(module))
+                module.__class__ = remote_class(type(module))
 
-    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def make_placeholder(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a blank."""
-        with self.blank:
+        with self.fake_mode:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def find_running(self) -> Pass | None:
+    def find_running(self) -> StageForward | None:
         """Return the pass that runs now; None outside of one."""
-        return self.current
+        return self.running
 
-    def going(self) -> Pass:
+    def require_running(self) -> StageForward:
         """
         Return the pass that is going on.
 
         Raises:
             UsageError: there is none.
         """
-        if self.current is None:
-            what = f"the model is cut into {self.cut.stages} stages, and this rank has {list(self.mine)}"
+        if self.running is None:
+            what = f"the model is cut into {self.split.stage_count} stages, and this rank has {list(self.own_stages)}"
             raise UsageError(
-                what, where=WHERE, hint="run.step and run.evaluate run a model in stages"
+                what, where=API_NAME, hint="run.step and run.evaluate run a model in stages"
             )
-        return self.current
+        return self.running
 
-    def run(self, one: Pass, forward: Callable[[], Any]) -> Any:
+    def run_forward(self, one: StageForward, forward: Callable[[], Any]) -> Any:
         """
         Go forward through a stage.
 
         Returns:
             what the model returned, on the last stage; on others, where `Left` ended the pass, None.
         """
-        self.current = one
+        self.running = one
         try:
             output = forward()
-        except Left:
+        except StageBoundary:
             return None
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UsageError(
                 f"stage {one.stage} of the model looks at a value that stage {one.stage - 1} or one before computed",
-                where=WHERE,
+                where=API_NAME,
                 hint="what a forward decides on must come from the batch, or happen inside a module",
             ) from error
         finally:
-            self.current = None
-        return one.returns(output)
+            self.running = None
+        return one.check_output(output)
 
 
-class Pass:
+class StageForward:
     """
     One forward pass of a stage.
 
@@ -221,10 +236,10 @@ class Pass:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: PipelineStages,
         stage: int,
         batch: Any,
-        record: Record | None,
+        record: BoundaryRecord | None,
         tensors: list[torch.Tensor],
         entered: Callable[[], None] = lambda: None,
     ) -> None:
@@ -232,50 +247,56 @@ class Pass:
         self.stage = stage
         self.record = record
         self.tensors = tensors
-        self._entered = entered
-        self._inside = False
-        self._given = {
+        self._on_enter = entered
+        self._is_inside = False
+        self._batch_ids = {
             id(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)
         }
-        self._returned: list[tuple[str, Form]] = list(record.returned) if record else []
-        self._forms: dict[tuple[str, int], Form] = {}
+        self._returned: list[tuple[str, ValueForm]] = list(record.returned) if record else []
+        self._forms: dict[tuple[str, int], ValueForm] = {}
         calls = Counter[str]()
         for name, form in self._returned:
             self._forms[name, calls[name]] = form
             calls[name] += 1
-        self._blanked = Counter[str]()
-        self._swaps: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self.read: list[str] = []
+        self._placeholder_counts = Counter[str]()
+        self._replacements: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.remote_reads: list[str] = []
         self.outputs: list[torch.Tensor] = []
-        self._door = ""
-        self._leaves = 0
-        self._sent = list[Sent]()
-        self._graph = False
+        self._next_module = ""
+        self._leaf_count = 0
+        self._sent = list[SentTensor]()
+        self._is_graph = False
 
-    def told(self, calls: int) -> Record:
+    def make_record(self, calls: int) -> BoundaryRecord:
         """Return what to tell the next stage."""
-        return Record(self._door, self._leaves, tuple(self._sent), calls, tuple(self._returned))
+        return BoundaryRecord(
+            self._next_module, self._leaf_count, tuple(self._sent), calls, tuple(self._returned)
+        )
 
     def note_remote_read(self, name: str) -> None:
         """Note that a weight of another stage was read."""
-        self.read.append(name)
+        self.remote_reads.append(name)
 
-    def call(
-        self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_unit(
+        self,
+        unit: StageUnit,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Do what the call of a unit means in this stage."""
-        if self._graph:  # which has this stage's units called, and no others
+        if self._is_graph:  # which has this stage's units called, and no others
             return inner(*args, **kwargs)
         if unit.stage < self.stage:
-            return self._blank(unit)
-        args, kwargs = self._enter(unit, args, kwargs)
+            return self._placeholder_for(unit)
+        args, kwargs = self._enter_stage(unit, args, kwargs)
         if unit.stage > self.stage:
-            self._leave(unit, args, kwargs)
+            self._leave_stage(unit, args, kwargs)
         output = inner(*args, **kwargs)
         self._returned.append((unit.name, form_of(output, unit.name)))
         return output
 
-    def through(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
+    def run_graph(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
         """
         Go through this stage of a model that is one graph.
 
@@ -286,120 +307,127 @@ class Pass:
         Raises:
             UsageError: the model was called before in this pass.
         """
-        if self._graph:
+        if self._is_graph:
             what = f"the model is called twice for a micro-batch; stage {self.stage} of a graph runs once"
-            raise UsageError(what, where=WHERE, hint="one call in forward=, on all of the rows")
-        self._graph = self._inside = True
-        self._entered()
+            raise UsageError(what, where=API_NAME, hint="one call in forward=, on all of the rows")
+        self._is_graph = self._is_inside = True
+        self._on_enter()
         made = compute(self.tensors)
-        if self.stage == self.stages.cut.stages - 1:
+        if self.stage == self.stages.split.stage_count - 1:
             return made
-        self._door, self._leaves = "the graph's next part", len(made)
+        self._next_module, self._leaf_count = "the graph's next part", len(made)
         self._sent = [
-            Sent(place, tuple(x.shape), x.dtype, x.requires_grad) for place, x in enumerate(made)
+            SentTensor(place, tuple(x.shape), x.dtype, x.requires_grad)
+            for place, x in enumerate(made)
         ]
         self.outputs = made
-        raise Left
+        raise StageBoundary
 
-    def _blank(self, unit: Unit) -> Any:
+    def _placeholder_for(self, unit: StageUnit) -> Any:
         """Return something of the form that the earlier stage's module returned."""
-        key = (unit.name, self._blanked[unit.name])
-        if self._inside or key not in self._forms:
+        key = (unit.name, self._placeholder_counts[unit.name])
+        if self._is_inside or key not in self._forms:
             raise UsageError(
                 f"{unit.name} is of stage {unit.stage} and is called "
-                + ("after" if self._inside else "in")
+                + ("after" if self._is_inside else "in")
                 + f" stage {self.stage}'s part of this micro-batch, and not before",
-                where=WHERE,
+                where=API_NAME,
                 hint="stages={glob: stage} in the order in which forward calls them",
             )
-        self._blanked[unit.name] += 1
+        self._placeholder_counts[unit.name] += 1
         assert self.record is not None
-        value = self.record.blanks.get(key)
+        value = self.record.placeholders.get(key)
         if value is None or any(map(_was_changed, pytree.tree_leaves(value))):
-            value = self.record.blanks[key] = build(self._forms[key], self.stages.make)
+            value = self.record.placeholders[key] = build_value(
+                self._forms[key], self.stages.make_placeholder
+            )
         return value
 
-    def _enter(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _enter_stage(
+        self, unit: StageUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
         """Return the arguments with what was received in the place of blanks."""
         leaves, form = pytree.tree_flatten((args, kwargs))
-        if not self._inside:
-            self._inside = True
-            self._entered()
+        if not self._is_inside:
+            self._is_inside = True
+            self._on_enter()
             if self.record is not None:
-                self._receive(unit, leaves)
-        return pytree.tree_unflatten(self._swapped(leaves, unit.name), form)  # type: ignore[no-any-return]
+                self._bind_received(unit, leaves)
+        return pytree.tree_unflatten(self._replace_placeholders(leaves, unit.name), form)  # type: ignore[no-any-return]
 
-    def _receive(self, unit: Unit, leaves: list[Any]) -> None:
+    def _bind_received(self, unit: StageUnit, leaves: list[Any]) -> None:
         record = self.record
         assert record is not None
-        if record.door != unit.name or record.leaves != len(leaves):
+        if record.next_module != unit.name or record.leaf_count != len(leaves):
             raise UsageError(
-                f"stage {self.stage} begins with {unit.name}, and stage {self.stage - 1} ended before {record.door}",
-                where=WHERE,
+                f"stage {self.stage} begins with {unit.name}, and stage {self.stage - 1} ended before {record.next_module}",
+                where=API_NAME,
                 hint="the order in which forward calls modules must follow from the batch alone",
             )
         for sent, tensor in zip(record.sent, self.tensors, strict=True):
             mine = leaves[sent.index]
             if isinstance(mine, FakeTensor):
-                real = _Fresh.apply(tensor) if tensor.requires_grad else tensor
-                self._swaps[id(mine)] = (mine, mine._version, real)
+                real = _WritableInput.apply(tensor) if tensor.requires_grad else tensor
+                self._replacements[id(mine)] = (mine, mine._version, real)
 
-    def _swapped(self, leaves: list[Any], name: str) -> list[Any]:
+    def _replace_placeholders(self, leaves: list[Any], name: str) -> list[Any]:
         found = []
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
-                blank, version, real = self._swaps.get(id(leaf), (leaf, -1, leaf))
+                blank, version, real = self._replacements.get(id(leaf), (leaf, -1, leaf))
                 if real is leaf or blank._version != version:
-                    self._refuse(
+                    self._refuse_placeholder(
                         f"{name} of stage {self.stage} takes a value that an earlier stage computed"
                     )
                 leaf = real
             found.append(leaf)
         return found
 
-    def _refuse(self, what: str) -> NoReturn:
-        if self.read:
-            names = ", ".join(dict.fromkeys(self.read))
+    def _refuse_placeholder(self, what: str) -> NoReturn:
+        if self.remote_reads:
+            names = ", ".join(dict.fromkeys(self.remote_reads))
             raise UsageError(
                 f"{what} with {names}, which this stage does not hold",
-                where=WHERE,
-                hint=f"shared=[{', '.join(map(repr, dict.fromkeys(self.read)))}] has the last stage hold it too",
+                where=API_NAME,
+                hint=f"shared=[{', '.join(map(repr, dict.fromkeys(self.remote_reads)))}] has the last stage hold it too",
             )
         raise UsageError(
             f"{what} and does not pass on",
-            where=WHERE,
+            where=API_NAME,
             hint="only the arguments of a stage's first module travel: have it take and return the value, or cut"
             " elsewhere with stages={glob: stage}",
         )
 
-    def _leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    def _leave_stage(
+        self, unit: StageUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NoReturn:
         """End the pass at the first module of a later stage."""
         leaves = pytree.tree_leaves((args, kwargs))
-        self._door, self._leaves = unit.name, len(leaves)
+        self._next_module, self._leaf_count = unit.name, len(leaves)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._given:
-                self._sent.append(Sent(index, tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._batch_ids:
+                self._sent.append(
+                    SentTensor(index, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                )
                 self.outputs.append(leaf)
-        raise Left
+        raise StageBoundary
 
-    def returns(self, output: Any) -> Any:
+    def check_output(self, output: Any) -> Any:
         """Return what the model returned, whole."""
-        last = self.stages.cut.stages - 1
+        last = self.stages.split.stage_count - 1
         if self.stage < last:
             raise UsageError(
                 f"forward ended in stage {self.stage}, without a call of a module of a later one",
-                where=WHERE,
+                where=API_NAME,
                 hint="a micro-batch may leave out modules, but not all that follow",
             )
         leaves, form = pytree.tree_flatten(output)
-        if not self._inside:
-            raise UsageError(f"forward called no module of stage {self.stage}", where=WHERE)
-        return pytree.tree_unflatten(self._swapped(leaves, "the output"), form)
+        if not self._is_inside:
+            raise UsageError(f"forward called no module of stage {self.stage}", where=API_NAME)
+        return pytree.tree_unflatten(self._replace_placeholders(leaves, "the output"), form)
 
 
-class _Fresh(torch.autograd.Function):
+class _WritableInput(torch.autograd.Function):
     """
     A received tensor as the model gets it: one that may be changed in place, as what a module
     returns may be.

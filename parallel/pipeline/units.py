@@ -14,14 +14,18 @@ from typing import Any, Protocol
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.metadata import WHERE
+from pdrun.parallel.pipeline.metadata import API_NAME
 
 
-class RunningStage(Protocol):
+class RunningForward(Protocol):
     """The forward pass of a stage, as the modules of the model see it."""
 
-    def call(
-        self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_unit(
+        self,
+        unit: StageUnit,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Do what the call of a unit means in the stage."""
         ...
@@ -31,11 +35,11 @@ class RunningStage(Protocol):
         ...
 
 
-Lookup = Callable[[], RunningStage | None]
+FindRunning = Callable[[], RunningForward | None]
 """Returns the forward pass that runs now; None outside of one."""
 
 
-class Unit:
+class StageUnit:
     """
     What a module at which the model can be split knows.
 
@@ -46,22 +50,24 @@ class Unit:
         own_stages: the stages of this rank.
     """
 
-    def __init__(self, lookup: Lookup, name: str, stage: int, own_stages: tuple[int, ...]) -> None:
-        self.lookup = lookup
+    def __init__(
+        self, lookup: FindRunning, name: str, stage: int, own_stages: tuple[int, ...]
+    ) -> None:
+        self.find_running = lookup
         self.name = name
         self.stage = stage
         self.own_stages = own_stages
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageUnit:
         """Return itself."""
         return self
 
 
-class Absent:
+class RemoteWeights:
     """A module whose weights are on another stage: they read as blanks."""
 
     def __getattr__(self, name: str) -> Any:
-        remote: dict[str, tuple[str, Lookup, Any]] = self.__dict__.get("_pdrun_remote", {})
+        remote: dict[str, tuple[str, FindRunning, Any]] = self.__dict__.get("_pdrun_remote", {})
         if name not in remote:
             return super().__getattr__(name)  # type: ignore[misc]
         full_name, lookup, placeholder = remote[name]
@@ -71,40 +77,40 @@ class Absent:
         return placeholder
 
 
-class Staged(Absent):
+class StageModule(RemoteWeights):
     """A module at which a model may be cut."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what a call means in the stage that runs; outside of one, what it always means."""
-        unit: Unit = self.__dict__["_pdrun_unit"]
-        running = unit.lookup()
+        unit: StageUnit = self.__dict__["_pdrun_unit"]
+        running = unit.find_running()
         if running is not None:
-            return running.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+            return running.call_unit(unit, super().__call__, args, kwargs)  # type: ignore[misc]
         if unit.stage not in unit.own_stages:
             what = (
                 f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.own_stages)}"
             )
             raise UsageError(
-                what, where=WHERE, hint="run.step and run.evaluate run a model in stages"
+                what, where=API_NAME, hint="run.step and run.evaluate run a model in stages"
             )
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def staged(kind: type[nn.Module]) -> type[nn.Module]:
+def stage_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of modules of a kind at which a model may be cut."""
-    return _made(Staged, kind)
+    return _mix_class(StageModule, kind)
 
 
-def absent(kind: type[nn.Module]) -> type[nn.Module]:
+def remote_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of modules of a kind whose weights are on another stage."""
-    return _made(Absent, kind)
+    return _mix_class(RemoteWeights, kind)
 
 
-_known: dict[tuple[type, type], type[nn.Module]] = {}
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def _made(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
-    if (mixin, kind) not in _known:
+def _mix_class(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, kind) not in _classes:
         about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _known[mixin, kind] = type(kind.__name__, (mixin, kind), about)
-    return _known[mixin, kind]
+        _classes[mixin, kind] = type(kind.__name__, (mixin, kind), about)
+    return _classes[mixin, kind]

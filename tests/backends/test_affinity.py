@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.backends.affinity import check_disjoint, parse_cpu_list, read_cpus, share, split
+from pdrun.backends.affinity import check_disjoint, parse_cpu_list, read_cpus, share_cpus, split_cpus
 from pdrun.errors import PdrunError, UsageError
 from pdrun.topology import CpuSet
 from tests.backends.helpers import tree
@@ -29,69 +29,69 @@ def machine(cores: int, threads: int = 1, nodes: int = 1, quota: float | None = 
 
 
 def test_three_cpus_for_two_workers_are_two_and_one() -> None:
-    binding = split(machine(3), 2)
+    binding = split_cpus(machine(3), 2)
     assert binding.sets == ((0, 1), (2,))
     assert binding.threads == (2, 1)
 
 
 def test_hyper_threads_stay_together() -> None:
-    assert split(machine(4, threads=2), 2).sets == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert split_cpus(machine(4, threads=2), 2).sets == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
 def test_two_workers_on_two_memory_nodes_never_share_one() -> None:
-    binding = split(machine(8, threads=2, nodes=2), 2, "numa")
+    binding = split_cpus(machine(8, threads=2, nodes=2), 2, "numa")
     assert binding.sets == ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
 
 
 def test_numa_spreads_workers_by_what_a_node_has() -> None:
     lopsided = CpuSet((0, 1, 4, 5, 6, 7), None, (), ((0, 1), (4, 5, 6, 7)))
-    assert split(lopsided, 3, "numa").sets == ((0, 1), (4, 5), (6, 7))
-    assert split(machine(8, nodes=4), 2, "numa").sets == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert split_cpus(lopsided, 3, "numa").sets == ((0, 1), (4, 5), (6, 7))
+    assert split_cpus(machine(8, nodes=4), 2, "numa").sets == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_cores_are_dealt_along_memory_nodes() -> None:
     """Numbers may alternate between memory nodes; neighbours in memory still go to one worker."""
     alternating = CpuSet((0, 1, 2, 3), None, ((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)))
-    assert split(alternating, 2, "cores").sets == ((0, 2), (1, 3))
+    assert split_cpus(alternating, 2, "cores").sets == ((0, 2), (1, 3))
 
 
 def test_more_workers_than_cores_are_left_unbound_with_the_reason() -> None:
-    binding = split(machine(2, threads=2), 3, "cores")
+    binding = split_cpus(machine(2, threads=2), 3, "cores")
     assert binding.sets == ((), (), ())
     assert binding.threads == (2, 1, 1)
     assert "2 core(s) for 3 workers" in binding.note
 
 
 def test_one_worker_is_left_with_the_whole_mask() -> None:
-    assert split(machine(4), 1).sets == ((),)
-    assert split(machine(4), 1).threads == (4,)
-    assert split(machine(4), 1, "cores").sets == ((0, 1, 2, 3),)
+    assert split_cpus(machine(4), 1).sets == ((),)
+    assert split_cpus(machine(4), 1).threads == (4,)
+    assert split_cpus(machine(4), 1, "cores").sets == ((0, 1, 2, 3),)
 
 
 def test_an_empty_mask_is_never_bound() -> None:
     for mode in ("auto", "cores", "numa", "none"):
-        binding = split(CpuSet(()), 2, mode)  # type: ignore[arg-type]
+        binding = split_cpus(CpuSet(()), 2, mode)  # type: ignore[arg-type]
         assert (binding.sets, binding.threads) == (((), ()), (1, 1))
 
 
 def test_threads_obey_the_bandwidth_limit_while_the_set_is_wide() -> None:
-    binding = split(machine(16, quota=3.5), 2)
+    binding = split_cpus(machine(16, quota=3.5), 2)
     assert [len(own) for own in binding.sets] == [8, 8]
     assert binding.threads == (2, 1)
-    assert split(machine(16, quota=0.5), 2).threads == (1, 1)
-    assert split(machine(16, quota=3), 4, "none").threads == (1, 1, 1, 1)
+    assert split_cpus(machine(16, quota=0.5), 2).threads == (1, 1)
+    assert split_cpus(machine(16, quota=3), 4, "none").threads == (1, 1, 1, 1)
 
 
 def test_a_sys_that_lies_is_ignored() -> None:
     twice = CpuSet((0, 1, 2, 3), None, ((0, 1), (1, 2), (3,)), ((0, 1, 2), (2, 3)))
-    assert split(twice, 2).sets == ((0, 1), (2, 3))
-    assert "memory nodes are unknown" in split(twice, 2, "numa").note
+    assert split_cpus(twice, 2).sets == ((0, 1), (2, 3))
+    assert "memory nodes are unknown" in split_cpus(twice, 2, "numa").note
 
 
 @pytest.mark.parametrize("bad", [(0, "cores"), (-1, "auto"), (2, "socket")])
 def test_nonsense_is_refused(bad: tuple[int, str]) -> None:
     with pytest.raises(UsageError):
-        split(machine(4), *bad)  # type: ignore[arg-type]
+        split_cpus(machine(4), *bad)  # type: ignore[arg-type]
 
 
 def test_the_check_finds_what_it_is_there_for() -> None:
@@ -103,14 +103,14 @@ def test_the_check_finds_what_it_is_there_for() -> None:
 
 def test_simulated_nodes_share_a_machine() -> None:
     whole = machine(4, threads=2, quota=6.0)
-    parts = [share(whole, index, 2) for index in range(2)]
+    parts = [share_cpus(whole, index, 2) for index in range(2)]
     assert [part.cpus for part in parts] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert [part.quota for part in parts] == [3.0, 3.0]
     assert parts[1].cores == ((2, 6), (3, 7))
-    small = share(machine(2), 3, 4)
+    small = share_cpus(machine(2), 3, 4)
     assert (small.cpus, small.quota, small.usable_cpus) == ((0, 1), 0.5, 1)
     with pytest.raises(UsageError):
-        share(whole, 2, 2)
+        share_cpus(whole, 2, 2)
 
 
 MACHINES = st.builds(
@@ -131,11 +131,11 @@ def test_any_split_is_disjoint_whole_and_within_the_limits(
 ) -> None:  # type: ignore[no-untyped-def]
     mask = tuple(sorted(dice.sample(cpus.cpus, dice.randint(0, len(cpus.cpus)))))
     part = CpuSet(mask, cpus.quota, cpus.cores, cpus.numa)
-    binding = split(part, workers, mode)  # type: ignore[arg-type]
+    binding = split_cpus(part, workers, mode)  # type: ignore[arg-type]
     assert len(binding.sets) == len(binding.threads) == workers
     assert min(binding.threads) >= 1
     assert sum(binding.threads) <= max(workers, part.usable_cpus)
-    if binding.bound:
+    if binding.is_bound:
         check_disjoint(binding.sets)
         flat = {cpu for own in binding.sets for cpu in own}
         assert flat <= set(mask)
@@ -149,13 +149,13 @@ def test_any_split_is_disjoint_whole_and_within_the_limits(
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_shares_differ_by_one_core_at_most(cores: int, workers: int) -> None:
-    sizes = [len(own) for own in split(machine(cores), workers, "cores").sets]
+    sizes = [len(own) for own in split_cpus(machine(cores), workers, "cores").sets]
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.integers(1, 32), st.integers(1, 8))
 def test_simulated_nodes_never_overlap_when_there_is_a_core_each(cores: int, nodes: int) -> None:
-    parts = [share(machine(cores), index, nodes) for index in range(nodes)]
+    parts = [share_cpus(machine(cores), index, nodes) for index in range(nodes)]
     if cores >= nodes:
         check_disjoint([part.cpus for part in parts])
         assert sum(len(part.cpus) for part in parts) == cores

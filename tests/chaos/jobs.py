@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pdrun import eventlog
-from pdrun.rendezvous.protocol.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.chaos.cluster import Cluster
 from tests.chaos.host import Host, words_of
 from tests.chaos.processes import BedError, pid_of
@@ -94,7 +94,7 @@ class Bed:
     def __post_init__(self) -> None:
         (self.folder / "orders").mkdir(parents=True, exist_ok=True)
         (self.folder / "token").touch(0o600)
-        (self.folder / "token").write_text(token_text(Secret.random()) + "\n")
+        (self.folder / "token").write_text(format_token(Secret.random()) + "\n")
 
     def __getitem__(self, host: str) -> Host:
         return self.cluster[host]
@@ -228,14 +228,14 @@ class Bed:
             )
         return sorted(found, key=lambda note: note.rank)
 
-    def events(self, kind: str = "") -> list[eventlog.Event]:
+    def events(self, kind: str = "") -> list[eventlog.LogEvent]:
         """Return the events of the job's log; of several jobs in this folder, of all."""
         found = []
         for path in sorted(self.folder.glob("pdrun-logs/*/events.jsonl")):
-            found += [event for event in eventlog.read(path) if kind in ("", event.kind)]
+            found += [event for event in eventlog.read_events(path) if kind in ("", event.kind)]
         return found
 
-    def event(self, kind: str, timeout: float = 60.0, count: int = 1) -> eventlog.Event:
+    def event(self, kind: str, timeout: float = 60.0, count: int = 1) -> eventlog.LogEvent:
         """Wait for the ``count``-th event of a kind; return it."""
         until(lambda: len(self.events(kind)) >= count, f"event {kind!r}", timeout)
         return self.events(kind)[count - 1]

@@ -11,7 +11,7 @@ import pytest
 
 from pdrun.launcher.cli.commands import build_command_line
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
-from pdrun.launcher.config.options import RUN_OPTIONS
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -17,12 +17,20 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.schedules.schedule import WHERE, Action, Kind, Schedule, needs
+from pdrun.parallel.pipeline.schedules.schedule import (
+    API_NAME,
+    ActionKind,
+    PipelineSchedule,
+    StageAction,
+    prerequisites_of,
+)
 
 DEFAULT_CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None
+) -> PipelineSchedule:
     """
     Return a schedule by its name.
 
@@ -38,46 +46,48 @@ def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) ->
     if name not in DEFAULT_CHUNKS:
         raise UsageError(
             f"there is no schedule {name!r}",
-            where=WHERE,
+            where=API_NAME,
             hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
         )
     chunks = DEFAULT_CHUNKS[name] if chunks is None else chunks
     if (name != "interleaved" and chunks != DEFAULT_CHUNKS[name]) or chunks < 1:
         what = f"chunks={chunks}, and {name} has {DEFAULT_CHUNKS[name]} a rank"
         raise UsageError(
-            what, where=WHERE, hint='schedule="interleaved" takes any number of chunks'
+            what, where=API_NAME, hint='schedule="interleaved" takes any number of chunks'
         )
-    rows: Callable[[int, int], list[list[Action]]] = {
-        "gpipe": gpipe,
-        "1f1b": one_forward_one_backward,
-        "zero-bubble": zero_bubble,
-        "zero-bubble-v": zero_bubble_v,
-        "interleaved": lambda ranks, microbatches: interleaved(ranks, microbatches, chunks),
+    rows: Callable[[int, int], list[list[StageAction]]] = {
+        "gpipe": build_gpipe,
+        "1f1b": build_1f1b,
+        "zero-bubble": build_zero_bubble,
+        "zero-bubble-v": build_zero_bubble_v,
+        "interleaved": lambda ranks, microbatches: build_interleaved(ranks, microbatches, chunks),
     }[name]
-    return Schedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)))
+    return PipelineSchedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)))
 
 
-def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
+def build_gpipe(ranks: int, microbatches: int) -> list[list[StageAction]]:
     """Return each rank's actions: all forwards, then all backwards."""
     micros = range(microbatches)
     return [
-        [Action(r, "F", m) for m in micros] + [Action(r, "B", m) for m in micros]
+        [StageAction(r, "F", m) for m in micros] + [StageAction(r, "B", m) for m in micros]
         for r in range(ranks)
     ]
 
 
-def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action]]:
+def build_1f1b(ranks: int, microbatches: int) -> list[list[StageAction]]:
     """Return each rank's actions: as many forwards as stages follow, then one of each in turn."""
     micros = range(microbatches)
     return [
-        _in_turn(
-            [Action(r, "F", m) for m in micros], [Action(r, "B", m) for m in micros], ranks - 1 - r
+        _alternate_actions(
+            [StageAction(r, "F", m) for m in micros],
+            [StageAction(r, "B", m) for m in micros],
+            ranks - 1 - r,
         )
         for r in range(ranks)
     ]
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
+def build_interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[StageAction]]:
     """
     Return each rank's actions with stage ``c * ranks + r`` as chunk c of rank r.
 
@@ -85,17 +95,19 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
     through chunk 1, ...
     """
     if chunks == 1:
-        return one_forward_one_backward(ranks, microbatches)
+        return build_1f1b(ranks, microbatches)
     count = max(1, microbatches // ranks)
     bounds = [microbatches * i // count for i in range(count + 1)]
     groups = [range(low, high) for low, high in pairwise(bounds)]
     longest = max(len(group) for group in groups)
 
-    def order(rank: int, kind: Kind, turn: range) -> list[Action]:
-        return [Action(c * ranks + rank, kind, m) for group in groups for c in turn for m in group]
+    def order(rank: int, kind: ActionKind, turn: range) -> list[StageAction]:
+        return [
+            StageAction(c * ranks + rank, kind, m) for group in groups for c in turn for m in group
+        ]
 
     return [
-        _in_turn(
+        _alternate_actions(
             order(rank, "F", range(chunks)),
             order(rank, "B", range(chunks)[::-1]),
             (chunks - 1) * longest + 2 * (ranks - 1 - rank),
@@ -104,7 +116,9 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
     ]
 
 
-def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+def _alternate_actions(
+    forwards: list[StageAction], backwards: list[StageAction], ahead: int
+) -> list[StageAction]:
     """Return ``ahead`` forwards, then one forward and one backward in turn, then what is left."""
     ahead = min(ahead, len(forwards))
     found = forwards[:ahead]
@@ -113,7 +127,7 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> lis
     return found + backwards[len(forwards) - ahead :]
 
 
-def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
+def build_zero_bubble(ranks: int, microbatches: int) -> list[list[StageAction]]:
     """
     Return each rank's actions with split backwards: rank r is r micro-batches late with the
     weights, so that their work lies where 1f1b would wait. No rank keeps more micro-batches than
@@ -121,17 +135,17 @@ def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
     """
     rows = []
     for r in range(ranks):
-        forwards = [Action(r, "F", m) for m in range(microbatches)]
-        weights = [Action(r, "W", m) for m in range(microbatches)]
+        forwards = [StageAction(r, "F", m) for m in range(microbatches)]
+        weights = [StageAction(r, "W", m) for m in range(microbatches)]
         row = forwards[: ranks - r]
         for m in range(microbatches):
-            row += [Action(r, "I", m), *weights[max(m - r, 0) : m - r + 1 if m >= r else 0]]
+            row += [StageAction(r, "I", m), *weights[max(m - r, 0) : m - r + 1 if m >= r else 0]]
             row += forwards[ranks - r + m : ranks - r + m + 1]
         rows.append(row + weights[max(microbatches - r, 0) :])
     return rows
 
 
-def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
+def build_zero_bubble_v(ranks: int, microbatches: int) -> list[list[StageAction]]:
     """
     Return each rank's actions with stages r and ``2 * ranks - 1 - r`` on rank r, and split
     backwards.
@@ -143,25 +157,28 @@ def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
     """
     stages = 2 * ranks
     keep = 2 * ranks
-    ended: dict[Action, int] = {}
-    done = {(stage, kind): 0 for stage in range(stages) for kind in _KINDS}
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    ended: dict[StageAction, int] = {}
+    done = {(stage, kind): 0 for stage in range(stages) for kind in _KINDS_BY_URGENCY}
+    rows: list[list[StageAction]] = [[] for _ in range(ranks)]
     now = 0
     while len(ended) < len(done) * microbatches:
         chosen = []
         for rank in range(ranks):
             mine = (stages - 1 - rank, rank)
             full = sum(done[stage, "F"] - done[stage, "W"] for stage in mine) >= keep
-            for kind in _KINDS:
+            for kind in _KINDS_BY_URGENCY:
                 actions = [
-                    Action(stage, kind, done[stage, kind])
+                    StageAction(stage, kind, done[stage, kind])
                     for stage in mine
                     if done[stage, kind] < microbatches
                 ]
                 ready = (
                     a
                     for a in actions
-                    if all(ended.get(need, now + 1) <= now for need in needs(a, stages, True))
+                    if all(
+                        ended.get(need, now + 1) <= now
+                        for need in prerequisites_of(a, stages, True)
+                    )
                 )
                 action = None if kind == "F" and full else next(ready, None)
                 if action is not None:
@@ -175,4 +192,4 @@ def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
     return rows
 
 
-_KINDS: tuple[Kind, ...] = ("F", "I", "W")
+_KINDS_BY_URGENCY: tuple[ActionKind, ...] = ("F", "I", "W")

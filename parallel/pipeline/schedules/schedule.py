@@ -21,19 +21,19 @@ from typing import Literal, NamedTuple, cast
 
 from pdrun.errors import UsageError
 
-Kind = Literal["F", "B", "I", "W"]
-WHERE = "pdrun.Pipeline"
-_FORM = re.compile(r"(\d+)([FBIW])(\d+)")
+ActionKind = Literal["F", "B", "I", "W"]
+API_NAME = "pdrun.Pipeline"
+_ACTION_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-class Action(NamedTuple):
+class StageAction(NamedTuple):
     """
     One piece of work: a stage's forward (F), backward (B), or backward for input (I) or weights (W)
     alone.
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro: int
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """
     Who does what, in which order.
 
@@ -51,32 +51,32 @@ class Schedule:
     """
 
     name: str
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[StageAction, ...], ...]
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """Number of ranks along the axis pp."""
         return len(self.rows)
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         """Number of stages: ranks times chunks."""
         return 1 + max((action.stage for row in self.rows for action in row), default=-1)
 
     @property
-    def microbatches(self) -> int:
+    def microbatch_count(self) -> int:
         """Number of micro-batches."""
         return 1 + max((action.micro for row in self.rows for action in row), default=-1)
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether some backward is split into input and weights."""
         return any(action.kind in "IW" for row in self.rows for action in row)
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """The rank of each stage; -1 for a stage that nobody has."""
-        found = [-1] * self.stages
+        found = [-1] * self.stage_count
         for rank, row in enumerate(self.rows):
             for action in row:
                 found[action.stage] = rank
@@ -90,9 +90,9 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
 
 
-def parse(
+def parse_schedule(
     value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom"
-) -> Schedule:
+) -> PipelineSchedule:
     """
     Return the schedule that a user wrote down.
 
@@ -110,28 +110,28 @@ def parse(
         else value
     )
     rows = [
-        tuple(_action(one, rank, place) for place, one in enumerate(line))
+        tuple(_parse_action(one, rank, place) for place, one in enumerate(line))
         for rank, line in enumerate(lines)
     ]
     if not any(rows):
         raise UsageError(
-            "the schedule has no actions", where=WHERE, hint='one line a rank, such as "0F0 0B0"'
+            "the schedule has no actions", where=API_NAME, hint='one line a rank, such as "0F0 0B0"'
         )
-    return Schedule(name, tuple(rows))
+    return PipelineSchedule(name, tuple(rows))
 
 
-def _action(value: str | tuple[int, str, int], rank: int, place: int) -> Action:
+def _parse_action(value: str | tuple[int, str, int], rank: int, place: int) -> StageAction:
     text = value if isinstance(value, str) else "".join(map(str, value))
-    found = _FORM.fullmatch(text)
+    found = _ACTION_PATTERN.fullmatch(text)
     if found is None:
         what = f"{value!r}, action {place} of rank {rank}, is none"
         raise UsageError(
-            what, where=WHERE, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5"
+            what, where=API_NAME, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5"
         )
-    return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
+    return StageAction(int(found[1]), cast(ActionKind, found[2]), int(found[3]))
 
 
-def needs(action: Action, stages: int, splits: bool) -> list[Action]:
+def prerequisites_of(action: StageAction, stages: int, splits: bool) -> list[StageAction]:
     """
     Return what must have happened before an action.
 
@@ -141,8 +141,8 @@ def needs(action: Action, stages: int, splits: bool) -> list[Action]:
     """
     stage, kind, micro = action
     if kind == "F":
-        return [Action(stage - 1, "F", micro)] if stage else []
+        return [StageAction(stage - 1, "F", micro)] if stage else []
     if kind == "W":
-        return [Action(stage, "I", micro)]
-    after = [Action(stage + 1, "I" if splits else "B", micro)] if stage + 1 < stages else []
-    return [Action(stage, "F", micro), *after]
+        return [StageAction(stage, "I", micro)]
+    after = [StageAction(stage + 1, "I" if splits else "B", micro)] if stage + 1 < stages else []
+    return [StageAction(stage, "F", micro), *after]

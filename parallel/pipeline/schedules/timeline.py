@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule, needs
+from pdrun.parallel.pipeline.schedules.schedule import (
+    PipelineSchedule,
+    StageAction,
+    prerequisites_of,
+)
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """
     What actions take, in any one unit of time.
 
@@ -30,7 +34,7 @@ class Costs:
     send: float = 0.0
     shares: tuple[float, ...] = ()
 
-    def of(self, action: Action) -> float:
+    def cost_of(self, action: StageAction) -> float:
         """Return how long an action takes."""
         plain = {
             "F": self.forward,
@@ -44,7 +48,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """
     A schedule in time.
 
@@ -54,34 +58,36 @@ class Timeline:
             for a sound one.
     """
 
-    schedule: Schedule
-    spans: dict[Action, tuple[float, float]]
-    stuck: dict[int, tuple[Action, Action]]
+    schedule: PipelineSchedule
+    spans: dict[StageAction, tuple[float, float]]
+    stuck: dict[int, tuple[StageAction, StageAction]]
 
     @property
-    def total(self) -> float:
+    def duration(self) -> float:
         """The time from the first action to the end of the last."""
         return max((end for _, end in self.spans.values()), default=0.0)
 
     @property
-    def bubble(self) -> float:
+    def bubble_share(self) -> float:
         """Share of the ranks' time in which they wait, from 0 to 1."""
         busy = sum(end - begin for begin, end in self.spans.values())
-        return 1 - busy / (self.total * self.schedule.ranks) if self.total else 0.0
+        return 1 - busy / (self.duration * self.schedule.rank_count) if self.duration else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate_schedule(
+    schedule: PipelineSchedule, costs: ActionCosts | None = None
+) -> ScheduleTimeline:
     """
     Return when each action happens; where ranks wait for each other for ever, `Timeline.stuck` says
     for what.
     """
-    costs = costs or Costs()
-    places = schedule.places
+    costs = costs or ActionCosts()
+    places = schedule.stage_ranks
     split = {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
-    spans: dict[Action, tuple[float, float]] = {}
-    clock = [0.0] * schedule.ranks
-    at = [0] * schedule.ranks
-    stuck: dict[int, tuple[Action, Action]] = {}
+    spans: dict[StageAction, tuple[float, float]] = {}
+    clock = [0.0] * schedule.rank_count
+    at = [0] * schedule.rank_count
+    stuck: dict[int, tuple[StageAction, StageAction]] = {}
     moved = True
     while moved:
         moved = False
@@ -89,26 +95,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for rank, row in enumerate(schedule.rows):
             while at[rank] < len(row):
                 action = row[at[rank]]
-                wanted = needs(action, schedule.stages, (action.stage + 1, action.micro) in split)
+                wanted = prerequisites_of(
+                    action, schedule.stage_count, (action.stage + 1, action.micro) in split
+                )
                 missing = next((one for one in wanted if one not in spans), None)
                 if missing is not None:
                     stuck[rank] = (action, missing)
                     break
                 ready = [spans[one][1] + costs.send * (places[one.stage] != rank) for one in wanted]
                 begin = max([clock[rank], *ready])
-                clock[rank] = begin + costs.of(action)
+                clock[rank] = begin + costs.cost_of(action)
                 spans[action] = (begin, clock[rank])
                 at[rank] += 1
                 moved = True
-    return Timeline(schedule, spans, stuck)
+    return ScheduleTimeline(schedule, spans, stuck)
 
 
-def bubble(schedule: Schedule, costs: Costs | None = None) -> float:
+def bubble_share(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> float:
     """Return the share of the ranks' time in which they wait."""
-    return simulate(schedule, costs).bubble
+    return simulate_schedule(schedule, costs).bubble_share
 
 
-def picture(schedule: Schedule, costs: Costs | None = None) -> str:
+def draw_schedule(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> str:
     """
     Draw a schedule: one line a rank, time to the right, a dot for each unit of time in which the
     rank waits.
@@ -116,24 +124,24 @@ def picture(schedule: Schedule, costs: Costs | None = None) -> str:
     A backward is drawn over its whole length (``B3 -``); with several chunks a rank, letters tell
     them apart: ``Fa3``.
     """
-    costs = costs or Costs()
-    found = simulate(schedule, costs)
+    costs = costs or ActionCosts()
+    found = simulate_schedule(schedule, costs)
     unit = min((end - begin for begin, end in found.spans.values() if end > begin), default=1.0)
-    width = 1 + max((len(_label(schedule, action)) for action in found.spans), default=1)
+    width = 1 + max((len(_action_label(schedule, action)) for action in found.spans), default=1)
     lines = []
     for rank, row in enumerate(schedule.rows):
-        cells: list[str] = ["."] * round(found.total / unit)
+        cells: list[str] = ["."] * round(found.duration / unit)
         for action in row:
             if action not in found.spans:
                 break
             begin, end = (round(value / unit) for value in found.spans[action])
-            cells[begin:end] = [_label(schedule, action), *["-"] * (end - begin - 1)]
+            cells[begin:end] = [_action_label(schedule, action), *["-"] * (end - begin - 1)]
         lines.append(f"rank {rank}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
 
 
-def _label(schedule: Schedule, action: Action) -> str:
+def _action_label(schedule: PipelineSchedule, action: StageAction) -> str:
     """Return an action's name on its rank: the chunk as a letter where there are several."""
-    mine: Sequence[int] = schedule.stages_of(schedule.places[action.stage])
+    mine: Sequence[int] = schedule.stages_of(schedule.stage_ranks[action.stage])
     chunk = chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else ""
     return f"{action.kind}{chunk}{action.micro}"

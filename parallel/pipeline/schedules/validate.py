@@ -12,15 +12,15 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule
-from pdrun.parallel.pipeline.schedules.timeline import simulate
+from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule, StageAction
+from pdrun.parallel.pipeline.schedules.timeline import simulate_schedule
 
-TOLD = 4
+MAX_REPORTED_FAULTS = 4
 """Faults that one error tells of."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class ScheduleCheck:
     """
     What `validate` found out.
 
@@ -33,7 +33,7 @@ class Checked:
     live: tuple[int, ...]
 
 
-def validate(schedule: Schedule) -> Checked:
+def validate_schedule(schedule: PipelineSchedule) -> ScheduleCheck:
     """
     Hold a schedule against what a step is: each stage goes forward and backward once through each
     micro-batch.
@@ -43,20 +43,25 @@ def validate(schedule: Schedule) -> Checked:
             would wait for each
             other for ever; names the actions.
     """
-    faults = _incomplete(schedule) or _disordered(schedule)
+    faults = _find_incomplete(schedule) or _find_disordered(schedule)
     if not faults:
-        stuck = simulate(schedule).stuck
+        stuck = simulate_schedule(schedule).stuck
         faults = [f"rank {rank} stands at {a}, which needs {b}" for rank, (a, b) in stuck.items()]
         faults = [f"the ranks would wait for ever: {'; '.join(faults)}"] if faults else []
     if faults:
-        more = f" and {len(faults) - TOLD} more" if len(faults) > TOLD else ""
-        raise UsageError(
-            f"{'; '.join(faults[:TOLD])}{more}", where=f"the pipeline schedule {schedule.name!r}"
+        more = (
+            f" and {len(faults) - MAX_REPORTED_FAULTS} more"
+            if len(faults) > MAX_REPORTED_FAULTS
+            else ""
         )
-    return Checked(tuple(_live(row) for row in schedule.rows))
+        raise UsageError(
+            f"{'; '.join(faults[:MAX_REPORTED_FAULTS])}{more}",
+            where=f"the pipeline schedule {schedule.name!r}",
+        )
+    return ScheduleCheck(tuple(_peak_live(row) for row in schedule.rows))
 
 
-def _incomplete(schedule: Schedule) -> list[str]:
+def _find_incomplete(schedule: PipelineSchedule) -> list[str]:
     """Return what is missing, double, or on two ranks."""
     found: list[str] = []
     ranks_of: dict[int, set[int]] = {}
@@ -71,28 +76,28 @@ def _incomplete(schedule: Schedule) -> list[str]:
     found += [f"rank {rank} has nothing to do" for rank, row in enumerate(schedule.rows) if not row]
     counts = Counter(action for row in schedule.rows for action in row)
     found += [f"{action} is there {count} times" for action, count in counts.items() if count > 1]
-    for stage in range(schedule.stages):
-        for micro in range(schedule.microbatches):
-            kinds = "".join(kind for kind in "FBIW" if Action(stage, kind, micro) in counts)  # type: ignore[arg-type]
+    for stage in range(schedule.stage_count):
+        for micro in range(schedule.microbatch_count):
+            kinds = "".join(kind for kind in "FBIW" if StageAction(stage, kind, micro) in counts)  # type: ignore[arg-type]
             if kinds not in ("FB", "FIW"):
                 what = f"has {' and '.join(kinds) or 'nothing'}, not F and B or F, I and W"
                 found.append(f"stage {stage} with micro-batch {micro} {what}")
     return found
 
 
-def _disordered(schedule: Schedule) -> list[str]:
+def _find_disordered(schedule: PipelineSchedule) -> list[str]:
     """Return what comes before that which it needs on the same rank."""
     found = []
     for rank, row in enumerate(schedule.rows):
         at = {action: place for place, action in enumerate(row)}
         for action in row:
-            first = Action(action.stage, "I" if action.kind == "W" else "F", action.micro)
+            first = StageAction(action.stage, "I" if action.kind == "W" else "F", action.micro)
             if at[first] > at[action]:
                 found.append(f"rank {rank} has {action} before {first}")
     return found
 
 
-def _live(row: tuple[Action, ...]) -> int:
+def _peak_live(row: tuple[StageAction, ...]) -> int:
     now = most = 0
     for action in row:
         now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
@@ -101,36 +106,38 @@ def _live(row: tuple[Action, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """
     What goes from one rank to another: the output of an F, or the gradient of the input of a B or
     I.
     """
 
-    action: Action
+    action: StageAction
     source: int
     target: int
 
 
-def ends(schedule: Schedule) -> set[tuple[int, int]]:
+def connected_ranks(schedule: PipelineSchedule) -> set[tuple[int, int]]:
     """
     Return the pairs of ranks that send something to each other: messages, and the losses to the
     last rank.
     """
-    losses = (schedule.places[-1], schedule.ranks - 1)
-    return {*messages(schedule), *({losses} if losses[0] != losses[1] else ())}
+    losses = (schedule.stage_ranks[-1], schedule.rank_count - 1)
+    return {*list_messages(schedule), *({losses} if losses[0] != losses[1] else ())}
 
 
-def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+def list_messages(schedule: PipelineSchedule) -> dict[tuple[int, int], list[StageMessage]]:
     """
     Return what each rank sends to each other rank, in the order in which it does: both ends go by
     this list.
     """
-    places = schedule.places
-    found = dict[tuple[int, int], list[Message]]()
+    places = schedule.stage_ranks
+    found = dict[tuple[int, int], list[StageMessage]]()
     for rank, row in enumerate(schedule.rows):
         for action in row:
             to = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind != "W" and 0 <= to < schedule.stages and places[to] != rank:
-                found.setdefault((rank, places[to]), []).append(Message(action, rank, places[to]))
+            if action.kind != "W" and 0 <= to < schedule.stage_count and places[to] != rank:
+                found.setdefault((rank, places[to]), []).append(
+                    StageMessage(action, rank, places[to])
+                )
     return found

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pdrun.errors import UsageError
 from pdrun.launcher.config.spec import JobSpec, Policy, Program
 from pdrun.launcher.jobs import sbatch as slurmjobs
-from pdrun.launcher.jobs.sbatch import Batch
+from pdrun.launcher.jobs.sbatch import BatchJob
 from pdrun.launcher.plan import external as through
 from tests.e2e.clusters.conftest import Cluster, until
 from tests.lib.slurm_cluster import Slurm
@@ -242,14 +242,14 @@ class TestReal:
 
 
 def test_a_script() -> None:
-    batch = Batch(
+    batch = BatchJob(
         2,
         "train",
         (("time", "1:00:00"), ("exclusive", "")),
         grace=60.0,
         setup=("module load cuda",),
     )
-    assert slurmjobs.script(batch, ["pdrun", "--devices", "8", "train.py", "a b", "$x\n"]) == (
+    assert slurmjobs.render_script(batch, ["pdrun", "--devices", "8", "train.py", "a b", "$x\n"]) == (
         "#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
         "#SBATCH --time=1:00:00\n#SBATCH --exclusive\n"
         "# SIGTERM that long before the time limit: the workers save and end by themselves.\n"
@@ -275,21 +275,21 @@ def test_a_script() -> None:
 )
 def test_names_cannot_carry_directives(name: str) -> None:
     with pytest.raises(UsageError):
-        slurmjobs.script(Batch(1, name), ["pdrun"])
+        slurmjobs.render_script(BatchJob(1, name), ["pdrun"])
     for key, value in ((name, "x"), ("time", name)):
         with pytest.raises(UsageError):
-            slurmjobs.directive(key, value, "--sbatch")
+            slurmjobs.make_directive(key, value, "--sbatch")
 
 
 def test_pdruns_own_directives_are_its_own() -> None:
     for key in (
-        *slurmjobs.OWN,
+        *slurmjobs.PDRUN_DIRECTIVES,
         "ntasks-per",
         "sig",
         "wr",
     ):  # sbatch takes any beginning that names one option
         with pytest.raises(UsageError, match="written by pdrun itself"):
-            slurmjobs.script(Batch(1, "", ((key, ""),)), ["pdrun"])
+            slurmjobs.render_script(BatchJob(1, "", ((key, ""),)), ["pdrun"])
     for key, words in (
         ("nodes", "write --nodes instead"),
         ("job-name", "write --name instead"),
@@ -298,11 +298,11 @@ def test_pdruns_own_directives_are_its_own() -> None:
         ("gid", "another user"),
     ):
         with pytest.raises(UsageError, match=words):
-            slurmjobs.script(Batch(1, "", ((key, "3"),)), ["pdrun"])
+            slurmjobs.render_script(BatchJob(1, "", ((key, "3"),)), ["pdrun"])
     with pytest.raises(UsageError, match="--time is said twice"):
-        slurmjobs.script(Batch(1, "", (("time", "1"), ("time", "2"))), ["pdrun"])
+        slurmjobs.render_script(BatchJob(1, "", (("time", "1"), ("time", "2"))), ["pdrun"])
     with pytest.raises(UsageError, match="line's end"):
-        slurmjobs.script(Batch(setup=("a\nb",)), ["pdrun"])
+        slurmjobs.render_script(BatchJob(setup=("a\nb",)), ["pdrun"])
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ def test_pdruns_own_directives_are_its_own() -> None:
 )
 def test_times_sizes_and_counts_are_what_slurm_takes(key: str, good: str, bad: str) -> None:
     for value in good.split():
-        assert slurmjobs.directive(key, value, f"--{key}") == (key, value)
+        assert slurmjobs.make_directive(key, value, f"--{key}") == (key, value)
     for value in bad.split():
         with pytest.raises(UsageError, match=f"--{key}: '.*' is no "):
-            slurmjobs.directive(key, value, f"--{key}")
+            slurmjobs.make_directive(key, value, f"--{key}")
 
 
 @given(
@@ -334,8 +334,8 @@ def test_times_sizes_and_counts_are_what_slurm_takes(key: str, good: str, bad: s
     )
 )
 def test_the_shell_gives_back_the_words(words: list[str]) -> None:
-    text = slurmjobs.script(
-        Batch(),
+    text = slurmjobs.render_script(
+        BatchJob(),
         [
             sys.executable,
             "-c",
@@ -353,7 +353,7 @@ def test_the_shell_gives_back_the_words(words: list[str]) -> None:
 
 @pytest.mark.parametrize("job", ["", "1;ls", "-1", "1 2", "all", "1\n", "$(id)"])
 def test_numbers_of_jobs_are_numbers(job: str) -> None:
-    for call in (slurmjobs.status, slurmjobs.cancel):
+    for call in (slurmjobs.query_job, slurmjobs.cancel_job):
         with pytest.raises(UsageError, match="no number of a Slurm job"):
             call(job)
 
@@ -400,6 +400,6 @@ def test_the_grace_fits_into_killwait(
     wait: float | None, grace: float, source: str, fits: float
 ) -> None:
     spec = JobSpec(Program("script", "x.py"), policy=Policy(grace=grace))
-    found, note = through.within(spec, wait, {"policy.grace": source})
+    found, note = through.fit_grace(spec, wait, {"policy.grace": source})
     assert found.policy.grace == fits
     assert bool(note) == (fits != grace or source != "default")

@@ -62,7 +62,9 @@ class Job:
 
     def expect(self, text: str, count: int = 1, seconds: float = 15.0) -> None:
         """Wait until a text was printed that often."""
-        wait_until(lambda: (self.out + self.err).count(text) >= count, seconds, f"{count} x {text!r}")
+        wait_until(
+            lambda: (self.out + self.err).count(text) >= count, seconds, f"{count} x {text!r}"
+        )
 
     def signal(self, number: int) -> float:
         """Signal the agent alone; return the time."""

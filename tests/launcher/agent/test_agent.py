@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.stdlib_only import supervisor
+from pdrun.launcher.stdlib_only import process_tree
 from tests.lib.supervisor_driver import is_alive, wait_until
 from tests.lib.timing import compared, in_starts
 
@@ -243,11 +243,11 @@ def test_a_killed_agent_leaves_nothing(jobs):
 
 
 def keeper_of(pid: int) -> int:
-    myself = supervisor.find_process(pid)
+    myself = process_tree.find_process(pid)
     assert myself is not None
     return next(
         child.pid
-        for child in supervisor.list_children(myself)
+        for child in process_tree.list_children(myself)
         if "stdlib_only/supervisor.py" in str(child)
     )
 

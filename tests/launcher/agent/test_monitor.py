@@ -23,7 +23,7 @@ from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis import hangs
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.protocol.messages import Hung, Progress, ShowStacks, Stacks, Step
-from tests.lib.agent_fakes import FakeSupervisor, FakeOutput
+from tests.lib.agent_fakes import FakeOutput, FakeSupervisor
 from tests.lib.supervisor_driver import wait_until
 
 IDLE = "import sys, time; print('up', flush=True); time.sleep(600)"
@@ -33,7 +33,7 @@ BUSY = "print('up', flush=True)\nwhile True: pass"
 class FakeGroup:
     """Three workers of ranks 4 to 6, which stand for any program."""
 
-    started, done, stopping, generation = True, False, False, 2
+    has_started, is_done, is_stopping, generation = True, False, False, 2
     ranks = range(4, 7)
 
     def __init__(self, *codes: str) -> None:
@@ -43,7 +43,7 @@ class FakeGroup:
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
 
-    def alive(self) -> list[tuple[int, int, int]]:
+    def alive_workers(self) -> list[tuple[int, int, int]]:
         return [(4 + slot, slot, process.pid) for slot, process in enumerate(self.processes)]
 
     def close(self) -> None:
@@ -53,17 +53,17 @@ class FakeGroup:
             process.stdout.close()
 
 
-class Desk:
+class MonitorHarness:
     """Reports under a clock that stands still, with a wire to its socket."""
 
-    def __init__(self, *codes: str, timeout: float | None = 10.0, wrapped: bool = False) -> None:
-        self.clock, self.sent, self.said = FakeClock(), [], []
-        self.group, self.output, self.keeper = FakeGroup(*codes), FakeOutput(), FakeSupervisor()
-        self.reports = WorkerMonitor(self.clock, self.sent.append, self.said.append)
-        self.path = self.reports.open_channel(wrapped=wrapped, timeout=timeout)
-        self.reports.begin_generation(self.group, self.output, self.keeper)
+    def __init__(self, *codes: str, timeout: float | None = 10.0, is_wrapped: bool = False) -> None:
+        self.clock, self.sent, self.printed = FakeClock(), [], []
+        self.group, self.output, self.supervisor = FakeGroup(*codes), FakeOutput(), FakeSupervisor()
+        self.monitor = WorkerMonitor(self.clock, self.sent.append, self.printed.append)
+        self.path = self.monitor.open_channel(is_wrapped=is_wrapped, hang_timeout=timeout)
+        self.monitor.begin_generation(self.group, self.output, self.supervisor)
 
-    def say(self, rank: int, step: int = 1, generation: int = 2, more: str = "") -> None:
+    def send_step(self, rank: int, step: int = 1, generation: int = 2, more: str = "") -> None:
         """
         A datagram that this very process sends; where a worker must have sent it, `of` gives it
         that pid.
@@ -78,23 +78,23 @@ class Desk:
         for _ in range(int(seconds)):
             each()
             self.clock.advance(1.0)
-            self.reports.run_once()
+            self.monitor.run_once()
 
     def of(self, kind):
         return [message for message in self.sent if isinstance(message, kind)]
 
     def close(self) -> None:
-        self.reports.close()
+        self.monitor.close()
         self.group.close()
-        self.keeper.close()
+        self.supervisor.close()
 
 
 @pytest.fixture
-def desk():
-    made: list[Desk] = []
+def harness():
+    made: list[MonitorHarness] = []
 
     def make(*codes, **options):
-        made.append(Desk(*codes, **options))
+        made.append(MonitorHarness(*codes, **options))
         return made[-1]
 
     yield make
@@ -102,64 +102,66 @@ def desk():
         each.close()
 
 
-def test_progress_is_told_once_a_second_with_what_changed(desk):
-    it = desk(IDLE, IDLE, IDLE, wrapped=True)
-    it.say(4, 1)
-    it.say(4, 2, more=',"busy":0.5')
-    it.say(6, 2, more=',"saved":1')
-    it.reports.turn()
-    it.say(5, 3)
-    it.reports.turn()
+def test_progress_is_told_once_a_second_with_what_changed(harness):
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
+    it.send_step(4, 1)
+    it.send_step(4, 2, more=',"busy":0.5')
+    it.send_step(6, 2, more=',"saved":1')
+    it.monitor.run_once()
+    it.send_step(5, 3)
+    it.monitor.run_once()
     assert it.of(Progress) == [Progress(2, (Step(4, 2, 0.5), Step(6, 2)), -1)]
     it.clock.advance(1.0)
-    it.reports.turn()
-    it.reports.turn()
+    it.monitor.run_once()
+    it.monitor.run_once()
     assert it.of(Progress)[1:] == [Progress(2, (Step(5, 3),), -1)]
 
 
-def test_a_node_has_saved_what_all_its_workers_have(desk):
-    it = desk(IDLE, IDLE, IDLE, wrapped=True)
+def test_a_node_has_saved_what_all_its_workers_have(harness):
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
     for rank, saved in ((4, 30), (5, 20), (6, 40)):
-        it.say(rank, 50, more=f',"saved":{saved}')
-    it.reports.read()
-    it.reports.flush()
+        it.send_step(rank, 50, more=f',"saved":{saved}')
+    it.monitor.read_reports()
+    it.monitor.send_progress()
     assert it.of(Progress)[-1].saved == 20
-    it.reports.flush()
+    it.monitor.send_progress()
     assert len(it.of(Progress)) == 1
 
 
-def test_only_a_worker_of_this_generation_counts(desk):
-    it = desk(IDLE, IDLE, IDLE)
-    it.say(4)  # by this process, which is none
-    it.say(9)
-    it.say(5, generation=1)
-    it.reports.read()
-    it.reports.flush()
+def test_only_a_worker_of_this_generation_counts(harness):
+    it = harness(IDLE, IDLE, IDLE)
+    it.send_step(4)  # by this process, which is none
+    it.send_step(9)
+    it.send_step(5, generation=1)
+    it.monitor.read_reports()
+    it.monitor.send_progress()
     assert it.of(Progress) == []
 
 
-def test_below_a_shell_the_first_that_speaks_is_the_worker(desk):
-    it = desk(IDLE, IDLE, IDLE, wrapped=True)
-    it.say(4, 1)
+def test_below_a_shell_the_first_that_speaks_is_the_worker(harness):
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
+    it.send_step(4, 1)
     helper = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.sendto({!r}, sys.argv[1])"
     words = helper.format(b'{"rank":4,"generation":2,"step":99}')
     subprocess.run([sys.executable, "-S", "-c", words, it.path], check=True)
-    it.reports.read()
-    it.reports.flush()
+    it.monitor.read_reports()
+    it.monitor.send_progress()
     assert it.of(Progress) == [Progress(2, (Step(4, 1),), -1)]
 
 
-def test_no_progress_is_a_hang_that_is_told_once(desk):
-    it = desk(IDLE, BUSY, IDLE, wrapped=True)
+def test_no_progress_is_a_hang_that_is_told_once(harness):
+    it = harness(IDLE, BUSY, IDLE, is_wrapped=True)
     steps = iter(range(1000))
-    it.pass_time(30, lambda: (it.say(5, next(steps)), it.say(6, 7), it.reports.read()))
+    it.pass_time(
+        30, lambda: (it.send_step(5, next(steps)), it.send_step(6, 7), it.monitor.read_reports())
+    )
     assert [(hung.rank, hung.why[:22], hung.waits) for hung in it.of(Hung)] == [
         (6, "no progress for 10 s (", False)
     ]
 
 
-def test_who_is_quiet_waits_for_who_is_at_work(desk):
-    it = desk(IDLE, BUSY, IDLE)
+def test_who_is_quiet_waits_for_who_is_at_work(harness):
+    it = harness(IDLE, BUSY, IDLE)
     burnt = FakeCpu(it.group.processes[1].pid)
     for _ in range(4):
         burnt.wait(0.3)
@@ -170,7 +172,7 @@ def test_who_is_quiet_waits_for_who_is_at_work(desk):
     it.group.alive = lambda: [(4, 0, it.group.processes[0].pid), (6, 2, it.group.processes[2].pid)]
     it.pass_time(12)
     assert {hung.rank for hung in it.of(Hung)} == {4, 6} and all(hung.waits for hung in it.of(Hung))
-    it.reports.show_stacks(2)
+    it.monitor.show_stacks(2)
     it.pass_time(4)
     assert it.of(Stacks)[-1].active == ()  # to be told is no sign of life
     before = len(it.of(Hung))
@@ -195,27 +197,29 @@ class FakeCpu:
         wait_until(lambda: self.used() >= begin + seconds, 60)
 
 
-def test_one_that_was_stopped_is_named_first(desk):
-    it = desk(IDLE, IDLE, IDLE)
+def test_one_that_was_stopped_is_named_first(harness):
+    it = harness(IDLE, IDLE, IDLE)
     os.kill(it.group.processes[1].pid, signal.SIGSTOP)
     it.pass_time(13)
     assert it.of(Hung)[0].rank == 5
     assert "stopped by a signal" in it.of(Hung)[0].why and not it.of(Hung)[0].waits
 
 
-def test_stacks_are_answered_within_three_seconds_also_without_python(desk):
-    it = desk(IDLE, IDLE, IDLE)
+def test_stacks_are_answered_within_three_seconds_also_without_python(harness):
+    it = harness(IDLE, IDLE, IDLE)
     os.kill(it.group.processes[2].pid, signal.SIGSTOP)
     letters = ["S", "S", "T"]
-    wait_until(lambda: [procfs.read_state(process.pid).letter for process in it.group.processes] == letters)
-    it.reports.show_stacks(ShowStacks(2).generation)
+    wait_until(
+        lambda: [procfs.read_state(process.pid).letter for process in it.group.processes] == letters
+    )
+    it.monitor.show_stacks(ShowStacks(2).generation)
     it.clock.advance(3.1)
-    it.reports.turn()
+    it.monitor.run_once()
     (answer,) = it.of(Stacks)
     assert [group.ranks for group in answer.groups] == [(4, 5), (6,)]
     assert "state T (stopped by a signal)" in answer.groups[1].stack
-    assert it.keeper.signals == []  # nobody had offered its stacks: no signal that would end it
-    it.reports.show_stacks(1)
+    assert it.supervisor.signals == []  # nobody had offered its stacks: no signal that would end it
+    it.monitor.show_stacks(1)
     it.pass_time(4)
     assert len(it.of(Stacks)) == 1
 
@@ -232,8 +236,8 @@ stand_here()
 """
 
 
-def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
-    it = desk(IDLE)
+def test_a_worker_that_has_offered_its_stacks_writes_them(harness):
+    it = harness(IDLE)
     offering = subprocess.Popen(
         [sys.executable, "-S", "-c", OFFERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -242,15 +246,15 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
         offering.stdin.flush()
         assert offering.stdout.readline() == b"ready\n"
         it.group.alive = lambda: [(4, 0, offering.pid)]
-        it.keeper.signal = lambda slot, number, group: os.kill(offering.pid, number)
-        it.reports.show_stacks(2)
+        it.supervisor.signal = lambda slot, number, group: os.kill(offering.pid, number)
+        it.monitor.show_stacks(2)
         wait_until(
             lambda: (
                 "<module>" in Path(os.path.dirname(it.path), f"{offering.pid}.stacks").read_text()
             ),
             20,
         )
-        wait_until(lambda: (it.clock.advance(0.06), it.reports.turn(), it.of(Stacks))[2], 20)
+        wait_until(lambda: (it.clock.advance(0.06), it.monitor.run_once(), it.of(Stacks))[2], 20)
         assert "in stand_here" in it.of(Stacks)[0].groups[0].stack
         assert offering.poll() is None
     finally:
@@ -260,20 +264,20 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
         offering.stdout.close()
 
 
-def test_py_spy_is_asked_where_it_is_installed(desk, tmp_path, monkeypatch):
+def test_py_spy_is_asked_where_it_is_installed(harness, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text(
         '#!/bin/sh\necho "$@" >> "$0.asked"\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n'
     )
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    it = desk(IDLE, IDLE)
-    it.reports.show_stacks(2)
-    for asked in it.reports._inquiries[0][0]._asked:
+    it = harness(IDLE, IDLE)
+    it.monitor.show_stacks(2)
+    for asked in it.monitor._stack_requests[0][0]._asked:
         assert asked.spy is not None
         asked.spy.wait(20)
     it.clock.advance(0.1)
-    it.reports.turn()
+    it.monitor.run_once()
     assert [(group.ranks, group.stack) for group in it.of(Stacks)[0].groups] == [
         ((4, 5), "f (x.py:3)")
     ]
@@ -283,34 +287,34 @@ def test_py_spy_is_asked_where_it_is_installed(desk, tmp_path, monkeypatch):
     )
 
 
-def test_a_py_spy_that_hangs_is_not_waited_for(desk, tmp_path, monkeypatch):
+def test_a_py_spy_that_hangs_is_not_waited_for(harness, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 600\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    it = desk(IDLE)
+    it = harness(IDLE)
     begin = time.monotonic()
-    it.reports.show_stacks(2)
+    it.monitor.show_stacks(2)
     it.clock.advance(3.1)
-    it.reports.turn()
+    it.monitor.run_once()
     assert "no Python stack" in it.of(Stacks)[0].groups[0].stack
     assert time.monotonic() - begin < 5
 
 
-def test_a_py_spy_that_nothing_can_kill_is_reaped_later(desk, tmp_path, monkeypatch):
+def test_a_py_spy_that_nothing_can_kill_is_reaped_later(harness, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 20\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    it = desk(IDLE)
-    it.reports.show_stacks(2)
-    stuck = it.reports._inquiries[0][0]._asked[0].spy
+    it = harness(IDLE)
+    it.monitor.show_stacks(2)
+    stuck = it.monitor._stack_requests[0][0]._asked[0].spy
     begin, real = time.monotonic(), stuck.kill
     stuck.kill = lambda: None  # as for one in uninterruptible sleep
     it.clock.advance(3.1)
-    it.reports.turn()
+    it.monitor.run_once()
     assert "no Python stack" in it.of(Stacks)[0].groups[0].stack
-    it.reports.close()
+    it.monitor.close()
     assert time.monotonic() - begin < 10 and stuck.returncode is None
     real()
     os.waitid(os.P_PID, stuck.pid, os.WEXITED | os.WNOWAIT)
@@ -318,7 +322,7 @@ def test_a_py_spy_that_nothing_can_kill_is_reaped_later(desk, tmp_path, monkeypa
     assert stuck.returncode == -signal.SIGKILL
 
 
-def test_py_spy_needs_no_disk(desk, tmp_path, monkeypatch):
+def test_py_spy_needs_no_disk(harness, tmp_path, monkeypatch):
     """
     Where $TMPDIR takes nothing, and where no descriptor is left, the question is asked without
     ending the agent.
@@ -327,31 +331,33 @@ def test_py_spy_needs_no_disk(desk, tmp_path, monkeypatch):
     spy.write_text("#!/bin/sh\nprintf 'Thread 1 (idle): \"MainThread\"\\n    f (x.py:3)\\n'\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    it = desk(IDLE)
+    it = harness(IDLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    it.reports.show_stacks(2)
-    it.reports._inquiries[0][0]._asked[0].spy.wait(20)
+    it.monitor.show_stacks(2)
+    it.monitor._stack_requests[0][0]._asked[0].spy.wait(20)
     it.clock.advance(0.1)
-    it.reports.turn()
+    it.monitor.run_once()
     assert it.of(Stacks)[0].groups[0].stack == "f (x.py:3)"
 
     def refuse(name, flags):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    it.reports.show_stacks(2)
+    it.monitor.show_stacks(2)
     it.clock.advance(3.1)
-    it.reports.turn()
+    it.monitor.run_once()
     assert "no Python stack" in it.of(Stacks)[1].groups[0].stack
 
 
-def test_a_traceback_without_a_timeout_counts_only_where_the_program_has_ended(desk, monkeypatch):
+def test_a_traceback_without_a_timeout_counts_only_where_the_program_has_ended(
+    harness, monkeypatch
+):
     monkeypatch.setattr(hangs, "TRACEBACK_SECONDS", 10.0)
-    it = desk(IDLE, timeout=None)
+    it = harness(IDLE, timeout=None)
     it.output.traces[4] = (0.0, "Traceback (most recent call last):\nValueError: x")
     it.pass_time(60)
     assert it.of(Hung) == []  # /proc alone shows no stack
-    assert it.reports._inquiries == []
+    assert it.monitor._stack_requests == []
 
 
 ENDED = """
@@ -372,10 +378,10 @@ raise ValueError("uncaught")
     ("code", "hangs_"), [(ENDED, True), (OFFERS, False)], ids=["ended", "at work"]
 )
 def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
-    desk, monkeypatch, code, hangs_
+    harness, monkeypatch, code, hangs_
 ):
     monkeypatch.setattr(hangs, "TRACEBACK_SECONDS", 10.0)
-    it = desk(IDLE, timeout=None)
+    it = harness(IDLE, timeout=None)
     with subprocess.Popen(
         [sys.executable, "-S", "-c", code],
         stdin=subprocess.PIPE,
@@ -387,9 +393,9 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
             worker.stdin.flush()
             assert worker.stdout.readline() == b"ready\n"
             it.group.alive = lambda: [(4, 0, worker.pid)]
-            it.keeper.signal = lambda slot, number, group: os.kill(worker.pid, number)
+            it.supervisor.signal = lambda slot, number, group: os.kill(worker.pid, number)
             it.output.traces[4] = (0.0, "Traceback (most recent call last):\nValueError: uncaught")
-            wait_until(lambda: (it.pass_time(1), it.reports._inquiries)[1], 20)
+            wait_until(lambda: (it.pass_time(1), it.monitor._stack_requests)[1], 20)
             file = Path(os.path.dirname(it.path), f"{worker.pid}.stacks")
             wait_until(lambda: "most recent call first" in file.read_text(), 20)
             time.sleep(0.3)  # the whole of it: two threads
@@ -401,7 +407,7 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
             worker.kill()
 
 
-def test_without_a_timeout_nothing_of_a_quiet_worker_is_read(desk):
-    it = desk(IDLE, timeout=None)
+def test_without_a_timeout_nothing_of_a_quiet_worker_is_read(harness):
+    it = harness(IDLE, timeout=None)
     it.pass_time(100)
-    assert it.reports._watches == {} and it.sent == []
+    assert it.monitor._detectors == {} and it.sent == []

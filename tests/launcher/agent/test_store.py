@@ -15,7 +15,7 @@ import pytest
 from pdrun.launcher.agent.store import StorePair, StoreSocket
 from pdrun.launcher.supervisor.events import Exited, Spawned
 from pdrun.rendezvous import tcpstore_main as storehost
-from pdrun.rendezvous.transport.ready import wait_readable
+from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.lib.supervisor_driver import supervisor_driver, wait_until
 
 ENV = {"PATH": os.environ["PATH"]}

@@ -10,7 +10,7 @@ from pdrun.eventlog import JobStatus, NodeStatus
 from pdrun.launcher.jobs import status as job_status
 from tests.launcher.cli.conftest import Outcome
 from tests.launcher.cli.conftest import folder as folder  # a fixture, which the next one needs
-from tests.launcher.cli.conftest import pdrun as pdrun
+from tests.launcher.cli.conftest import pdrun
 from tests.launcher.ranktables.test_verdicts import GOOD, REFUSED, TABLES
 
 Call = Callable[..., Outcome]

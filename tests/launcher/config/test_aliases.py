@@ -9,9 +9,11 @@ import pytest
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli.run import parse_request, run_command
-from pdrun.launcher.config.aliases import ALIAS_OPTIONS, MSRUN_OPTIONS, TORCHRUN_OPTIONS
-from pdrun.launcher.config.options import RUN_OPTIONS
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
 from pdrun.launcher.config.resolve import ResolvedSpec
+from pdrun.launcher.config.run_options import RUN_OPTIONS
+from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 
 
 def ask(line: str, environ: Mapping[str, str] | None = None) -> ResolvedSpec:

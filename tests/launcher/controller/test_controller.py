@@ -474,7 +474,7 @@ def test_what_each_agent_is_told() -> None:
         visibility={},
         collective="gloo",
         base_env={},
-        scrubbed=(),
+        removed=(),
         scheduler=None,
         listen="127.0.0.1",
         cwd="/",

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher.hosts.nodelist import MOST, compress, expand
+from pdrun.launcher.hosts.nodelist import MAX_HOSTS, compress_names, expand_nodelist
 
 SAME_AS_SLURM = (
     "node[01-03,07]",
@@ -66,7 +66,7 @@ def by_scontrol(text: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("text", SAME_AS_SLURM)
 def test_a_list_is_read_as_slurm_reads_it(text: str, tmp_path: Path) -> None:
-    assert list(expand(text, "x")) == by_scontrol(text, tmp_path)
+    assert list(expand_nodelist(text, "x")) == by_scontrol(text, tmp_path)
 
 
 def test_lists_made_at_random_are_read_as_slurm_reads_them(tmp_path: Path) -> None:
@@ -85,12 +85,12 @@ def test_lists_made_at_random_are_read_as_slurm_reads_them(tmp_path: Path) -> No
         )
         parts.append(f"n{random_.randrange(9)}a[{inner}]{tail}")
     text = ",".join(parts)
-    assert list(expand(text, "x")) == by_scontrol(text, tmp_path)
+    assert list(expand_nodelist(text, "x")) == by_scontrol(text, tmp_path)
 
 
 @pytest.mark.parametrize(("text", "names"), HAND.items())
 def test_what_slurm_refuses_and_other_tools_take(text: str, names: tuple[str, ...]) -> None:
-    assert expand(text, "x") == names
+    assert expand_nodelist(text, "x") == names
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_what_slurm_refuses_and_other_tools_take(text: str, names: tuple[str, ..
         ("n[ 1-2]", "' 1-2' stands where"),
         ("n]", "a closing bracket without"),
         ("n[1-[2]]", "a bracket inside brackets (character 5)"),
-        ("n[1-99999999]", f"more than {MOST} hosts"),
-        ("n[1-1000][1-1000]", f"more than {MOST} hosts"),
-        ("n[1-40000],m[1-40000]", f"more than {MOST} hosts"),
+        ("n[1-99999999]", f"more than {MAX_HOSTS} hosts"),
+        ("n[1-1000][1-1000]", f"more than {MAX_HOSTS} hosts"),
+        ("n[1-40000],m[1-40000]", f"more than {MAX_HOSTS} hosts"),
         ("n[１-２]", "stands where"),
         ("n" * (1 << 20) + "n", "is too long"),
     ],
 )
 def test_a_malformed_list_is_refused_with_the_place(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        expand(text, "SLURM_JOB_NODELIST")
+        expand_nodelist(text, "SLURM_JOB_NODELIST")
     assert words in str(caught.value)
     assert str(caught.value).startswith("SLURM_JOB_NODELIST: ")
     assert len(str(caught.value)) < 300
@@ -133,7 +133,7 @@ def test_hostile_lists_take_little_time_and_memory() -> None:
     begin = time.process_time()
     for text in texts:
         try:
-            assert len(expand(text, "x")) <= 65_536
+            assert len(expand_nodelist(text, "x")) <= 65_536
         except UsageError:
             continue
     taken, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
@@ -147,19 +147,19 @@ NAMES = st.from_regex(r"[a-z]{1,3}[0-9]{0,4}(-[a-z0-9]{1,2})?", fullmatch=True)
 
 @given(st.lists(NAMES, max_size=30))
 def test_compressing_keeps_order_and_repetitions(names: list[str]) -> None:
-    assert expand(compress(names), "x") == tuple(names)
+    assert expand_nodelist(compress_names(names), "x") == tuple(names)
 
 
 def test_a_compressed_list_is_short() -> None:
-    assert compress(["node3", "node1", "node2", "node1"]) == "node[3,1-2,1]"
-    assert compress([f"n{number:04d}" for number in range(8, 2000)]) == "n[0008-1999]"
-    assert compress(["n9", "n10", "n011"]) == "n[9-10,011]"
+    assert compress_names(["node3", "node1", "node2", "node1"]) == "node[3,1-2,1]"
+    assert compress_names([f"n{number:04d}" for number in range(8, 2000)]) == "n[0008-1999]"
+    assert compress_names(["n9", "n10", "n011"]) == "n[9-10,011]"
 
 
 @given(st.text(alphabet="n[]-,0123456789 x.:", max_size=40))
 def test_anything_is_read_or_refused(text: str) -> None:
     try:
-        names = expand(text, "x", most=1000)
+        names = expand_nodelist(text, "x", max_names=1000)
     except UsageError:
         return
     assert len(names) <= 1000

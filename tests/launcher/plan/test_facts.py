@@ -13,7 +13,7 @@ import pytest
 
 from pdrun.endpoint import Endpoint
 from pdrun.launcher.common import network
-from pdrun.launcher.config.spec import JobSpec, Output, Place, Program, Resources
+from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Output, Program, Resources
 from pdrun.launcher.plan import facts, program
 
 
@@ -27,7 +27,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec(nodes: int = 1, **place: object) -> JobSpec:
     return JobSpec(
-        Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=Place(**place)
+        Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=ClusterOptions(**place)
     )  # type: ignore[arg-type]
 
 
@@ -40,9 +40,9 @@ def test_one_node_asks_nothing_of_the_network(
     for name in ("addresses", "route", "is_here", "resolve"):
         monkeypatch.setattr(network, name, asked)
     for one in (spec(), spec(2, local=True), spec(2, simulated=(0, 2), node_rank=0)):
-        found = facts.gather(one, {"PATH": "/bin"})
+        found = facts.gather_facts(one, {"PATH": "/bin"})
         assert found.addresses == (("lo", "127.0.0.1"),)
-        assert (found.route_address, found.local_endpoint, found.script_digest) == (
+        assert (found.route_address, found.is_scheduler_local, found.script_digest) == (
             "127.0.0.1",
             None,
             "",
@@ -50,56 +50,56 @@ def test_one_node_asks_nothing_of_the_network(
 
 
 def test_several_nodes_know_their_route_and_script(script: Path) -> None:
-    found = facts.gather(spec(2, scheduler=Endpoint("127.0.0.1", 5)), {"PATH": "/bin"})
-    assert found.local_endpoint is True
+    found = facts.gather_facts(spec(2, scheduler=Endpoint("127.0.0.1", 5)), {"PATH": "/bin"})
+    assert found.is_scheduler_local is True
     assert found.route_address == "127.0.0.1"
     assert ("lo", "127.0.0.1") in found.addresses
     assert len(found.script_digest) == 64
-    assert (found.imports_torch, found.program_error, found.log_error) == (True, "", "")
-    assert found.scheduler_fault == ""
+    assert (found.mentions_torch, found.program_error, found.log_error) == (True, "", "")
+    assert found.scheduler_error == ""
 
 
 def test_a_name_that_nobody_knows_is_not_this_machine(script: Path) -> None:
-    found = facts.gather(spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"})
-    assert (found.local_endpoint, found.route_address) == (False, "")
-    assert found.scheduler_fault.startswith("the name 'no-such-host.invalid' is not known here: ")
+    found = facts.gather_facts(spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"})
+    assert (found.is_scheduler_local, found.route_address) == (False, "")
+    assert found.scheduler_error.startswith("the name 'no-such-host.invalid' is not known here: ")
 
 
 def test_a_name_that_is_loopback_only_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's 127.0.1.1: the others know the name by an address of an interface."""
     names = {"here": ("127.0.1.1",), "near": ("127.0.1.1", "10.9.9.9")}
     own = (("lo", "127.0.0.1"), ("eth0", "fe80::1%eth0"), ("eth0", "10.9.9.9"))
-    monkeypatch.setattr(network, "resolve", names.__getitem__)
-    monkeypatch.setattr(network, "addresses", lambda: own)
-    monkeypatch.setattr(network, "_toward", lambda host, port: "")
-    found = facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"})
-    assert (found.loopback_name, found.route_address, found.local_endpoint) == (
+    monkeypatch.setattr(network, "resolve_host", names.__getitem__)
+    monkeypatch.setattr(network, "list_addresses", lambda: own)
+    monkeypatch.setattr(network, "_find_source_address", lambda host, port: "")
+    found = facts.gather_facts(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"})
+    assert (found.is_loopback_name, found.route_address, found.is_scheduler_local) == (
         True,
         "10.9.9.9",
         True,
     )
     assert (
-        facts.gather(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).loopback_name
+        facts.gather_facts(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).is_loopback_name
         is False
     )
-    monkeypatch.setattr(network, "addresses", lambda: (("lo", "127.0.0.1"),))
+    monkeypatch.setattr(network, "list_addresses", lambda: (("lo", "127.0.0.1"),))
     assert (
-        facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).loopback_name
+        facts.gather_facts(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).is_loopback_name
         is False
     )
 
 
 def test_this_machine_by_any_name() -> None:
-    own = network.addresses()
-    assert network.is_here("localhost", "host", own)
-    assert network.is_here("host", "host", own)
-    assert network.is_here("127.0.0.53", "host", own)
-    assert all(network.is_here(address.partition("%")[0], "host", own) for _, address in own)
-    assert not network.is_here("192.0.2.77", "host", own)
+    own = network.list_addresses()
+    assert network.is_this_machine("localhost", "host", own)
+    assert network.is_this_machine("host", "host", own)
+    assert network.is_this_machine("127.0.0.53", "host", own)
+    assert all(network.is_this_machine(address.partition("%")[0], "host", own) for _, address in own)
+    assert not network.is_this_machine("192.0.2.77", "host", own)
 
 
 def test_the_cpu_alone_is_not_searched_for(script: Path) -> None:
-    (only,) = facts.gather(spec(), {}).backends
+    (only,) = facts.gather_facts(spec(), {}).backends
     assert (only.name, only.present) == ("cpu", True)
 
 
@@ -108,8 +108,8 @@ def test_torch_is_read_from_its_version_file(tmp_path: Path) -> None:
     (tmp_path / "torch" / "version.py").write_text(
         "import typing\n__version__ = '2.99.0+cu'\ncuda = None\n"
     )
-    assert facts.torch_version([str(tmp_path / "nowhere"), str(tmp_path)]) == "2.99.0+cu"
-    assert facts.torch_version([]) == ""
+    assert facts.read_torch_version([str(tmp_path / "nowhere"), str(tmp_path)]) == "2.99.0+cu"
+    assert facts.read_torch_version([]) == ""
 
 
 def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -
         output=Output(log_dir="file"),
         chdir="inner",
     )
-    found = facts.gather(asked, {})
+    found = facts.gather_facts(asked, {})
     assert found.cwd == str(tmp_path / "inner")
     assert found.program_error == ""
     assert "is not a directory" in found.log_error
@@ -139,26 +139,26 @@ def test_a_module_is_found_without_importing_it(
     for folder in (package.parent, package):
         (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "train.py").write_text("import torch\n")
-    found = program.look(Program("module", "some_package.inner.train"), str(tmp_path), {})
-    assert (found.error, found.file, found.imports_torch) == ("", str(package / "train.py"), True)
-    found = program.look(Program("module", "some_package.inner.trian"), str(tmp_path), {})
+    found = program.check_program(Program("module", "some_package.inner.train"), str(tmp_path), {})
+    assert (found.error, found.file, found.mentions_torch) == ("", str(package / "train.py"), True)
+    found = program.check_program(Program("module", "some_package.inner.trian"), str(tmp_path), {})
     assert found.error == "no module named 'some_package.inner.trian'"
     assert (
         "without a __main__"
-        in program.look(Program("module", "some_package"), str(tmp_path), {}).error
+        in program.check_program(Program("module", "some_package"), str(tmp_path), {}).error
     )
     assert "some_package" not in sys.modules
 
 
 def test_a_module_of_other_paths_is_not_judged(tmp_path: Path) -> None:
     assert (
-        program.look(
+        program.check_program(
             Program("module", "nowhere"), str(tmp_path), {"PYTHONPATH": "/elsewhere"}
         ).error
         == ""
     )
     assert (
-        program.look(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error
+        program.check_program(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error
         == ""
     )
 
@@ -168,11 +168,11 @@ def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
     asked = Program("command", "tool")
-    assert program.look(asked, "/", {"PATH": f"/nope:{tmp_path}"}).code == 0
-    assert program.look(asked, "/", {"PATH": "/nope"}).code == 127
+    assert program.check_program(asked, "/", {"PATH": f"/nope:{tmp_path}"}).exit_code == 0
+    assert program.check_program(asked, "/", {"PATH": "/nope"}).exit_code == 127
     tool.chmod(0o644)
-    assert program.look(asked, "/", {"PATH": str(tmp_path)}).code == 127
-    assert program.look(Program("command", str(tool)), "/", {}).code == 126
+    assert program.check_program(asked, "/", {"PATH": str(tmp_path)}).exit_code == 127
+    assert program.check_program(Program("command", str(tool)), "/", {}).exit_code == 126
 
 
 def test_a_closed_folder_is_not_there_and_no_fault(
@@ -187,12 +187,12 @@ def test_a_closed_folder_is_not_there_and_no_fault(
 
     monkeypatch.setattr(Path, "stat", closed)
     assert (
-        program.look(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).code
+        program.check_program(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).exit_code
         == 0
     )
-    assert "Permission denied" in program.look(Program("script", "/closed/x.py"), "/", {}).error
-    found = program.look(Program("command", "/closed/x"), "/", {})
-    assert (found.code, found.error) == (
+    assert "Permission denied" in program.check_program(Program("script", "/closed/x.py"), "/", {}).error
+    found = program.check_program(Program("command", "/closed/x"), "/", {})
+    assert (found.exit_code, found.error) == (
         126,
         "'/closed/x' cannot be reached: Permission denied",
     )  # as a shell says
@@ -201,11 +201,11 @@ def test_a_closed_folder_is_not_there_and_no_fault(
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__main__.py").write_text("")
-    assert program.look(Program("script", "app"), str(tmp_path), {}).error == ""
+    assert program.check_program(Program("script", "app"), str(tmp_path), {}).error == ""
 
 
 def test_a_fifo_is_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     assert (
-        "not a regular file" in program.look(Program("script", "pipe.py"), str(tmp_path), {}).error
+        "not a regular file" in program.check_program(Program("script", "pipe.py"), str(tmp_path), {}).error
     )

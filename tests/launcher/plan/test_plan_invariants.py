@@ -14,9 +14,9 @@ from pdrun.errors import PdrunError
 from pdrun.launcher.config.job_key import format_command, make_job_key
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, Resources
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.plan.environment import scrub, shown
+from pdrun.launcher.plan.environment import remove_launcher_variables, display_value
 from pdrun.launcher.plan.model import BackendFacts, Facts
-from pdrun.launcher.plan.plan import LONGEST_SPEC, node_name, plan, program_argv, simulated
+from pdrun.launcher.plan.plan import MAX_SPEC_BYTES, choose_node_name, make_plan, program_argv, plan_simulated_nodes
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, Welcome
 from pdrun.topology import CpuSet, Device
@@ -57,8 +57,8 @@ def test_simulated_nodes_share_a_machine_without_overlap(
     spec = JobSpec(SCRIPT, Resources(nodes=nodes, devices=devices), place=ClusterOptions(local=True))  # type: ignore[arg-type]
     facts = machine(cpus, quota, cards)
     try:
-        whole = plan(spec, facts, {})
-        parts = simulated(whole, facts) if whole.mode == "local" else (whole,)
+        whole = make_plan(spec, facts, {})
+        parts = plan_simulated_nodes(whole, facts) if whole.mode == "local" else (whole,)
     except PdrunError as error:
         assert cards
         assert error.exit_code == 2
@@ -75,14 +75,14 @@ def test_simulated_nodes_share_a_machine_without_overlap(
 
 def test_equal_arguments_give_equal_plans() -> None:
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(local=True))
-    assert plan(spec, FACTS, {}) == plan(spec, FACTS, {})
-    assert simulated(plan(spec, FACTS, {}), FACTS) == simulated(plan(spec, FACTS, {}), FACTS)
+    assert make_plan(spec, FACTS, {}) == make_plan(spec, FACTS, {})
+    assert plan_simulated_nodes(make_plan(spec, FACTS, {}), FACTS) == plan_simulated_nodes(make_plan(spec, FACTS, {}), FACTS)
 
 
 def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> None:
-    whole = plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=ClusterOptions(local=True)), FACTS, {})
-    first, second = simulated(whole, FACTS)
-    assert (first.mode, first.node, second.mode, second.node) == ("first", "node0", "join", "node1")
+    whole = make_plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=ClusterOptions(local=True)), FACTS, {})
+    first, second = plan_simulated_nodes(whole, FACTS)
+    assert (first.mode, first.node, second.mode, second.node) == ("head", "node0", "join", "node1")
     assert first.job == second.job == whole.job
     assert JobSpec.from_json(second.spec.to_json()) == second.spec
 
@@ -126,7 +126,7 @@ def test_nothing_listens_everywhere() -> None:
         JobSpec(SCRIPT, two),
         JobSpec(SCRIPT, two, place=ClusterOptions(local=True)),
     ):
-        made = plan(spec, FACTS, {})
+        made = make_plan(spec, FACTS, {})
         assert made.listen == "127.0.0.1"
         assert made.scheduler is None or made.scheduler.host == "127.0.0.1"
 
@@ -134,7 +134,7 @@ def test_nothing_listens_everywhere() -> None:
 def test_nodes_compare_their_commands_as_text() -> None:
     one = JobSpec(Program("script", "slow.py", ("2", "a b", "x\ny")), Resources(nodes=2))
     assert format_command(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
-    assert plan(one, FACTS, {}).facts["command"] == format_command(dataclasses.replace(one, job="q"))
+    assert make_plan(one, FACTS, {}).compared["command"] == format_command(dataclasses.replace(one, job="q"))
     module = Program("module", "a.b", ())
     assert format_command(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
     assert format_command(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
@@ -154,7 +154,7 @@ def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> No
         spec = JobSpec(
             SCRIPT, Resources(nodes=3), place=ClusterOptions(scheduler=Endpoint("host1", 5), **place)
         )  # type: ignore[arg-type]
-        return node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
+        return choose_node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
 
     assert [name(True, node_rank=rank) for rank in (0, 1, 2)] == ["host1", "host1-1", "host1-2"]
     assert [name(False, node_rank=rank) for rank in (0, 1)] == ["host1", "host1"]
@@ -167,11 +167,11 @@ def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
     )
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(scheduler=Endpoint("n", 5)))
     with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
-        plan(spec, facts, {"place.scheduler": "--scheduler"})
-    made = plan(
+        make_plan(spec, facts, {"place.scheduler": "--scheduler"})
+    made = make_plan(
         dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {}
     )
-    assert made.mode == "join" and facts.scheduler_fault in made.notes
+    assert made.mode == "join" and facts.scheduler_error in made.notes
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_no_node_could_be_told_is_refused_before_anything_starts(
     place: ClusterOptions, env: bool
 ) -> None:
     long = '"' * (
-        LONGEST_SPEC // 4
+        MAX_SPEC_BYTES // 4
     )  # each takes four bytes: it is written as JSON, and that is put into a message
     program = SCRIPT if env else dataclasses.replace(SCRIPT, args=(long,))
     nodes = 1 if place.serve or place.launcher else 2
@@ -198,19 +198,19 @@ def test_what_no_node_could_be_told_is_refused_before_anything_starts(
     with pytest.raises(
         PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"
     ):
-        plan(spec, FACTS, {})
+        make_plan(spec, FACTS, {})
     alone = dataclasses.replace(spec, place=ClusterOptions(), resources=Resources(nodes=1))
-    assert plan(alone, FACTS, {}).mode == "alone", "nobody is told anything"
+    assert make_plan(alone, FACTS, {}).mode == "single", "nothing is sent to other nodes"
     assert encode(
         Envelope(
-            "a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * LONGEST_SPEC, "s" * 32, 1.0, 10.0)
+            "a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * MAX_SPEC_BYTES, "s" * 32, 1.0, 10.0)
         )
     )
 
 
 def test_no_route_is_an_error_and_never_a_smaller_job() -> None:
     with pytest.raises(PdrunError, match="no route to other machines"):
-        plan(JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {})
+        make_plan(JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {})
 
 
 LAUNCHERS = """
@@ -227,7 +227,7 @@ KEPT = """
 
 
 def test_words_of_launchers_go_and_the_rest_stays() -> None:
-    kept, gone = scrub(dict.fromkeys([*LAUNCHERS.split(), *KEPT.split()], "x"))
+    kept, gone = remove_launcher_variables(dict.fromkeys([*LAUNCHERS.split(), *KEPT.split()], "x"))
     assert set(gone) == set(LAUNCHERS.split())
     assert set(kept) == set(KEPT.split())
 
@@ -236,11 +236,11 @@ def test_words_of_launchers_go_and_the_rest_stays() -> None:
     "name", ["API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "db_password", "PDRUN_TOKEN"]
 )
 def test_secrets_are_not_shown(name: str) -> None:
-    assert shown(name, "abc") == "(hidden)"
+    assert display_value(name, "abc") == "(hidden)"
 
 
 def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
-    assert plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
+    assert make_plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
     assert {field.name for field in dataclasses.fields(Backend)} >= {
         "name",
         "collective",
@@ -257,20 +257,20 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
         PdrunError,
         match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto",
     ):
-        plan(spec, facts, sources)
+        make_plan(spec, facts, sources)
     local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=ClusterOptions(local=True))  # type: ignore[arg-type]
     with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
-        plan(local, facts, sources)
+        make_plan(local, facts, sources)
     assert not any(
-        worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
+        worker.cpus for worker in make_plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
     )
     enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
-    assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
+    assert all(worker.cpus for worker in make_plan(enough, facts, sources).workers)
 
 
 @pytest.mark.parametrize(
     ("local", "serve", "mode"),
-    [(True, None, "first"), (False, None, "join"), (False, True, "first")],
+    [(True, None, "head"), (False, None, "join"), (False, True, "head")],
 )
 def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
     local: bool, serve: bool | None, mode: str
@@ -278,7 +278,7 @@ def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
     """Else two hosts that both claim rank 0 would not hear of each other."""
     place = ClusterOptions(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
     facts = dataclasses.replace(FACTS, local_endpoint=local)
-    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
+    made = make_plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
     assert made.mode == mode
     assert any("--serve: run it here" in note for note in made.notes) == (mode == "join")
 
@@ -293,6 +293,6 @@ def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(ser
         FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5"
     )
     place = ClusterOptions(scheduler=Endpoint("here", 7777), serve=serve)
-    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
+    made = make_plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
     assert made.scheduler == Endpoint("10.0.0.5", 7777)
-    assert made.mode == ("first" if serve else "join")
+    assert made.mode == ("head" if serve else "join")

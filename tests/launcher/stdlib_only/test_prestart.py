@@ -20,14 +20,15 @@ import pytest
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli import run as cli_run
-from pdrun.launcher.config import aliases, options
+from pdrun.launcher.config import aliases, run_options
+from pdrun.launcher.config.options import Option
 from pdrun.launcher.launch import prestart as ahead
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import fork_server_command
 from pdrun.launcher.stdlib_only import supervisor
 from pdrun.launcher.supervisor import boot
 from pdrun.launcher.supervisor.client import SupervisorProcess
-from pdrun.launcher.supervisor.events import StarterState, WorkerCommand
+from pdrun.launcher.supervisor.events import ForkServerStatus, WorkerCommand
 from tests.e2e.conftest import until
 
 TORCH = "import torch\n"
@@ -122,9 +123,9 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("row", [*options.RUN_OPTIONS, *aliases.ALIAS_OPTIONS], ids=lambda row: row.names[0])
+@pytest.mark.parametrize("row", [*run_options.RUN_OPTIONS, *aliases.ALIAS_OPTIONS], ids=lambda row: row.names[0])
 def test_every_option_that_changes_the_start_of_workers_is_known(
-    row: options.Option, folder: Path
+    row: Option, folder: Path
 ) -> None:
     """
     With any other option the guess is what the plan asks for, or the command line is refused with
@@ -224,7 +225,7 @@ def test_what_the_plan_asks_for_is_taken_over() -> None:
             return bool(told)
 
         until(ready, "it is ready", 60)
-        assert told == [StarterState(supervisor.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
+        assert told == [ForkServerStatus(supervisor.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
     finally:
         keeper.close()
     assert not any(map(running, pids))

@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.stdlib_only.supervisor import STUCK, kill, process
+from pdrun.launcher.stdlib_only.process_tree import KILL_SECONDS, kill_process, find_process
 from pdrun.launcher.supervisor import boot, client
 from pdrun.launcher.supervisor.events import (
     Exited,
     Spawned,
     SpawnFailed,
-    StarterState,
+    ForkServerStatus,
     Swept,
     WorkerCommand,
 )
-from pdrun.rendezvous.transport.ready import readable
-from tests.lib.supervisor_driver import REPOSITORY, alive, keeper_driver, python, read_pid, until
+from pdrun.rendezvous.transport.zmq_util import wait_readable
+from tests.lib.supervisor_driver import REPOSITORY, is_alive, supervisor_driver, python, read_pid, wait_until
 from tests.lib.timing import in_starts
 
 DETACHED = """
@@ -45,7 +45,7 @@ if os.fork() == 0:
 
 @pytest.fixture
 def driver():
-    with keeper_driver() as made:
+    with supervisor_driver() as made:
         yield made
 
 
@@ -184,10 +184,10 @@ def test_signals_reach_the_process_or_its_group(driver, tmp_path):
     mark, ready = tmp_path / "mark", tmp_path / "ready"
     driver.start(0, ("/bin/sh", "-c", script % (mark, ready)))
     read_pid(ready)
-    driver.keeper.signal(0, signal.SIGUSR1, group=True)
+    driver.supervisor.send_signal(0, signal.SIGUSR1, group=True)
     assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == 7
-    until(mark.exists, what="the group's other member to be signalled")
-    driver.keeper.signal(0, signal.SIGUSR1, group=False)  # of an ended slot: no error
+    wait_until(mark.exists, what="the group's other member to be signalled")
+    driver.supervisor.send_signal(0, signal.SIGUSR1, group=False)  # of an ended slot: no error
     driver.start(0, ("/bin/true",))
     driver.wait(Spawned)
 
@@ -195,7 +195,7 @@ def test_signals_reach_the_process_or_its_group(driver, tmp_path):
 def test_signal_right_after_spawn_is_not_lost(driver):
     for _ in range(20):
         driver.start(0, ("/bin/sleep", "600"))
-        driver.keeper.signal(0, signal.SIGTERM, group=False)
+        driver.supervisor.send_signal(0, signal.SIGTERM, group=False)
         assert os.WTERMSIG(driver.wait(Exited).status) == signal.SIGTERM
 
 
@@ -206,12 +206,12 @@ def test_leftover_is_swept_and_named(driver, tmp_path):
     other = driver.wait(Spawned, 1).pid
     driver.wait(Exited)
     left = read_pid(pid_file)
-    driver.keeper.sweep(0)
+    driver.supervisor.sweep_descendants(0)
     swept = driver.wait(Swept)
-    assert not alive(left)
+    assert not is_alive(left)
     assert [text.split()[0] for text in swept.processes] == [str(left)]
     assert swept.stuck == ()
-    assert alive(other)
+    assert is_alive(other)
 
 
 def test_nothing_left_is_answered_at_once(driver):
@@ -222,7 +222,7 @@ def test_nothing_left_is_answered_at_once(driver):
         driver.start(slot, ("/bin/true",))
         driver.wait(Exited, slot)
         begin = time.monotonic()
-        driver.keeper.sweep(slot)
+        driver.supervisor.sweep_descendants(slot)
         assert driver.wait(Swept, slot) == Swept(slot, ())
         return time.monotonic() - begin
 
@@ -232,7 +232,7 @@ def test_nothing_left_is_answered_at_once(driver):
 def test_helper_that_ends_by_itself_is_left_to_do_so(driver, tmp_path):
     driver.start(0, ("/bin/sh", "-c", f"(sleep 0.03; echo done > {tmp_path}/mark) & exit 0"))
     driver.wait(Exited)
-    driver.keeper.sweep(0)
+    driver.supervisor.sweep_descendants(0)
     assert driver.wait(Swept).processes == ()
     assert (tmp_path / "mark").exists()
 
@@ -243,31 +243,31 @@ def test_leftover_that_hides_goes_with_the_last_worker(driver, tmp_path):
     driver.start(0, python(hidden))
     driver.wait(Exited)
     left = read_pid(tmp_path / "pid")
-    driver.keeper.sweep(0)
+    driver.supervisor.sweep_descendants(0)
     assert [text.split()[0] for text in driver.wait(Swept).processes] == [str(left)]
 
 
 def test_close_ends_everything_at_once(tmp_path):
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
         driver.start(0, python(deaf + DETACHED + "time.sleep(600)", tmp_path / "pid"))
         worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
         begin = time.monotonic()
-        driver.keeper.close()
-        assert time.monotonic() - begin < STUCK - 1
-    assert not alive(worker)
-    assert not alive(left)
-    assert not alive(driver.keeper.pid)
+        driver.supervisor.close()
+        assert time.monotonic() - begin < KILL_SECONDS - 1
+    assert not is_alive(worker)
+    assert not is_alive(left)
+    assert not is_alive(driver.supervisor.pid)
 
 
 AGENT = """
 import sys, time
 from pathlib import Path
-from tests.lib.supervisor_driver import KeeperDriver, python
+from tests.lib.supervisor_driver import SupervisorDriver, python
 from pdrun.launcher.supervisor.events import Spawned
-driver = KeeperDriver()
+driver = SupervisorDriver()
 driver.start(0, ("/bin/sh", "-c", sys.argv[1]))
-print(driver.keeper.pid, driver.wait(Spawned).pid, flush=True)
+print(driver.supervisor.pid, driver.wait(Spawned).pid, flush=True)
 time.sleep(600)
 """
 
@@ -282,7 +282,7 @@ def test_killed_agent_leaves_nothing(tmp_path):
         keeper, leader = map(int, agent.stdout.readline().split())
         left = read_pid(pid_file)
         agent.kill()
-        until(lambda: not (alive(left) or alive(leader) or alive(keeper)), 4, "everything to end")
+        wait_until(lambda: not (is_alive(left) or is_alive(leader) or is_alive(keeper)), 4, "everything to end")
     finally:
         agent.kill()
         agent.communicate()
@@ -323,7 +323,7 @@ def agent(tmp_path):
     finally:
         process.kill()
         process.communicate()
-        if keeper and alive(keeper):
+        if keeper and is_alive(keeper):
             os.kill(keeper, signal.SIGKILL)
 
 
@@ -332,86 +332,86 @@ def test_agent_and_keeper_killed_in_one_instant_leave_nothing(agent, keeper_firs
     process, keeper, others = agent
     for pid in (keeper, process.pid) if keeper_first else (process.pid, keeper):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(map(alive, others)), 5, f"the end of {others}")
+    wait_until(lambda: not any(map(is_alive, others)), 5, f"the end of {others}")
 
 
 def test_a_keeper_that_was_stopped_wakes_when_its_agent_dies(agent):
     process, keeper, others = agent
     os.kill(keeper, signal.SIGSTOP)
-    until(
+    wait_until(
         lambda: Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0] == "T",
         what="the stop",
     )
     process.kill()
-    until(lambda: not any(map(alive, [keeper, *others])), 5, "everything to end")
+    wait_until(lambda: not any(map(is_alive, [keeper, *others])), 5, "everything to end")
 
 
 def test_a_keeper_that_does_not_answer_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "PING", 0.1)
-    with keeper_driver() as driver:
+    monkeypatch.setattr(client, "PING_SECONDS", 0.1)
+    with supervisor_driver() as driver:
         driver.start(0, python(DETACHED + "time.sleep(600)", tmp_path / "pid"))
         worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
-        for _ in range(3 * client.PINGS):  # it answers: nothing happens
-            due = driver.keeper.beat()
-            until(lambda due=due: time.monotonic() >= due)
-            assert list(driver.keeper.events()) == []
-        os.kill(driver.keeper.pid, signal.SIGSTOP)
+        for _ in range(3 * client.MAX_UNANSWERED_PINGS):  # it answers: nothing happens
+            due = driver.supervisor.send_ping()
+            wait_until(lambda due=due: time.monotonic() >= due)
+            assert list(driver.supervisor.read_events()) == []
+        os.kill(driver.supervisor.pid, signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(PdrunError, match=r"keeper process \d+ did not answer for .* was ended"):
-            until(lambda: driver.keeper.events() or driver.keeper.beat() is None)
-        assert time.monotonic() - begin >= 0.1 * client.PINGS
-        assert not alive(driver.keeper.pid)
-        assert not alive(worker)
-        assert not alive(left)
+            wait_until(lambda: driver.supervisor.read_events() or driver.supervisor.send_ping() is None)
+        assert time.monotonic() - begin >= 0.1 * client.MAX_UNANSWERED_PINGS
+        assert not is_alive(driver.supervisor.pid)
+        assert not is_alive(worker)
+        assert not is_alive(left)
 
 
 def test_a_stall_of_the_agent_is_no_silence_of_the_keeper(driver, monkeypatch):
     now = time.monotonic()
     monkeypatch.setattr(client.time, "monotonic", lambda: now)
-    for _ in range(2 * client.PINGS):
+    for _ in range(2 * client.MAX_UNANSWERED_PINGS):
         now += 60.0
-        driver.keeper.beat()
-        driver.keeper.beat()  # not due again
-        assert readable(driver.keeper.fileno(), wait=5)
-        assert list(driver.keeper.events()) == []
+        driver.supervisor.send_ping()
+        driver.supervisor.send_ping()  # not due again
+        assert wait_readable(driver.supervisor.fileno(), wait=5)
+        assert list(driver.supervisor.read_events()) == []
 
 
 def test_closing_does_not_wait_for_a_stopped_keeper(driver):
     driver.start(0, ("/bin/sleep", "600"))
     driver.wait(Spawned)
-    os.kill(driver.keeper.pid, signal.SIGSTOP)
+    os.kill(driver.supervisor.pid, signal.SIGSTOP)
     begin = time.monotonic()
-    driver.keeper.close()
-    assert time.monotonic() - begin < STUCK - 1
+    driver.supervisor.close()
+    assert time.monotonic() - begin < KILL_SECONDS - 1
 
 
 def test_the_one_that_stands_by_is_no_leftover(driver):
-    standby = Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children")
+    standby = Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
     driver.start(0, ("/bin/true",))
     driver.wait(Exited)
     before = standby.read_text().split()
-    driver.keeper.sweep(None)
+    driver.supervisor.sweep_descendants(None)
     assert driver.wait(Swept, None).processes == ()
     assert len(before) == 1 and standby.read_text().split() == before
-    driver.keeper.close()
-    assert not alive(int(before[0]))
+    driver.supervisor.close()
+    assert not is_alive(int(before[0]))
 
 
 def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):
-    with keeper_driver() as driver:
+    with supervisor_driver() as driver:
         driver.start(0, python(DETACHED + "time.sleep(600)", tmp_path / "pid"))
         worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
         bystander = subprocess.Popen(["/bin/sleep", "600"])
         try:
-            driver.keeper.spare.add(bystander.pid)
-            os.kill(driver.keeper.pid, signal.SIGKILL)
+            driver.supervisor.spared_pids.add(bystander.pid)
+            os.kill(driver.supervisor.pid, signal.SIGKILL)
             with pytest.raises(PdrunError, match=r"keeper process .* was killed by SIGKILL"):
                 driver.wait(Exited)
-            assert not alive(worker)
-            assert not alive(left)
-            assert alive(bystander.pid)
+            assert not is_alive(worker)
+            assert not is_alive(left)
+            assert is_alive(bystander.pid)
             with pytest.raises(PdrunError):
-                driver.keeper.events()
+                driver.supervisor.read_events()
         finally:
             bystander.kill()
             bystander.wait()
@@ -422,22 +422,22 @@ def test_keeper_outlives_the_signals_of_a_terminal_and_of_a_batch_system(driver)
     worker = driver.wait(Spawned).pid
     terminal = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     for number in (*terminal, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(driver.keeper.pid, number)
+        os.kill(driver.supervisor.pid, number)
     driver.start(1, ("/bin/true",))
     driver.wait(Exited, 1)
-    assert alive(worker)
-    assert os.getsid(driver.keeper.pid) == driver.keeper.pid
+    assert is_alive(worker)
+    assert os.getsid(driver.supervisor.pid) == driver.supervisor.pid
 
 
 def test_fork_refusal_is_a_failed_spawn():
     if os.geteuid() == 0:
         pytest.skip("root has no limit of processes")
-    with keeper_driver() as driver:
-        soft, hard = resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC)
-        resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC, (1, hard))
+    with supervisor_driver() as driver:
+        soft, hard = resource.prlimit(driver.supervisor.pid, resource.RLIMIT_NPROC)
+        resource.prlimit(driver.supervisor.pid, resource.RLIMIT_NPROC, (1, hard))
         driver.start(0, ("/bin/true",))
         assert driver.wait(SpawnFailed).errno == errno.EAGAIN
-        resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC, (soft, hard))
+        resource.prlimit(driver.supervisor.pid, resource.RLIMIT_NPROC, (soft, hard))
         driver.start(0, ("/bin/true",))
         driver.wait(Exited)
 
@@ -445,9 +445,9 @@ def test_fork_refusal_is_a_failed_spawn():
 def test_descriptor_refusal_is_a_failed_spawn(driver):
     driver.start(0, ("/bin/true",))
     driver.wait(Exited)
-    used = len(list(Path(f"/proc/{driver.keeper.pid}/fd").iterdir()))
-    _, hard = resource.prlimit(driver.keeper.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(driver.keeper.pid, resource.RLIMIT_NOFILE, (used + 2, hard))
+    used = len(list(Path(f"/proc/{driver.supervisor.pid}/fd").iterdir()))
+    _, hard = resource.prlimit(driver.supervisor.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(driver.supervisor.pid, resource.RLIMIT_NOFILE, (used + 2, hard))
     driver.start(0, ("/bin/true",))
     assert driver.wait(SpawnFailed).errno == errno.EMFILE
 
@@ -455,8 +455,8 @@ def test_descriptor_refusal_is_a_failed_spawn(driver):
 FAILING = """
 import errno, os, sys
 sys.path.append(sys.argv.pop(1).rpartition('/')[0])
-import supervisor as keeper
-run, real, calls = keeper.Keeper.run, os.{name}, []
+import supervisor
+run, real, calls = supervisor.Supervisor.run, os.{name}, []
 def failing(*args):
     calls.append(args)
     if len(calls) == {number}: raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -464,8 +464,8 @@ def failing(*args):
 def from_here_on(self):
     os.{name} = failing
     run(self)
-keeper.Keeper.run = from_here_on
-keeper.main(sys.argv)
+supervisor.Supervisor.run = from_here_on
+supervisor.main(sys.argv)
 """
 
 
@@ -475,31 +475,31 @@ def failing_driver(monkeypatch, name, number):
     A keeper whose call of that number of ``os.name`` fails, as where no descriptor or process is
     left.
     """
-    monkeypatch.setattr(boot, "BOOT", FAILING.format(name=name, number=number))
-    with keeper_driver() as made:
-        made.keeper.beat()  # it runs when it has answered
-        assert readable(made.keeper.fileno(), wait=10)
-        assert list(made.keeper.events()) == []
+    monkeypatch.setattr(boot, "BOOT_CODE", FAILING.format(name=name, number=number))
+    with supervisor_driver() as made:
+        made.supervisor.send_ping()  # it runs when it has answered
+        assert wait_readable(made.supervisor.fileno(), wait=10)
+        assert list(made.supervisor.read_events()) == []
         yield made
 
 
 def descriptors(driver):
-    return sorted(os.listdir(f"/proc/{driver.keeper.pid}/fd"))
+    return sorted(os.listdir(f"/proc/{driver.supervisor.pid}/fd"))
 
 
 def outcome(driver, slot):
     """Wait for the end of a slot's process, or for the refusal."""
 
     def ended():
-        if readable(driver.keeper.fileno(), wait=0.1):
-            driver.seen += driver.keeper.events()
+        if wait_readable(driver.supervisor.fileno(), wait=0.1):
+            driver.events += driver.supervisor.read_events()
         return any(
-            isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.seen
+            isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.events
         )
 
-    until(ended)
-    kinds = [type(event) for event in driver.seen if event.slot == slot]
-    driver.seen = [event for event in driver.seen if event.slot != slot]
+    wait_until(ended)
+    kinds = [type(event) for event in driver.events if event.slot == slot]
+    driver.events = [event for event in driver.events if event.slot != slot]
     return kinds
 
 
@@ -511,7 +511,7 @@ def test_a_lack_at_any_call_costs_one_worker_and_nothing_else(monkeypatch, tmp_p
         for slot in range(3):
             driver.start(slot, ("/bin/sh", "-c", "setsid sleep 600 & exit 0"))
             seen.append(outcome(driver, slot))
-            driver.keeper.sweep(slot)
+            driver.supervisor.sweep_descendants(slot)
             driver.wait(Swept, slot)
         refused = [] if name == "pidfd_open" else [number - 1]
         assert [slot for slot in range(3) if SpawnFailed in seen[slot]] == refused
@@ -533,18 +533,18 @@ me.recv(1)
 def fork_order(driver, slot):
     with open(os.devnull, "r+b") as null:
         command = WorkerCommand(slot, ("/bin/true",), {"PATH": os.environ["PATH"]}, "/", (), "auto")
-        driver.keeper.spawn(command, null.fileno(), null.fileno(), null.fileno())
+        driver.supervisor.spawn(command, null.fileno(), null.fileno(), null.fileno())
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_fork_that_cannot_be_ordered_leaves_its_slot_free(monkeypatch, tmp_path, early):
     """The second pipe: the first one is the starter's."""
     with failing_driver(monkeypatch, "pipe2", 2) as driver:
-        driver.keeper.prepare(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        driver.supervisor.start_fork_server(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
         if early:
             fork_order(driver, 0)
         (tmp_path / "go").touch()
-        assert driver.wait(StarterState, None, 20).why == ""
+        assert driver.wait(ForkServerStatus, None, 20).why == ""
         if not early:
             fork_order(driver, 0)
         assert driver.wait(SpawnFailed).errno == errno.EMFILE
@@ -556,8 +556,8 @@ def test_a_fork_that_cannot_be_ordered_leaves_its_slot_free(monkeypatch, tmp_pat
 def test_a_starter_that_cannot_be_started_is_told_and_done_without(monkeypatch, tmp_path, name):
     with failing_driver(monkeypatch, name, 1) as driver:
         before = descriptors(driver)
-        driver.keeper.prepare(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
-        why = driver.wait(StarterState, None).why
+        driver.supervisor.start_fork_server(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        why = driver.wait(ForkServerStatus, None).why
         assert why == "the starter could not be started: Too many open files"
         assert descriptors(driver) == before
         fork_order(driver, 0)
@@ -565,8 +565,8 @@ def test_a_starter_that_cannot_be_started_is_told_and_done_without(monkeypatch, 
 
 
 def test_a_starters_command_that_did_not_come_is_told(driver):
-    driver.keeper._send({"op": "prepare"})
-    assert "Too many open files" in driver.wait(StarterState, None).why
+    driver.supervisor._send_message({"op": "prepare"})
+    assert "Too many open files" in driver.wait(ForkServerStatus, None).why
     driver.start(0, ("/bin/true",))
     assert driver.wait(Exited).status == 0
 
@@ -576,12 +576,12 @@ def test_killing_without_a_descriptor_passes_over_what_has_ended(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     gone, there = (subprocess.Popen(["/bin/sleep", "600"]) for _ in range(2))
-    targets = [process(gone.pid), process(there.pid)]
+    targets = [find_process(gone.pid), find_process(there.pid)]
     gone.kill()
     gone.wait()
     monkeypatch.setattr(os, "pidfd_open", refuse)
     for target in targets:
-        kill(target)
+        kill_process(target)
     assert there.wait(10) == -signal.SIGKILL
 
 
@@ -590,11 +590,11 @@ def test_start_is_quick_and_small():
 
     def start() -> float:
         begin = time.monotonic()
-        with keeper_driver() as driver:
+        with supervisor_driver() as driver:
             driver.start(0, ("/bin/true",))
             driver.wait(Exited)
             took = time.monotonic() - begin
-            status = Path(f"/proc/{driver.keeper.pid}/status").read_text()
+            status = Path(f"/proc/{driver.supervisor.pid}/status").read_text()
         resident.append(int(status.partition("VmRSS:")[2].split()[0]))
         return took
 

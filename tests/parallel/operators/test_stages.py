@@ -23,7 +23,7 @@ from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.stages import assign_weights, assign_stages, stage_plans
-from pdrun.parallel.pipeline.split import Split, split
+from pdrun.parallel.pipeline.split import StageSplit, split_model
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
 from tests.lib.compositions import Place, Task
@@ -186,9 +186,9 @@ def test_parts_of_sequences_travel_as_parts(worlds: Any) -> None:
 
 def located(
     model: nn.Module, entries: Any, stages: int, *args: Tensor, **by: Any
-) -> tuple[OperatorPlan, Split]:
+) -> tuple[OperatorPlan, StageSplit]:
     """Return the plan of a model in stages, on no device."""
-    cut = split(model, stages, **by)
+    cut = split_model(model, stages, **by)
     graph = export_graph(model, args)
     assign_stages(graph, cut)
     return Operators(entries).plan_of(graph, Grid(("pp", "dp", "tp"), (stages, 1, 2)), {}), cut
@@ -252,18 +252,18 @@ def test_what_comes_from_the_batch_does_not_travel() -> None:
     assert all(masks <= set(part.operators) for part in stage_plans(plan))
     assert [sorted(one) for one in told(plan)] == [["emb.embedding", "layers.1.add_2"], []]
     names = {name: [name] for name, _ in piped.Masked().named_parameters()}
-    assert assign_weights(plan, cut, names).loose == {"places": (0, 1)}
+    assert assign_weights(plan, cut, names).loose_weights == {"places": (0, 1)}
 
 
 def test_weights_are_held_by_the_stages_that_use_them() -> None:
     model = piped.Loose()
     plan, cut = located(model, {}, 4, words())
     found = assign_weights(plan, cut, {name: [name] for name, _ in model.named_parameters()})
-    assert found.holders("bytes.weight") == (0, 3)
+    assert found.holders_of("bytes.weight") == (0, 3)
     plan, cut = located(piped.Inplace(), {}, 4, words())
     found = assign_weights(plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()})
-    assert found.loose["places"] == (0,)
-    assert found.loose["never"] == (0, 1, 2, 3), (
+    assert found.loose_weights["places"] == (0,)
+    assert found.loose_weights["never"] == (0, 1, 2, 3), (
         "nobody uses it: everybody keeps it, as without operators"
     )
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.describe import describe
+from pdrun.parallel.pipeline.describe import describe_pipeline
 from pdrun.parallel.pipeline.pipeline import Pipeline
-from pdrun.parallel.pipeline.schedules.builders import make
-from pdrun.parallel.pipeline.split import split
+from pdrun.parallel.pipeline.schedules.builders import make_schedule
+from pdrun.parallel.pipeline.split import split_model
 from tests.lib import pipeline_cases as piped
 from tests.lib.pipeline_cases import Case
 from tests.lib.small_models import Tiny
@@ -70,7 +70,7 @@ def test_too_few_micro_batches_are_refused_by_name(schedule: str) -> None:
         UsageError, match=r"microbatches=3 is less than pp=4.*microbatches=4 or more"
     ):
         Pipeline(3, schedule=schedule).plan(4)
-    assert Pipeline(3, schedule="gpipe").plan(4).microbatches == 3
+    assert Pipeline(3, schedule="gpipe").plan(4).microbatch_count == 3
 
 
 def test_an_output_meets_its_own_target(worlds: Any) -> None:
@@ -122,6 +122,6 @@ def test_a_pipeline_in_words(worlds: Any) -> None:
 
 
 def test_what_the_manual_shows_is_what_is_said() -> None:
-    told = describe(make("zero-bubble", 2, 4), split(Tiny(layers=3), 2))
+    told = describe_pipeline(make_schedule("zero-bubble", 2, 4), split_model(Tiny(layers=3), 2))
     manual = (Path(__file__).parents[3] / "docs/pipeline.md").read_text(encoding="utf-8")
     assert textwrap.indent(told, "    ") in manual

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.balance import balanced, even
-from pdrun.parallel.pipeline.schedules.builders import make
-from pdrun.parallel.pipeline.schedules.schedule import parse
-from pdrun.parallel.pipeline.schedules.timeline import Costs, bubble, picture, simulate
-from pdrun.parallel.pipeline.schedules.validate import messages, validate
+from pdrun.parallel.pipeline.balance import split_by_cost, split_evenly
+from pdrun.parallel.pipeline.schedules.builders import make_schedule
+from pdrun.parallel.pipeline.schedules.schedule import parse_schedule
+from pdrun.parallel.pipeline.schedules.timeline import ActionCosts, bubble_share, draw_schedule, simulate_schedule
+from pdrun.parallel.pipeline.schedules.validate import list_messages, validate_schedule
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 8), (8, 32)]
 
@@ -29,35 +29,35 @@ SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 8), (8, 32)]
 def test_every_schedule_of_every_size_is_sound(
     name: str, ranks: int, micros: int, chunks: int
 ) -> None:
-    schedule = make(name, ranks, micros, chunks if name == "interleaved" else None)
+    schedule = make_schedule(name, ranks, micros, chunks if name == "interleaved" else None)
     per_rank = {"interleaved": chunks, "zero-bubble-v": 2}.get(name, 1)
-    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (
+    assert (schedule.rank_count, schedule.stage_count, schedule.microbatch_count) == (
         ranks,
         ranks * per_rank,
         micros,
     )
-    live = validate(schedule).live
+    live = validate_schedule(schedule).live
     assert max(live) <= micros * per_rank
-    sent = messages(schedule)
-    crossing = sum(a != b for a, b in itertools.pairwise(schedule.places))
+    sent = list_messages(schedule)
+    crossing = sum(a != b for a, b in itertools.pairwise(schedule.stage_ranks))
     assert sum(map(len, sent.values())) == 2 * crossing * micros
     assert all(message.target == target for (_, target), those in sent.items() for message in those)
-    assert parse(str(schedule)).rows == schedule.rows
+    assert parse_schedule(str(schedule)).rows == schedule.rows
 
 
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_has_its_closed_form(name: str, ranks: int, micros: int) -> None:
-    schedule = make(name, ranks, micros)
-    for costs in (Costs(), Costs(forward=3, input=2, weight=5)):
-        assert bubble(schedule, costs) == pytest.approx((ranks - 1) / (micros + ranks - 1))
+    schedule = make_schedule(name, ranks, micros)
+    for costs in (ActionCosts(), ActionCosts(forward=3, input=2, weight=5)):
+        assert bubble_share(schedule, costs) == pytest.approx((ranks - 1) / (micros + ranks - 1))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 2), (2, 1), (2, 3), (4, 2), (8, 4)])
 def test_chunks_divide_the_bubble(ranks: int, rounds: int, chunks: int) -> None:
-    share = bubble(
-        make("interleaved", ranks, ranks * rounds, chunks), Costs(forward=1, input=1, weight=1)
+    share = bubble_share(
+        make_schedule("interleaved", ranks, ranks * rounds, chunks), ActionCosts(forward=1, input=1, weight=1)
     )
     assert share / (1 - share) == pytest.approx((ranks - 1) / (ranks * rounds) / chunks)
 
@@ -67,18 +67,18 @@ def test_chunks_divide_the_bubble(ranks: int, rounds: int, chunks: int) -> None:
 )
 def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, micros: int) -> None:
     for name, work in (("zero-bubble", 3 * micros), ("zero-bubble-v", 6 * micros)):
-        assert simulate(make(name, ranks, micros)).total == work + ranks - 1
-    assert simulate(make("1f1b", ranks, micros)).total == 3 * (micros + ranks - 1)
+        assert simulate_schedule(make_schedule(name, ranks, micros)).duration == work + ranks - 1
+    assert simulate_schedule(make_schedule("1f1b", ranks, micros)).duration == 3 * (micros + ranks - 1)
 
 
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 def test_memory_of_the_schedules(ranks: int, micros: int) -> None:
-    assert set(validate(make("gpipe", ranks, micros)).live) == {micros}
-    assert list(validate(make("1f1b", ranks, micros)).live) == [
+    assert set(validate_schedule(make_schedule("gpipe", ranks, micros)).live) == {micros}
+    assert list(validate_schedule(make_schedule("1f1b", ranks, micros)).live) == [
         min(micros, ranks - r) for r in range(ranks)
     ]
-    assert max(validate(make("zero-bubble", ranks, micros)).live) <= ranks
-    assert max(validate(make("zero-bubble-v", ranks, micros)).live) <= 2 * ranks
+    assert max(validate_schedule(make_schedule("zero-bubble", ranks, micros)).live) <= ranks
+    assert max(validate_schedule(make_schedule("zero-bubble-v", ranks, micros)).live) <= 2 * ranks
 
 
 PICTURES = {
@@ -99,27 +99,27 @@ rank 1  .   Fa0 Fb0 Fa1 Fb1 Ib0 Ia0 Ib1 Ia1 Wb0 Wb1 Wa0 Wa1""",
 
 @pytest.mark.parametrize("key", PICTURES, ids=str)
 def test_pictures(key: tuple[str, int, int]) -> None:
-    assert picture(make(*key)) == PICTURES[key].strip()
+    assert draw_schedule(make_schedule(*key)) == PICTURES[key].strip()
 
 
 def test_sends_cost_time() -> None:
-    assert simulate(make("gpipe", 3, 1), Costs(send=0.5)).total == 3 * 3 + 4 * 0.5
+    assert simulate_schedule(make_schedule("gpipe", 3, 1), ActionCosts(send=0.5)).duration == 3 * 3 + 4 * 0.5
 
 
 def test_unequal_stages_wait_for_the_largest() -> None:
-    even_, uneven = make("gpipe", 2, 8), Costs(shares=(1, 3))
-    assert bubble(even_, uneven) > bubble(even_)
-    assert simulate(even_, uneven).total == pytest.approx(8 * 3 * 1.5 + 1.5)
+    even_, uneven = make_schedule("gpipe", 2, 8), ActionCosts(shares=(1, 3))
+    assert bubble_share(even_, uneven) > bubble_share(even_)
+    assert simulate_schedule(even_, uneven).duration == pytest.approx(8 * 3 * 1.5 + 1.5)
 
 
 # ---- of the user's own ------------------------------------------------------
 
 
 def test_a_schedule_of_the_users_own() -> None:
-    lines = parse("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0")
-    listed = parse([[(0, "F", 0), (0, "F", 1), "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]])
+    lines = parse_schedule("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0")
+    listed = parse_schedule([[(0, "F", 0), (0, "F", 1), "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]])
     assert lines.rows == listed.rows
-    assert validate(lines).live == (2, 2)
+    assert validate_schedule(lines).live == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_schedule_of_the_users_own() -> None:
 )
 def test_what_is_wrong_with_a_schedule_is_named(text: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        validate(parse(text))
+        validate_schedule(parse_schedule(text))
     assert told in str(caught.value)
 
 
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_schedule_is_named(text: str, told: str) -> None:
 )
 def test_unknown_schedules(name: str, chunks: int | None, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        make(name, 2, 4, chunks)
+        make_schedule(name, 2, 4, chunks)
 
 
 # ---- partition --------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_unknown_schedules(name: str, chunks: int | None, told: str) -> None:
 def test_the_balanced_cut_is_the_best_there_is(costs: list[int], parts: int) -> None:
     if parts > len(costs):
         with pytest.raises(UsageError, match="can't be cut"):
-            balanced(costs, parts)
+            split_by_cost(costs, parts)
         return
-    found = balanced(costs, parts)
+    found = split_by_cost(costs, parts)
     assert [i for part in found for i in part] == list(range(len(costs)))
     assert len(found) == parts
     assert all(found)
@@ -181,4 +181,4 @@ def test_the_balanced_cut_is_the_best_there_is(costs: list[int], parts: int) -> 
 
 
 def test_even_cuts() -> None:
-    assert [list(part) for part in even(5, 3)] == [[0, 1], [2, 3], [4]]
+    assert [list(part) for part in split_evenly(5, 3)] == [[0, 1], [2, 3], [4]]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.split import split
+from pdrun.parallel.pipeline.split import split_model
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Tiny, batch_of
 
 pytestmark = pytest.mark.torch
@@ -23,8 +23,8 @@ def _sequence(*widths: int) -> nn.Sequential:
 
 
 def test_layers_are_shared_out_evenly_and_the_rest_lies_around_them() -> None:
-    found = split(Tiny(layers=3), 2)
-    assert found.units == {
+    found = split_model(Tiny(layers=3), 2)
+    assert found.unit_stages == {
         "emb": 0,
         "blocks.0": 0,
         "blocks.1": 0,
@@ -32,18 +32,18 @@ def test_layers_are_shared_out_evenly_and_the_rest_lies_around_them() -> None:
         "norm": 1,
         "head": 1,
     }
-    assert found.loose == {"never": (0, 1)}
-    assert found.modules(1) == ["blocks.2", "norm", "head"]
-    assert sum(found.shares) == pytest.approx(1)
+    assert found.loose_weights == {"never": (0, 1)}
+    assert found.modules_of(1) == ["blocks.2", "norm", "head"]
+    assert sum(found.cost_shares) == pytest.approx(1)
 
 
 def test_a_sequential_is_a_row_of_its_members() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4)
     )
-    found = split(model, 3)
-    assert found.units == {"0": 0, "2": 1, "4": 2}
-    assert found.free == ("1", "3")
+    found = split_model(model, 3)
+    assert found.unit_stages == {"0": 0, "2": 1, "4": 2}
+    assert found.free_modules == ("1", "3")
 
 
 def test_lists_inside_of_modules_and_of_lists() -> None:
@@ -56,7 +56,7 @@ def test_lists_inside_of_modules_and_of_lists() -> None:
 
     model = nn.Module()
     model.model, model.lm_head = Inner(), nn.Linear(4, 5)
-    assert split(model, 2).units == {
+    assert split_model(model, 2).unit_stages == {
         "model.emb": 0,
         "model.layers.0": 0,
         "model.layers.1": 0,
@@ -67,14 +67,14 @@ def test_lists_inside_of_modules_and_of_lists() -> None:
     }
     two = nn.Module()
     two.stem, two.low, two.high = nn.Conv2d(1, 1, 1), _sequence(2, 2, 2), _sequence(2, 2, 2)
-    assert split(two, 2).units == {"stem": 0, "low.0": 0, "low.1": 0, "high.0": 1, "high.1": 1}
+    assert split_model(two, 2).unit_stages == {"stem": 0, "low.0": 0, "low.1": 0, "high.0": 1, "high.1": 1}
 
 
 def test_the_least_largest_stage() -> None:
-    found = split(_sequence(8, 64, 64, 8, 8, 8), 2, balance="parameters")
-    assert found.units == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 1}
+    found = split_model(_sequence(8, 64, 64, 8, 8, 8), 2, balance="parameters")
+    assert found.unit_stages == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 1}
     costs = {"0": 1.0, "[12]": 0.5, "4": 6.0}
-    assert split(_sequence(*[2] * 6), 2, balance=costs).units == {
+    assert split_model(_sequence(*[2] * 6), 2, balance=costs).unit_stages == {
         "0": 0,
         "1": 0,
         "2": 0,
@@ -85,18 +85,18 @@ def test_the_least_largest_stage() -> None:
 
 def test_operations_are_counted() -> None:
     """An embedding costs nothing, the head as much as it multiplies."""
-    found = split(Tiny(layers=3), 2, balance="flops", sample=batch_of(5, 0))
+    found = split_model(Tiny(layers=3), 2, balance="flops", sample=batch_of(5, 0))
     rows, width = 5 * LENGTH, WIDTH
     assert found.costs["emb"] == 0
     assert found.costs["head"] == 2 * rows * width * WORDS
     products = 2 * rows * width * (3 * width + width + 50 + 50)
     attention = 2 * 2 * rows * LENGTH * width
     assert found.costs["blocks.1"] == products + attention
-    assert found.modules(0) == ["emb", "blocks.0", "blocks.1"]
+    assert found.modules_of(0) == ["emb", "blocks.0", "blocks.1"]
     with pytest.raises(UsageError, match="sample=batch"):
-        split(Tiny(layers=3), 2, balance="flops")
+        split_model(Tiny(layers=3), 2, balance="flops")
     with pytest.raises(UsageError, match="does not run on fake tensors"):
-        split(Looks(layers=3), 2, balance="flops", sample=batch_of(5, 0))
+        split_model(Looks(layers=3), 2, balance="flops", sample=batch_of(5, 0))
 
 
 class Looks(Tiny):
@@ -108,8 +108,8 @@ class Looks(Tiny):
 
 def test_the_users_map() -> None:
     model = Tiny(layers=3)
-    found = split(model, 2, {"blocks.0": 0, "blocks.[12]": 1, "head": 1})
-    assert found.units == {
+    found = split_model(model, 2, {"blocks.0": 0, "blocks.[12]": 1, "head": 1})
+    assert found.unit_stages == {
         "emb": 0,
         "blocks.0": 0,
         "blocks.1": 1,
@@ -117,19 +117,19 @@ def test_the_users_map() -> None:
         "norm": 1,
         "head": 1,
     }
-    spelt = split(model, 2, {"*": 0, "head": 1, "never": 1})
-    assert (spelt.units["head"], spelt.units["blocks.2"], spelt.loose) == (1, 0, {"never": (1,)})
-    assert split(model, 2, {"h*": 1, "*": 0}).units["head"] == 1
-    inside = split(model, 2, {"blocks.2.up": 1, "blocks.2.down": 1, "norm": 1, "blocks.*": 0})
-    assert [inside.units[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [
+    spelt = split_model(model, 2, {"*": 0, "head": 1, "never": 1})
+    assert (spelt.unit_stages["head"], spelt.unit_stages["blocks.2"], spelt.loose_weights) == (1, 0, {"never": (1,)})
+    assert split_model(model, 2, {"h*": 1, "*": 0}).unit_stages["head"] == 1
+    inside = split_model(model, 2, {"blocks.2.up": 1, "blocks.2.down": 1, "norm": 1, "blocks.*": 0})
+    assert [inside.unit_stages[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [
         0,
         0,
         1,
         1,
     ]
-    assert "blocks.1" in inside.units
-    first = split(model, 2, {"emb": 0, "blocks.[01]": 0, "blocks.*": 1, "head": 1})
-    assert first.units == {
+    assert "blocks.1" in inside.unit_stages
+    first = split_model(model, 2, {"emb": 0, "blocks.[01]": 0, "blocks.*": 1, "head": 1})
+    assert first.unit_stages == {
         "emb": 0,
         "blocks.0": 0,
         "blocks.1": 0,
@@ -146,10 +146,10 @@ def test_the_users_map() -> None:
         "emb": 0,
         "head": 1,
     }
-    assert split(model, 2, inner).units["blocks.2"] == 1, "of globs the first"
-    assert [split(model, 2, inner).units[f"blocks.1.{name}"] for name in ("qkv", "up")] == [0, 1]
-    last = split(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
-    assert last.units == {
+    assert split_model(model, 2, inner).unit_stages["blocks.2"] == 1, "of globs the first"
+    assert [split_model(model, 2, inner).unit_stages[f"blocks.1.{name}"] for name in ("qkv", "up")] == [0, 1]
+    last = split_model(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
+    assert last.unit_stages == {
         "emb": 0,
         "blocks.0": 0,
         "blocks.1": 0,
@@ -158,23 +158,23 @@ def test_the_users_map() -> None:
         "head": 1,
     }
     assert (
-        split(
+        split_model(
             nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 2, {"0": 0, "1": 1}
-        ).units["1"]
+        ).unit_stages["1"]
         == 1
     )
 
 
 def test_shared_weights() -> None:
-    found = split(Tiny(layers=3), 3, shared=["emb.weight"])
-    assert found.loose["emb.weight"] == (0, 2)
-    assert split(Tiny(layers=3), 3, shared={"emb.weight": [1]}).loose["emb.weight"] == (0, 1)
+    found = split_model(Tiny(layers=3), 3, shared=["emb.weight"])
+    assert found.loose_weights["emb.weight"] == (0, 2)
+    assert split_model(Tiny(layers=3), 3, shared={"emb.weight": [1]}).loose_weights["emb.weight"] == (0, 1)
 
 
 def test_a_model_without_memory_is_cut_as_well() -> None:
     with torch.device("meta"):
         model = Tiny(layers=4)
-    assert split(model, 4, balance="parameters").units["head"] == 3
+    assert split_model(model, 4, balance="parameters").unit_stages["head"] == 3
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_model_without_memory_is_cut_as_well() -> None:
 )
 def test_refusals_name_what_is_wrong(stages: int, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        split(Tiny(layers=3), stages, **more)
+        split_model(Tiny(layers=3), stages, **more)
     assert told in str(caught.value)
 
 
@@ -214,5 +214,5 @@ def test_a_model_without_lists_needs_a_map() -> None:
     model = nn.Module()
     model.a, model.b = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(UsageError, match="no ModuleList or Sequential"):
-        split(model, 2)
-    assert split(model, 2, {"b": 1, "a": 0}).units == {"a": 0, "b": 1}
+        split_model(model, 2)
+    assert split_model(model, 2, {"b": 1, "a": 0}).unit_stages == {"a": 0, "b": 1}

@@ -137,7 +137,7 @@ def dropped(kind: str, sequence: bool) -> str:
     )
     ids = torch.randint(37, (6, 9), generator=torch.Generator().manual_seed(1))
     told = str(run.verify([ids]))
-    assert run.state.rng.used
+    assert run.state.rng.is_used
     return told
 
 

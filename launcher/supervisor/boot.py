@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterable, Mapping, Sequence
 
 _STDLIB_ONLY = f"{os.path.realpath(__file__).rpartition('/supervisor/')[0]}/stdlib_only"
@@ -43,6 +43,8 @@ def start_supervisor(python: str) -> tuple[int, socket.socket]:
     Raises:
         OSError: that is not possible.
     """
+    import socket  # the plan imports this module, and a dry run needs no socket
+
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
     argv = [

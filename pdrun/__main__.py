@@ -23,8 +23,8 @@ def main() -> None:
 
     process_setup.setup_process()
     try:
-        ahead = pdrun._import_module("pdrun.launcher.launch.prestart")
-        ahead.begin(sys.argv[1:])
+        prestart = pdrun._import_module("pdrun.launcher.launch.prestart")
+        prestart.start(sys.argv[1:])
         cli = pdrun._import_module("pdrun.launcher.cli.main")
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):
@@ -32,7 +32,7 @@ def main() -> None:
         sys.stderr.write(f"pdrun: error: {error}\n")
         sys.exit(78)
     code = cli.main(sys.argv[1:])
-    ahead.drop()
+    prestart.discard()
     from pdrun import async_writer
 
     async_writer.flush_messages()

@@ -29,7 +29,7 @@ from pdrun.launcher.agent.announcer import Announcer
 from pdrun.launcher.agent.generation import GenerationRunner
 from pdrun.launcher.agent.helpers import HelperProcesses
 from pdrun.launcher.agent.interfaces import AgentDeps, Link, WorkerOutput
-from pdrun.launcher.agent.lifeline import FOR_ALL, UP
+from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.agent.monitor import PROGRESS_SECONDS, WorkerMonitor
 from pdrun.launcher.agent.shutdown import NodeStopper, ShutdownState
 from pdrun.launcher.common.signals import FORWARDED_SIGNALS, STOP_SIGNALS, SignalReceiver
@@ -71,7 +71,7 @@ def run_agent(
             node.
     """
     with SignalReceiver() as signals:
-        deps.on_progress(UP)
+        deps.on_progress(Lifeline.UP)
         agent = Agent(plan, link, signals, deps)
         try:
             return agent.run()
@@ -325,7 +325,7 @@ class Agent:
     def _read_lifeline(self, lifeline: int) -> bool:
         """Read the lifeline; return whether the process at its other end is alive."""
         data = os.read(lifeline, 4096)
-        if FOR_ALL in data:
+        if Lifeline.FOR_ALL in data:
             self._shutdown.may_depart = False
         return bool(data)
 

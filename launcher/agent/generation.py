@@ -1,7 +1,7 @@
 """
-This node's part in one generation after another: its ranks, its workers, and the reports about them.
+This node's part in one generation after another: its ranks, its workers and their reports.
 
-    Assign -> preflight -> Ready (or Unready) -> Start -> WorkerExit per worker -> Finished -> Assign
+    Assign -> preflight -> Ready or Unready -> Start -> WorkerExit per worker -> Finished -> Assign
 
 A generation of another size changes only the workers' environment. The plan of this node stays.
 """
@@ -15,7 +15,7 @@ from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Announcer
 from pdrun.launcher.agent.helpers import HelperProcesses
 from pdrun.launcher.agent.interfaces import AgentDeps, WorkerOutput
-from pdrun.launcher.agent.lifeline import RUNNING
+from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import files
@@ -114,14 +114,14 @@ class GenerationRunner:
             return
         supervisor = self._helpers.start_supervisor(plan)
         self._announcer.announce_start(self._assign)
-        self._deps.on_progress(RUNNING)
+        self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
         group.start_workers()
         if not plan.spec.can_restart:
             supervisor.release_fork_server()
 
     def stop_workers(self, number: int, grace: float) -> None:
-        """Send the signal to the workers, if any were started, and SIGKILL after ``grace`` seconds."""
+        """Send a signal to the workers, if they were started, and SIGKILL after ``grace`` seconds."""
         if self.group is not None and self.group.has_started:
             self.group.stop_workers(number, grace)
 
@@ -165,7 +165,7 @@ class PreflightResult:
     """Whether this node can start its workers."""
 
     exit_code: int = 0
-    """Exit code for the problem; 0 if there is none."""
+    """Exit code for the problem; 0: no problem."""
     reason: str = ""
     imports_torch: bool = False
     """The program's text mentions torch, so torch's store will be needed."""

@@ -1,15 +1,18 @@
 """
-The lifeline: a socket pair between an agent and the process that started it.
+Bytes on the lifeline: the socket between an agent and the process that started it.
 
-Each message is one byte. If the starting process dies, the agent reads the end of the stream and
-ends everything.
+The end of the lifeline also has a meaning: for an agent, its starter has exited.
 """
 
 from __future__ import annotations
 
-UP = b"u"
-"""From the agent: it handles signals now."""
-RUNNING = b"r"
-"""From the agent: the scheduler notices its end from now on."""
-FOR_ALL = b"a"
-"""To the agent: the signals that follow mean the whole job, not only this node."""
+
+class Lifeline:
+    """One byte per message."""
+
+    UP = b"u"
+    """From the agent: signals reach it."""
+    RUNNING = b"r"
+    """From the agent: it starts workers, and the scheduler will notice its end."""
+    FOR_ALL = b"a"
+    """To the agent: the signals that follow mean the whole job, not only this node."""

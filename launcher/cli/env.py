@@ -27,7 +27,7 @@ from pdrun.launcher.config import detected
 from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
 from pdrun.launcher.config.settings import Priority, Setting, Source, read_environment
 from pdrun.launcher.hosts.nodelist import compress_names
-from pdrun.launcher.plan import facts, render
+from pdrun.launcher.plan import environment_report, facts, render
 from pdrun.launcher.plan.environment import display_value
 from pdrun.launcher.plan.model import Facts
 from pdrun.launcher.plan.placement import place_workers
@@ -99,7 +99,7 @@ def report_environment(
     report = _gather_report(environ, probes or Probes())
     if as_json:
         return json_module.dumps(_report_data(report), indent=2) + "\n"
-    text = render.format_environment(report.facts, report.use)
+    text = environment_report.format_environment(report.facts, report.use)
     text += "\nlauncher:\n" + format_launcher(report.launcher, report.launcher_error)
     lines = [f"  {note}" for note in report.notes]
     if report.error and report.error != report.launcher_error:
@@ -215,7 +215,7 @@ def _report_data(report: EnvironmentReport) -> dict[str, Any]:
             }
         )
     variables = {}
-    for family, names in render.group_variables(report.environ).items():
+    for family, names in environment_report.group_variables(report.environ).items():
         variables[family] = {name: display_value(name, report.environ[name]) for name in names}
     return {
         "pdrun": report.facts.pdrun_version,

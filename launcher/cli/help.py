@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from pdrun.launcher.config.aliases import MSRUN_OPTIONS, TORCHRUN_OPTIONS
-from pdrun.launcher.config.options import HELP_GROUPS, RUN_OPTIONS, Option
+from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
+from pdrun.launcher.config.options import HELP_GROUPS, Option
+from pdrun.launcher.config.run_options import RUN_OPTIONS
+from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 
 FIRST_SCREEN = """\
 Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster

@@ -8,7 +8,7 @@ import click
 
 from pdrun.errors import UsageError
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
-from pdrun.launcher.common import parsers
+from pdrun.launcher.common import parsers, rank_lists
 
 if TYPE_CHECKING:
     from pdrun.launcher.jobs.remote_scheduler import RemoteScheduler
@@ -122,7 +122,7 @@ def logs_command() -> click.Command:
             )
         return logs.print_logs(
             job,
-            ranks=parsers.parse_ranks(ranks, "--ranks"),
+            ranks=rank_lists.parse_ranks(ranks, "--ranks"),
             follow=follow,
             lines=count,
             stdout=not stderr,

@@ -22,7 +22,8 @@ from pdrun.launcher.cli.options import (
 from pdrun.launcher.cli.run import warn_of_unknown_variables
 from pdrun.launcher.common import parsers
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
-from pdrun.launcher.config.options import RUN_OPTIONS, Option
+from pdrun.launcher.config.options import Option
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.settings import read_environment, resolve_conflicts
 from pdrun.launcher.config.spec import Policy, Resources
 

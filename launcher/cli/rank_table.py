@@ -16,7 +16,7 @@ import click
 from pdrun.errors import EXIT_CONFIG, EXIT_OK, ConfigError, PdrunError, UsageError
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import parsers
-from pdrun.launcher.common.textfile import read_text
+from pdrun.launcher.common.files import read_text
 from pdrun.launcher.hosts import hostfile as hostfiles
 from pdrun.launcher.hosts import selection
 from pdrun.launcher.hosts.selection import Host

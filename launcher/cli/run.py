@@ -1,7 +1,7 @@
 """
 ``pdrun run``: from arguments to a plan, which is printed or executed.
 
-The options come from the tables `options.RUN_OPTIONS` and `aliases.ALIAS_OPTIONS`. Parsing stops at the script:
+The options come from the tables `run_options.RUN_OPTIONS` and `aliases.ALIAS_OPTIONS`. Parsing stops at the script:
 everything behind it belongs to the script.
 """
 
@@ -23,8 +23,8 @@ from pdrun.launcher.cli import help as cli_help
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS, click_options, settings_from_options
 from pdrun.launcher.config import detected
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
-from pdrun.launcher.config.options import RUN_OPTIONS
 from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.settings import (
     Priority,
     Setting,
@@ -36,7 +36,7 @@ from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 
 if TYPE_CHECKING:
-    from pdrun.launcher.launch.agent_options import Seat
+    from pdrun.launcher.launch.agent_options import AgentOptions
 
 TASK_VARIABLE_PREFIXES = (
     "SLURM_",
@@ -217,7 +217,8 @@ def plan_job(resolved: ResolvedSpec) -> tuple[LaunchPlan, Facts]:
 
     resolved = _limit_grace(resolved)
     facts = gather_facts(
-        resolved.spec, starter=external.external_launcher_for(resolved.spec, resolved.sources)
+        resolved.spec,
+        external_launcher=external.external_launcher_for(resolved.spec, resolved.sources),
     )
     return make_plan(resolved.spec, facts, resolved.sources, resolved.notes), facts
 
@@ -255,17 +256,17 @@ def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
     return int(execute(plan) if options is None else execute(plan, options))
 
 
-def _agent_options(resolved: ResolvedSpec) -> Seat | None:
+def _agent_options(resolved: ResolvedSpec) -> AgentOptions | None:
     """
     Return the options of an agent that mpirun or srun started; None for any other agent.
 
     Only the first task prints what is printed once per job.
     """
-    from pdrun.launcher.launch.agent_options import Seat
+    from pdrun.launcher.launch.agent_options import AgentOptions
 
     if not resolved.sources.get("place.node_rank", "").startswith(TASK_VARIABLE_PREFIXES):
         return None
-    return Seat(quiet=(resolved.spec.place.node_rank or 0) > 0, together=True)
+    return AgentOptions(is_quiet=(resolved.spec.place.node_rank or 0) > 0, all_nodes_started=True)
 
 
 def await_scheduler_name(resolved: ResolvedSpec) -> None:

@@ -17,14 +17,14 @@ import click
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import parsers
-from pdrun.launcher.common.places import warm_folder
+from pdrun.launcher.common.files import warm_folder
 from pdrun.launcher.plan.environment import remove_launcher_variables
 from pdrun.launcher.plan.facts import read_torch_version
 from pdrun.launcher.plan.render import format_duration
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import import_env
 from pdrun.launcher.supervisor import warm_client
-from pdrun.launcher.supervisor.events import Warm
+from pdrun.launcher.supervisor.events import WarmProcess
 
 NO_PROCESS = "no warm process of this user runs on this node"
 
@@ -124,7 +124,7 @@ def start_warm_process(python: str, idle: float) -> int:
     return 0
 
 
-def _find_process(scan: warm_client.WarmScan, path: Path) -> Warm | None:
+def _find_process(scan: warm_client.WarmScan, path: Path) -> WarmProcess | None:
     return next((found for found in scan.collect_answers() if found.socket == str(path)), None)
 
 
@@ -146,15 +146,15 @@ def show_warm_processes(*, as_json: bool) -> int:
     return 0
 
 
-def _status_text(found: Warm, why: str) -> str:
+def _status_text(found: WarmProcess, why: str) -> str:
     use = "used by the next job of this interpreter"
     if why:
         use = f"not used by a job of this environment: {why}"
-    age = _format_age(time.time() - found.started)
+    age = _format_age(time.time() - found.started_at)
     return (
         f"{_describe(found)}\n"
-        f"  up {age}, unused for {_format_age(found.unused)}, "
-        f"{found.served} job(s) served, {found.running} running\n"
+        f"  up {age}, unused for {_format_age(found.unused_seconds)}, "
+        f"{found.served_jobs} job(s) served, {found.running_jobs} running\n"
         f"  {use}"
     )
 
@@ -173,7 +173,7 @@ def stop_warm_processes(pids: Sequence[int]) -> int:
             _print_line(f"could not stop the warm process {pid}")
             code = 1
             continue
-        running = found[pid].running
+        running = found[pid].running_jobs
         jobs = f"; {running} running job(s) continue" if running else ""
         _print_line(f"stopped the warm process {pid}{jobs}")
     for name, why in scan.faults.items():
@@ -220,32 +220,32 @@ def _socket_folder() -> Path:
         ) from None
 
 
-def _why_not_used(found: Warm, python: str, environ: Mapping[str, str]) -> str:
+def _why_not_used(found: WarmProcess, python: str, environ: Mapping[str, str]) -> str:
     """Return why a job of this environment would not use a warm process; empty: it would."""
     version = read_torch_version() if python == sys.executable else ""
     return why_unusable(found, (python, "script.py"), (), version, environ)
 
 
-def _describe(found: Warm) -> str:
-    memory = f"{found.memory / 1e6:.0f} MB" if found.memory else "memory unknown"
+def _describe(found: WarmProcess) -> str:
+    memory = f"{found.memory_bytes / 1e6:.0f} MB" if found.memory_bytes else "memory unknown"
     state = "a job runs"
-    if not found.running:
-        state = f"exits in {_format_age(found.idle - found.unused)} without a job"
+    if not found.running_jobs:
+        state = f"exits in {_format_age(found.idle_seconds - found.unused_seconds)} without a job"
     return f"pid {found.pid}: torch {found.torch_version} of {found.python}, {memory}, {state}"
 
 
-def _status_data(found: Warm, why: str) -> dict[str, object]:
+def _status_data(found: WarmProcess, why: str) -> dict[str, object]:
     return {
         "pid": found.pid,
         "python": found.python,
         "torch": found.torch_version,
         "modules": list(found.modules),
-        "memory_bytes": found.memory,
-        "age_seconds": round(time.time() - found.started, 3),
-        "unused_seconds": round(found.unused, 3),
-        "idle_seconds": found.idle,
-        "running": found.running,
-        "served": found.served,
+        "memory_bytes": found.memory_bytes,
+        "age_seconds": round(time.time() - found.started_at, 3),
+        "unused_seconds": round(found.unused_seconds, 3),
+        "idle_seconds": found.idle_seconds,
+        "running": found.running_jobs,
+        "served": found.served_jobs,
         "socket": found.socket,
         "unfit": why,
     }

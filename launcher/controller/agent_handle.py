@@ -1,8 +1,8 @@
 """
-An agent as the process that started it sees it: what it prints, how far it is, how it ended.
+An agent as its controller sees it: its output, its progress, its exit.
 
-    Front --- Started <|-- LocalAgent    a child process; signals by kill, output by two pipes, the lifeline is a socket
-                      <|-- RemoteAgent   the same over one ssh connection, in frames (`pdrun.launcher.controller.ssh_agent`)
+    Controller --- AgentHandle <|-- LocalAgentHandle   a child process: signals, two pipes, a socket as lifeline
+                               <|-- RemoteAgentHandle  the same in frames over one ssh connection (`ssh_agent`)
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdrun import process_setup
-from pdrun.launcher.agent.lifeline import FOR_ALL, RUNNING, UP
-from pdrun.launcher.common.signals import signal_name
-from pdrun.launcher.output.console import ERR, OUT
+from pdrun.launcher.agent.lifeline import Lifeline
+from pdrun.launcher.common.signals import format_signal
+from pdrun.launcher.output.console import STDERR, STDOUT
 
-STOPPING = process_setup.STOP_SIGNALS
-Held = Callable[[int], bool]
-"""Whether the reader of OUT or ERR is so far behind that no more of it is wanted."""
-_HELD_LINE = 1 << 20
+STOP_SIGNALS = process_setup.STOP_SIGNALS
+IsBehind = Callable[[int], bool]
+"""Whether the reader of STDOUT or STDERR is so far behind that the stream must not be read."""
+MAX_PARTIAL_LINE_BYTES = 1 << 20
+READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class End:
+class AgentExit:
     """How an agent ended."""
 
     code: int | None
-    """As Popen says it: negative for a signal. None: nobody knows, the way to it was cut."""
-    at: float
+    """As Popen returns it: negative for a signal. None: unknown, the connection was lost."""
+    time: float
     """Monotonic seconds."""
-    fate: str = ""
-    """``the agent of node0 was killed by SIGKILL``; empty where it left by itself."""
+    reason: str = ""
+    """``the agent of node0 was killed by SIGKILL``; empty if it exited."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class AgentStart:
     """An agent to start on this machine."""
 
     node: str
-    line: str
-    """What it reads on stdin, with the line end. Holds the secret: never log it."""
+    payload: str
+    """One line of JSON for its stdin, with the line end. Contains the secret: never log it."""
     pass_fds: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -55,86 +56,91 @@ class AgentStart:
 
 def agent_command() -> list[str]:
     """
-    Return the command of an agent; ``-P`` keeps the current folder, which may hold a json.py, from
-    its imports.
+    Return the command of an agent.
+
+    ``-P`` keeps the current folder, which may contain a json.py, out of its imports.
     """
     return [sys.executable, "-P", "-m", "pdrun.launcher.launch.agent_main"]
 
 
-class Started(Protocol):
-    """One agent that was started here."""
+class AgentHandle(Protocol):
+    """One agent that a controller started."""
 
     node: str
-    end: End | None
-    up: bool
-    """Whether it takes signals."""
-    running: bool
-    """Whether it has begun to start workers."""
+    exit: AgentExit | None
+    is_up: bool
+    """Whether signals reach it."""
+    is_running: bool
+    """Whether it may have started workers."""
 
     def start(self) -> None:
-        """Start it."""
+        """Start the agent; it waits for its payload."""
         ...
 
-    def order(self) -> None:
-        """Tell it what to do."""
+    def send_payload(self) -> None:
+        """Send the payload: what the agent is to do."""
         ...
 
-    def descriptors(self, held: Held) -> Iterable[tuple[int, int]]:
+    def poll_descriptors(self, is_behind: IsBehind) -> Iterable[tuple[int, int]]:
         """
-        Yield (descriptor, poll mask) of what to wait for now; a stream that is held is left alone.
-        """
-        ...
+        Yield (descriptor, poll mask) to wait for.
 
-    def take(self, fd: int) -> Iterable[tuple[int, bytes]]:
-        """
-        Deal with a descriptor that is ready; yield what it printed as (OUT or ERR, whole lines).
+        A stream whose reader is behind is left out.
         """
         ...
 
-    def drained(self) -> bool:
-        """Whether nothing more can come from it."""
+    def read_output(self, fd: int) -> Iterable[tuple[int, bytes]]:
+        """Process a descriptor that is ready; yield output as (STDOUT or STDERR, complete lines)."""
         ...
 
-    def look(self) -> None:
-        """Set ``end`` once it has ended."""
+    def is_drained(self) -> bool:
+        """Return whether there can be no more output."""
         ...
 
-    def signal(self, number: int) -> None:
+    def check_exit(self) -> None:
+        """Set ``exit`` if the agent has ended."""
+        ...
+
+    def send_signal(self, number: int) -> None:
         """
-        Give it a signal in the name of the whole job: a SIGTERM does not mean that its node alone
-        is to go.
+        Send a signal on behalf of the whole job.
+
+        A SIGTERM sent this way does not mean that only this node leaves.
         """
         ...
 
     def kill(self) -> None:
-        """End it at once; its workers end because it has ended."""
+        """Kill the agent; its workers are killed because it has ended."""
         ...
 
-    def cut(self) -> None:
-        """Close its lifeline: it ends everything and leaves."""
+    def close_lifeline(self) -> None:
+        """Close the lifeline: the agent kills everything and exits."""
         ...
 
 
-class LocalAgent:
+class LocalAgentHandle:
     """
-    An agent that is a child of this process, in a session of its own: a Ctrl-C reaches it once,
-    through us.
+    An agent that is a child of this process.
+
+    It has its own session, so that a Ctrl-C reaches it once, through the controller.
     """
 
     def __init__(self, start: AgentStart, command: Sequence[str]) -> None:
         self.node = start.node
-        self.end: End | None = None
-        self.up = self.running = False
+        self.exit: AgentExit | None = None
+        self.is_up = False
+        self.is_running = False
         self._start = start
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
-        self._hears = True
+        self._is_lifeline_open = True
         self._streams: dict[int, int] = {}
-        self._halves: dict[int, bytes] = {}
+        """Descriptor -> STDOUT or STDERR."""
+        self._partial_lines: dict[int, bytes] = {}
 
     def start(self) -> None:
-        """Start the process; it waits for its order."""
+        """Start the process; it waits for its payload."""
         self._lifeline, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -152,89 +158,96 @@ class LocalAgent:
         finally:
             theirs.close()
         assert self._process.stdout and self._process.stderr
-        # descriptors of our own: closed by `take` at the end of the stream
+        # duplicates: `read_output` closes them at the end of the stream
         self._streams = {
-            os.dup(self._process.stdout.fileno()): OUT,
-            os.dup(self._process.stderr.fileno()): ERR,
+            os.dup(self._process.stdout.fileno()): STDOUT,
+            os.dup(self._process.stderr.fileno()): STDERR,
         }
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def order(self) -> None:
-        """Give it its line; one that is gone already is found by `look`."""
+    def send_payload(self) -> None:
+        """Send the payload. `check_exit` finds an agent that has ended already."""
         assert self._lifeline is not None
         try:
-            self._lifeline.sendall(self._start.line.encode())
+            self._lifeline.sendall(self._start.payload.encode())
         except OSError:
             pass
 
-    def descriptors(self, held: Held) -> Iterator[tuple[int, int]]:
-        """See `Started`."""
-        if self._hears and self._lifeline is not None and self._lifeline.fileno() >= 0:
-            yield self._lifeline.fileno(), select.POLLIN
+    def poll_descriptors(self, is_behind: IsBehind) -> Iterator[tuple[int, int]]:
+        """See `AgentHandle`."""
+        lifeline = self._lifeline
+        if self._is_lifeline_open and lifeline is not None and lifeline.fileno() >= 0:
+            yield lifeline.fileno(), select.POLLIN
         for fd, stream in self._streams.items():
-            if not held(stream):
+            if not is_behind(stream):
                 yield fd, select.POLLIN
 
-    def take(self, fd: int) -> Iterator[tuple[int, bytes]]:
-        """See `Started`."""
+    def read_output(self, fd: int) -> Iterator[tuple[int, bytes]]:
+        """See `AgentHandle`."""
         if fd not in self._streams:
-            return self._hear()
-        data = os.read(fd, 1 << 18)
-        whole = self._halves.get(fd, b"") + data
-        # agents write whole lines; what is left over was cut by the pipe (or is a prompt of a job
-        # with one worker)
-        cut = len(whole) if not data or len(whole) > _HELD_LINE else whole.rfind(b"\n") + 1
-        yield self._streams[fd], whole[:cut]
-        self._halves[fd] = whole[cut:]
+            return self._read_lifeline()
+        data = os.read(fd, READ_BYTES)
+        pending = self._partial_lines.get(fd, b"") + data
+        # Agents write complete lines. A partial line was cut by the pipe, or is the prompt of a
+        # job with one worker.
+        if not data or len(pending) > MAX_PARTIAL_LINE_BYTES:
+            end = len(pending)
+        else:
+            end = pending.rfind(b"\n") + 1
+        yield self._streams[fd], pending[:end]
+        self._partial_lines[fd] = pending[end:]
         if not data:
             os.close(fd)
             del self._streams[fd]
         return None
 
-    def _hear(self) -> None:
+    def _read_lifeline(self) -> None:
         assert self._lifeline is not None
         try:
-            said = self._lifeline.recv(4096)
-        except OSError:  # it ended without having read its order
-            said = b""
-        self._hears = bool(said)
-        self.up = self.up or UP in said
-        self.running = self.running or RUNNING in said
+            data = self._lifeline.recv(4096)
+        except OSError:  # the agent ended without reading its payload
+            data = b""
+        self._is_lifeline_open = bool(data)
+        self.is_up = self.is_up or Lifeline.UP in data
+        self.is_running = self.is_running or Lifeline.RUNNING in data
 
-    def drained(self) -> bool:
-        """See `Started`."""
+    def is_drained(self) -> bool:
+        """See `AgentHandle`."""
         return not self._streams
 
-    def look(self) -> None:
-        """See `Started`."""
-        if (
-            self.end is None
-            and self._process is not None
-            and (code := self._process.poll()) is not None
-        ):
-            fate = (
-                f"the agent of {self.node} was killed by {signal_name(-code)}" if code < 0 else ""
-            )
-            self.end = End(code, time.monotonic(), fate)
+    def check_exit(self) -> None:
+        """See `AgentHandle`."""
+        if self.exit is not None or self._process is None:
+            return
+        code = self._process.poll()
+        if code is not None:
+            self.exit = AgentExit(code, time.monotonic(), kill_reason(self.node, code))
 
-    def signal(self, number: int) -> None:
-        """See `Started`."""
+    def send_signal(self, number: int) -> None:
+        """See `AgentHandle`."""
         if self._process is None:
             return
-        if number in STOPPING and self.up and self._lifeline is not None:
+        if number in STOP_SIGNALS and self.is_up and self._lifeline is not None:
             try:
-                self._lifeline.send(FOR_ALL, socket.MSG_DONTWAIT)
+                self._lifeline.send(Lifeline.FOR_ALL, socket.MSG_DONTWAIT)
             except OSError:
-                pass  # it is ending, or has been told often enough
+                pass  # it is ending, or its buffer is full of the same byte
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """See `Started`."""
+        """See `AgentHandle`."""
         if self._process is not None:
             self._process.kill()
 
-    def cut(self) -> None:
-        """See `Started`."""
+    def close_lifeline(self) -> None:
+        """See `AgentHandle`."""
         if self._lifeline is not None:
             self._lifeline.close()
+
+
+def kill_reason(node: str, code: int) -> str:
+    """Return the message for an agent that a signal killed; empty for an exit code."""
+    if code >= 0:
+        return ""
+    return f"the agent of {node} was killed by {format_signal(-code)}"

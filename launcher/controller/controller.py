@@ -1,5 +1,5 @@
 """
-A process that starts one agent a node, shows what they print and leaves with their verdict.
+A process that starts one agent per node, shows their output and exits with their verdict.
 
     terminal <-- Console <-- pipes --- agent of node0 (scheduler inside) --- workers
                                   \\-- agent of node1 ---------------------- workers
@@ -7,22 +7,21 @@ A process that starts one agent a node, shows what they print and leaves with th
 `--local` starts them here (`run_local`), ``--hosts`` on other machines
 (`pdrun.launcher.controller.ssh`).
 
-It decides nothing about the job; the scheduler does. It passes signals on, and it bounds every
-wait: an agent that stays after another has ended is asked to stop (SIGTERM), then loses its
-lifeline (stdin), then is killed. When this process dies in any way, the lifelines break and every
-agent ends with all its workers.
+The scheduler decides about the job, not the controller. The controller forwards signals and bounds
+every wait:
 
-A reader that is behind holds the agents back, and an agent that waits for him is not asked to
-leave. That ends with the job: from the first stop on agents are asked all the same, from the second
-one on they are read without him, and what is left when all have ended he may take for as long as
-`Console.close` waits.
-
-Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may
-not know an agent, or not live yet: then the end of one agent ends the others at once, and one that
-cannot take a signal is killed.
-
-Where the job may go on without a node (MIN:MAX, spares, restarts) the end of an agent is the
-scheduler's affair: only that of node 0, which runs the scheduler, sets the others a time.
+* An agent that stays after another has ended gets SIGTERM, then its lifeline (stdin) is closed,
+  then it is killed.
+* When the controller dies in any way, the lifelines break. Every agent then exits with all its
+  workers.
+* A slow reader of the output blocks the agents, and a blocked agent is not stopped. This ends with
+  the job: from the first stop signal on, agents are stopped all the same. From the second on, they
+  are read without the reader. What remains at the end he can read as long as `Console.close` waits.
+* Until workers are about to start (an agent reports it on its lifeline, a socket) the scheduler may
+  not know an agent, or not run yet. Then the end of one agent ends the others immediately, and an
+  agent that takes no signals yet is killed.
+* If the job can go on without a node (MIN:MAX, spares, restarts), the scheduler handles the end of
+  an agent. Only the end of node 0, which runs the scheduler, starts the timer of the others.
 """
 
 from __future__ import annotations
@@ -36,29 +35,25 @@ from contextlib import ExitStack
 from types import FrameType
 
 from pdrun import process_setup
-from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE, ConfigError
-from pdrun.launcher.common.signals import signal_name
-from pdrun.launcher.controller.agent_handle import STOPPING, LocalAgent, Started, agent_command
-from pdrun.launcher.controller.local import agent_starts, bind_scheduler
-from pdrun.launcher.output.console import ERR, OUT, Console
+from pdrun.errors import ConfigError
+from pdrun.launcher.common.signals import format_signal
+from pdrun.launcher.controller import exit_policy
+from pdrun.launcher.controller.agent_handle import (
+    STOP_SIGNALS,
+    AgentHandle,
+    LocalAgentHandle,
+    agent_command,
+)
+from pdrun.launcher.controller.exit_policy import ShutdownTimer, job_exit_code
+from pdrun.launcher.controller.local import bind_scheduler, make_agent_starts
+from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.rendezvous.protocol.security import Secret, find_secret, is_named
+from pdrun.rendezvous.protocol.security import Secret, find_secret, is_secret_named
 
-PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
-AFTER_EXIT = 5.0
-"""Seconds that others may stay after an agent has left by itself: a verdict reaches all at once."""
-AFTER_KILL = 15.0
-"""
-Seconds, beside the grace, that others may stay after an agent was killed: the scheduler must notice
-first.
-"""
-AFTER_CUT = 5.0
-AFTER_EARLY = 1.0
-"""
-Seconds that others may stay after an agent has left by itself before there were workers, and then
-after the cut.
-"""
-_TICK = 0.5
+FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+POLL_SECONDS = 0.5
+POLL_SECONDS_WHILE_BLOCKED = 0.02
+"""While a reader of the output is behind: no descriptor tells when it reads again."""
 
 
 def run_local(plan: LaunchPlan) -> int:
@@ -70,339 +65,277 @@ def run_local(plan: LaunchPlan) -> int:
     """
     console = Console()
     with bind_scheduler() as listener:
-        told = {**console.to_json(), "nofile": process_setup.user_nofile_limit()}
-        starts = agent_starts(plan, listener, _secret(plan), front=os.getpid(), screen=told)
-        agents = [LocalAgent(start, agent_command()) for start in starts]
-        front = Front(agents, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
-        front.start()
-    return front.run()
+        process_data = {**console.to_json(), "nofile": process_setup.user_nofile_limit()}
+        starts = make_agent_starts(
+            plan,
+            listener,
+            _local_job_secret(plan),
+            controller_pid=os.getpid(),
+            process_data=process_data,
+        )
+        agents = [LocalAgentHandle(start, agent_command()) for start in starts]
+        controller = Controller(
+            agents, console, grace=plan.spec.policy.grace, can_restart=plan.spec.can_restart
+        )
+        controller.start()
+    return controller.run()
 
 
-def _secret(plan: LaunchPlan) -> Secret:
+def _local_job_secret(plan: LaunchPlan) -> Secret:
     """
-    Return this job's secret: the user's own where others may join, from another terminal, else a
-    random one.
+    Return the secret of a local job.
+
+    It is the user's own if other nodes may join from another terminal, else a random one.
     """
-    if not plan.spec.reopens:
+    if not plan.spec.can_restart:
         return Secret.random()
     try:
         return find_secret(plan.spec.place.token_file)[0]
     except ConfigError:
         if plan.spec.place.token_file:
             raise
-        return Secret.random()  # no home: then nobody joins
+        return Secret.random()  # no home folder: no other node can join
 
 
 def job_secret(plan: LaunchPlan) -> Secret:
-    """
-    Return the job's own secret: one that the user has named, else a fresh one that only this job
-    knows.
-    """
+    """Return the job's secret: the one that the user has named, else a random one."""
     token_file = plan.spec.place.token_file
-    return find_secret(token_file)[0] if is_named(token_file) else Secret.random()
+    return find_secret(token_file)[0] if is_secret_named(token_file) else Secret.random()
 
 
-class Patience:
-    """
-    When to do what about agents that stay after the first one has ended. Pure: times are monotonic
-    seconds.
-    """
-
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
-        self._steps: list[tuple[float, str]] = []
-
-    def first_end(self, now: float, *, killed: bool, running: bool = True) -> None:
-        """
-        An agent has ended; only the first one sets the times. ``running``: there may be workers by
-        now.
-        """
-        if self._steps:
-            return
-        if not running:
-            cut = now if killed else now + AFTER_EARLY
-            self._steps = [(cut, "cut"), (cut + AFTER_EARLY, "kill")]
-        else:
-            term = now + (AFTER_KILL + self._grace if killed else AFTER_EXIT)
-            cut = term + self._grace + AFTER_CUT
-            self._steps = [(term, "term"), (cut, "cut"), (cut + AFTER_CUT, "kill")]
-
-    def hurry(self, now: float) -> None:
-        """The user insists: cut the lifelines now."""
-        self._steps = [(now, "cut"), (now + AFTER_CUT, "kill")]
-
-    def due(self, now: float) -> str:
-        """
-        Return the next step when its time has come, once: ``term``, ``cut``, ``kill`` or nothing.
-        """
-        if self._steps and now >= self._steps[0][0]:
-            return self._steps.pop(0)[1]
-        return ""
-
-
-def verdict_code(
-    ends: Sequence[tuple[str, int | None]],
-    *,
-    asked: Sequence[str] = (),
-    stops: Sequence[int] = (),
-    leader: str = "",
-) -> tuple[int, str]:
-    """
-    Return the exit code of a job and, when the agents do not agree about it, a line that says so.
-
-    Args:
-        ends: (node, code as Popen says it, None for one that was lost from sight) in the order in
-            which they ended.
-        asked: nodes whose agents ended only after this process had asked them to; theirs is no
-            verdict.
-        stops: signals by which the user has stopped the job, before all had ended.
-        leader: node whose code is the job's, as the others may have left it earlier; empty: there
-            is none.
-    """
-    if leader and leader not in asked:
-        first = next((code for node, code in ends if node == leader), None)
-        if first is not None and first >= 0:
-            return first, ""
-    free = [(node, code) for node, code in ends if node not in asked]
-    said = [(node, code) for node, code in free if code is not None and code >= 0]
-    stopped = [128 + number for number in stops]
-    if stopped and (not said or any(code in stopped for _, code in said)):
-        return next((code for _, code in said if code in stopped), stopped[0]), ""
-    if not said:
-        killed = [code for _, code in free if code is not None]
-        return (128 - killed[0] if killed else EXIT_UNAVAILABLE if free else EXIT_SOFTWARE), ""
-    code = next((code for _, code in said if code), 0)
-    if len({code for _, code in said}) == 1:
-        return code, ""
-    listed = ", ".join(f"{node}: {code}" for node, code in said)
-    return (
-        code,
-        f"the nodes ended with different codes ({listed}); this is the first that is not 0: {code}",
-    )
-
-
-class Front:
-    """
-    The agents of one job, as far as the terminal and the signals of this process are concerned.
-    """
+class Controller:
+    """Shows the output of the agents of one job and forwards signals to them."""
 
     def __init__(
-        self, agents: Sequence[Started], console: Console, *, grace: float, outlives: bool = False
+        self,
+        agents: Sequence[AgentHandle],
+        console: Console,
+        *,
+        grace: float,
+        can_restart: bool = False,
     ) -> None:
         """
         Prepare; nothing is started yet.
 
         Args:
-            grace: the job's, in seconds.
-            outlives: the job may go on when an agent has ended.
+            agents: the agents, that of node 0 first.
+            console: where their output is shown.
+            grace: the job's grace time in seconds.
+            can_restart: the job can go on when an agent has ended.
         """
-        self._outlives = outlives
+        self._can_restart = can_restart
         self._agents = agents
         self._console = console
-        self._patience = Patience(grace)
-        self._asked: set[str] = set()
-        self._stops: list[int] = []
-        self._dropped = 0
-        """Bytes that were read after a second stop and not shown, as their reader was behind."""
+        self._timer = ShutdownTimer(grace)
+        self._stopped_nodes: set[str] = set()
+        """Nodes whose agent this process has stopped or killed."""
+        self._stop_signals: list[int] = []
+        """Stop signals received so far."""
+        self._dropped_bytes = 0
+        """Output read after a second stop signal that was not shown, because its reader was behind."""
         self._restore = ExitStack()
-        self._signals = -1
+        self._signal_fd = -1
 
     def start(self) -> None:
-        """
-        Start every agent and give it its order; should one not start, those before it are cut off
-        and end.
-        """
+        """Start every agent and send its payload; if one cannot start, end the others."""
         self._catch_signals()
         try:
             for agent in self._agents:
                 agent.start()
             for agent in self._agents:
-                agent.order()
+                agent.send_payload()
         except BaseException:
-            self._cut()
+            self._close_lifelines()
             self._restore.close()
             raise
 
     def run(self) -> int:
-        """Pass output and signals on until every agent has ended; return the exit code."""
+        """Forward output and signals until every agent has ended; return the exit code."""
         try:
-            while not self._finished():
-                held = self._wait()
-                self._reap()
-                if (
-                    not held or self._stops
-                ):  # else they may only be waiting for the reader of our output
-                    self._press(self._patience.due(time.monotonic()))
+            while not self._is_finished():
+                is_blocked = self._wait_for_events()
+                self._check_exits()
+                # agents may only be waiting for the reader of our output
+                if not is_blocked or self._stop_signals:
+                    self._stop_remaining(self._timer.next_step(time.monotonic()))
             return self._conclude()
         finally:
-            self._cut()
+            self._close_lifelines()
             self._restore.close()
 
     @property
-    def _running(self) -> bool:
-        return any(agent.running for agent in self._agents)
+    def _is_running(self) -> bool:
+        return any(agent.is_running for agent in self._agents)
 
     def _conclude(self) -> int:
-        ends = sorted(
-            ((agent.end.at, agent.node, agent.end.code) for agent in self._agents if agent.end),
-            key=_when,
-        )
-        leader = self._agents[0].node if self._outlives else ""
-        code, note = verdict_code(
-            [(node, code) for _, node, code in ends],
-            asked=tuple(self._asked),
-            stops=self._stops,
-            leader=leader,
+        exits = []
+        for agent in self._agents:
+            if agent.exit is not None:
+                exits.append((agent.exit.time, agent.node, agent.exit.code))
+        exits.sort(key=lambda entry: entry[0])
+        code, note = job_exit_code(
+            [(node, code) for _, node, code in exits],
+            stopped_nodes=tuple(self._stopped_nodes),
+            stop_signals=self._stop_signals,
+            head_node=self._agents[0].node if self._can_restart else "",
         )
         if note:
-            self._console.say(f"pdrun: {note}")
-        if self._dropped:
-            self._console.say(
-                f"pdrun: {self._dropped} bytes not shown: their reader was behind at the second stop"
+            self._console.print_line(f"pdrun: {note}")
+        if self._dropped_bytes:
+            self._console.print_line(
+                f"pdrun: {self._dropped_bytes} bytes of output not shown: "
+                "their reader was behind at the second stop signal"
             )
         self._console.close()
         return code
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         """
-        All have ended, and what they wrote is here (a stray child may keep a pipe open: not for
-        ever).
+        Return whether all agents have ended and their output is read.
+
+        The output of an agent is awaited for a limited time: a stray child may keep a pipe open.
         """
-        late = time.monotonic() - AFTER_CUT
+        latest = time.monotonic() - exit_policy.AFTER_CLOSE_SECONDS
         return all(
-            agent.end is not None and (agent.drained() or agent.end.at < late)
+            agent.exit is not None and (agent.is_drained() or agent.exit.time < latest)
             for agent in self._agents
         )
 
-    def _wait(self) -> bool:
-        """
-        Sleep until something happens; read what is there; return whether output was held back.
-        """
+    def _wait_for_events(self) -> bool:
+        """Wait for output, signals or a time-out; return whether a reader is behind."""
         poll = select.poll()
-        poll.register(self._signals, select.POLLIN)
-        owners: dict[int, Started] = {}
+        poll.register(self._signal_fd, select.POLLIN)
+        owners: dict[int, AgentHandle] = {}
         for agent in self._agents:
-            for fd, mask in agent.descriptors(
-                _nothing_held if self._reads_on(agent) else self._console.held
-            ):
+            is_behind = _never_behind if self._ignores_reader(agent) else self._console.is_behind
+            for fd, mask in agent.poll_descriptors(is_behind):
                 poll.register(fd, mask)
                 owners[fd] = agent
-        held = any(self._console.held(stream) for stream in (OUT, ERR))
-        for fd, _ in poll.poll((0.02 if held else _TICK) * 1000):
-            if fd == self._signals:
-                self._take_signals()
+        is_blocked = any(self._console.is_behind(stream) for stream in (STDOUT, STDERR))
+        seconds = POLL_SECONDS_WHILE_BLOCKED if is_blocked else POLL_SECONDS
+        for fd, _ in poll.poll(seconds * 1000):
+            if fd == self._signal_fd:
+                self._read_signals()
             else:
-                for stream, data in owners[fd].take(fd):
-                    self._show(owners[fd], stream, data)
-        return held
+                for stream, data in owners[fd].read_output(fd):
+                    self._show_output(owners[fd], stream, data)
+        return is_blocked
 
-    def _reads_on(self, agent: Started) -> bool:
+    def _ignores_reader(self, agent: AgentHandle) -> bool:
         """
-        Whether an agent is read although a reader is behind: it has ended (a pipe holds little), or
-        must soon.
-        """
-        return agent.end is not None or len(self._stops) > 1
+        Return whether an agent is read although a reader is behind.
 
-    def _show(self, agent: Started, stream: int, data: bytes) -> None:
-        """Queue output for its reader; what comes without end and he does not take is dropped."""
-        if agent.end is None and self._reads_on(agent) and self._console.held(stream):
-            self._dropped += len(data)
+        It has ended (a pipe contains little), or must end soon.
+        """
+        return agent.exit is not None or len(self._stop_signals) > 1
+
+    def _show_output(self, agent: AgentHandle, stream: int, data: bytes) -> None:
+        """Queue output for its reader; drop it if the reader is behind after a second stop."""
+        is_ending = agent.exit is None and self._ignores_reader(agent)
+        if is_ending and self._console.is_behind(stream):
+            self._dropped_bytes += len(data)
         else:
             self._console.write(stream, data)
 
-    def _reap(self) -> None:
+    def _check_exits(self) -> None:
         for agent in self._agents:
-            if agent.end is not None:
-                continue
-            agent.look()
-            if agent.end is not None:
-                if agent.end.fate and agent.node not in self._asked:
-                    when = "" if self._running else " before the job began; stopping the others"
-                    self._console.say(f"pdrun: {agent.end.fate}{when}")
-                if not self._outlives or not self._running or agent is self._agents[0]:
-                    self._patience.first_end(
-                        agent.end.at, killed=bool(agent.end.fate), running=self._running
-                    )
+            if agent.exit is None:
+                agent.check_exit()
+                if agent.exit is not None:
+                    self._on_exit(agent)
 
-    def _press(self, step: str) -> None:
-        left = [agent for agent in self._agents if agent.end is None]
-        if not step or not left:
+    def _on_exit(self, agent: AgentHandle) -> None:
+        assert agent.exit is not None
+        reason = agent.exit.reason
+        if reason and agent.node not in self._stopped_nodes:
+            when = "" if self._is_running else " before the job started; stopping the others"
+            self._console.print_line(f"pdrun: {reason}{when}")
+        if self._can_restart and self._is_running and agent is not self._agents[0]:
+            return  # the scheduler decides
+        self._timer.on_agent_exit(
+            agent.exit.time, is_killed=bool(reason), has_workers=self._is_running
+        )
+
+    def _stop_remaining(self, step: str) -> None:
+        """Carry out a step of the timer on the agents that have not ended."""
+        remaining = [agent for agent in self._agents if agent.exit is None]
+        if not step or not remaining:
             return
-        names = ", ".join(agent.node for agent in left)
-        self._asked.update(agent.node for agent in left)
+        names = ", ".join(agent.node for agent in remaining)
+        self._stopped_nodes.update(agent.node for agent in remaining)
         if step == "term":
-            self._console.say(f"pdrun: {names} did not end with the others: stopping")
-            for agent in left:
-                agent.signal(signal.SIGTERM)
-        elif step == "cut":
-            self._cut()
+            self._console.print_line(f"pdrun: {names} did not end with the others: stopping")
+            for agent in remaining:
+                agent.send_signal(signal.SIGTERM)
+        elif step == "close":
+            self._close_lifelines()
         else:
-            self._console.say(f"pdrun: killing the agent of {names}")
-            for agent in left:
+            self._console.print_line(f"pdrun: killing the agent of {names}")
+            for agent in remaining:
                 agent.kill()
 
-    def _cut(self) -> None:
-        """Close the lifelines: agents that are left kill everything and end."""
+    def _close_lifelines(self) -> None:
+        """Close the lifelines: agents that have not ended kill everything and exit."""
         for agent in self._agents:
-            agent.cut()
+            agent.close_lifeline()
 
-    def _take_signals(self) -> None:
-        for number in os.read(self._signals, 64):
-            if number in STOPPING:
-                self._stops.append(number)
-                if len(self._stops) == 3:
-                    self._patience.hurry(time.monotonic())
-            if number in PASSED_ON:
-                self._pass_on(number)
+    def _read_signals(self) -> None:
+        for number in os.read(self._signal_fd, 64):
+            if number in STOP_SIGNALS:
+                self._stop_signals.append(number)
+                if len(self._stop_signals) == 3:
+                    self._timer.stop_now(time.monotonic())
+            if number in FORWARDED_SIGNALS:
+                self._forward_signal(number)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         """
-        Give a signal to every agent; one that cannot take it yet has nothing to tidy up, and is
-        killed by a stop.
+        Send a signal to every agent.
+
+        An agent that takes no signals yet has nothing to clean up: a stop signal kills it.
         """
-        left = [agent for agent in self._agents if agent.end is None]
-        for agent in left:
-            if agent.up:
-                agent.signal(number)
-            elif number in STOPPING:
-                self._asked.add(agent.node)
+        remaining = [agent for agent in self._agents if agent.exit is None]
+        for agent in remaining:
+            if agent.is_up:
+                agent.send_signal(number)
+            elif number in STOP_SIGNALS:
+                self._stopped_nodes.add(agent.node)
                 agent.kill()
-        if number in STOPPING and left and not any(agent.up for agent in left):
-            self._console.say(f"pdrun: stopped by {signal_name(number)} before the job began")
+        has_started = any(agent.is_up for agent in remaining)
+        if number in STOP_SIGNALS and remaining and not has_started:
+            self._console.print_line(
+                f"pdrun: stopped by {format_signal(number)} before the job started"
+            )
 
     def _catch_signals(self) -> None:
         """
-        From here on signals are bytes on a pipe. One that was ignored when we started (nohup) stays
-        ignored.
+        Turn signals into bytes on a pipe.
+
+        A signal that was ignored when the process started (nohup) stays ignored.
         """
-        self._signals, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._restore.callback(_close_all, self._signals, write)
-        self._restore.callback(
-            signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        )
-        for number in (*PASSED_ON, signal.SIGCHLD):
+        self._signal_fd, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._restore.callback(_close_fds, self._signal_fd, write)
+        previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._restore.callback(signal.set_wakeup_fd, previous)
+        for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
             before = signal.getsignal(number)
             if before != signal.SIG_IGN or number == signal.SIGCHLD:
-                signal.signal(number, _noted)
+                signal.signal(number, _ignore_signal)
                 after = process_setup.handler_after(
                     before if before is not None else signal.SIG_DFL
                 )
                 self._restore.callback(signal.signal, number, after)  # type: ignore[arg-type]
 
 
-def _nothing_held(stream: int) -> bool:
-    """Nobody is waited for."""
+def _never_behind(stream: int) -> bool:
+    """No reader is waited for."""
     return False
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has told already."""
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor has received the number already."""
 
 
-def _close_all(*fds: int) -> None:
+def _close_fds(*fds: int) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _when(end: tuple[float, str, int | None]) -> float:
-    return end[0]

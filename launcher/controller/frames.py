@@ -1,130 +1,136 @@
 """
-The conversation of a front with the far end of one connection: frames over the far end's stdin and
-stdout.
+Frames between a controller and a remote server, over the remote server's stdin and stdout.
 
-    GREETING FRAME FRAME ...        FRAME = kind (1 byte), length (4 bytes, most significant first), payload
+    GREETING FRAME FRAME ...        FRAME = kind (1 byte), length (4 bytes, big-endian), payload
 
-Text before the greeting is what a login shell's start-up files print; it is passed over. Whatever
-else is on the stream is data: lengths, not marks, say where it ends, so that no output can be taken
-for a word of pdrun.
+Text in front of the greeting comes from start-up files of the login shell and is skipped. A frame's
+length, not a mark, says where it ends: no output of a worker can be mistaken for a frame.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from pdrun.errors import RendezvousError
 
 GREETING = b"\0pdrun-far-end-1\n"
-LONGEST = 16 << 20
-"""Bytes of a frame, at most: an order holds the arguments and variables of a job."""
-NOISE = 1 << 20
-"""Bytes that may stand before the greeting."""
+HEADER_BYTES = 5
+MAX_FRAME_BYTES = 16 << 20
+"""A payload contains the arguments and variables of a job."""
+MAX_NOISE_BYTES = 1 << 20
+"""Of text in front of the greeting."""
+WRITE_BYTES = 1 << 18
 
-# from the front
+# from the controller
 CHECK = b"C"
-"""{"folder"}: what must be there; answered by HELLO."""
+"""{"folder"}: a folder that must exist; answered by HELLO."""
 LISTEN = b"L"
 """{"addresses", "interface", "far"}: bind a socket for the scheduler; answered by LISTENING."""
 ORDER = b"O"
-"""{"agent", "env"}: start the agent."""
+"""{"node", "agent", "env"}: start the agent."""
 SIGNAL = b"S"
-"""A number: give it to the agent."""
+"""A number: send this signal to the agent."""
 HOLD = b"P"
-"""{"streams"}: those of which nothing more is wanted for now."""
+"""{"streams"}: streams that must not be read for now."""
 ALIVE = b"."
-"""Nothing; sent often enough that silence means that the front is gone."""
+"""Nothing; sent often enough that silence means that the controller is gone."""
 
-# from the far end
+# from the remote server
 HELLO = b"H"
 """{"version", "python", "host", "connection", "error"}."""
 LISTENING = b"B"
 """{"host", "port"} or {"error"}."""
 OUTPUT = b"o"
 ERRORS = b"e"
-"""Whole lines of the agent's stdout and stderr."""
+"""Complete lines of the agent's stdout and stderr."""
 MARK = b"m"
-"""How far the agent is: UP, RUNNING of `pdrun.launcher.controller.agent_handle`."""
+"""Progress of the agent: `Lifeline.UP`, `Lifeline.RUNNING`."""
 EXIT = b"X"
-"""{"code"}: as Popen says it; the last frame."""
+"""{"code"}: as Popen returns it; the last frame."""
 
-ALIVE_EVERY = 10.0
-SILENCE = 120.0
+ALIVE_SECONDS = 10.0
+SILENCE_SECONDS = 120.0
 """
-Seconds without a frame after which the far end takes the front for gone: a host that lost its power
-says nothing.
+Time without a frame after which the remote server assumes that the controller is gone: a host that
+lost its power closes no connection.
 """
 
 
-def frame(kind: bytes, payload: bytes = b"") -> bytes:
-    """Return one frame. Raises ValueError for a payload above LONGEST."""
-    if len(payload) > LONGEST:
-        raise ValueError(f"{len(payload)} bytes do not go into a frame")
+def encode_frame(kind: bytes, payload: bytes = b"") -> bytes:
+    """Return one frame. Raises ValueError for a payload above MAX_FRAME_BYTES."""
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {len(payload)}")
     return kind + len(payload).to_bytes(4, "big") + payload
 
 
-def message(kind: bytes, data: dict[str, Any]) -> bytes:
+def encode_message(kind: bytes, data: dict[str, Any]) -> bytes:
     """
-    Return a frame whose payload is JSON in ASCII; text with lone surrogates (bytes that are no
-    UTF-8) survives.
+    Return a frame whose payload is JSON in ASCII.
+
+    Text with lone surrogates (bytes that are not UTF-8) survives.
     """
-    return frame(kind, json.dumps(data).encode("ascii"))
+    return encode_frame(kind, json.dumps(data).encode("ascii"))
 
 
-class Frames:
+class FrameReader:
     """
-    Cuts a stream of bytes into frames. ``greeted`` says whether to wait for the greeting first.
+    Splits a stream of bytes into frames.
+
+    Args:
+        is_greeted: the stream starts with frames, without a greeting.
     """
 
-    def __init__(self, *, greeted: bool = False) -> None:
-        self.greeted = greeted
+    def __init__(self, *, is_greeted: bool = False) -> None:
+        self.is_greeted = is_greeted
         self.noise = b""
-        """What stood before the greeting."""
+        """Text in front of the greeting."""
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """
-        Take bytes as they come; yield (kind, payload) of every frame that is complete.
+        Add bytes as they arrive; yield (kind, payload) of every complete frame.
 
         Raises:
-            RendezvousError: no greeting within NOISE bytes, or a frame above LONGEST.
+            RendezvousError: no greeting within MAX_NOISE_BYTES, or a frame above MAX_FRAME_BYTES.
         """
         self._data += data
-        if not self.greeted and not self._greet():
+        if not self.is_greeted and not self._find_greeting():
             return
-        while len(self._data) >= 5:
-            size = int.from_bytes(self._data[1:5], "big")
-            if size > LONGEST:
+        while len(self._data) >= HEADER_BYTES:
+            size = int.from_bytes(self._data[1:HEADER_BYTES], "big")
+            if size > MAX_FRAME_BYTES:
                 raise RendezvousError(
-                    f"a frame of {size} bytes came: something else writes to this connection"
+                    f"received a frame of {size} bytes: "
+                    "something other than pdrun writes to this connection"
                 )
-            if len(self._data) < 5 + size:
+            end = HEADER_BYTES + size
+            if len(self._data) < end:
                 return
             kind = bytes(self._data[:1])
-            payload = bytes(self._data[5 : 5 + size])
-            del self._data[: 5 + size]
+            payload = bytes(self._data[HEADER_BYTES:end])
+            del self._data[:end]
             yield kind, payload
 
-    def _greet(self) -> bool:
-        at = self._data.find(GREETING)
-        if at < 0:
-            if len(self._data) > NOISE:
-                raise RendezvousError(f"{NOISE} bytes came and no greeting")
+    def _find_greeting(self) -> bool:
+        index = self._data.find(GREETING)
+        if index < 0:
+            if len(self._data) > MAX_NOISE_BYTES:
+                raise RendezvousError(f"received {MAX_NOISE_BYTES} bytes without a greeting")
             self.noise = bytes(self._data)
             return False
-        self.greeted, self.noise = True, bytes(self._data[:at])
-        del self._data[: at + len(GREETING)]
+        self.is_greeted = True
+        self.noise = bytes(self._data[:index])
+        del self._data[: index + len(GREETING)]
         return True
 
 
-class Outbox:
-    """Bytes on their way to a descriptor that is never waited for."""
+class NonblockingWriter:
+    """Bytes on their way to a descriptor; never waits for it."""
 
     def __init__(self, fd: int) -> None:
-        import os
-
         self.fd = fd
         self._data = bytearray()
         os.set_blocking(fd, False)
@@ -133,20 +139,18 @@ class Outbox:
         return len(self._data)
 
     def put(self, data: bytes) -> None:
-        """Send, or keep until `flush`; what the other side no longer reads is dropped."""
+        """Write, or keep until `flush`. Bytes for a closed descriptor are dropped."""
         self._data += data
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as is taken now."""
-        import os
-
+        """Write as much as the descriptor accepts."""
         try:
             while self._data:
                 with memoryview(self._data) as view:
-                    done = os.write(self.fd, view[: 1 << 18])
-                del self._data[:done]
+                    written = os.write(self.fd, view[:WRITE_BYTES])
+                del self._data[:written]
         except BlockingIOError:
             pass
-        except OSError:  # the end of the connection is noticed elsewhere
+        except OSError:  # the reader of the connection notices its end
             self._data.clear()

@@ -1,313 +1,136 @@
 """
-``--hosts``: reaches every host at once, then starts an agent on each and shows what they print.
+``--hosts``: connects to every host, then starts an agent on each and shows their output.
 
-    connect, check  all hosts, at most WINDOW at once    every host that cannot serve is named, and nothing is started
-    listen          the first host binds the scheduler's socket on the address by which the others reach it
-    order           all agents start; from here on `pdrun.launcher.controller.controller` tends them
+    connect, check  all hosts in parallel: every host that cannot serve is named, nothing is started
+    listen          the first host binds the scheduler's socket on an address the others can reach
+    payload         all agents start; from here on `pdrun.launcher.controller.controller` runs
 
-The connections stay: their end, however this process dies, ends everything on the other side.
+The connections stay open. Their end, however this process dies, ends everything on the other side.
 """
 
 from __future__ import annotations
 
-import select
 import signal
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
-import pdrun
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
-from pdrun.launcher.adapters import ssh_command as sshcommand
 from pdrun.launcher.common import network
-from pdrun.launcher.controller.controller import Front, job_secret
-from pdrun.launcher.controller.ssh_agent import RemoteAgent
+from pdrun.launcher.controller.controller import Controller, job_secret
+from pdrun.launcher.controller.host_connector import HostConnector, disconnect, wait_for_agents
+from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
+from pdrun.launcher.jobs.run_record import make_run_name, register_run
 from pdrun.launcher.output.console import Console
-from pdrun.launcher.plan.hosts import WINDOW, node_spec
-from pdrun.launcher.plan.model import FanHost, LaunchPlan
+from pdrun.launcher.plan.hosts import make_node_spec
+from pdrun.launcher.plan.model import LaunchPlan
 
-HELLO_TIMEOUT = 60.0
-"""
-Seconds from the start of ssh to the far end's hello: a login and the start of an interpreter,
-perhaps over NFS.
-"""
-LISTEN_TIMEOUT = 30.0
-LEAVE_TIMEOUT = 3.0
-"""Seconds in which far ends that are not needed after all leave by themselves."""
-
-
-@dataclass
-class _Call:
-    """One host that is being reached."""
-
-    one: FanHost
-    agent: RemoteAgent
-    deadline: float = 0.0
-    failure: tuple[str, str] | None = None
-    """What is wrong, and a hint."""
-    done: bool = False
-
-
-@dataclass
-class Reaching:
-    """
-    Connects to hosts; `everybody` returns once each has said hello, or raises with all that did
-    not.
-    """
-
-    plan: LaunchPlan
-    window: int = WINDOW
-    timeout: float = HELLO_TIMEOUT
-    calls: list[_Call] = field(default_factory=list)
-
-    def everybody(self) -> list[RemoteAgent]:
-        """
-        Return the connections, in the order of the hosts.
-
-        Raises:
-            RendezvousError: a host cannot serve; each is named on stderr with its reason, and
-                nothing is left anywhere.
-        """
-        assert self.plan.fan is not None
-        self.calls = [_Call(one, RemoteAgent(one.node, one.argv)) for one in self.plan.fan.hosts]
-        try:
-            self._run(self.calls)
-            if self.plan.spec.reach.ship:
-                self._ship(
-                    [
-                        call
-                        for call in self.calls
-                        if call.failure and sshcommand.lacks_pdrun(call.failure[0])
-                    ]
-                )
-            self._complain()
-        except BaseException:
-            leave(call.agent for call in self.calls)
-            raise
-        return [call.agent for call in self.calls]
-
-    def _ship(self, lacking: list[_Call]) -> None:
-        """Try again those that only lack pdrun, and take it along."""
-        if not lacking:
-            return
-        from pdrun.launcher.controller.bundle import ShippingAgent, cargo
-
-        assert self.plan.fan is not None
-        leave(call.agent for call in lacking)
-        load = cargo()
-        for call in lacking:
-            command = sshcommand.remote_command(self.plan.fan.python, sshcommand.BOOTSTRAP)
-            argv = sshcommand.ssh_argv(
-                self.plan.spec.reach.ssh, self.plan.spec.reach.ssh_opts, call.one.host, command
-            )
-            call.agent = ShippingAgent(call.one.node, argv, load)
-            call.failure = None
-            call.done = False
-        self._run(lacking)
-
-    def _run(self, calls: list[_Call]) -> None:
-        waiting = list(reversed(calls))
-        active = list[_Call]()
-        while waiting or active:
-            while waiting and len(active) < self.window:
-                active.append(self._begin(waiting.pop()))
-            _turn([call.agent for call in active])
-            for call in active:
-                self._look(call)
-            active = [call for call in active if not call.done]
-
-    def _begin(self, call: _Call) -> _Call:
-        call.deadline = time.monotonic() + self.timeout
-        try:
-            call.agent.connect(self.plan.cwd)
-        except OSError as error:
-            call.failure = (f"{call.one.argv[0]} cannot be started: {error.strerror}", "see --ssh")
-            call.done = True
-        return call
-
-    def _look(self, call: _Call) -> None:
-        agent = call.agent
-        if agent.hello is not None:
-            version = str(agent.hello["version"])
-            error = str(agent.hello["error"])
-            if version != pdrun.__version__:
-                what = f"{call.one.argv[0] if call.one.here else self._python()} there has pdrun {version}"
-                call.failure = what, f"this is {pdrun.__version__}: install it there, or add --ship"
-            elif error:
-                call.failure = error, "choose another with --chdir"
-            call.done = True
-        elif not call.done and agent.status is not None and agent.drained():
-            call.failure = self._why(call, agent.status)
-            call.done = True
-        elif time.monotonic() > call.deadline:
-            call.failure = self._why(call, None)
-            call.done = True
-
-    def _why(self, call: _Call, code: int | None) -> tuple[str, str]:
-        return sshcommand.failure(
-            call.one.host, code, call.agent.said.decode("utf-8", "replace"), self._python()
-        )
-
-    def _python(self) -> str:
-        assert self.plan.fan is not None
-        return self.plan.fan.python
-
-    def _complain(self) -> None:
-        """Name all hosts that failed, then raise."""
-        failed = [call for call in self.calls if call.failure]
-        if not failed:
-            return
-        for call in failed:
-            assert call.failure is not None
-            what, hint = call.failure
-            place = (
-                f" ({call.one.host.where})" if call.one.host.where not in ("", "--hosts") else ""
-            )
-            print(
-                f"pdrun: {call.one.host.name}{place}: {what}{f'; {hint}' if hint else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
-        names = ", ".join(call.one.host.name for call in failed[:10]) + (
-            " ..." if len(failed) > 10 else ""
-        )
-        raise RendezvousError(
-            f"{len(failed)} of {len(self.calls)} host(s) cannot serve ({names}); nothing was started"
-        )
-
-
-def _turn(agents: Iterable[RemoteAgent], timeout: float = 0.5) -> None:
-    """
-    Wait until something comes from one of the agents, and take it; what they print now belongs to
-    nobody.
-    """
-    poll = select.poll()
-    owners = dict[int, RemoteAgent]()
-    for agent in agents:
-        for fd, mask in agent.descriptors(lambda stream: False):
-            poll.register(fd, mask)
-            owners[fd] = agent
-    for fd, _ in poll.poll((timeout if owners else 0.02) * 1000):
-        for _ in owners[fd].take(fd):
-            pass
-
-
-def leave(agents: Iterable[RemoteAgent]) -> None:
-    """Close connections: each far end leaves by itself, and is cut off when it does not."""
-    agents = list(agents)
-    for agent in agents:
-        agent.cut()
-    deadline = time.monotonic() + LEAVE_TIMEOUT
-    while time.monotonic() < deadline and (
-        left := [one for one in agents if one.connected and not one.drained()]
-    ):
-        _turn(left, 0.05)
-    for agent in agents:
-        agent.drop()
+LISTEN_SECONDS = 30.0
+"""Time for the first host to bind the scheduler's socket."""
 
 
 def run_hosts(plan: LaunchPlan) -> int:
     """
-    Do what a plan of mode ``hosts`` says; return the job's exit code.
+    Carry out a plan of mode ``hosts``; return the job's exit code.
 
     Raises:
         RendezvousError: a host cannot serve, or the first one cannot listen.
     """
-    from pdrun.launcher.jobs.run_record import register, run_name
-
-    assert plan.fan is not None
+    assert plan.host_plan is not None
     console = Console()
-    run = run_name(plan)
-    agents = Reaching(plan).everybody()
+    run = make_run_name(plan)
+    agents = HostConnector(plan).connect_all()
     try:
-        scheduler = _listen(plan, agents) if len(agents) > 1 else None
-        for agent, env, order in zip(
-            agents, _env(plan), _orders(plan, scheduler, console, run), strict=True
-        ):
-            agent.set_order(order, env)
-        register(plan, run, str(scheduler or ""))
-        front = Front(agents, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
-        signal.signal(signal.SIGTSTP, _not_taken)
-        front.start()
-    except BaseException:
-        leave(agents)
-        raise
-    return front.run()
-
-
-def _not_taken(number: int, frame: FrameType | None) -> None:
-    """Ctrl-Z: nobody would say on the connections any more that this process lives."""
-
-
-def _listen(plan: LaunchPlan, agents: list[RemoteAgent]) -> Endpoint:
-    """Have the first host bind the scheduler's socket; return where the others reach it."""
-    assert plan.fan is not None
-    first = agents[0]
-    hosts = plan.fan.hosts
-    far = not all(one.here for one in hosts)
-    first.listen(_candidates(plan, agents), plan.spec.place.interface, far=far)
-    deadline = time.monotonic() + LISTEN_TIMEOUT
-    while first.listening is None:
-        if first.status is not None or time.monotonic() > deadline:
-            raise RendezvousError(
-                "was lost before it could listen for the scheduler", where=hosts[0].host.name
-            )
-        _turn([first])
-    if "error" in first.listening:
-        raise RendezvousError(
-            f"cannot listen for the scheduler: {first.listening['error']}", where=hosts[0].host.name
+        scheduler = _bind_scheduler(plan, agents) if len(agents) > 1 else None
+        payloads = _make_payloads(plan, scheduler, console, run)
+        for agent, launch, payload in zip(agents, plan.host_plan.hosts, payloads, strict=True):
+            env = {} if launch.is_local else dict(plan.host_plan.env)
+            agent.set_payload(payload, env)
+        register_run(plan, run, str(scheduler or ""))
+        controller = Controller(
+            agents, console, grace=plan.spec.policy.grace, can_restart=plan.spec.can_restart
         )
-    return Endpoint(str(first.listening["host"]), int(first.listening["port"]))
+        signal.signal(signal.SIGTSTP, _ignore_ctrl_z)
+        controller.start()
+    except BaseException:
+        disconnect(agents)
+        raise
+    return controller.run()
 
 
-def _candidates(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[str]:
+def _ignore_ctrl_z(number: int, frame: FrameType | None) -> None:
+    """Stay awake: a stopped process would send no ALIVE frames."""
+
+
+def _bind_scheduler(plan: LaunchPlan, agents: Sequence[RemoteAgentHandle]) -> Endpoint:
+    """Have the first host bind the scheduler's socket; return its address for the others."""
+    assert plan.host_plan is not None
+    hosts = plan.host_plan.hosts
+    head_name = hosts[0].host.name
+    head = agents[0]
+    has_remote_hosts = not all(launch.is_local for launch in hosts)
+    head.listen(_head_addresses(plan, agents), plan.spec.place.interface, far=has_remote_hosts)
+    deadline = time.monotonic() + LISTEN_SECONDS
+    while head.listening is None:
+        if head.ssh_status is not None or time.monotonic() > deadline:
+            raise RendezvousError(
+                "was lost before it could listen for the scheduler", where=head_name
+            )
+        wait_for_agents([head])
+    answer = head.listening
+    if "error" in answer:
+        raise RendezvousError(
+            f"cannot listen for the scheduler: {answer['error']}", where=head_name
+        )
+    return Endpoint(str(answer["host"]), int(answer["port"]))
+
+
+def _head_addresses(plan: LaunchPlan, agents: Sequence[RemoteAgentHandle]) -> list[str]:
     """
     Return addresses by which the others may reach the first host, the best first.
 
-    What the user says; the address at which our ssh arrived there (or from which our connections
-    come, where the first host is this machine); its name.
+    In this order: the address that the user gives; the address at which our ssh arrived there, or
+    from which our connections come if the first host is this machine; its name.
     """
-    assert plan.fan is not None
-    first = plan.fan.hosts[0]
-    found = [first.host.address] if first.host.address else []
-    for one, agent in zip(plan.fan.hosts, agents, strict=True):
-        ends = (
-            str(agent.hello["connection"]).split() if agent.hello else []
-        )  # client, port, server, port
-        if not one.here and len(ends) == 4 and (first.here or one is first):
-            found.append(ends[0] if first.here else ends[2])
-    if first.here:
-        found.append(network.route(None))
-    return list(dict.fromkeys(address for address in (*found, first.host.name) if address))
+    assert plan.host_plan is not None
+    head = plan.host_plan.hosts[0]
+    addresses = [head.host.address]
+    for launch, agent in zip(plan.host_plan.hosts, agents, strict=True):
+        # SSH_CONNECTION: client address and port, server address and port
+        ends = str(agent.hello["connection"]).split() if agent.hello else []
+        if launch.is_local or len(ends) != 4:
+            continue
+        if head.is_local:
+            addresses.append(ends[0])
+        elif launch is head:
+            addresses.append(ends[2])
+    if head.is_local:
+        addresses.append(network.find_local_address(None))
+    addresses.append(head.host.name)
+    return list(dict.fromkeys(address for address in addresses if address))
 
 
-def _env(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    assert plan.fan is not None
-    for one in plan.fan.hosts:
-        yield {} if one.here else dict(plan.fan.env)
-
-
-def _orders(
+def _make_payloads(
     plan: LaunchPlan, scheduler: Endpoint | None, console: Console, run: str
 ) -> Iterator[dict[str, object]]:
     """
-    Yield each agent's order (`pdrun.launcher.controller.local` has the form); the first one speaks
-    for the job.
+    Yield each agent's payload (`pdrun.launcher.controller.local` describes it).
+
+    The first agent prints what is printed once per job.
     """
-    assert plan.fan is not None
+    assert plan.host_plan is not None
     secret = job_secret(plan)
-    told = {
+    sources = {
+        **plan.sources,
         "place.scheduler": "--hosts",
         "place.node_rank": "--hosts",
         "place.node_name": "--hosts",
     }
-    for index in range(len(plan.fan.hosts)):
+    for index in range(len(plan.host_plan.hosts)):
         yield {
-            "spec": node_spec(plan, index, scheduler).to_json(),
-            "sources": {**plan.sources, **told},
+            "spec": make_node_spec(plan, index, scheduler).to_json(),
+            "sources": sources,
             "secret": secret.reveal().hex(),
             "quiet": index > 0,
             "front": None,

@@ -1,16 +1,16 @@
 """
-The files by which `pdrun.launch` hands a function to its workers and gets their results back.
+Files that carry a function from `pdrun.launch` to its workers, and their results back.
 
-Every file lies in one private folder (0700, files 0600) made for the call and removed after it;
-only pdrun itself, as the same user, writes there. That is why pickle may be read here, and nowhere
-else in pdrun: nothing comes from outside.
+All files are in one private folder (0700, files 0600), which is made for the call and removed after
+it. Only pdrun, as the same user, writes there. That is why pickle may be read here, and nowhere
+else in pdrun: no data comes from outside.
 
-A file is one line of JSON, readable by anything, then pickled bytes::
+A file is one line of JSON, followed by pickled bytes::
 
     train.call      {"path": ["/home/me/project", ...]}       the function and its arguments
-    result_3.bin    {"ok": true, "world": 4}                  what rank 3 returned
+    result_3.bin    {"ok": true, "world": 4}                  return value of rank 3
     result_3.bin    {"ok": false, "world": 4, "traceback": "...", "code": 1}
-                                                              what it raised; no bytes when that cannot be pickled
+                                      exception of rank 3; no bytes if it cannot be pickled
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from typing import Any, ClassVar
 
 from pdrun.errors import PdrunError, UsageError
 
+CLOUDPICKLE_FACTORIES = ("_make_function", "_make_skeleton_class")
+"""Functions of cloudpickle that create what was pickled by value."""
+
 
 @dataclass(frozen=True)
-class Result:
-    """What one rank left behind."""
+class WorkerResult:
+    """The result of one rank."""
 
     rank: int
-    ok: bool
-    world: int
+    is_ok: bool
+    world_size: int
     traceback: str
-    """As the worker printed it, without frames of pdrun; empty when it returned."""
+    """As the worker printed it, without frames of pdrun; empty if the function returned."""
     code: int
     data: bytes
     """The pickled value or exception."""
 
-    def value(self) -> Any:
-        """
-        Return what the function returned; PdrunError when it cannot be rebuilt in this process.
-        """
+    def load_value(self) -> Any:
+        """Return the function's return value. Raises PdrunError if it cannot be unpickled."""
         try:
-            return pickle.loads(self.data)  # noqa: S301 - written by our own worker in our private folder
+            # written by our own worker in our private folder
+            return pickle.loads(self.data)  # noqa: S301
         except Exception as error:
-            what = f"the result of rank {self.rank} cannot be read back: {error!r}"
+            what = f"the result of rank {self.rank} cannot be unpickled: {error!r}"
             raise PdrunError(what, where="pdrun.launch") from error
 
-    def exception(self) -> BaseException | None:
-        """Return the exception itself when it came through pickling, else None."""
+    def load_exception(self) -> BaseException | None:
+        """Return the exception, if it can be unpickled, else None."""
         try:
             found = pickle.loads(self.data) if self.data else None  # noqa: S301 - as above
-        except (
-            Exception
-        ):  # an exception class whose arguments do not rebuild it: its text is in the traceback
+        except Exception:
+            # a class that its arguments do not rebuild; the traceback contains its text
             return None
         return found if isinstance(found, BaseException) else None
 
@@ -70,85 +71,83 @@ def write_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    search: Sequence[str],
+    search_path: Sequence[str],
 ) -> None:
     """
-    Write a call; functions of ``__main__``, lambdas and closures travel by value, others by name.
+    Write a call.
+
+    Functions of ``__main__``, lambdas and closures are pickled by value, others by name.
 
     Raises:
-        UsageError: the function or an argument cannot be pickled; says which and why.
+        UsageError: the function or an argument cannot be pickled; the message says which and why.
     """
     for what, value in (("the function", function), ("the arguments", (tuple(args), dict(kwargs)))):
         try:
-            _dumps(value)
+            _pickle_value(value)
         except Exception as error:
             raise UsageError(
                 f"{what} cannot be pickled: {error}",
                 where="pdrun.launch",
                 hint="open files, locks and processes inside the function instead",
             ) from error
-    _write(path, {"path": list(search)}, _dumps((function, tuple(args), dict(kwargs))))
+    data = _pickle_value((function, tuple(args), dict(kwargs)))
+    _write_file(path, {"path": list(search_path)}, data)
 
 
 def read_call(path: Path) -> tuple[list[str], bytes]:
     """
-    Return the caller's module search path and the pickled call, to be loaded once the path is in
-    place.
+    Return the caller's sys.path and the pickled call.
+
+    The call must be loaded after sys.path is set.
     """
-    header, data = _read(path)
+    header, data = _read_file(path)
     return list(header["path"]), data
 
 
 def load_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """
-    Rebuild the function and its arguments.
+    Return the function and its arguments.
 
-    What travelled by value has its place in a module ``__main__`` of its own afterwards, as it had
-    in the caller's: pickle and torch.compile look things up there by name.
+    Objects pickled by value are put into a new module ``__main__``, as they were in the caller's:
+    pickle and torch.compile look them up there by name.
     """
-    loader = _Loader(io.BytesIO(data))
-    function, args, kwargs = loader.load()
-    if loader.made:
-        sys.modules["__main__"] = _main_of(loader.made)
+    unpickler = _CallUnpickler(io.BytesIO(data))
+    function, args, kwargs = unpickler.load()
+    if unpickler.created:
+        sys.modules["__main__"] = _rebuild_main(unpickler.created)
     return function, args, kwargs
 
 
-class _Loader(pickle.Unpickler):
-    """Notes the functions and classes that cloudpickle makes."""
+class _CallUnpickler(pickle.Unpickler):
+    """Records the functions and classes that cloudpickle creates."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.made: list[Any] = []
+        self.created: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
         """See `pickle.Unpickler`; the data was written by `write_call` in our private folder."""
         found = super().find_class(module, name)
-        if not module.startswith("cloudpickle") or name not in (
-            "_make_function",
-            "_make_skeleton_class",
-        ):
+        if not module.startswith("cloudpickle") or name not in CLOUDPICKLE_FACTORIES:
             return found
 
         @functools.wraps(found)
-        def make(*args: Any) -> Any:
-            self.made.append(found(*args))
-            return self.made[-1]
+        def create(*args: Any) -> Any:
+            self.created.append(found(*args))
+            return self.created[-1]
 
-        return make
+        return create
 
 
-def _main_of(made: Sequence[Any]) -> ModuleType:
-    """
-    Return a module with the caller's ``__main__``, as far as it came; whence it was started stays
-    as it is.
-    """
-    before = sys.modules["__main__"]
+def _rebuild_main(created: Sequence[Any]) -> ModuleType:
+    """Return a module ``__main__`` with these functions and classes and this process's origin."""
+    own_main = sys.modules["__main__"]
     main = ModuleType("__main__")
-    for one in made:
-        if getattr(one, "__module__", None) == "__main__":
-            vars(main).update(getattr(one, "__globals__", {}))
-            if one.__qualname__ == one.__name__ and one.__name__.isidentifier():
-                setattr(main, one.__name__, one)
+    for item in created:
+        if getattr(item, "__module__", None) == "__main__":
+            vars(main).update(getattr(item, "__globals__", {}))
+            if item.__qualname__ == item.__name__ and item.__name__.isidentifier():
+                setattr(main, item.__name__, item)
     for name in (
         "__name__",
         "__doc__",
@@ -158,45 +157,51 @@ def _main_of(made: Sequence[Any]) -> ModuleType:
         "__file__",
         "__cached__",
     ):
-        vars(main)[name] = vars(before).get(name)
+        vars(main)[name] = vars(own_main).get(name)
     return main
 
 
-def write_value(folder: Path, rank: int, world: int, value: Any) -> None:
-    """Write what a rank returned; raises whatever pickling it raises."""
-    _write(folder / f"result_{rank}.bin", {"ok": True, "world": world}, _dumps(value))
+def write_value(folder: Path, rank: int, world_size: int, value: Any) -> None:
+    """Write the return value of a rank. Raises any error of pickling it."""
+    data = _pickle_value(value)
+    _write_file(folder / f"result_{rank}.bin", {"ok": True, "world": world_size}, data)
 
 
 def write_failure(
-    folder: Path, rank: int, world: int, error: BaseException, traceback: str, code: int
+    folder: Path, rank: int, world_size: int, error: BaseException, traceback: str, code: int
 ) -> None:
-    """Write what a rank raised; never raises because of the exception's own contents."""
+    """Write the exception of a rank. An exception that cannot be pickled is left out."""
     try:
-        data = _dumps(error)
-    except Exception:  # the traceback tells the story, the object stays behind
+        data = _pickle_value(error)
+    except Exception:
         data = b""
-    _write(
-        folder / f"result_{rank}.bin",
-        {"ok": False, "world": world, "traceback": traceback, "code": code},
-        data,
-    )
+    header = {"ok": False, "world": world_size, "traceback": traceback, "code": code}
+    _write_file(folder / f"result_{rank}.bin", header, data)
 
 
-def read_results(folder: Path) -> list[Result]:
-    """Return what there is, in rank order; values are not rebuilt yet."""
+def read_results(folder: Path) -> list[WorkerResult]:
+    """Return the results in rank order, without unpickling the values."""
     results = []
     for path in folder.glob("result_*.bin"):
-        header, data = _read(path)
-        rank = int(path.stem.partition("_")[2])
-        told = header.get("traceback", ""), header.get("code", 0)
-        results.append(Result(rank, header["ok"], header["world"], *told, data))
+        header, data = _read_file(path)
+        results.append(
+            WorkerResult(
+                rank=int(path.stem.partition("_")[2]),
+                is_ok=header["ok"],
+                world_size=header["world"],
+                traceback=header.get("traceback", ""),
+                code=header.get("code", 0),
+                data=data,
+            )
+        )
     return sorted(results, key=lambda result: result.rank)
 
 
-def _dumps(value: Any) -> bytes:
+def _pickle_value(value: Any) -> bytes:
     """
-    Pickle by cloudpickle, but keep the file names of functions: a worker's traceback then shows the
-    user's lines.
+    Pickle with cloudpickle.
+
+    The file names of functions are kept, so that a worker's traceback shows the user's lines.
     """
     import cloudpickle
 
@@ -214,14 +219,15 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     import cloudpickle
 
     make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    anonymous = [isinstance(part, str) and part == "<dynamic-code>" for part in parts]
-    return make, tuple(
-        code.co_filename if hidden else part for hidden, part in zip(anonymous, parts, strict=True)
-    )
+    named = []
+    for part in parts:
+        is_hidden = isinstance(part, str) and part == "<dynamic-code>"
+        named.append(code.co_filename if is_hidden else part)
+    return make, tuple(named)
 
 
-def _write(path: Path, header: Mapping[str, Any], data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
+def _write_file(path: Path, header: Mapping[str, Any], data: bytes) -> None:
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -229,7 +235,7 @@ def _write(path: Path, header: Mapping[str, Any], data: bytes) -> None:
     part.replace(path)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+def _read_file(path: Path) -> tuple[dict[str, Any], bytes]:
     line, _, data = path.read_bytes().partition(b"\n")
     header: dict[str, Any] = json.loads(line)
     return header, data

@@ -1,10 +1,9 @@
 """
-One agent of several on this machine: ``python -m pdrun.launcher.launch.agent_main``, started by
-`pdrun.launcher.controller.controller`.
+One agent of several on this machine: ``python -m pdrun.launcher.launch.agent_main``.
 
-One line of JSON on stdin says what to do (see `pdrun.launcher.controller.local`). stdin then stays
-open: its end means that the process which started this one is gone, and everything is ended at
-once.
+`pdrun.launcher.controller.controller` starts it. One line of JSON on stdin describes the agent (see
+`pdrun.launcher.controller.local`). stdin then stays open as the lifeline: when it ends, the process
+that started this one has exited, and the agent kills everything.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Any
 
 from pdrun import process_setup
 
-LONGEST_LINE = 16 << 20
+MAX_PAYLOAD_BYTES = 16 << 20
 
 
 def main() -> int:
-    """Read the order, run the agent, return its exit code; never raises."""
+    """Read the payload, run the agent, return its exit code; never raises."""
     process_setup.setup_process()
     from pdrun import async_writer
     from pdrun.errors import PdrunError
 
     try:
-        order = _read_order()
-        if order.get("nofile"):
-            process_setup.remember_nofile_limit(*order["nofile"])
-        return _run(order)
+        payload = _read_payload()
+        if payload.get("nofile"):
+            process_setup.remember_nofile_limit(*payload["nofile"])
+        return _run_agent(payload)
     except PdrunError as error:
         async_writer.write_message(str(error))
         return error.exit_code
@@ -39,54 +38,56 @@ def main() -> int:
         return fault(error)
 
 
-def _read_order() -> dict[str, Any]:
-    """Read one line from descriptor 0, byte-exact: nothing after it may be taken into a buffer."""
+def _read_payload() -> dict[str, Any]:
+    """
+    Read one line from descriptor 0.
+
+    Nothing behind the line is read into a buffer: it belongs to the lifeline.
+    """
     from pdrun.errors import ConfigError
 
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, 65536)
         if not data:
-            raise ConfigError("no order came on standard input", where="agent_main")
-        if len(line) > LONGEST_LINE:
+            raise ConfigError("standard input ended without a payload", where="agent_main")
+        if len(line) > MAX_PAYLOAD_BYTES:
             raise ConfigError(
-                f"the order is longer than {LONGEST_LINE >> 20} MiB",
+                f"the payload is longer than {MAX_PAYLOAD_BYTES >> 20} MiB",
                 where="agent_main",
-                hint="pass less in the script's arguments and by --env: a file that all nodes read, say",
+                hint="pass fewer arguments and --env values, for example in a file on all nodes",
             )
         line += data
     try:
-        order = json.loads(line)
+        payload = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"the order is no JSON: {error}", where="agent_main") from None
-    if not isinstance(order, dict):
-        raise ConfigError("the order is no object", where="agent_main")
-    return order
+        raise ConfigError(f"the payload is not JSON: {error}", where="agent_main") from None
+    if not isinstance(payload, dict):
+        raise ConfigError("the payload must be a JSON object", where="agent_main")
+    return payload
 
 
-def _run(order: dict[str, Any]) -> int:
+def _run_agent(payload: dict[str, Any]) -> int:
     from pdrun.launcher.config.spec import JobSpec
-    from pdrun.launcher.launch.agent_options import Seat
+    from pdrun.launcher.launch.agent_options import AgentOptions
     from pdrun.launcher.launch.execute import execute
     from pdrun.launcher.output.console import Console
-    from pdrun.launcher.plan import facts
-    from pdrun.launcher.plan.plan import plan
+    from pdrun.launcher.plan.facts import gather_facts
+    from pdrun.launcher.plan.plan import make_plan
     from pdrun.rendezvous.protocol.security import Secret
 
-    spec = JobSpec.from_json(order["spec"])
-    made = plan(spec, facts.gather(spec), order["sources"])
-    return execute(
-        made,
-        Seat(
-            secret=Secret.from_hex(order["secret"]),
-            scheduler_fd=order["scheduler_fd"],
-            lifeline=0,
-            console=Console.from_json(order),
-            quiet=order["quiet"],
-            front=order["front"],
-            run=order["run"],
-        ),
+    spec = JobSpec.from_json(payload["spec"])
+    plan = make_plan(spec, gather_facts(spec), payload["sources"])
+    options = AgentOptions(
+        secret=Secret.from_hex(payload["secret"]),
+        scheduler_fd=payload["scheduler_fd"],
+        lifeline_fd=0,
+        console=Console.from_json(payload),
+        is_quiet=payload["quiet"],
+        controller_pid=payload["front"],
+        run=payload["run"],
     )
+    return execute(plan, options)
 
 
 if __name__ == "__main__":

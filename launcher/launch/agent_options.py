@@ -11,59 +11,50 @@ from pdrun import async_writer
 
 if TYPE_CHECKING:
     from pdrun.launcher.output.console import Console
-    from pdrun.launcher.supervisor.client import KeeperProcess
+    from pdrun.launcher.supervisor.client import SupervisorProcess
     from pdrun.rendezvous.protocol.security import Secret
 
 
 @dataclass(frozen=True)
-class Seat:
-    """
-    What an agent gets from whoever started it; the defaults are those of a command typed by a user.
-    """
+class AgentOptions:
+    """Options of an agent. Defaults: an agent started from a terminal."""
 
     secret: Secret | None = None
-    """None: found as `security.find_secret` does."""
+    """None: `security.find_secret` finds it."""
     scheduler_fd: int | None = None
     """Listening socket for the scheduler of this node."""
-    lifeline: int | None = None
+    lifeline_fd: int | None = None
+    """Socket to the process that started this agent; its end stops everything."""
     console: Console | None = None
-    """Where all that the agent prints goes, its link's words too; None: this process's own."""
-    quiet: bool = False
-    front: int | None = None
-    """Pid of the process that `pdrun stop` is to signal; None: this one."""
-    keeper: KeeperProcess | None = None
-    """One that was started beforehand."""
+    """Where the agent and its link print; None: stdout and stderr of this process."""
+    is_quiet: bool = False
+    """Another agent prints what is printed once per job."""
+    controller_pid: int | None = None
+    """Process that `pdrun stop` signals; None: this one."""
+    supervisor: SupervisorProcess | None = None
+    """A supervisor that is started already."""
     run: str = ""
-    """
-    Name of the run, where a front on some machine has chosen it, started all nodes and keeps the
-    job's entry.
-    """
-    together: bool = False
-    """
-    Something else starts all nodes (mpirun, srun): nobody is told how to start those that are
-    missing.
-    """
-    stdin: bool = True
+    """Name of the run, if a controller chose it, started all nodes and registered the job."""
+    all_nodes_started: bool = False
+    """mpirun or srun starts all nodes: no message says how to start a missing one."""
+    may_read_stdin: bool = True
     """Whether rank 0 may read the standard input of this process."""
 
-    def say(self, text: str) -> None:
-        """Print a line of pdrun's own; waits for no reader, and survives one that goes away."""
+    def print_line(self, text: str) -> None:
+        """Print a message of pdrun; never blocks and never fails."""
         if self.console is not None:
-            self.console.say(f"pdrun: {text}")
+            self.console.print_line(f"pdrun: {text}")
         else:
             async_writer.write_message(text)
 
 
 @contextmanager
-def at_a_console(seat: Seat) -> Iterator[Seat]:
-    """
-    Yield a seat that has a console, which is written out at the end, whether there was an output or
-    not.
-    """
+def console_of(options: AgentOptions) -> Iterator[AgentOptions]:
+    """Yield options that have a console; write out the console at the end."""
     from pdrun.launcher.output.console import Console
 
-    console = seat.console or Console()
+    console = options.console or Console()
     try:
-        yield replace(seat, console=console)
+        yield replace(options, console=console)
     finally:
         console.close()

@@ -1,10 +1,12 @@
 """
-Carries out a plan: makes the link, the scheduler process where this node has it, and the agent;
-returns the exit code.
+Carries out a plan: creates the link, the scheduler process if this node runs it, and the agent.
 
-    alone   agent + scheduler in this process, no socket          first   agent + scheduler process
-    join    agent                                                 local   `front` starts an agent process a node
-    hosts   `fanout` starts an agent on every host, over ssh      through `throughrun` has mpirun or srun start them
+    single    agent and scheduler in this process, no socket
+    head      agent here, scheduler in a child process
+    join      agent here
+    local     the controller starts one agent process per node
+    hosts     the controller starts one agent per host, over ssh
+    external  the controller has mpirun or srun start the agents
 """
 
 from __future__ import annotations
@@ -17,35 +19,49 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.launcher.jobs.run_record import INSECURE, events_path, run_name, scheduler_config
-from pdrun.launcher.launch import prestart as ahead
-from pdrun.launcher.launch.agent_options import Seat, at_a_console
-from pdrun.launcher.launch.file_limits import enough_files
-from pdrun.launcher.launch.node_agent import agent, keeper, secret_of, zmq_link
+from pdrun.launcher.jobs.run_record import (
+    INSECURE_WARNING,
+    event_log_path,
+    make_run_name,
+    make_scheduler_config,
+)
+from pdrun.launcher.launch import prestart
+from pdrun.launcher.launch.agent_options import AgentOptions, console_of
+from pdrun.launcher.launch.file_limits import check_file_limit
+from pdrun.launcher.launch.node_agent import (
+    find_job_secret,
+    make_zmq_link,
+    run_node_agent,
+    start_supervisor,
+)
 from pdrun.launcher.plan.model import LaunchPlan
 
+if TYPE_CHECKING:
+    from pdrun.rendezvous.protocol.security import Secret
 
-def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
+PDRUN_COMMAND = re.compile(r"[/\s(]pdrun(?:[\s)]|\.rendezvous\b)")
+"""Found in the description of a process that is a scheduler of pdrun."""
+
+
+def execute(plan: LaunchPlan, options: AgentOptions | None = None) -> int:
     """
-    Do what the plan says; return the exit code of the job.
+    Carry out a plan; return the exit code of the job.
 
     Raises:
         PdrunError: the job could not be started or reached.
     """
-    with enough_files(plan):
-        return _execute(plan, seat or Seat())
+    with check_file_limit(plan):
+        return _execute_mode(plan, options or AgentOptions())
 
 
-def _execute(plan: LaunchPlan, seat: Seat) -> int:
-    if (
-        plan.mode in ("local", "hosts", "through")
-        or plan.starting.how != "fork"
-        or plan.starting.warm
-    ):
-        ahead.drop()
+def _execute_mode(plan: LaunchPlan, options: AgentOptions) -> int:
+    has_controller = plan.mode in ("local", "hosts", "external")
+    if has_controller or plan.start_method.how != "fork" or plan.start_method.warm:
+        prestart.discard()
     if plan.mode == "local":
         from pdrun.launcher.controller.controller import run_local
 
@@ -54,147 +70,168 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         from pdrun.launcher.controller.ssh import run_hosts
 
         return run_hosts(plan)
-    if plan.mode == "through":
-        from pdrun.launcher.controller.external import run_through
+    if plan.mode == "external":
+        from pdrun.launcher.controller.external import run_external
 
-        return run_through(plan)
-    with at_a_console(seat) as seat:
-        if plan.starting.how == "fork":
-            seat = replace(seat, keeper=keeper(plan, seat.say))
+        return run_external(plan)
+    with console_of(options) as options:
+        if plan.start_method.how == "fork":
+            # torch is imported while the rest of pdrun is
+            supervisor = start_supervisor(plan, options.print_line)
+            options = replace(options, supervisor=supervisor)
         try:
-            if plan.mode == "alone":
-                return _alone(plan, seat)
-            return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
+            if plan.mode == "single":
+                return _execute_single(plan, options)
+            if plan.mode == "head":
+                return _execute_head(plan, options)
+            return _execute_join(plan, options)
         finally:
-            if seat.keeper is not None:
-                seat.keeper.close()  # where no agent ever came to do that
+            if options.supervisor is not None:
+                options.supervisor.close()  # the agent may not have been reached
 
 
-def _alone(plan: LaunchPlan, seat: Seat) -> int:
+def _execute_single(plan: LaunchPlan, options: AgentOptions) -> int:
     from pdrun.rendezvous.scheduler.local_link import LocalLink
 
-    run = seat.run or run_name(plan)
+    run = options.run or make_run_name(plan)
     link = LocalLink(
-        scheduler_config(plan, run),
-        host=plan.facts.get("host", ""),
-        events_path=events_path(plan, run),
+        make_scheduler_config(plan, run),
+        host=plan.compared.get("host", ""),
+        events_path=event_log_path(plan, run),
     )
-    return agent(plan, link, seat, serves=True)
+    return run_node_agent(plan, link, options, has_scheduler=True)
 
 
-def _first(plan: LaunchPlan, seat: Seat) -> int:
+def _execute_head(plan: LaunchPlan, options: AgentOptions) -> int:
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
-    assert plan.scheduler is not None
-    insecure = plan.spec.place.insecure
-    secret = secret_of(
-        seat, plan.spec.place.token_file, plan.sources.get("place.token_file", ""), insecure
-    )
-    listener = _listener(plan, seat)
+    secret = _find_secret_of_plan(plan, options)
+    listener = _bind_scheduler(plan, options)
     if listener is None:
-        return _join(plan, seat)
-    if insecure:
-        seat.say(INSECURE)
-    run = seat.run or run_name(plan)
-    events = events_path(plan, run)
-    with _journal(plan, events) as journal:
+        return _execute_join(plan, options)
+    is_insecure = plan.spec.place.insecure
+    if is_insecure:
+        options.print_line(INSECURE_WARNING)
+    run = options.run or make_run_name(plan)
+    events = event_log_path(plan, run)
+    with _journal_path(plan, events) as journal:
         with listener:
             child = SchedulerChild(
-                scheduler_config(plan, run),
+                make_scheduler_config(plan, run),
                 secret,
                 listen_fd=listener.fileno(),
                 events_path=events,
-                insecure=insecure,
+                insecure=is_insecure,
                 journal=journal,
             )
         try:
-            command = plan.facts.get("command", "")
-            waits = plan.spec.policy.start_timeout
-            crowd = plan.spec.resources.members
-            link = zmq_link(
-                child.endpoint, secret, plan.job, waits, command, crowd=crowd, say=seat.say
+            link = make_zmq_link(
+                child.endpoint,
+                secret,
+                job=plan.job,
+                start_timeout=plan.spec.policy.start_timeout,
+                command=plan.compared.get("command", ""),
+                expected_nodes=plan.spec.resources.max_members,
+                print_line=options.print_line,
             )
-            return agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
+            return run_node_agent(
+                plan,
+                link,
+                options,
+                scheduler_process=child,
+                event_log=str(events or ""),
+                has_scheduler=True,
+            )
         finally:
             child.close()
 
 
-@contextmanager
-def _journal(plan: LaunchPlan, events: Path | None) -> Iterator[Path | None]:
-    """
-    Yield the file from which a scheduler that died is resumed: beside the event log, else in a
-    folder of its own.
+def _find_secret_of_plan(plan: LaunchPlan, options: AgentOptions) -> Secret | None:
+    cluster = plan.spec.place
+    source = plan.sources.get("place.token_file", "")
+    return find_job_secret(options, cluster.token_file, source, cluster.insecure)
 
-    None where the user wants no waiting for a lost scheduler.
+
+@contextmanager
+def _journal_path(plan: LaunchPlan, events: Path | None) -> Iterator[Path | None]:
+    """
+    Yield the recovery file from which a scheduler that died is resumed.
+
+    It is beside the event log, or in a temporary folder if there is no event log. None: nodes do
+    not wait for a lost scheduler.
     """
     if not plan.spec.policy.scheduler_loss:
         yield None
     elif events is not None:
         yield events.with_name("scheduler.journal")
     else:
-        with tempfile.TemporaryDirectory(
-            prefix="pdrun-", ignore_cleanup_errors=True
-        ) as folder:  # mode 0700
+        # mode 0700
+        with tempfile.TemporaryDirectory(prefix="pdrun-", ignore_cleanup_errors=True) as folder:
             yield Path(folder, "scheduler.journal")
 
 
-def _join(plan: LaunchPlan, seat: Seat) -> int:
+def _execute_join(plan: LaunchPlan, options: AgentOptions) -> int:
     assert plan.scheduler is not None
-    place = plan.spec.place
-    secret = secret_of(
-        seat, place.token_file, plan.sources.get("place.token_file", ""), place.insecure
-    )
-    command = plan.facts.get("command", "")
+    cluster = plan.spec.place
     hint = ""
-    if place.node_rank == 0 and place.serve is None:
-        own = f"this node is rank 0, and {plan.scheduler.host} is no address of its own"
-        hint = f"{own}: where that is a service or NAT in front of it, add --serve"
-    waits = plan.spec.policy.start_timeout
-    crowd = plan.spec.resources.members
-    link = zmq_link(
-        plan.scheduler, secret, plan.job, waits, command, hint=hint, crowd=crowd, say=seat.say
+    if cluster.node_rank == 0 and cluster.serve is None:
+        hint = (
+            f"this node is rank 0, but {plan.scheduler.host} is not one of its addresses; "
+            "add --serve if that is a service or NAT in front of it"
+        )
+    link = make_zmq_link(
+        plan.scheduler,
+        _find_secret_of_plan(plan, options),
+        job=plan.job,
+        start_timeout=plan.spec.policy.start_timeout,
+        command=plan.compared.get("command", ""),
+        hint=hint,
+        expected_nodes=plan.spec.resources.max_members,
+        print_line=options.print_line,
     )
-    return agent(plan, link, seat)
+    return run_node_agent(plan, link, options)
 
 
-def _listener(plan: LaunchPlan, seat: Seat) -> socket.socket | None:
+def _bind_scheduler(plan: LaunchPlan, options: AgentOptions) -> socket.socket | None:
     """
-    Return the scheduler's listening socket, or None when somebody is there already and this node
-    may as well join.
+    Return the scheduler's listening socket, or None if a scheduler listens there already.
 
-    A node that was told to run the scheduler (``--serve``, node rank 0) never joins another's.
+    None only if this node may join instead. A node that must run the scheduler (``--serve``, node
+    rank 0) never joins another one.
+
+    Raises:
+        ConfigError: the address cannot be used.
     """
     from pdrun.rendezvous.transport.listen import bind_listener
 
-    if seat.scheduler_fd is not None:
-        return socket.socket(fileno=seat.scheduler_fd)
+    if options.scheduler_fd is not None:
+        return socket.socket(fileno=options.scheduler_fd)
     assert plan.scheduler is not None
     try:
         return bind_listener(plan.scheduler)
     except ConfigError as error:
-        taken = (
-            isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
-        )
-        if taken and plan.spec.place.serve is None and plan.spec.place.node_rank is None:
-            _look_who(plan.scheduler, error, seat.say)
+        cause = error.__context__
+        is_in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+        may_join = plan.spec.place.serve is None and plan.spec.place.node_rank is None
+        if is_in_use and may_join:
+            _check_scheduler_listens(plan.scheduler, error, options.print_line)
             return None
         raise
 
 
-def _look_who(endpoint: Endpoint, taken: ConfigError, say: Callable[[str], None]) -> None:
+def _check_scheduler_listens(
+    endpoint: Endpoint, in_use: ConfigError, print_line: Callable[[str], None]
+) -> None:
     """
-    Say who has the port that this node would have taken; where it is no scheduler that is an error
-    at once.
+    Print which process listens on the scheduler's address; raise if it is not a scheduler.
 
-    A scheduler of ours is known by its command and left in peace: it would take the look for a
-    failed handshake.
+    A scheduler of pdrun is recognised by its command and not connected to: it would count the
+    connection as a failed handshake.
     """
-    from pdrun.launcher.common.network import speaks_zmtp
+    from pdrun.launcher.common.network import is_zmtp_server
 
-    say(f"{taken.what}: joining the scheduler there")
-    if not re.search(r"[/\s(]pdrun(?:[\s)]|\.rendezvous\b)", taken.what) and not speaks_zmtp(
-        endpoint
-    ):
+    print_line(f"{in_use.what}: joining the scheduler there")
+    if not PDRUN_COMMAND.search(in_use.what) and not is_zmtp_server(endpoint):
         raise ConfigError(
-            f"{taken.what}, and that is no scheduler", where=taken.where, hint=taken.hint
+            f"{in_use.what}, which is not a scheduler", where=in_use.where, hint=in_use.hint
         ) from None

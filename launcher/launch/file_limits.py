@@ -8,14 +8,26 @@ from contextlib import contextmanager
 from pdrun import process_setup
 from pdrun.launcher.plan.model import LaunchPlan
 
+MIN_FILES = 32
+FILES_OF_SINGLE_AGENT = 16
+FILES_OF_AGENT = 32
+"""Beside those of its workers, and one per node if it runs the scheduler."""
+FILES_OF_CONTROLLER = 16
+FILES_PER_AGENT = 3
+"""Of a controller, for each agent: two pipes and the lifeline."""
+
 
 @contextmanager
-def enough_files(plan: LaunchPlan) -> Iterator[None]:
+def check_file_limit(plan: LaunchPlan) -> Iterator[None]:
     """
-    Complain of too low a limit of open files before anything is started, and of any limit that is
-    met after all.
+    Check the limit of open files before anything is started.
+
+    An error in the body that some other limit caused is replaced by one that names the limit.
+
+    Raises:
+        PdrunError: the limit is too low.
     """
-    count, what = files_needed(plan)
+    count, what = count_open_files(plan)
     process_setup.require_descriptors(count, what)
     try:
         yield
@@ -25,18 +37,28 @@ def enough_files(plan: LaunchPlan) -> Iterator[None]:
         raise
 
 
-def files_needed(plan: LaunchPlan) -> tuple[int, str]:
+def count_open_files(plan: LaunchPlan) -> tuple[int, str]:
+    """Return how many descriptors the busiest process of a plan needs on this node, and why."""
+    workers = len(plan.workers)
+    if not workers:
+        devices = plan.spec.resources.devices
+        workers = devices if isinstance(devices, int) else 1
+    nodes = plan.spec.resources.max_members
+    agent = FILES_OF_SINGLE_AGENT if plan.mode == "single" else FILES_OF_AGENT + nodes
+    controller = 0
+    if plan.mode in ("local", "hosts", "external"):
+        controller = FILES_OF_CONTROLLER + FILES_PER_AGENT * nodes
+    count = max(agent + _files_per_worker(plan) * workers, MIN_FILES, controller)
+    return count, f"a node with {workers} worker{'s' if workers > 1 else ''}"
+
+
+def _files_per_worker(plan: LaunchPlan) -> int:
     """
-    Return how many descriptors the busiest process of a plan needs on this node, and for what.
+    Return the descriptors that one worker takes.
+
+    The agent has two pipes and two log files per worker. The supervisor has a worker's whole
+    request until the fork server has forked it.
     """
-    asked = plan.spec.resources.devices
-    workers = len(plan.workers) or (asked if isinstance(asked, int) else 1)
-    # the agent holds two pipes and two log files a worker; the keeper, until a starter has forked
-    # it, its whole order
-    most = (
-        6 if plan.spec.program.kind != "command" else 4 if plan.spec.output.files else 2
-    ) * workers
-    nodes = plan.spec.resources.members
-    own = 16 if plan.mode == "alone" else 32 + nodes
-    front = 16 + 3 * nodes if plan.mode in ("local", "hosts", "through") else 0
-    return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"
+    if plan.spec.program.kind != "command":
+        return 6
+    return 4 if plan.spec.output.files else 2

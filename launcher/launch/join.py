@@ -1,4 +1,4 @@
-"""Joins a job whose scheduler is known: the job's specification comes from the scheduler."""
+"""Joins a job whose scheduler is known. The scheduler sends the job's specification."""
 
 from __future__ import annotations
 
@@ -9,84 +9,90 @@ from typing import TYPE_CHECKING, Any
 from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.launcher.config.spec import JobSpec, Policy, Sources, field_paths
-from pdrun.launcher.launch.agent_options import Seat, at_a_console
-from pdrun.launcher.launch.file_limits import files_needed
-from pdrun.launcher.launch.node_agent import agent, secret_of, zmq_link
+from pdrun.launcher.config.spec import JobSpec, Policy, Sources, list_field_paths
+from pdrun.launcher.launch.agent_options import AgentOptions, console_of
+from pdrun.launcher.launch.file_limits import count_open_files
+from pdrun.launcher.launch.node_agent import find_job_secret, make_zmq_link, run_node_agent
 from pdrun.launcher.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.messages import Welcome
 
-UNKNOWN = 1000
-"""
-Nodes that a job is taken to have by one that joins it and has not been told: sets how patiently it
-connects.
-"""
+ASSUMED_NODES = 1000
+"""Size of a job that is not known yet: it sets the time-outs of connecting."""
 
 
 def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sources) -> int:
     """
-    Take part in the job whose scheduler is at ``endpoint``; return its exit code.
+    Join the job whose scheduler listens on ``endpoint``; return its exit code.
 
     Args:
-        overrides: field path -> value, of what was said on this node; the rest is the job's
-            specification, which the
-            scheduler hands out.
-        sources: field path -> where the override came from.
+        endpoint: the scheduler's address.
+        overrides: field path -> value, as given on this node. The scheduler sends the other values.
+        sources: field path -> source of the override.
 
     Raises:
-        PdrunError: nobody answered, the token differs, or the plan cannot be made.
+        PdrunError: no scheduler answers, the token differs, or the plan cannot be made.
     """
-    from pdrun.launcher.plan.facts import gather
-    from pdrun.launcher.plan.plan import plan
+    from pdrun.launcher.plan.facts import gather_facts
+    from pdrun.launcher.plan.plan import make_plan
 
-    def planned(welcome: Welcome) -> LaunchPlan:
-        spec = joined_spec(welcome.spec, overrides, endpoint)
-        told = dict.fromkeys(field_paths(), f"the job at {endpoint}")
-        made = plan(spec, gather(spec), {**told, **sources, "place.scheduler": "join"})
-        process_setup.require_descriptors(*files_needed(made))
-        return made
+    def plan_from_welcome(welcome: Welcome) -> LaunchPlan:
+        spec = merge_spec(welcome.spec, overrides, endpoint)
+        job_sources = dict.fromkeys(list_field_paths(), f"the job at {endpoint}")
+        all_sources = {**job_sources, **sources, "place.scheduler": "join"}
+        plan = make_plan(spec, gather_facts(spec), all_sources)
+        process_setup.require_descriptors(*count_open_files(plan))
+        return plan
 
-    named = overrides.get("place.token_file", ""), sources.get("place.token_file", "")
-    secret = secret_of(Seat(), *named, overrides.get("place.insecure", False))
-    timeout = overrides.get("policy.start_timeout", Policy().start_timeout)
-    with at_a_console(Seat()) as seat:
-        link = zmq_link(endpoint, secret, "", timeout, needs_spec=True, crowd=UNKNOWN, say=seat.say)
-        return agent(planned, link, seat)
+    secret = find_job_secret(
+        AgentOptions(),
+        overrides.get("place.token_file", ""),
+        sources.get("place.token_file", ""),
+        overrides.get("place.insecure", False),
+    )
+    with console_of(AgentOptions()) as options:
+        link = make_zmq_link(
+            endpoint,
+            secret,
+            job="",
+            start_timeout=overrides.get("policy.start_timeout", Policy().start_timeout),
+            needs_spec=True,
+            expected_nodes=ASSUMED_NODES,
+            print_line=options.print_line,
+        )
+        return run_node_agent(plan_from_welcome, link, options)
 
 
-def joined_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
+def merge_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
     """
-    Return the job's specification with what was said on this node laid over it.
+    Return the job's specification with this node's overrides.
 
     Raises:
-        ConfigError: the scheduler has none yet, or it is of another version.
+        ConfigError: the scheduler has no specification yet, or one of another version.
     """
     if not text:
         raise ConfigError(
-            "the scheduler does not know yet what the job runs",
+            "the scheduler has no specification of the job yet",
             where=str(endpoint),
-            hint="start one node with the whole command first",
+            hint="start one node with the complete command first",
         )
     try:
         spec = JobSpec.from_json(text)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"the job's specification is not understood: {error}", where=str(endpoint)
+            f"the job's specification is not supported: {error}", where=str(endpoint)
         ) from error
     groups: dict[str, dict[str, Any]] = {"place": {"scheduler": endpoint, "serve": False}}
-    single: dict[str, Any] = {"env": dict(spec.env)}
+    values: dict[str, Any] = {"env": dict(spec.env)}
     for path, value in overrides.items():
         group, _, name = path.partition(".")
         if not name:
-            single[path] = value
+            values[path] = value
         elif group == "env":
-            single["env"][name] = value
+            values["env"][name] = value
         else:
             groups.setdefault(group, {})[name] = value
-    return replace(
-        spec,
-        **single,
-        **{group: replace(getattr(spec, group), **said) for group, said in groups.items()},
-    )
+    for group, changes in groups.items():
+        values[group] = replace(getattr(spec, group), **changes)
+    return replace(spec, **values)

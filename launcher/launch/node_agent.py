@@ -1,4 +1,4 @@
-"""Builds what the agent of this node needs (secret, link, supervisor, output) and runs it."""
+"""Creates what the agent of this node uses (secret, link, supervisor, output) and runs it."""
 
 from __future__ import annotations
 
@@ -9,108 +9,143 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pdrun import async_writer
-from pdrun.launcher.jobs.run_record import blamed, register
-from pdrun.launcher.launch import prestart as ahead
-from pdrun.launcher.launch.agent_options import Seat
+from pdrun.launcher.jobs.run_record import register_run, with_source
+from pdrun.launcher.launch import prestart
+from pdrun.launcher.launch.agent_options import AgentOptions
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.launcher.plan.start_method import starter_command
-from pdrun.launcher.supervisor.client import KeeperProcess
+from pdrun.launcher.plan.start_method import fork_server_command
+from pdrun.launcher.supervisor.client import SupervisorProcess
 
-if TYPE_CHECKING:  # the rest of pdrun is loaded while torch is being imported
+if TYPE_CHECKING:  # the rest of pdrun is imported while the fork server imports torch
     from pdrun.endpoint import Endpoint
     from pdrun.launcher.agent.interfaces import Link
-    from pdrun.launcher.output.router import Output
+    from pdrun.launcher.output.router import OutputRouter
     from pdrun.rendezvous.protocol.messages import Welcome
     from pdrun.rendezvous.protocol.security import Secret
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 
-def agent(
+def run_node_agent(
     plan: LaunchPlan | Callable[[Welcome], LaunchPlan],
     link: Link,
-    seat: Seat,
+    options: AgentOptions,
     *,
-    child: SchedulerChild | None = None,
-    events: str = "",
-    serves: bool = False,
+    scheduler_process: SchedulerChild | None = None,
+    event_log: str = "",
+    has_scheduler: bool = False,
 ) -> int:
+    """
+    Run the agent of this node; return the exit code of the job.
+
+    Args:
+        plan: the plan of this node, or a function that makes it from the scheduler's Welcome.
+        link: the connection to the scheduler.
+        options: options of the agent.
+        scheduler_process: the scheduler, if it is a child of this process.
+        event_log: path of the event log that the scheduler process writes; empty: none.
+        has_scheduler: the scheduler is in this process or a child of it; this node registers the
+            job.
+    """
     from pdrun.launcher.agent.agent import run_agent
-    from pdrun.launcher.agent.interfaces import Surroundings
-    from pdrun.launcher.output.router import Output
+    from pdrun.launcher.agent.interfaces import AgentDeps
+    from pdrun.launcher.output.router import OutputRouter
 
-    address = str(child.endpoint) if child else ""
-    if isinstance(plan, LaunchPlan) and plan.scheduler and not plan.spec.place.simulated:
-        address = address or str(plan.scheduler)
-    elif isinstance(plan, LaunchPlan) and not plan.spec.reopens:
-        address = ""  # the nodes are started by this command itself, and no others can come
-    if seat.run or seat.together:
-        address = ""  # all nodes are started by one command
-
-    def output(made: LaunchPlan) -> Output:
-        return Output(
-            made.spec.output,
-            node=made.node,
-            cwd=made.cwd,
-            ip=made.listen,
-            hostname=made.facts.get("host", made.node),
-            console=seat.console,
+    def make_output(plan: LaunchPlan) -> OutputRouter:
+        return OutputRouter(
+            plan.spec.output,
+            node=plan.node,
+            cwd=plan.cwd,
+            ip=plan.listen,
+            hostname=plan.compared.get("host", plan.node),
+            console=options.console,
         )
 
-    def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
-        if serves and not seat.run:
-            register(made, welcome.run, str(child.endpoint) if child else "", front=seat.front)
+    def register_job(plan: LaunchPlan, welcome: Welcome) -> None:
+        if has_scheduler and not options.run:
+            address = str(scheduler_process.endpoint) if scheduler_process else ""
+            register_run(plan, welcome.run, address, controller_pid=options.controller_pid)
 
-    beforehand = [seat.keeper] if seat.keeper is not None else []
+    started = [options.supervisor] if options.supervisor is not None else []
 
-    def kept(made: LaunchPlan) -> KeeperProcess:
-        found = beforehand.pop() if beforehand else keeper(made, seat.say)
-        if child:
-            found.spare.add(child.pid)
-            child.on_start = (
-                found.spare.add
-            )  # the keeper's sweeps leave a restarted scheduler alone, too
-        return found
+    def supervisor_of(plan: LaunchPlan) -> SupervisorProcess:
+        supervisor = started.pop() if started else start_supervisor(plan, options.print_line)
+        if scheduler_process:
+            supervisor.spared_pids.add(scheduler_process.pid)
+            # the supervisor's cleanups must spare a restarted scheduler, too
+            scheduler_process.on_start = supervisor.spared_pids.add
+        return supervisor
 
     return run_agent(
         plan,
         link,
-        Surroundings(
-            keeper=kept,
-            output=output,
-            welcomed=welcomed,
-            scheduler_child=child,
-            lifeline=seat.lifeline,
-            stdin=_stdin(seat),
-            address=address,
-            events=events,
-            reached=lambda mark: _reached(seat, mark),
-            quiet=seat.quiet,
-            say=seat.say,
+        AgentDeps(
+            start_supervisor=supervisor_of,
+            make_output=make_output,
+            on_welcome=register_job,
+            scheduler_process=scheduler_process,
+            lifeline=options.lifeline_fd,
+            stdin=_find_stdin(options),
+            address=_join_address(plan, options, scheduler_process),
+            event_log=event_log,
+            on_progress=lambda mark: _report_progress(options, mark),
+            is_quiet=options.is_quiet,
+            print_line=options.print_line,
         ),
     )
 
 
-def secret_of(seat: Seat, token_file: str, source: str, insecure: bool) -> Secret | None:
+def _join_address(
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan],
+    options: AgentOptions,
+    scheduler_process: SchedulerChild | None,
+) -> str:
+    """Return the address that messages give for starting more nodes; empty: none can join."""
+    if options.run or options.all_nodes_started:
+        return ""  # one command starts all nodes
+    address = str(scheduler_process.endpoint) if scheduler_process else ""
+    if not isinstance(plan, LaunchPlan):
+        return address
+    if plan.scheduler and not plan.spec.place.simulated:
+        return address or str(plan.scheduler)
+    return address if plan.spec.can_restart else ""  # this command starts all nodes
+
+
+def find_job_secret(
+    options: AgentOptions, token_file: str, source: str, is_insecure: bool
+) -> Secret | None:
+    """
+    Return the job's secret; None for an insecure job.
+
+    Args:
+        options: options of the agent; a secret in them is used first.
+        token_file: file with the token; empty: the usual places.
+        source: where the name of the file was given; an error names it.
+        is_insecure: the job has no secret.
+
+    Raises:
+        ConfigError: there is no token, or it is malformed.
+    """
     from pdrun.rendezvous.protocol.security import find_secret
 
-    if insecure:
+    if is_insecure:
         return None
-    with blamed(source):
-        return seat.secret or find_secret(token_file)[0]
+    with with_source(source):
+        return options.secret or find_secret(token_file)[0]
 
 
-def zmq_link(
+def make_zmq_link(
     endpoint: Endpoint,
     secret: Secret | None,
+    *,
     job: str,
     start_timeout: float,
+    expected_nodes: int,
+    print_line: Callable[[str], None],
     command: str = "",
-    *,
     needs_spec: bool = False,
     hint: str = "",
-    crowd: int,
-    say: Callable[[str], None],
 ) -> Link:
+    """Return the link to a scheduler in another process; see `ZmqLink` for the arguments."""
     from pdrun.rendezvous.scheduler.local_link import ZmqLink
 
     return ZmqLink(
@@ -120,51 +155,55 @@ def zmq_link(
         host=socket.gethostname(),
         start_timeout=start_timeout,
         insecure=secret is None,
-        on_status=say,
+        on_status=print_line,
         command=command,
         needs_spec=needs_spec,
         hint=hint,
-        crowd=crowd,
+        crowd=expected_nodes,
     )
 
 
-def keeper(
-    plan: LaunchPlan, say: Callable[[str], None] = async_writer.write_message
-) -> KeeperProcess:
+def start_supervisor(
+    plan: LaunchPlan, print_line: Callable[[str], None] = async_writer.write_message
+) -> SupervisorProcess:
     """
-    Return a keeper for the workers of a plan: one forked from its warm process, else a child that
-    imports torch.
+    Return a supervisor for the workers of a plan.
+
+    It is forked from the warm process if the plan has one, else a child. A child of a forking plan
+    starts a fork server, which imports torch.
     """
-    if plan.starting.warm:
-        from pdrun.launcher.supervisor.warm_client import borrow
+    if plan.start_method.warm:
+        from pdrun.launcher.supervisor.warm_client import borrow_supervisor
 
         try:
-            return KeeperProcess(lent=borrow(plan.starting.warm))
+            return SupervisorProcess(borrowed=borrow_supervisor(plan.start_method.warm))
         except OSError as error:
             why = error.strerror or error
-            say(f"the warm process cannot be used: {why}; torch is imported")
-    if plan.starting.how != "fork":
-        return KeeperProcess()
-    wanted = starter_command(plan)
-    made = KeeperProcess(ahead=ahead.take(wanted))
-    made.prepare(wanted)
-    return made
+            print_line(f"the warm process cannot be used: {why}; torch is imported")
+    if plan.start_method.how != "fork":
+        return SupervisorProcess()
+    command = fork_server_command(plan)
+    supervisor = SupervisorProcess(prestart=prestart.claim(command))
+    supervisor.start_fork_server(command)
+    return supervisor
 
 
-def _reached(seat: Seat, mark: bytes) -> None:
-    """Tell the process that holds the lifeline; one that is gone is noticed elsewhere."""
-    if seat.lifeline is not None:
+def _report_progress(options: AgentOptions, mark: bytes) -> None:
+    """Write a byte of `Lifeline` to the process that started this agent."""
+    if options.lifeline_fd is not None:
         try:
-            os.write(seat.lifeline, mark)
+            os.write(options.lifeline_fd, mark)
         except OSError:
-            pass
+            pass  # its end is noticed elsewhere
 
 
-def _stdin(seat: Seat) -> int | None:
+def _find_stdin(options: AgentOptions) -> int | None:
     """
-    What rank 0 reads: a file or pipe that was given to pdrun, never the terminal (it is in another
-    session).
+    Return the descriptor that rank 0 reads: a file or pipe given to pdrun.
+
+    A terminal is not passed on: the workers are in another session.
     """
-    if seat.lifeline is not None or not seat.stdin or sys.stdin is None or os.isatty(0):
+    has_lifeline = options.lifeline_fd is not None
+    if has_lifeline or not options.may_read_stdin or sys.stdin is None or os.isatty(0):
         return None
     return 0

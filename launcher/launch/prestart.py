@@ -1,17 +1,19 @@
 """
-The import of torch, begun before the command line is read: on a guess, which the plan takes over or
-ends.
+Starts the import of torch before the command line is parsed, on a guess.
 
-Nothing of a start takes as long as that import, and pdrun itself needs 0.2 s until its plan says
-what to import. But ``pdrun --devices 8 train.py`` nearly always comes to what its bare words and
-the environment look like: a starter (see `starting`) with this interpreter and this environment. So
-that one is started first, with its keeper, and taken over if it is to the letter what the plan asks
-for (`take`). A wrong guess costs CPU for 0.2 s; what an import of torch runs of the user's own
-(sitecustomize, plug-ins) runs for nothing then. What is not taken over is ended before anything of
-the job begins (`drop`).
+The import of torch is the longest part of a start, and pdrun needs 0.2 s until its plan says what
+to import. But ``pdrun --devices 8 train.py`` nearly always leads to what the arguments and the
+environment suggest: a fork server of this interpreter and this environment (see `start_method`).
 
-Nothing is guessed where words or environment tell of another kind of start, or a warm process may
-be there.
+* `start` starts that fork server and its supervisor first.
+* `claim` hands them over if the plan wants exactly this fork server.
+* `discard` ends them otherwise, before anything of the job starts.
+
+A wrong guess costs 0.2 s of CPU time, and the user's own code in an import of torch
+(sitecustomize, plug-ins) then runs in vain.
+
+Nothing is guessed if arguments or environment select another start method, or if there may be a
+warm process.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from pdrun.launcher.supervisor.boot import Prestart
     from pdrun.launcher.supervisor.events import WorkerCommand
 
-ELSE = frozenset(
+EXCLUDING_OPTIONS = frozenset(
     (
         "-h",
         "--help",
@@ -54,113 +56,112 @@ ELSE = frozenset(
     )
 )
 """
-Options with which a job starts in another way, or does not start at all, or elsewhere, or with
-other variables.
+Options of a job that starts differently, not at all, on other hosts or with other variables.
 """
-ATTACHED = ("LD_PRELOAD", "LD_AUDIT")
-"""Variables of tools that would be attached to one more process; with them workers are executed."""
-ENDING = 2.0
-"""Seconds that a keeper has to end what nobody wants."""
+PRELOAD_VARIABLES = ("LD_PRELOAD", "LD_AUDIT")
+"""Their tools would be attached to one more process. With them workers are executed, not forked."""
+EXIT_SECONDS = 2.0
+"""Time for a supervisor to exit before it is killed."""
+
+_prestart: Prestart | None = None
 
 
-_ahead: Prestart | None = None
-
-
-def begin(words: Sequence[str]) -> None:
-    """
-    Guess what ``pdrun WORDS`` will start, and start it. Raises nothing: who cannot guess does
-    without.
-    """
-    global _ahead
-    if sys.platform != "linux" or _ahead is not None:
+def start(words: Sequence[str]) -> None:
+    """Guess the fork server of ``pdrun WORDS`` and start it. Never raises."""
+    global _prestart
+    if sys.platform != "linux" or _prestart is not None:
         return
     try:
-        place = script(words, os.environ)
-        if place is None:
+        index = find_script_argument(words, os.environ)
+        if index is None:
             return
         from pdrun.launcher.supervisor import boot
 
-        _ahead = boot.Prestart(*boot.start_supervisor(sys.executable))
-        _ahead.command = command(words[place:], os.environ)  # while the keeper starts
-        if _ahead.command is None:
-            drop()
+        _prestart = boot.Prestart(*boot.start_supervisor(sys.executable))
+        # the supervisor starts meanwhile
+        _prestart.command = guess_command(words[index:], os.environ)
+        if _prestart.command is None:
+            discard()
         else:
-            _send(_ahead)
-    except Exception:  # of any kind: what is wrong here is told by whoever reads the command line
-        drop()
+            _send_command(_prestart)
+    except Exception:  # of any kind: the command line reports what is wrong
+        discard()
 
 
-def take(wanted: WorkerCommand) -> Prestart | None:
+def claim(command: WorkerCommand) -> Prestart | None:
     """
-    Return the keeper that has just this starter, now the caller's; None, and none is left, where
-    there is none.
+    Return the supervisor whose fork server has exactly this command; the caller owns it.
+
+    Any other prestarted supervisor is ended, and None returned.
     """
-    global _ahead
-    if _ahead is None or _ahead.command != (list(wanted.argv), dict(wanted.env), wanted.cwd):
-        drop()
+    global _prestart
+    wanted = (list(command.argv), dict(command.env), command.cwd)
+    if _prestart is None or _prestart.command != wanted:
+        discard()
         return None
-    found = _ahead
-    _ahead = None
-    return found
+    claimed = _prestart
+    _prestart = None
+    return claimed
 
 
-def drop() -> None:
-    """End what was started and nobody has taken over."""
-    global _ahead
-    if _ahead is None:
+def discard() -> None:
+    """End the supervisor and fork server that were not claimed."""
+    global _prestart
+    if _prestart is None:
         return
-    found = _ahead
-    _ahead = None
-    found.socket.close()  # the keeper ends its starter, then itself
-    for number, seconds in (
-        (signal.SIGCONT, ENDING),
-        (signal.SIGKILL, ENDING),
-    ):  # the one if it was stopped
-        deadline = time.monotonic() + seconds
+    unused = _prestart
+    _prestart = None
+    unused.socket.close()  # the supervisor ends its fork server, then itself
+    # SIGCONT first: the supervisor may have been stopped
+    for number in (signal.SIGCONT, signal.SIGKILL):
+        deadline = time.monotonic() + EXIT_SECONDS
         try:
-            os.kill(found.pid, number)
+            os.kill(unused.pid, number)
             while time.monotonic() < deadline:
-                if os.waitpid(found.pid, os.WNOHANG)[0]:
+                if os.waitpid(unused.pid, os.WNOHANG)[0]:
                     return
                 time.sleep(0.002)
         except (ChildProcessError, ProcessLookupError):
             return
 
 
-def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
-    """Return which word is the Python file that workers of an ordinary job would run, or None."""
+def find_script_argument(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """Return the index of the script that forked workers would run; None: no guess."""
     import resource
 
     from pdrun import process_setup
-    from pdrun.launcher.common.files import has_warm_socket
 
-    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(
-        map(environ.get, ATTACHED)
-    ):
+    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ):
         return None
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and most < process_setup.MIN_DESCRIPTORS:
+    if any(map(environ.get, PRELOAD_VARIABLES)):
         return None
-    for place, word in enumerate(words):
-        if word.partition("=")[0] in ELSE or word.endswith((".yaml", ".yml")):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < process_setup.MIN_DESCRIPTORS:
+        return None
+    for index, word in enumerate(words):
+        if word.partition("=")[0] in EXCLUDING_OPTIONS or word.endswith((".yaml", ".yml")):
             return None
-        if place == 0 and word == "run":
+        if index == 0 and word == "run":
             continue
-        if word.endswith(".py") and word[0] != "-" and os.path.isfile(word):  # noqa: PTH113  (pathlib comes later)
-            if "--no-warm" not in words[:place] and has_warm_socket(environ):
+        # not pathlib: importing it takes time
+        if word.endswith(".py") and word[0] != "-" and os.path.isfile(word):  # noqa: PTH113
+            if "--no-warm" not in words[:index] and _may_have_warm_process(environ):
                 return None
-            return place
-        if place == 0 and word[0:1] != "-":
+            return index
+        if index == 0 and word[0:1] != "-":
             return None
     return None
 
 
-def command(
+def guess_command(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str], str] | None:
     """
-    Return words, environment and folder of the starter for a script and its arguments; None: there
-    will be none.
+    Return argv, environment and folder of the fork server of a script; None: no fork server.
+
+    Args:
+        words: the script and its arguments.
+        environ: the environment of pdrun.
     """
     from pathlib import Path
 
@@ -184,19 +185,30 @@ def command(
     )
 
 
-def _send(found: Prestart) -> None:
+def _may_have_warm_process(environ: Mapping[str, str]) -> bool:
+    """Return whether this user may have a warm process."""
+    from pdrun.launcher.common.files import warm_folder
+
+    try:
+        return any(path.suffix == ".sock" for path in warm_folder(environ).iterdir())
+    except OSError:
+        return False
+
+
+def _send_command(prestart: Prestart) -> None:
+    """Send the fork server's command to the supervisor."""
     import json
     import socket
 
     from pdrun import process_setup
     from pdrun.launcher.supervisor import boot
 
-    assert found.command is not None
-    argv, env, cwd = found.command
+    assert prestart.command is not None
+    argv, env, cwd = prestart.command
     body = boot.write_command(argv, env, cwd, (), process_setup.user_nofile_limit())
     try:
         socket.send_fds(
-            found.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL
+            prestart.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL
         )
     finally:
         os.close(body)

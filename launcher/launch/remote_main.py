@@ -1,15 +1,15 @@
 """
-The far end of one connection: ``python -m pdrun.launcher.launch.remote_main``, started by a front
-over ssh.
+The remote server of one connection: ``python -m pdrun.launcher.launch.remote_main``, started by a
+controller over ssh.
 
-    front --- ssh --- this process --- agent (pdrun.launcher.launch.agent_main)
-              stdin: frames, its end is the lifeline        stdin: order and lifeline
-              stdout: frames                                stdout, stderr: whole lines
+    controller --- ssh --- this process --- agent (pdrun.launcher.launch.agent_main)
+                   stdin: frames, its end is the lifeline     stdin: payload and lifeline
+                   stdout: frames                             stdout, stderr: complete lines
 
-Everything that the job is made of (arguments, variables, folder, secret) comes over stdin as data;
-no shell has seen any of it. It says hello, binds the scheduler's socket where it is told to, starts
-the agent, passes on output, signals and the end. When stdin ends, or nothing has come for SILENCE
-seconds, the agent loses its lifeline and ends everything.
+Arguments, variables, folder and secret of the job arrive over stdin as data; no shell sees them.
+The remote server sends its hello, binds the scheduler's socket if asked to, starts the agent, and
+forwards output, signals and the exit. When stdin ends, or no frame arrives for SILENCE_SECONDS, it
+closes the agent's lifeline, and the agent kills everything.
 """
 
 from __future__ import annotations
@@ -22,156 +22,176 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from pdrun import process_setup
-from pdrun.launcher.agent.lifeline import RUNNING, UP
+from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.controller import frames
-from pdrun.launcher.controller.agent_handle import AgentStart, LocalAgent, agent_command
-from pdrun.launcher.controller.frames import Frames, Outbox, message
+from pdrun.launcher.controller.agent_handle import AgentStart, LocalAgentHandle, agent_command
+from pdrun.launcher.controller.frames import (
+    FrameReader,
+    NonblockingWriter,
+    encode_frame,
+    encode_message,
+)
+from pdrun.launcher.output.console import STDOUT
 
-AGENT_LEAVES = 10.0
-"""Seconds that an agent without its lifeline may take to end its workers, before it is killed."""
-STRAY = 5.0
-"""Seconds for which a stray child may hold the agent's pipes open after its end."""
-BACKLOG = 4 << 20
-"""Bytes that may wait for the connection before the agent's output is left alone."""
-_TICK = 0.5
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+AGENT_EXIT_SECONDS = 10.0
+"""Time for an agent without its lifeline to end its workers, before it is killed."""
+STRAY_SECONDS = 5.0
+"""How long a stray child may keep the agent's pipes open after the agent's end."""
+MAX_QUEUED_BYTES = 4 << 20
+"""Bytes that may wait for the connection before the agent's output is no longer read."""
+POLL_SECONDS = 0.5
+STDIN_READ_BYTES = 1 << 18
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> int:
-    """Serve the connection on stdin and stdout until the agent has ended or the front is gone."""
+    """Serve the connection on stdin and stdout until the agent or the controller has ended."""
     process_setup.setup_process()
     try:
-        return _FarEnd().run()
+        return RemoteServer().run()
     except Exception as error:
         from pdrun.launcher.common.exit import fault
 
         return fault(error)
 
 
-class _FarEnd:
+class RemoteServer:
+    """The loop over the connection, the agent and signals."""
+
     def __init__(self) -> None:
-        self._frames = Frames(greeted=True)
-        self._out = Outbox(1)
-        self._heard = time.monotonic()
-        self._held: set[int] = set()
+        self._frames = FrameReader(is_greeted=True)
+        self._writer = NonblockingWriter(1)
+        self._last_frame_at = time.monotonic()
+        self._held_streams: set[int] = set()
         self._listener: socket.socket | None = None
-        self._agent: LocalAgent | None = None
-        self._told = b""
-        self._gone_at: float | None = None
-        """When the front went away."""
-        self._handle: dict[bytes, Callable[[bytes], None]] = {
-            frames.CHECK: self._check,
-            frames.LISTEN: self._listen,
-            frames.ORDER: self._order,
-            frames.SIGNAL: self._signal,
-            frames.HOLD: self._hold,
+        self._agent: LocalAgentHandle | None = None
+        self._sent_marks = b""
+        self._lost_at: float | None = None
+        """When the controller was lost."""
+        self._handlers: dict[bytes, Callable[[bytes], None]] = {
+            frames.CHECK: self._on_check,
+            frames.LISTEN: self._on_listen,
+            frames.ORDER: self._on_order,
+            frames.SIGNAL: self._on_signal,
+            frames.HOLD: self._on_hold,
             frames.ALIVE: lambda payload: None,
         }
-        self._signals, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signal_fd, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (*_PASSED_ON, signal.SIGCHLD):
+        for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGCHLD:
-                signal.signal(number, _noted)
+                signal.signal(number, _ignore_signal)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def run(self) -> int:
+        """Serve; return 0."""
         while True:
-            self._wait()
+            self._wait_for_events()
             agent = self._agent
             if agent is None:
-                if self._gone_at is not None:
+                if self._lost_at is not None:
                     return 0
                 continue
-            agent.look()
-            self._mark(agent)
-            if agent.end is not None and (
-                agent.drained() or time.monotonic() > agent.end.at + STRAY
-            ):
-                return self._farewell(agent.end.code or 0)
-            if self._gone_at is not None and time.monotonic() > self._gone_at + AGENT_LEAVES:
+            agent.check_exit()
+            self._send_marks(agent)
+            if agent.exit is not None:
+                is_late = time.monotonic() > agent.exit.time + STRAY_SECONDS
+                if agent.is_drained() or is_late:
+                    self._send_exit(agent.exit.code or 0)
+                    return 0
+            lost_at = self._lost_at
+            if lost_at is not None and time.monotonic() > lost_at + AGENT_EXIT_SECONDS:
                 agent.kill()
 
-    def _farewell(self, code: int) -> int:
-        self._out.put(message(frames.EXIT, {"code": code}))
-        deadline = time.monotonic() + frames.SILENCE
-        while len(self._out) and self._gone_at is None and time.monotonic() < deadline:
-            self._wait()
-        return 0
+    def _send_exit(self, code: int) -> None:
+        """Send the last frame and wait until it is written."""
+        self._writer.put(encode_message(frames.EXIT, {"code": code}))
+        deadline = time.monotonic() + frames.SILENCE_SECONDS
+        while len(self._writer) and self._lost_at is None and time.monotonic() < deadline:
+            self._wait_for_events()
 
-    def _wait(self) -> None:
+    def _wait_for_events(self) -> None:
         poll = select.poll()
-        poll.register(self._signals, select.POLLIN)
-        if self._gone_at is None:
-            poll.register(0, select.POLLIN)
-        if len(self._out):
-            poll.register(self._out.fd, select.POLLOUT)
-        if self._agent is not None:
-            for fd, mask in self._agent.descriptors(self._is_held):
-                poll.register(fd, mask)
-        for fd, _ in poll.poll(_TICK * 1000):
-            if fd == self._signals:
-                self._take_signals()
+        for fd, mask in self._poll_descriptors():
+            poll.register(fd, mask)
+        for fd, _ in poll.poll(POLL_SECONDS * 1000):
+            if fd == self._signal_fd:
+                self._read_signals()
             elif fd == 0:
-                self._read()
-            elif fd == self._out.fd:
-                self._out.flush()
+                self._read_stdin()
+            elif fd == self._writer.fd:
+                self._writer.flush()
             elif self._agent is not None:
-                for stream, data in self._agent.take(fd):
-                    self._pass(stream, data)
-        if self._gone_at is None and time.monotonic() > self._heard + frames.SILENCE:
-            self._front_is_gone()
+                for stream, data in self._agent.read_output(fd):
+                    self._forward_output(stream, data)
+        is_connected = self._lost_at is None
+        if is_connected and time.monotonic() > self._last_frame_at + frames.SILENCE_SECONDS:
+            self._on_controller_lost()
 
-    def _is_held(self, stream: int) -> bool:
-        return stream in self._held or (len(self._out) > BACKLOG and self._gone_at is None)
+    def _poll_descriptors(self) -> Iterator[tuple[int, int]]:
+        yield self._signal_fd, select.POLLIN
+        if self._lost_at is None:
+            yield 0, select.POLLIN
+        if len(self._writer):
+            yield self._writer.fd, select.POLLOUT
+        if self._agent is not None:
+            yield from self._agent.poll_descriptors(self._is_behind)
 
-    def _pass(self, stream: int, data: bytes) -> None:
-        if data and self._gone_at is None:
-            self._out.put(frames.frame(frames.OUTPUT if stream == 1 else frames.ERRORS, data))
+    def _is_behind(self, stream: int) -> bool:
+        if stream in self._held_streams:
+            return True
+        return self._lost_at is None and len(self._writer) > MAX_QUEUED_BYTES
 
-    def _mark(self, agent: LocalAgent) -> None:
-        """Tell the front once that the agent takes signals, and that it starts workers."""
-        for reached, mark in ((agent.up, UP), (agent.running, RUNNING)):
-            if reached and mark not in self._told:
-                self._told += mark
-                self._out.put(frames.frame(frames.MARK, mark))
+    def _forward_output(self, stream: int, data: bytes) -> None:
+        if data and self._lost_at is None:
+            kind = frames.OUTPUT if stream == STDOUT else frames.ERRORS
+            self._writer.put(encode_frame(kind, data))
 
-    def _read(self) -> None:
+    def _send_marks(self, agent: LocalAgentHandle) -> None:
+        """Report once that the agent takes signals, and once that it starts workers."""
+        for is_reached, mark in (
+            (agent.is_up, Lifeline.UP),
+            (agent.is_running, Lifeline.RUNNING),
+        ):
+            if is_reached and mark not in self._sent_marks:
+                self._sent_marks += mark
+                self._writer.put(encode_frame(frames.MARK, mark))
+
+    def _read_stdin(self) -> None:
         try:
-            data = os.read(0, 1 << 18)
+            data = os.read(0, STDIN_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._front_is_gone()
-        self._heard = time.monotonic()
+            self._on_controller_lost()
+        self._last_frame_at = time.monotonic()
         for kind, payload in self._frames.feed(data):
-            self._handle[kind](payload)
+            self._handlers[kind](payload)
 
-    def _front_is_gone(self) -> None:
-        self._gone_at = time.monotonic()
+    def _on_controller_lost(self) -> None:
+        self._lost_at = time.monotonic()
         if self._agent is not None:
-            self._agent.cut()
+            self._agent.close_lifeline()
 
-    def _take_signals(self) -> None:
-        """
-        Whoever signals this process means the agent; before there is one, there is nothing to end.
-        """
-        for number in os.read(self._signals, 64):
-            if number in _PASSED_ON and self._agent is not None:
-                self._agent.signal(number)
-            elif number in _PASSED_ON:
+    def _read_signals(self) -> None:
+        """Forward signals to the agent; without an agent, exit."""
+        for number in os.read(self._signal_fd, 64):
+            if number in FORWARDED_SIGNALS and self._agent is not None:
+                self._agent.send_signal(number)
+            elif number in FORWARDED_SIGNALS:
                 os._exit(128 + number)
 
-    # What the front says
+    # Frames of the controller
     # ----------------------------------------------------------------------------------------------
 
-    def _check(self, payload: bytes) -> None:
+    def _on_check(self, payload: bytes) -> None:
         import pdrun
 
         folder = str(json.loads(payload)["folder"])
@@ -180,101 +200,109 @@ class _FarEnd:
             os.chdir(folder)
             os.environ["PWD"] = folder
         except OSError as problem:
-            error = f"the folder {folder} cannot be entered there: {problem.strerror}"
-        self._out.put(
-            frames.GREETING
-            + message(
-                frames.HELLO,
-                {
-                    "version": pdrun.__version__,
-                    "python": platform.python_version(),
-                    "host": socket.gethostname(),
-                    "connection": os.environ.get("SSH_CONNECTION", ""),
-                    "error": error,
-                },
-            )
-        )
+            error = f"cannot change to the folder {folder} there: {problem.strerror}"
+        hello = {
+            "version": pdrun.__version__,
+            "python": platform.python_version(),
+            "host": socket.gethostname(),
+            "connection": os.environ.get("SSH_CONNECTION", ""),
+            "error": error,
+        }
+        self._writer.put(frames.GREETING + encode_message(frames.HELLO, hello))
 
-    def _listen(self, payload: bytes) -> None:
-        wanted = json.loads(payload)
+    def _on_listen(self, payload: bytes) -> None:
+        request = json.loads(payload)
         try:
-            self._listener = _bound(wanted["addresses"], wanted["interface"], far=wanted["far"])
+            self._listener = _bind_scheduler(
+                request["addresses"],
+                request["interface"],
+                has_remote_nodes=request["far"],
+            )
         except Exception as error:
-            self._out.put(message(frames.LISTENING, {"error": str(error)}))
+            self._writer.put(encode_message(frames.LISTENING, {"error": str(error)}))
             return
         host, port = self._listener.getsockname()[:2]
-        self._out.put(message(frames.LISTENING, {"host": host, "port": port}))
+        self._writer.put(encode_message(frames.LISTENING, {"host": host, "port": port}))
 
-    def _order(self, payload: bytes) -> None:
+    def _on_order(self, payload: bytes) -> None:
+        """Start the agent."""
         order: dict[str, Any] = json.loads(payload)
         os.environ.update(order["env"])
         fd = self._listener.fileno() if self._listener is not None else None
-        line = (
-            json.dumps(
-                {**order["agent"], "scheduler_fd": fd, "nofile": process_setup.user_nofile_limit()}
-            )
-            + "\n"
+        agent_payload = {
+            **order["agent"],
+            "scheduler_fd": fd,
+            "nofile": process_setup.user_nofile_limit(),
+        }
+        start = AgentStart(
+            order["node"], json.dumps(agent_payload) + "\n", () if fd is None else (fd,)
         )
-        agent = LocalAgent(
-            AgentStart(order["node"], line, () if fd is None else (fd,)), agent_command()
-        )
+        agent = LocalAgentHandle(start, agent_command())
         agent.start()
         if self._listener is not None:
             self._listener.close()
-        agent.order()
+        agent.send_payload()
         self._agent = agent
 
-    def _signal(self, payload: bytes) -> None:
-        if self._agent is not None and self._agent.end is None:
+    def _on_signal(self, payload: bytes) -> None:
+        if self._agent is not None and self._agent.exit is None:
             number = int(payload)
             if number == signal.SIGKILL:
                 self._agent.kill()
             else:
-                self._agent.signal(number)
+                self._agent.send_signal(number)
 
-    def _hold(self, payload: bytes) -> None:
-        self._held = set(json.loads(payload)["streams"])
+    def _on_hold(self, payload: bytes) -> None:
+        self._held_streams = set(json.loads(payload)["streams"])
 
 
-def _bound(addresses: list[str], interface: str, *, far: bool) -> socket.socket:
+def _bind_scheduler(
+    addresses: list[str], interface: str, *, has_remote_nodes: bool
+) -> socket.socket:
     """
     Return a listening socket on an address by which the other nodes reach this one.
 
     Args:
-        addresses: what the front knows of it, the best first; those that are not this machine's are
-            passed over.
-        interface: the user's choice: a name or an address of this machine; counts before
-            everything.
-        far: some of the other nodes are other machines, which loopback does not reach.
+        addresses: addresses that the controller knows, the best first. Those of other machines are
+            skipped.
+        interface: the user's choice, a name or an address of this machine; it overrides the
+            addresses.
+        has_remote_nodes: some nodes are on other machines, which cannot reach loopback.
+
+    Raises:
+        ConfigError: no address is one of this machine.
     """
     from pdrun.endpoint import Endpoint
     from pdrun.errors import ConfigError
     from pdrun.launcher.common import network
     from pdrun.rendezvous.transport.listen import bind_listener
 
-    own = network.addresses()
+    own = network.list_addresses()
     if interface:
         found = [address for name, address in own if interface in (name, address)]
         if not found:
             known = ", ".join(dict.fromkeys(name for name, _ in own))
             raise ConfigError(
-                f"{interface!r} is no interface or address there",
+                f"{interface!r} is not an interface or address there",
                 where="--interface",
-                hint=f"there are {known}",
+                hint=f"use one of {known}",
             )
         return bind_listener(Endpoint(found[0], 0), backlog=1024)
-    mine = {address.partition("%")[0]: address for _, address in own}
-    for address in (one for wanted in addresses for one in network.resolve(wanted)):
-        if address.partition("%")[0] in mine and not (far and network.is_loopback(address)):
-            return bind_listener(Endpoint(mine[address.partition("%")[0]], 0), backlog=1024)
+    by_plain_address = {address.partition("%")[0]: address for _, address in own}
+    for wanted in addresses:
+        for address in network.resolve_host(wanted):
+            own_address = by_plain_address.get(address.partition("%")[0])
+            is_reachable = not (has_remote_nodes and network.is_loopback(address))
+            if own_address is not None and is_reachable:
+                return bind_listener(Endpoint(own_address, 0), backlog=1024)
     raise ConfigError(
-        f"none of {', '.join(addresses) or 'no address'} is an address there",
+        f"{', '.join(addresses) or 'no address'}: not an address there",
         hint="name one with --interface",
     )
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has told already."""
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor has received the number already."""
 
 
 if __name__ == "__main__":

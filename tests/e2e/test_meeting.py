@@ -214,7 +214,7 @@ def test_a_port_that_something_else_holds_is_said_at_once(shell: Shell) -> None:
         )
         assert first.wait(15) == 78
         assert time.monotonic() - start < 12
-    assert f"error: {where}: port" in first.err and "and that is no scheduler" in first.err
+    assert f"error: {where}: port" in first.err and "which is not a scheduler" in first.err
 
 
 def test_join_needs_only_the_address(shell: Shell) -> None:
@@ -244,7 +244,7 @@ def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_scr
     scheduler = shell.start("scheduler", "--nodes", "2", "--listen", where)
     scheduler.expect(f"pdrun --nodes 2 --scheduler {where} --no-serve SCRIPT")
     joiner = shell.start("join", where, "--node-name", "b")
-    joiner.expect("does not know yet what the job runs", timeout=15)
+    joiner.expect("has no specification of the job yet", timeout=15)
     first = node(shell, where, "a", script, "--no-serve")
     assert [first.wait(30), joiner.wait(30), scheduler.wait(15)] == [0, 0, 0], joiner.err
     assert [found[:2] for found in hellos(first, joiner)] == [(0, 2), (1, 2)]

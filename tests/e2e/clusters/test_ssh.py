@@ -302,7 +302,7 @@ def test_a_folder_that_is_not_there(cluster: Cluster) -> None:
     code, _, err = cluster.run("pdrun", "--hosts", "h2,h3", "--chdir", "/no/such/folder", "x.py")
     assert code == 69
     assert (
-        err.count("the folder /no/such/folder cannot be entered there: No such file or directory")
+        err.count("cannot change to the folder /no/such/folder there: No such file or directory")
         == 2
     )
 

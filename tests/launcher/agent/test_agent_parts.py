@@ -16,10 +16,10 @@ from pdrun.clock import FakeClock
 from pdrun.endpoint import Endpoint
 from pdrun.launcher.agent.announcer import ANNOUNCE_DELAY_SECONDS, Announcer
 from pdrun.launcher.agent.generation import run_preflight
-from pdrun.launcher.common.oom import count_oom_kills
+from pdrun.launcher.common.procfs import count_oom_kills
 from pdrun.launcher.common.signals import SignalReceiver
 from pdrun.launcher.jobs.run_record import make_run_name
-from pdrun.launcher.launch.join import joined_spec
+from pdrun.launcher.launch.join import merge_spec
 from pdrun.launcher.plan.environment import build_worker_env
 from pdrun.launcher.plan.model import WorkerPlan
 from pdrun.rendezvous.protocol.messages import StopWorkers, Verdict
@@ -172,7 +172,7 @@ def test_what_the_scheduler_process_notes_is_shown(tmp_path):
 def test_joiners_get_the_job_and_not_the_place():
     spec = replace(make_plan(2, nodes=2, node_rank=0).spec, env={"A": "1"})
     here = Endpoint("10.0.0.1", 9)
-    joined = joined_spec(
+    joined = merge_spec(
         spec.to_shared_json(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here
     )
     assert (joined.place.node_rank, joined.place.node_name, joined.place.scheduler) == (
@@ -189,7 +189,9 @@ def test_joiners_get_the_job_and_not_the_place():
 
 
 def test_run_names_are_unique_and_fit_for_a_path():
-    names = {make_run_name(make_plan(argv=("/some/where/odd name!.py",), job="")) for _ in range(20)}
+    names = {
+        make_run_name(make_plan(argv=("/some/where/odd name!.py",), job="")) for _ in range(20)
+    }
     assert len(names) == 20
     assert all(name.startswith("odd-name-") and "/" not in name for name in names)
 

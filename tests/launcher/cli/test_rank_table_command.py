@@ -87,10 +87,10 @@ def test_a_table_of_a_job_that_runs(pdrun: Call, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (("make", "--hosts", "a:2", "--hostfile", "x"), 2, "each give the hosts"),
+        (("make", "--hosts", "a:2", "--hostfile", "x"), 2, "exclude each other"),
         (("make", "--hosts", "a:2,b:2"), 2, "nobody gives an address for device 0 of a"),
-        (("make", "--hosts", "a,b", "--hccn", "x"), 2, "does not say whose addresses"),
-        (("make", "--hosts", "a,b", "--hccn", "c=x"), 2, "c is none of the hosts"),
+        (("make", "--hosts", "a,b", "--hccn", "x"), 2, "must be HOST=FILE"),
+        (("make", "--hosts", "a,b", "--hccn", "c=x"), 2, "c is not in the list of hosts"),
         (("make", "--hosts", "a;b"), 2, "is neither a host name"),
         (("make", "--hosts", "a:1", "--devices", "x"), 2, "--devices: 'x' is not a whole number"),
         (("make", "--hosts", "a:1", "-o", "/nope/t.json"), 78, "/nope/t.json: cannot be written"),

@@ -17,29 +17,29 @@ from pathlib import Path
 import pytest
 
 from pdrun.launcher.config.spec import JobSpec, Program, Resources
-from pdrun.launcher.controller import controller as front
-from pdrun.launcher.controller.agent_handle import LocalAgent, agent_command
-from pdrun.launcher.controller.controller import Patience, verdict_code
-from pdrun.launcher.controller.local import AgentStart, agent_starts, bind_scheduler
-from pdrun.launcher.controller.ssh_agent import RemoteAgent
+from pdrun.launcher.controller import controller, exit_policy
+from pdrun.launcher.controller.agent_handle import LocalAgentHandle, agent_command
+from pdrun.launcher.controller.exit_policy import ShutdownTimer, job_exit_code
+from pdrun.launcher.controller.local import AgentStart, bind_scheduler, make_agent_starts
+from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.security import Secret
 
 RUN = """
 import json, os, sys
-from pdrun.launcher.controller import controller as front
+from pdrun.launcher.controller import controller, exit_policy
 from pdrun.launcher.controller.local import AgentStart
 from pdrun.launcher.output.console import Console
-from pdrun.launcher.controller.agent_handle import LocalAgent
-front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT, front.AFTER_EARLY = 0.5, 0.5, 0.5, 0.5
+from pdrun.launcher.controller.agent_handle import LocalAgentHandle
+exit_policy.AFTER_EXIT_SECONDS, exit_policy.AFTER_KILL_SECONDS, exit_policy.AFTER_CLOSE_SECONDS, exit_policy.AFTER_EARLY_EXIT_SECONDS = 0.5, 0.5, 0.5, 0.5
 codes = json.loads(sys.argv[1])
 lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in codes]
 starts = [AgentStart(f"node{i}", line) for i, line in enumerate(lines)]
 agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
 agent += "os.write(0, order['said'].encode())\\nexec(order['code'])"
 command = [sys.executable, "-u", "-c", agent]
-agents = [LocalAgent(start, command) for start in starts]
-job = front.Front(agents, Console(), grace=0.2, outlives=sys.argv[3] == "outlives")
+agents = [LocalAgentHandle(start, command) for start in starts]
+job = controller.Controller(agents, Console(), grace=0.2, can_restart=sys.argv[3] == "outlives")
 job.start()
 sys.exit(job.run())
 """
@@ -53,7 +53,7 @@ sys.exit(70)
 """
 
 
-class Fronted:
+class ControlledJob:
     """
     A front with fake agents, in a process of its own; they say at once what real ones say later:
     up, running.
@@ -107,7 +107,7 @@ def test_output_is_merged_by_whole_lines_and_streams_stay_apart(tmp_path: Path) 
         "for i in range(3000):\n os.write(1, b'node%d out ' % NODE); os.write(1, b'%d\\n' % i)\n"
         "os.write(2, b'node%d err\\n' % NODE)"
     )
-    job = Fronted(tmp_path, *(code.replace("NODE", str(node)) for node in range(3)))
+    job = ControlledJob(tmp_path, *(code.replace("NODE", str(node)) for node in range(3)))
     status, out, err = job.finish()
     assert status == 0
     for node in range(3):
@@ -117,14 +117,14 @@ def test_output_is_merged_by_whole_lines_and_streams_stay_apart(tmp_path: Path) 
 
 
 def test_the_verdict_s_code_is_the_front_s(tmp_path: Path) -> None:
-    assert Fronted(tmp_path, "sys.exit(42)", "sys.exit(42)").finish() == (42, "", "")
+    assert ControlledJob(tmp_path, "sys.exit(42)", "sys.exit(42)").finish() == (42, "", "")
 
 
 def test_codes_that_differ_are_told(tmp_path: Path) -> None:
-    status, _, err = Fronted(tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)").finish()
+    status, _, err = ControlledJob(tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)").finish()
     assert status == 69
     told = re.search(
-        r"the nodes ended with different codes \((.*), (.*)\); this is the first that is not 0: 69",
+        r"the nodes ended with different codes \((.*), (.*)\); using the first that is not 0: 69",
         err,
     )
     assert told is not None and sorted(told.groups()) == ["node0: 0", "node1: 69"], (
@@ -139,7 +139,7 @@ def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
         "    signal.signal(n, lambda n, f: (seen.append(n), print(n)))\n"
         "print('up')\nwhile signal.SIGTERM not in seen: time.sleep(0.01)\nsys.exit(7)"
     )
-    job = Fronted(tmp_path, code, code)
+    job = ControlledJob(tmp_path, code, code)
     assert job.lines(2) == [b"up\n"] * 2
     for number in (signal.SIGUSR1, signal.SIGINT):
         job.process.send_signal(number)
@@ -149,7 +149,7 @@ def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
 
 
 def test_killing_the_front_ends_the_agents(tmp_path: Path) -> None:
-    job = Fronted(tmp_path, UNTIL_EOF, UNTIL_EOF)
+    job = ControlledJob(tmp_path, UNTIL_EOF, UNTIL_EOF)
     assert job.lines(2) == [b"up\n"] * 2
     pids = job.pids()
     job.process.kill()
@@ -159,7 +159,7 @@ def test_killing_the_front_ends_the_agents(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_killed_is_named_and_the_others_decide(tmp_path: Path) -> None:
-    status, _, err = Fronted(
+    status, _, err = ControlledJob(
         tmp_path, "os.kill(os.getpid(), 9)", "time.sleep(0.3); sys.exit(137)"
     ).finish()
     assert status == 137
@@ -171,14 +171,14 @@ def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(
     tmp_path: Path, end: str
 ) -> None:
     first = "time.sleep(3); sys.exit(0)"  # longer than the others of a fixed job would be given
-    status, _, err = Fronted(tmp_path, first, f"time.sleep(0.1); {end}", outlives=True).finish()
+    status, _, err = ControlledJob(tmp_path, first, f"time.sleep(0.1); {end}", outlives=True).finish()
     assert status == 0
     assert "did not end" not in err and "different codes" not in err
 
 
 def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
     begin = time.monotonic()
-    status, _, err = Fronted(
+    status, _, err = ControlledJob(
         tmp_path, "time.sleep(0.1); sys.exit(69)", UNTIL_EOF, outlives=True
     ).finish()
     assert status == 69 and "node1 did not end with the others" in err
@@ -190,7 +190,7 @@ def test_agents_are_told_that_a_stop_is_for_all(tmp_path: Path) -> None:
         "signal.signal(15, lambda n, f: (print(os.read(0, 9), 'signalled', flush=True), sys.exit(143)))\nprint('up')\n"
         "time.sleep(60)"
     )
-    job = Fronted(tmp_path, code)
+    job = ControlledJob(tmp_path, code)
     assert job.lines(1) == [b"up\n"]
     job.process.send_signal(signal.SIGTERM)
     status, out, _ = job.finish()
@@ -202,47 +202,47 @@ def test_an_agent_killed_before_the_job_began_ends_the_others_at_once(
     tmp_path: Path, said: str
 ) -> None:
     start = time.monotonic()
-    status, _, err = Fronted(
+    status, _, err = ControlledJob(
         tmp_path, "time.sleep(0.2); os.kill(os.getpid(), 9)", UNTIL_EOF, said=said
     ).finish()
     assert status == 137
     assert (
         err
-        == "pdrun: the agent of node0 was killed by SIGKILL before the job began; stopping the others\n"
+        == "pdrun: the agent of node0 was killed by SIGKILL before the job started; stopping the others\n"
     )
     assert time.monotonic() - start < 3
 
 
 def test_an_agent_that_fails_before_the_job_began_ends_others_that_hang(tmp_path: Path) -> None:
     hung = "signal.signal(15, signal.SIG_IGN)\nwhile True: time.sleep(0.05)"
-    status, _, err = Fronted(tmp_path, "sys.exit(77)", UNTIL_EOF, hung, said="u").finish()
+    status, _, err = ControlledJob(tmp_path, "sys.exit(77)", UNTIL_EOF, hung, said="u").finish()
     assert status == 77
     assert "pdrun: killing the agent of node2" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
 def test_the_front_answers_for_agents_that_take_no_signals_yet(tmp_path: Path, number: int) -> None:
-    job = Fronted(tmp_path, UNTIL_EOF, UNTIL_EOF, said="")
+    job = ControlledJob(tmp_path, UNTIL_EOF, UNTIL_EOF, said="")
     assert job.lines(2) == [b"up\n"] * 2
     job.process.send_signal(signal.SIGUSR1)
     job.process.send_signal(number)
     status, _, err = job.finish()
     assert (status, err) == (
         128 + number,
-        f"pdrun: stopped by {signal.Signals(number).name} before the job began\n",
+        f"pdrun: stopped by {signal.Signals(number).name} before the job started\n",
     )
     assert gone(job.pids(), 1.0)
 
 
 def test_when_all_are_killed_the_first_signal_is_the_code(tmp_path: Path) -> None:
     assert (
-        Fronted(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
+        ControlledJob(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
     )
 
 
 def test_an_agent_that_stays_is_asked_then_cut_then_killed(tmp_path: Path) -> None:
     stubborn = "signal.signal(15, lambda n, f: print('asked'))\nwhile True: time.sleep(0.05)"
-    job = Fronted(tmp_path, "time.sleep(0.3); sys.exit(78)", UNTIL_EOF, stubborn)
+    job = ControlledJob(tmp_path, "time.sleep(0.3); sys.exit(78)", UNTIL_EOF, stubborn)
     start = time.monotonic()
     status, out, err = job.finish()
     assert status == 78
@@ -255,7 +255,7 @@ def test_an_agent_that_stays_is_asked_then_cut_then_killed(tmp_path: Path) -> No
 
 def test_the_third_stop_signal_cuts_the_lifelines(tmp_path: Path) -> None:
     code = "for n in (2, 15): signal.signal(n, lambda n, f: print('ignored'))\n" + UNTIL_EOF
-    job = Fronted(tmp_path, code)
+    job = ControlledJob(tmp_path, code)
     assert job.lines(1) == [b"up\n"]
     for _ in range(2):
         job.process.send_signal(signal.SIGINT)
@@ -266,7 +266,7 @@ def test_the_third_stop_signal_cuts_the_lifelines(tmp_path: Path) -> None:
 
 def test_a_closed_stdout_does_not_end_the_job(tmp_path: Path) -> None:
     code = "for i in range(5000): print('x' * 99)\nopen('done', 'w').close()"
-    job = Fronted(tmp_path, code)
+    job = ControlledJob(tmp_path, code)
     assert job.lines(1) == [b"x" * 99 + b"\n"]
     job.process.stdout.close()
     assert job.process.wait(30) == 0
@@ -283,7 +283,7 @@ open('full', 'w').close()
 """
 
 
-def full(job: Fronted) -> None:
+def full(job: ControlledJob) -> None:
     """Wait until nobody takes more of the output."""
     deadline = time.monotonic() + 30
     while not (job.folder / "full").exists():
@@ -291,7 +291,7 @@ def full(job: Fronted) -> None:
         time.sleep(0.005)
 
 
-def unread(job: Fronted) -> tuple[int, str]:
+def unread(job: ControlledJob) -> tuple[int, str]:
     """Return exit code and stderr of a front whose stdout nobody reads."""
     try:
         code = job.process.wait(20)
@@ -301,14 +301,14 @@ def unread(job: Fronted) -> tuple[int, str]:
 
 
 def test_without_a_reader_the_front_ends_when_all_have_ended(tmp_path: Path) -> None:
-    code, err = unread(Fronted(tmp_path, FLOOD + "flood(32768); sys.exit(3)"))
+    code, err = unread(ControlledJob(tmp_path, FLOOD + "flood(32768); sys.exit(3)"))
     assert code == 3 and "pdrun: stdout: its reader took nothing for 2 s" in err
 
 
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
     flooding = f"signal.signal(2, lambda n, f: {'os._exit(130)' if obeys else 0})\nsignal.signal(15, lambda n, f: 0)\n"
-    job = Fronted(
+    job = ControlledJob(
         tmp_path,
         flooding + FLOOD + "flood(1 << 20)",
         "signal.signal(2, lambda n, f: sys.exit(130))\n" + ("print('up')\ntime.sleep(60)"),
@@ -320,7 +320,7 @@ def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
 
 
 def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path) -> None:
-    job = Fronted(
+    job = ControlledJob(
         tmp_path,
         "stops = []\nsignal.signal(2, lambda n, f: (stops.append(n), os.write(2, b'stop\\n')))\n"
         + FLOOD
@@ -331,7 +331,7 @@ def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path)
     assert job.process.stderr.readline() == b"stop\n"
     job.process.send_signal(signal.SIGINT)
     code, err = unread(job)
-    assert code == 130 and re.search("pdrun: [0-9]+ bytes not shown: their reader was behind", err)
+    assert code == 130 and re.search("pdrun: [0-9]+ bytes of output not shown: their reader was behind", err)
 
 
 def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path) -> None:
@@ -339,22 +339,22 @@ def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path
     A stop kills an agent whose order is still on its way: its descriptor is ready, closed, and
     another's by now.
     """
-    agent = RemoteAgent("node0", [sys.executable, "-c", "import time; time.sleep(60)"])
+    agent = RemoteAgentHandle("node0", [sys.executable, "-c", "import time; time.sleep(60)"])
     agent.connect(str(tmp_path), first=b"x" * (1 << 20))
     try:
         (ready,) = [
-            fd for fd, mask in agent.descriptors(lambda stream: False) if mask == select.POLLOUT
+            fd for fd, mask in agent.poll_descriptors(lambda stream: False) if mask == select.POLLOUT
         ]
         agent.kill()
         with (tmp_path / "other").open("wb+", buffering=0) as other:
             other.write(b"not for it")
             other.seek(0)
             os.dup2(other.fileno(), ready)
-            assert list(agent.take(ready)) == []
+            assert list(agent.read_output(ready)) == []
             os.close(ready)
             assert other.read() == b"not for it"
     finally:
-        agent.drop()
+        agent.abort()
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
@@ -362,8 +362,8 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     fds = set(os.listdir("/proc/self/fd"))
-    job = front.Front(
-        [LocalAgent(AgentStart("node0", "{}\n"), ["/no/such/program"])], Console(), grace=1.0
+    job = controller.Controller(
+        [LocalAgentHandle(AgentStart("node0", "{}\n"), ["/no/such/program"])], Console(), grace=1.0
     )
     with pytest.raises(FileNotFoundError):
         job.start()
@@ -389,15 +389,15 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
     ],
 )
 def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:
-    found, note = verdict_code(ends, asked=asked)
+    found, note = job_exit_code(ends, asked=asked)
     assert (found, bool(note)) == (code, told)
 
 
 def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None:
     ends = [("node2", -9), ("node1", 143), ("node0", 0)]
-    assert verdict_code(ends, leader="node0") == (0, "")
-    assert verdict_code([("node1", 143), ("node0", -9)], leader="node0") == (143, "")
-    assert verdict_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (
+    assert job_exit_code(ends, leader="node0") == (0, "")
+    assert job_exit_code([("node1", 143), ("node0", -9)], leader="node0") == (143, "")
+    assert job_exit_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (
         69,
         "",
     )
@@ -416,30 +416,30 @@ def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None
 def test_the_users_stop_wins_over_what_follows_from_it(
     ends: list[tuple[str, int]], asked: list[str], stops: list[int], code: int
 ) -> None:
-    assert verdict_code(ends, asked=asked, stops=stops) == (code, "")
+    assert job_exit_code(ends, asked=asked, stops=stops) == (code, "")
 
 
 def test_patience_is_longer_when_an_agent_was_killed() -> None:
-    for killed, term in ((False, front.AFTER_EXIT), (True, front.AFTER_KILL + 30)):
-        patience = Patience(30.0)
-        patience.first_end(100.0, killed=killed)
-        patience.first_end(110.0, killed=False)
-        assert patience.due(100.0 + term - 0.1) == ""
-        assert [patience.due(100.0 + term), patience.due(100.0 + term)] == ["term", ""]
-        assert [patience.due(1000.0), patience.due(1000.0), patience.due(1000.0)] == [
-            "cut",
+    for killed, term in ((False, exit_policy.AFTER_EXIT_SECONDS), (True, exit_policy.AFTER_KILL_SECONDS + 30)):
+        timer = ShutdownTimer(30.0)
+        timer.on_agent_exit(100.0, is_killed=killed)
+        timer.on_agent_exit(110.0, killed=False)
+        assert timer.next_step(100.0 + term - 0.1) == ""
+        assert [timer.next_step(100.0 + term), timer.next_step(100.0 + term)] == ["term", ""]
+        assert [timer.next_step(1000.0), timer.next_step(1000.0), timer.next_step(1000.0)] == [
+            "close",
             "kill",
             "",
         ]
 
 
 def test_before_there_are_workers_patience_is_short() -> None:
-    for killed, cut in ((True, 100.0), (False, 100.0 + front.AFTER_EARLY)):
-        patience = Patience(30.0)
-        patience.first_end(100.0, killed=killed, running=False)
-        assert patience.due(cut - 0.1) == ""
-        assert [patience.due(cut), patience.due(cut), patience.due(cut + front.AFTER_EARLY)] == [
-            "cut",
+    for killed, cut in ((True, 100.0), (False, 100.0 + exit_policy.AFTER_EARLY_EXIT_SECONDS)):
+        timer = ShutdownTimer(30.0)
+        timer.on_agent_exit(100.0, is_killed=killed, has_workers=False)
+        assert timer.next_step(cut - 0.1) == ""
+        assert [timer.next_step(cut), timer.next_step(cut), timer.next_step(cut + exit_policy.AFTER_EARLY_EXIT_SECONDS)] == [
+            "close",
             "",
             "kill",
         ]
@@ -448,8 +448,8 @@ def test_before_there_are_workers_patience_is_short() -> None:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        (b"", "no order came on standard input"),
-        (b"x" * (17 << 20), "the order is longer than 16 MiB"),
+        (b"", "standard input ended without a payload"),
+        (b"x" * (17 << 20), "the payload is longer than 16 MiB"),
     ],
 )
 def test_what_is_wrong_with_an_order_is_told(order: bytes, words: str) -> None:
@@ -482,16 +482,16 @@ def test_what_each_agent_is_told() -> None:
     secret = Secret.random()
     with bind_scheduler() as listener:
         host, port = listener.getsockname()
-        starts = agent_starts(
-            plan, listener, secret, front=7, screen={"tty": [True, False], "colour": False}
+        starts = make_agent_starts(
+            plan, listener, secret, controller_pid=7, process_data={"tty": [True, False], "colour": False}
         )
         fd = listener.fileno()
     assert host == "127.0.0.1"
     assert [start.pass_fds for start in starts] == [(fd,), (), ()]
     assert secret.reveal().hex() not in repr(starts)
     for index, start in enumerate(starts):
-        assert re.fullmatch(r".*\n", start.line)
-        order = json.loads(start.line)
+        assert re.fullmatch(r".*\n", start.payload)
+        order = json.loads(start.payload)
         got = JobSpec.from_json(order["spec"])
         assert (got.place.simulated, got.place.node_rank, got.place.local) == (
             (index, 3),

@@ -25,11 +25,9 @@ from pdrun.launcher.adapters import ssh_command as sshcommand
 from pdrun.launcher.adapters.mpirun_command import MpirunProgram, identify_mpirun
 from pdrun.launcher.common.signals import STOP_SIGNALS
 from pdrun.launcher.config.spec import JobSpec, Program
-from pdrun.launcher.controller import bundle as ship
-from pdrun.launcher.controller import frames
-from pdrun.launcher.controller import payload as order
-from pdrun.launcher.controller.external import _Tending
-from pdrun.launcher.controller.frames import Frames, Outbox, frame
+from pdrun.launcher.controller import bundle, frames, payload
+from pdrun.launcher.controller.external import ExternalJob
+from pdrun.launcher.controller.frames import FrameReader, NonblockingWriter, encode_frame
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan import external as through
 from pdrun.launcher.plan.hosts import select_forwarded
@@ -52,38 +50,38 @@ ANY_TEXT = st.text(
 def test_frames_come_out_as_they_went_in_however_they_are_cut(
     sent: list[tuple[bytes, bytes]], noise: bytes, seed: int
 ) -> None:
-    data = noise + frames.GREETING + b"".join(frame(kind, payload) for kind, payload in sent)
+    data = noise + frames.GREETING + b"".join(encode_frame(kind, body) for kind, body in sent)
     chance, found, cut = random.Random(seed), list[tuple[bytes, bytes]](), 0
-    reader = Frames()
+    reader = FrameReader()
     while cut < len(data):
         size = chance.randint(1, 40)
         found += reader.feed(data[cut : cut + size])
         cut += size
     assert found == sent
-    assert reader.greeted and reader.noise == noise
+    assert reader.is_greeted and reader.noise == noise
 
 
 @given(st.binary(max_size=2000))
 def test_noise_never_breaks_the_reader(data: bytes) -> None:
     try:
-        list(Frames(greeted=True).feed(data))
+        list(FrameReader(is_greeted=True).feed(data))
     except RendezvousError:
         pass
-    list(Frames().feed(data))
+    list(FrameReader().feed(data))
 
 
 def test_what_is_no_far_end_is_given_up() -> None:
-    with pytest.raises(RendezvousError, match="something else writes"):
-        list(Frames(greeted=True).feed(b"Welcome to this machine!"))
-    with pytest.raises(RendezvousError, match="no greeting"):
-        list(Frames().feed(b"x" * (frames.NOISE + 1)))
+    with pytest.raises(RendezvousError, match="something other than pdrun writes"):
+        list(FrameReader(is_greeted=True).feed(b"Welcome to this machine!"))
+    with pytest.raises(RendezvousError, match="without a greeting"):
+        list(FrameReader().feed(b"x" * (frames.MAX_NOISE_BYTES + 1)))
     with pytest.raises(ValueError):
-        frame(b"O", bytes(frames.LONGEST + 1))
+        encode_frame(b"O", bytes(frames.MAX_FRAME_BYTES + 1))
 
 
 def test_an_outbox_never_waits() -> None:
     read, write = os.pipe()
-    box = Outbox(write)
+    box = NonblockingWriter(write)
     data = os.urandom(1 << 20)
     began = time.monotonic()
     box.put(data)
@@ -102,18 +100,18 @@ def test_an_outbox_never_waits() -> None:
 @given(st.dictionaries(ANY_TEXT, ANY_TEXT, max_size=5))
 def test_an_order_survives(env: dict[str, str]) -> None:
     told = {"env": env, "spec": "{}"}
-    assert order.decode(order.encode(told)) == told
+    assert payload.decode(payload.encode(told)) == told
 
 
 @pytest.mark.parametrize("text", ["", "x", "eJw=", "!!!!", "bm90IHpsaWI="])
 def test_what_is_no_order_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no order"):
-        order.decode(text)
+    with pytest.raises(ConfigError, match="not a payload"):
+        payload.decode(text)
 
 
 def test_an_order_that_is_too_long_is_refused_before_anything_starts() -> None:
-    with pytest.raises(UsageError, match="122880 fit"):
-        order.encode({"env": {"X": os.urandom(200_000).hex()}})
+    with pytest.raises(UsageError, match="must fit in 122880"):
+        payload.encode({"env": {"X": os.urandom(200_000).hex()}})
 
 
 # ssh
@@ -225,7 +223,7 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
         (
             1,
-            "far end: pyzmq and psutil are needed there (zmq is missing; ...)",
+            "far end: pyzmq and psutil must be installed there (zmq is missing; ...)",
             "cannot be taken along",
         ),
         (9, "strange", "ended with code 9 (strange)"),
@@ -241,7 +239,7 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4.
     """
     from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, RemoteOptions
-    from pdrun.launcher.controller.ssh import Reaching
+    from pdrun.launcher.controller.host_connector import HostConnector
     from pdrun.launcher.plan.hosts import plan_hosts
     from pdrun.launcher.plan.model import Facts
     from pdrun.topology import CpuSet
@@ -258,7 +256,7 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     )
     plan = plan_hosts(spec, facts, {}, "job", ())
     with pytest.raises(RendezvousError, match=r"30 of 30 host\(s\) cannot serve"):
-        Reaching(plan, window=4).everybody()
+        HostConnector(plan, max_parallel=4).connect_all()
     at_once = most = 0
     for mark in (tmp_path / "log").read_text().split():
         at_once += 1 if mark == "+" else -1
@@ -383,8 +381,8 @@ def test_a_tasks_place_is_its_hosts() -> None:
 
 
 def test_the_cargo_is_this_installation_and_always_the_same() -> None:
-    load = ship.cargo()
-    assert load == ship.cargo()
+    load = bundle.cargo()
+    assert load == bundle.cargo()
     names = set(zipfile.ZipFile(BytesIO(load.archive)).namelist())
     assert {
         "pure/pdrun/__init__.py",
@@ -436,7 +434,7 @@ def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
     plan = SimpleNamespace(
         through=ExternalLaunch("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
     )
-    tending = _Tending(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
+    tending = ExternalJob(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         tending.run()
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before

@@ -22,7 +22,7 @@ from pdrun.errors import PdrunError
 from pdrun.launcher.cli import run as cli_run
 from pdrun.launcher.config import aliases, run_options
 from pdrun.launcher.config.options import Option
-from pdrun.launcher.launch import prestart as ahead
+from pdrun.launcher.launch import prestart
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import fork_server_command
 from pdrun.launcher.stdlib_only import supervisor
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     yield tmp_path
-    ahead.drop()
+    prestart.discard()
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_what_is_guessed_from_the_words(words: str, found: str | None) -> None:
     listed = words.split()
-    place = ahead.script(listed, os.environ)
+    place = prestart.find_script_argument(listed, os.environ)
     assert (None if place is None else listed[place]) == found
 
 
 def test_options_in_the_environment_and_warm_processes_are_not_guessed_at(folder: Path) -> None:
-    assert ahead.script(["train.py"], {"PDRUN_START": "exec"}) is None
-    assert ahead.script(["train.py"], {"PDRUN_TOKEN": "x"}) == 0
-    assert ahead.script(["train.py"], {"LD_PRELOAD": "/lib/tool.so"}) is None
+    assert prestart.find_script_argument(["train.py"], {"PDRUN_START": "exec"}) is None
+    assert prestart.find_script_argument(["train.py"], {"PDRUN_TOKEN": "x"}) == 0
+    assert prestart.find_script_argument(["train.py"], {"LD_PRELOAD": "/lib/tool.so"}) is None
     around = {"XDG_RUNTIME_DIR": str(folder / "run")}
     (folder / "run" / "pdrun").mkdir(parents=True)
-    assert ahead.script(["train.py"], around) == 0
+    assert prestart.find_script_argument(["train.py"], around) == 0
     (folder / "run" / "pdrun" / "0123.sock").touch()
-    assert ahead.script(["train.py"], around) is None
-    assert ahead.script(["--no-warm", "train.py"], around) == 1
+    assert prestart.find_script_argument(["train.py"], around) is None
+    assert prestart.find_script_argument(["--no-warm", "train.py"], around) == 1
 
 
 @pytest.mark.parametrize(("most", "found"), [(63, None), (64, 0), (resource.RLIM_INFINITY, 0)])
@@ -103,7 +103,7 @@ def test_with_few_descriptors_nothing_is_guessed(
 ) -> None:
     """The complaint about the limit is then the only thing that happens."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
-    assert ahead.script(["train.py"], {}) == found
+    assert prestart.find_script_argument(["train.py"], {}) == found
 
 
 def planned(words: list[str]) -> LaunchPlan:
@@ -139,13 +139,13 @@ def test_every_option_that_changes_the_start_of_workers_is_known(
             else {""}
         ):
             words = [name, *([value] if row.metavar else []), "--backend", "cpu", "train.py"]
-            if name == "--backend" or name in ahead.ELSE:
+            if name == "--backend" or name in prestart.EXCLUDING_OPTIONS:
                 continue
             try:
                 plan = planned(words)
             except (PdrunError, click.ClickException):
                 continue
-            guessed = ahead.command(["train.py"], os.environ)
+            guessed = prestart.guess_command(["train.py"], os.environ)
             if plan.start_method.how == "fork" and plan.workers:
                 wanted = fork_server_command(plan)
                 assert guessed == (list(wanted.argv), dict(wanted.env), wanted.cwd), words
@@ -162,7 +162,7 @@ def test_the_guess_is_what_the_plan_asks_for(
     monkeypatch.setenv("SLURM_PROCID", "0")  # is scrubbed
     words = [script, "--lr", "0.1", "x" * 300]
     plan = planned([*given, "--backend", "cpu", *words])
-    guessed = ahead.command(words, os.environ)
+    guessed = prestart.guess_command(words, os.environ)
     assert (
         (guessed is not None)
         == (plan.start_method.how == "fork")
@@ -180,9 +180,9 @@ def running(pid: int) -> bool:
 
 def begun() -> tuple[int, int]:
     """Begin; return the pids of keeper and starter."""
-    ahead.begin(["train.py"])
-    assert ahead._ahead is not None
-    keeper = supervisor.find_process(ahead._ahead.pid)
+    prestart.start(["train.py"])
+    assert prestart._prestart is not None
+    keeper = supervisor.find_process(prestart._prestart.pid)
     assert keeper is not None
 
     def starters() -> list[int]:
@@ -204,17 +204,17 @@ def test_a_stopped_keeper_is_ended_as_well() -> None:
     pids = begun()
     os.kill(pids[0], signal.SIGSTOP)
     started = time.monotonic()
-    ahead.drop()
-    assert time.monotonic() - started < ahead.ENDING and not any(map(running, pids))
+    prestart.discard()
+    assert time.monotonic() - started < prestart.EXIT_SECONDS and not any(map(running, pids))
 
 
 def test_what_the_plan_asks_for_is_taken_over() -> None:
     pids = begun()
-    assert ahead._ahead is not None and ahead._ahead.command is not None
-    argv, env, cwd = ahead._ahead.command
+    assert prestart._prestart is not None and prestart._prestart.command is not None
+    argv, env, cwd = prestart._prestart.command
     wanted = WorkerCommand(-1, tuple(argv), env, cwd)
-    found = ahead.take(wanted)
-    assert found is not None and ahead.take(wanted) is None
+    found = prestart.claim(wanted)
+    assert found is not None and prestart.claim(wanted) is None
     keeper = SupervisorProcess(prestart=found)
     try:
         keeper.start_fork_server(wanted)  # starts no second one
@@ -234,15 +234,15 @@ def test_what_the_plan_asks_for_is_taken_over() -> None:
 @pytest.mark.parametrize("change", ["argv", "env", "cwd"])
 def test_what_differs_is_ended_before_anything_else_starts(change: str) -> None:
     pids = begun()
-    assert ahead._ahead is not None and ahead._ahead.command is not None
-    argv, env, cwd = ahead._ahead.command
+    assert prestart._prestart is not None and prestart._prestart.command is not None
+    argv, env, cwd = prestart._prestart.command
     wanted = WorkerCommand(-1, tuple(argv), env, cwd)
     others = {
         "argv": {"argv": (*argv[:-1], "-")},
         "env": {"env": {**env, "A": "b"}},
         "cwd": {"cwd": "/"},
     }
-    assert ahead.take(replace(wanted, **others[change])) is None  # type: ignore[arg-type]
+    assert prestart.claim(replace(wanted, **others[change])) is None  # type: ignore[arg-type]
     assert not any(map(running, pids))
 
 

@@ -200,7 +200,7 @@ def test_start_is_idempotent_and_status_tells(node: Node, warm: int) -> None:
 
 def test_status_says_that_there_is_none(node: Node, tmp_path: Path) -> None:
     code, out, err = node.run("warm", "status", env={"XDG_RUNTIME_DIR": str(tmp_path)})
-    assert code == 0 and not out and "there is no warm process of yours on this node" in err
+    assert code == 0 and not out and "no warm process of this user runs on this node" in err
     code, out, err = node.run("warm", "status", "--json", env={"XDG_RUNTIME_DIR": str(tmp_path)})
     assert code == 0 and not out and not err
 

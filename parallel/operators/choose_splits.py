@@ -1,8 +1,8 @@
 """
-How one operator is cut: from the layouts or counts of its inputs to a split along each axis.
+Choose how one operator is split, from the layouts or counts that the user gave for its inputs.
 
-Layouts name axes, so each axis is looked up by itself. Counts name none: the axes are given to
-them, outer axes to the dims named first.
+Layouts name axes: each axis is looked up separately. Counts name no axes: the axes are assigned to
+the counts, outer axes to the dims that are named first.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class SplitChooser:
         by_weight: bool = False,
     ) -> OperatorSharding:
         """
-        Return the choice for an operator whose inputs have these layouts.
+        Return the sharding of an operator whose inputs have these layouts.
 
         Args:
-            layouts: of each input; None leaves it open.
-            out: the layout that the first result should have, if one is known.
-            said: name of the entry, for errors.
-            by_weight: a weight's layout asks for it: axes that no weight names stay open.
+            layouts: one per input; None leaves it open.
+            out: the wanted layout of the first result, if known.
+            entry_name: name of the user's entry, for errors.
+            by_weight: the entry is a weight's layout: axes that it does not name stay open.
 
         Raises:
             UsageError: no split fits the layouts along some axis.
@@ -74,6 +74,7 @@ class SplitChooser:
         layouts: list[Any],
         entry_name: str,
     ) -> UsageError:
+        """Return the error for layouts that no split fits."""
         told = "; ".join(describe_split(split) for split in splits)
         where = f" at {operator.source}" if operator.source else ""
         asked = ", ".join(str(layout) for layout in layouts)
@@ -85,6 +86,7 @@ class SplitChooser:
     def _check_divisible(
         self, operator: Operator, splits: dict[str, OpSplit], entry_name: str
     ) -> None:
+        """Raise UsageError if a split cannot be made into so many shards."""
         for split in splits.values():
             parts = self.grid.group_size(
                 tuple(axis for axis, other in splits.items() if other == split)
@@ -99,8 +101,14 @@ class SplitChooser:
         self, operator: Operator, splits: list[OpSplit], wanted: tuple[Any, ...], entry_name: str
     ) -> OperatorSharding:
         """
-        Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the
+        Return the sharding of an operator whose inputs have these counts per dim.
+
+        Outer axes are assigned to the dims that are named first. Axes that no count needs repeat
+        the
         computation.
+
+        Raises:
+            UsageError: a count is missing, or no assignment of axes gives the counts.
         """
         counts = []
         for at, one in enumerate(wanted):
@@ -128,7 +136,7 @@ class SplitChooser:
         counts: list[DimCounts | None],
         chosen: dict[str, OpSplit],
     ) -> dict[str, OpSplit] | None:
-        """Return the first assignment of a split to each axis, by depth, that makes the counts."""
+        """Return the first assignment of splits to axes, depth first, that gives the counts."""
         if not axes:
             return chosen if self._compare_counts(counts, chosen) == 0 else None
         axis, *rest = axes
@@ -146,8 +154,10 @@ class SplitChooser:
 
     def _compare_counts(self, counts: list[DimCounts | None], chosen: dict[str, OpSplit]) -> int:
         """
-        Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where
-        they can't.
+        Compare the shards along the chosen axes with the counts.
+
+        Returns:
+            0 if they are equal, -1 if more axes can make them equal, 1 if they cannot.
         """
         short = False
         for at, wanted in enumerate(counts):
@@ -165,7 +175,7 @@ def _find_matching_split(
     splits: list[OpSplit], axis: str, layouts: list[L | None], out: L | None
 ) -> OpSplit | None:
     """
-    Return the split along an axis that fits the layouts, best one whose result is what is wanted.
+    Return a split that fits the layouts along an axis, if possible one with the wanted result.
     """
     wanted = [None if layout is None else states_of(layout).get(axis) for layout in layouts]
     fitting = [
@@ -185,7 +195,7 @@ def _find_matching_split(
 
 
 def _nest_axes(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
-    """Return the axes, major first, as some layouts nest them; else as the grid does."""
+    """Return the axes, major first: nested as in the layouts, otherwise as in the grid."""
     order = list(grid.names)
     for layout in layouts:
         for axes in layout.dims if layout is not None else ():
@@ -213,7 +223,7 @@ def missing_rule_error(operator: Operator) -> UsageError:
 
 
 def describe_split(split: OpSplit) -> str:
-    """Return a split as text: what is cut where."""
+    """Return a split as text: the state of each input."""
     names = {REPLICATED: "whole", PARTIAL: "a sum"}
     ins = [names.get(state, f"cut on dim {state}") for state in split.in_states]
     return f"({', '.join(ins)})"

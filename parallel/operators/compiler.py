@@ -1,8 +1,8 @@
 """
-Plans and local graphs of one model on one rank, by the shapes that they are for.
+Plans and local graphs of one model on one rank, by the shapes of the call.
 
-The first plan decides the layouts; later ones, for other shapes, follow it. In a pipeline every
-rank plans the whole model, and makes the local graphs of the stages that it runs.
+The first plan decides the layouts. Plans for other shapes follow it. In a pipeline every rank plans
+the full model and builds the local graphs of its stages.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 class OperatorEngine:
     """
-    Plans and programs of one model on one rank, by the shapes that they are for.
+    Plans and local programs of one model on one rank, by the shapes of the call.
 
-    Copies of the model share it: it holds process groups.
+    Copies of the model share the engine: it has process groups.
 
     Args:
         entries, gather: see `pdrun.parallel.operators.module.Operators`.
@@ -77,7 +77,7 @@ class OperatorEngine:
     def plan_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> OperatorPlan:
-        """Return the plan for a call, made now where there is none for its shapes yet."""
+        """Return the plan for a call. It is made on the first call with these shapes."""
         key = _call_key(args, kwargs, training)
         if key not in self.plans:
             self.meta_model.train(training)
@@ -98,7 +98,7 @@ class OperatorEngine:
     def program_for(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int = 0
     ) -> LocalProgram:
-        """Return what runs for a call, made now where there is nothing for its shapes yet."""
+        """Return the local program for a call. It is built on the first call with these shapes."""
         key = (stage, _call_key(args, kwargs, model.training))
         if key not in self.programs:
             plan = self.plan_call(args, kwargs, model.training)
@@ -122,8 +122,7 @@ class OperatorEngine:
 
     def _local_name(self, model: nn.Module, part: StagePlan, first_name: str) -> str:
         """
-        Return the name under which this rank has a weight or buffer, which in the whole model may
-        have several.
+        Return the name of a weight or buffer on this rank. In the full model it can have several.
         """
         for name in self.all_names[first_name]:
             path, _, own = name.rpartition(".")
@@ -149,11 +148,11 @@ def plan_graph(
     Args:
         mesh: all axes.
         entries, gather: see `pdrun.parallel.operators.module.Operators`.
-        inner: layouts of weights that `shard` set, by name.
+        weight_layouts: layouts of weights that `shard` set, by name.
 
     Raises:
-        UsageError: an operator has no rule, an entry cannot be met, or ``gather`` is False and no
-            result is cut along its last dim.
+        UsageError: an operator has no rule, an entry is impossible, or ``gather`` is False and no
+            result is sharded on its last dim.
     """
     grid = tensor_grid(mesh)
     plan = propagate_layouts(
@@ -188,7 +187,7 @@ def _value_key(value: Any) -> Any:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy without memory; ties hold."""
+    """Return a copy on the meta device. Tied weights stay tied."""
     memo = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = tensor.detach().to("meta")
@@ -206,7 +205,7 @@ def on_meta(values: Any) -> Any:
 
 
 def _names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each weight and buffer, by the first."""
+    """Return all names of each weight and buffer, by the first name."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     for kind in (

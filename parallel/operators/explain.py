@@ -1,9 +1,8 @@
 """
-A plan as text: for each operator what it is cut into, what happens to its inputs before, and how
-many bytes that moves.
+A plan as text: the layouts of each operator, the redistribution of its inputs, and the bytes.
 
-Bytes are what a rank sends in one forward and backward pass, by rings; the rank with the largest
-part where parts are uneven.
+Bytes are what a rank sends in one forward and backward pass with ring algorithms. If shards are
+uneven, it is the rank with the largest shard.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ class MoveTraffic:
     One move of a plan.
 
     Attributes:
-        operator: its place, before which the tensor moves, or behind the last one for results.
-        tensor: which.
-        forward, backward: bytes.
+        position: index of the operator before which the tensor moves; the number of operators for
+            results.
+        tensor: its index.
+        forward_bytes, backward_bytes: per rank.
     """
 
     position: int
@@ -42,10 +42,10 @@ class MoveTraffic:
 
 def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[MoveTraffic]:
     """
-    Return all moves, in the order in which operators ask for them; shared ones once.
+    Return all moves in the order in which operators need them; shared ones once.
 
     Args:
-        part: those of one stage of a pipeline; default: all.
+        stage: only those of one pipeline stage; default: all.
     """
     if stage is None:
         for one in stage_plans(plan):
@@ -104,7 +104,7 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
 
 
 def explain_plan(plan: OperatorPlan) -> str:
-    """Return a plan as text, stage by stage where there are some."""
+    """Return a plan as text, stage by stage in a pipeline."""
     every = list[MoveTraffic]()
     lines = [f"operators over ({plan.grid})"]
     for part in stage_plans(plan):
@@ -120,7 +120,7 @@ def _operator_lines(
     plan: OperatorPlan, stage: StagePlan, moves: list[MoveTraffic]
 ) -> Iterator[str]:
     """
-    Yield a line for each operator of a part, with what is moved before it, and for what goes out.
+    Yield a line per operator of a stage, with the moves before it, and the lines of its results.
     """
     graph = plan.graph
     found: dict[int, list[MoveTraffic]] = {}
@@ -151,7 +151,7 @@ def _operator_lines(
 
 
 def _describe_sent(plan: OperatorPlan, index: int, layout: L) -> str:
-    """Return the bytes that a rank sends of a tensor, and gets back of its gradient, as text."""
+    """Return the bytes that a rank sends of a tensor, and receives of its gradient, as text."""
     tensor = plan.graph.tensors[index]
     nbytes = largest_shard_numel(plan.grid, layout, tensor.shape) * tensor.dtype.itemsize
     return f"({format_bytes(nbytes)} forward{f', {format_bytes(nbytes)} backward' if tensor.requires_grad else ''})"
@@ -168,7 +168,7 @@ def _describe_move(plan: OperatorPlan, moved: MoveTraffic) -> str:
 
 
 def _format_layout(layout: L) -> str:
-    """Return a layout without the letter: ``[tp, -]``, and ``+tp`` for sums over tp."""
+    """Return a layout without the letter: ``[tp, -]``, and ``+tp`` for partial sums over tp."""
     dims = ", ".join("*".join(axes) or "-" for axes in layout.dims)
     return f"[{dims}]" + "".join(f"+{axis}" for axis in layout.sums)
 

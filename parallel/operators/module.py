@@ -1,15 +1,17 @@
 """
-The operator engine as a strategy of `parallelize`: cuts a model operator by operator.
+`pdrun.Operators`: the strategy of `parallelize` that shards a model operator by operator.
 
-    run = pdrun.parallelize(model, ..., mesh=pdrun.mesh(dp=-1, tp=4), sample=batch, strategy=pdrun.Operators({
-        "blocks.*.attn.qkv.weight": L("tp", None),
-        "blocks.*.attn.out.weight": L(None, "tp"),
-    }))
+    run = pdrun.parallelize(
+        model, ..., mesh=pdrun.mesh(dp=-1, tp=4), sample=batch,
+        strategy=pdrun.Operators({
+            "blocks.*.attn.qkv.weight": L("tp", None),
+            "blocks.*.attn.out.weight": L(None, "tp"),
+        }))
 
-The model stays the object that it is, with its parameters' names; its class becomes one whose
-forward runs this rank's local graph. Graphs are made for the shapes that come, by the layouts that
-were chosen first, and kept. In a pipeline the whole model is planned on every rank, and the local
-graph is that of the stage which is computed.
+The model stays the same object and keeps the names of its parameters. Its class is replaced by one
+whose forward runs this rank's local graph. A graph is built for each shape, with the layouts that
+were chosen first, and kept. In a pipeline every rank plans the full model and runs the local graph
+of the current stage.
 """
 
 from __future__ import annotations
@@ -50,15 +52,13 @@ if TYPE_CHECKING:
 
 class Operators:
     """
-    Cuts operators over the tensor axes of a mesh; see `pdrun.parallel.operators.strategy` for what
-    may be said.
+    Shards operators over the tensor axes of a mesh. `pdrun.parallel.operators.strategy` lists the
+    entries.
 
     Args:
-        entries: operators, modules and weights by name or glob. What is left out follows by
-            propagation.
-        gather: False leaves results that are cut along their last dim (the words of logits) cut
-            there, for
-            `pdrun.cross_entropy`; otherwise every rank returns all of them.
+        entries: operators, modules and weights by name or glob. The rest follows by propagation.
+        gather: False leaves results that are sharded on their last dim (the vocabulary of logits)
+            as they are, for `pdrun.cross_entropy`. True: every rank returns full results.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Operators:
         kwargs: dict[str, Any] | None = None,
     ) -> OperatorPlan:
         """
-        Return the plan for a model, for all ranks; nothing is computed, and no device is needed.
+        Return the plan of a model, for all ranks. Nothing is computed and no device is needed.
 
         Args:
-            model: whole; its weights may be on the meta device.
+            model: the full model; its weights can be on the meta device.
             mesh: all axes.
             args, kwargs: of a call, with the rows of one data rank; only shapes and types matter.
 
         Raises:
-            UsageError: the model does not export, an operator has no rule, or an entry can't be
-                met.
+            UsageError: the model does not export, an operator has no rule, or an entry is
+                impossible.
         """
         shadow = meta_copy(model)
         args, kwargs = on_meta((args, kwargs or {}))
@@ -107,20 +107,19 @@ class Operators:
     def plan_of(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
     ) -> OperatorPlan:
-        """Return the plan for a graph (see `plan`)."""
+        """Return the plan of a graph; see `plan`."""
         return plan_graph(graph, mesh, self.entries, inner, gather=self.gather)
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
-        Cut a model: its weights become this rank's tiles, its forward this rank's share.
+        Shard a model: its weights become this rank's shards, its forward this rank's graph.
 
         Args:
             sample: a batch as `parallelize` takes it.
 
         Raises:
-            UsageError: see `plan`; or there is no sample, or the mesh has parts of sequences, or
-                stages that no
-                `pdrun.Pipeline` makes.
+            UsageError: see `plan`; or there is no sample, or the mesh has axes for context
+                parallel, or for stages without a `pdrun.Pipeline`.
         """
         if axes.grid.degree("pp") > 1:
             told = f"pp={axes.grid.degree('pp')} without a pipeline that says which module is on which stage"
@@ -132,15 +131,13 @@ class Operators:
     def apply_in_stages(
         self, model: nn.Module, axes: MeshGroups, sample: Any, split: StageSplit
     ) -> nn.Module:
-        """
-        Cut a model that a pipeline will cut besides: see
-        `pdrun.parallel.interfaces.StagedCutter`.
-        """
+        """Shard a model that a pipeline splits, too; see `pdrun.parallel.interfaces`."""
         return self._check_and_cut(model, axes, sample, split)
 
     def _check_and_cut(
         self, model: nn.Module, axes: MeshGroups, sample: Any, split: StageSplit | None
     ) -> nn.Module:
+        """Check the mesh and the sample, then shard the model."""
         parts = axes.grid.degree("cp")
         if parts > 1:
             told = f"cp={parts} beside a strategy of operators, which cuts sequences over tensor axes itself"
@@ -165,7 +162,7 @@ class Operators:
         kwargs: dict[str, Any],
         split: StageSplit | None = None,
     ) -> nn.Module:
-        """Cut a model (see `apply`) for a call with these arguments."""
+        """Shard a model (see `apply`) for a call with these arguments."""
         engine = OperatorEngine(model, axes, self.entries, gather=self.gather, split=split)
         plan = engine.plan_call(args, kwargs, model.training)
         params = dict(model.named_parameters())
@@ -187,14 +184,13 @@ class Operators:
 
 
 class PartitionedModule(nn.Module):
-    """What a model's class gets as a base: its forward is this rank's share of the model's."""
+    """Base class that a sharded model gets: its forward runs this rank's local graph."""
 
     _pdrun_engine: OperatorEngine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """
-        Return what the model returns, on every rank, whole; of a pipeline, do the part of the stage
-        that runs.
+        Return the full results of the model on every rank. In a pipeline, run the current stage.
         """
         engine = self._pdrun_engine
         leaves = pytree.tree_leaves((args, kwargs))
@@ -211,8 +207,7 @@ class PartitionedModule(nn.Module):
 
     def explain(self) -> str:
         """
-        Return each operator's layout, its collectives and their bytes, as text; those of every
-        stage.
+        Return each operator's layout, its collectives and their bytes as text, for every stage.
         """
         from pdrun.parallel.operators.explain import explain_plan
 
@@ -222,8 +217,9 @@ class PartitionedModule(nn.Module):
 
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
-    Return how `parallelize` calls a model on a batch; see
-    `pdrun.parallel.training.loss.call_model`.
+    Return the arguments with which `parallelize` calls a model on a batch.
+
+    See `pdrun.parallel.training.loss.call_model`.
     """
     if isinstance(batch, Mapping):
         known = inspect.signature(model.forward).parameters

@@ -1,12 +1,16 @@
 """
-Partition: from a plan to what one rank runs, a graph of torch functions over local tensors with
-explicit collectives.
+Partition: from a plan to one rank's local graph, torch functions on local tensors with explicit
+collectives.
 
-Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each
-(tensor, moves) once, however many operators use it. The result is an `fx.GraphModule` whose
-arguments are the weights and buffers by name, then the tensors of the call, then those that the
-pipeline stage before has sent: it holds no state, and autograd runs through it. The first argument
-is the model, whose submodules are called where they have to be (`segments`).
+The inputs of every operator are redistributed to the layouts of its sharding
+(`redistribute.redistribution_path`). Each move of a tensor is made once, for all operators that use
+it. The result is an `fx.GraphModule` without state. Autograd runs through it. Its arguments are, in
+order:
+
+* the model, whose submodules are called where needed (`segments`)
+* the weights and buffers by name
+* the tensors of the call
+* what the pipeline stage before has sent
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from pdrun.parallel.operators.stages import StagePlan
 from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard
 
 NO_OP_KINDS = ("constrain", "stop", "detach")
-"""Kinds that a rank has nothing to compute for; the last two end gradients."""
+"""Kinds without a computation on a rank. The last two stop gradients."""
 
 
 def build_local_program(
@@ -50,15 +54,16 @@ def build_local_program(
     Return what this rank runs.
 
     Args:
-        part: the operators of its stage, and what comes in and goes out.
-        units: paths of submodules that are to be called for their part of the graph.
-        held: from the first name of a weight or buffer to the one that this rank's model has it
-            under.
+        stage: the operators of its stage, and what it receives and sends.
+        units: paths of submodules that are called for their segment of the graph.
+        local_name: maps the first name of a weight or buffer to its name in this rank's model.
     """
     return _ProgramBuilder(plan, axes, stage, units or [], local_name).build()
 
 
 class _ProgramBuilder:
+    """Builds the local graph of one rank."""
+
     def __init__(
         self,
         plan: OperatorPlan,
@@ -120,7 +125,7 @@ class _ProgramBuilder:
         )
 
     def _mark_unit(self, before: fx.Node, unit: str) -> None:
-        """Note on all nodes behind one which submodule they belong to."""
+        """Set the submodule of all nodes after one."""
         node = before.next
         while unit and node is not self.local_graph._root:
             node.meta[UNIT_KEY] = unit
@@ -166,10 +171,7 @@ class _ProgramBuilder:
         grad_sum_axes: tuple[str, ...],
         grad_share_axes: tuple[str, ...] = (),
     ) -> fx.Node:
-        """
-        Return a tensor in a layout; the moves that lead there are inserted where they haven't been
-        yet.
-        """
+        """Return a tensor in a layout. Missing moves are inserted."""
         moves = redistribution_path(
             self.stage.source_layout(self.plan, index), target, grad_sum_axes, grad_share_axes
         )
@@ -178,6 +180,7 @@ class _ProgramBuilder:
     def _apply_moves(
         self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]
     ) -> fx.Node:
+        """Return a tensor after some moves. Moves that exist are shared."""
         node = self.nodes[index, done]
         for move in rest:
             done = (*done, move)
@@ -253,8 +256,7 @@ class _ProgramBuilder:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     """
-    Return arguments with this rank's device in place of those that they name: it was exported on
-    none.
+    Return arguments with this rank's device in place of devices. The model was exported on meta.
     """
     if isinstance(value, torch.device):
         return device
@@ -271,7 +273,7 @@ def _ref_ids(operator: Operator) -> list[int]:
 
 
 def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> LocalContext:
-    """Return one rank's share of an operator."""
+    """Return one rank's part of an operator."""
     graph = plan.graph
     operator = plan.graph.operators[position]
     choice = plan.shardings[position]

@@ -1,8 +1,8 @@
 """
-The plan: how every operator, weight and result of a graph is cut over the tensor axes of a mesh.
+The plan: how each operator, weight and result of a graph is sharded over the tensor axes.
 
-A plan is data. `propagate` makes it, `partition` turns it into what one rank runs, `explain` into
-text.
+A plan is data. `propagate` makes it, `partition` builds one rank's graph from it, `explain` prints
+it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OpSplit, St
 @dataclass(frozen=True)
 class OperatorSharding:
     """
-    How one operator is cut.
+    How one operator is split.
 
     Attributes:
-        splits: along each axis that cuts it; along all others every rank computes everything.
-        order: axes, major first: how those that cut one dim are nested.
-        fixed: axes along which the user said so, which propagation leaves alone.
+        splits: the split along each axis; along all other axes every rank computes everything.
+        axis_order: axes, major first: how axes that shard one dim are nested.
+        fixed_axes: axes that the user configured; propagation does not change them.
     """
 
     splits: dict[str, OpSplit] = field(default_factory=dict)
@@ -31,19 +31,20 @@ class OperatorSharding:
     fixed_axes: tuple[str, ...] = ()
 
     def input_state(self, axis: str, position: int) -> State:
-        """Return what the operator wants of an input along an axis."""
+        """Return the state that an input must have along an axis."""
         split = self.splits.get(axis)
         return REPLICATED if split is None else split.in_states[position]
 
     def output_state(self, axis: str, position: int) -> State:
-        """Return what the operator makes of an output along an axis."""
+        """Return the state that an output has along an axis."""
         split = self.splits.get(axis)
         return REPLICATED if split is None else split.out_states[position]
 
     def sums_input_grad(self, axis: str, position: int) -> bool:
         """
-        Whether an input is whole and each rank along the axis uses it for another part: its
-        gradient is a term.
+        Return whether an input is replicated and each rank uses it for another part.
+
+        Its gradients along the axis are then terms of a sum.
         """
         split = self.splits.get(axis)
         return (
@@ -53,7 +54,7 @@ class OperatorSharding:
         )
 
     def input_layout(self, position: int, ndim: int) -> L:
-        """Return the layout that an input of ``rank`` dims has to have."""
+        """Return the layout that an input with ``ndim`` dims must have."""
         return layout_of(
             {axis: split.in_states[position] for axis, split in self.splits.items()},
             self.axis_order,
@@ -61,7 +62,7 @@ class OperatorSharding:
         )
 
     def output_layout(self, position: int, ndim: int) -> L:
-        """Return the layout that an output of ``rank`` dims has."""
+        """Return the layout that an output with ``ndim`` dims has."""
         return layout_of(
             {axis: split.out_states[position] for axis, split in self.splits.items()},
             self.axis_order,
@@ -91,19 +92,19 @@ def states_of(layout: L) -> dict[str, State]:
 @dataclass
 class OperatorPlan:
     """
-    A whole graph, cut.
+    A sharded graph.
 
     Attributes:
         grid: the tensor axes.
-        choices: one for each operator of the graph.
+        shardings: one per operator of the graph.
         weights: how parameters are stored, by index of the tensor.
-        sums: axes over which gradients of parameters are added up once a step, by index of the
-            tensor.
-        placed: tensors that are laid out otherwise as soon as they are made: the user gave an
-            operator's ``out``.
-        kept: results that stay cut along their last dim, by index of the tensor; all others are
-            made whole.
-        notes: what a reader should know: inconsistencies that cost communication.
+        grad_sums: axes over which gradients of parameters are all-reduced once per step, by index
+            of the tensor.
+        out_layouts: tensors that are redistributed where they are made: the user gave an operator's
+            ``out``.
+        sharded_results: results that stay sharded on their last dim, by index of the tensor; all
+            others are gathered.
+        notes: inconsistencies that cost communication, for the reader.
     """
 
     graph: OperatorGraph
@@ -116,20 +117,19 @@ class OperatorPlan:
     notes: list[str] = field(default_factory=list)
 
     def source_layout(self, index: int) -> L:
-        """Return how a tensor lies where it comes from."""
+        """Return the layout in which a tensor is made or stored."""
         for given in (self.weights, self.out_layouts):
             if index in given:
                 return given[index]
         return self._output_layouts.get(index) or L(*[None] * len(self.graph.shape_of(index)))
 
     def result_layout(self, index: int) -> L:
-        """Return the layout in which a tensor that the model returns leaves it."""
+        """Return the layout in which the model returns a tensor."""
         return self.sharded_results.get(index) or L(*[None] * len(self.graph.shape_of(index)))
 
     def keep_results_sharded(self) -> None:
         """
-        Leave results that are cut along their last dim (the words of logits) cut there, and there
-        alone.
+        Keep results sharded on their last dim (the vocabulary of logits), and on that dim only.
         """
         for value in self.graph.results:
             if isinstance(value, TensorRef) and len(self.graph.shape_of(value.index)) > 1:
@@ -139,10 +139,9 @@ class OperatorPlan:
 
     def grad_sum_axes(self, position: int, input_position: int) -> tuple[str, ...]:
         """
-        Return the axes along which an input of an operator has to fan out, because its gradients
-        are terms of a sum.
+        Return the axes over which an operator must sum the gradient of an input.
 
-        Those of weights are added up by whoever updates them (`sums`).
+        Axes of weights in `grad_sums` are left out: the optimizer sums these once per step.
         """
         index = self.graph.operators[position].inputs[input_position]
         if not self.graph.tensors[index].requires_grad:
@@ -157,8 +156,8 @@ class OperatorPlan:
 
     def grad_share_axes(self, position: int, input_position: int) -> tuple[str, ...]:
         """
-        Return the axes over which gradients of a weight are added up though this use computes no
-        other part.
+        Return the axes over which a weight's gradients are summed although this use is the same on
+        all ranks.
         """
         summed = self.grad_sums.get(self.graph.operators[position].inputs[input_position], ())
         return tuple(

@@ -1,6 +1,4 @@
-"""
-What one rank runs: the local graph, and the modules of it that redistribute tensors.
-"""
+"""What one rank runs: the local graph, and its modules that redistribute tensors."""
 
 from __future__ import annotations
 
@@ -40,12 +38,11 @@ class LocalProgram:
     What one rank runs for one set of shapes.
 
     Attributes:
-        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of
-            the call, then what
-            the stage before has sent.
+        weight_names: of the weights and buffers that ``module`` takes, in order. After them come
+            the tensors of the call, then what the stage before has sent.
         module: the local graph. It returns the model's results, flat, or what the next stage is
             sent.
-        words: of the results that stay cut along their last dim, by place: which part is here.
+        vocab_shards: of the results that stay sharded on their last dim, by position.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class LocalProgram:
         Args:
             model: has the weights, and the submodules that are called.
             inputs: the leaves of the call's arguments.
-            taken: what the stage before has sent.
+            received: what the stage before has sent.
         """
         weights = [get_tensor(model, name) for name in self.weight_names]
         results: list[Any] = self.module(model, *weights, *inputs, *received)
@@ -88,7 +85,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class MoveModule(nn.Module):
-    """One move of a tensor, between the operators of a local graph."""
+    """One redistribution of a tensor, between the operators of a local graph."""
 
     def __init__(self, move: LayoutMove, axis: AxisGroup, total: int) -> None:
         super().__init__()
@@ -118,7 +115,7 @@ class MoveModule(nn.Module):
 
     @property
     def compute_key(self) -> tuple[Any, ...]:
-        """What is equal of two that do the same."""
+        """Equal for two modules that compute the same."""
         return self.move, id(self.axis), self.total
 
     def extra_repr(self) -> str:

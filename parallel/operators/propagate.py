@@ -1,15 +1,19 @@
 """
-Propagation: operators that nobody configured follow those that were.
+Propagation: operators without an entry follow those with one.
 
 Along one axis after the other, breadth first from the configured operators, successors before
-predecessors. The next operator takes, of all ways that its rule allows, one that needs no
-redistribution towards its neighbours that are already cut; of these the one that communicates
-least, then the one whose weights' gradients do, then the first of the rule. Where redistribution
-can't be avoided, the way with the least of it is taken, a cut one before the whole. Operators that
-are never reached compute everything on every rank, on the rows of their data rank. Nothing here
-depends on hashes: every rank finds the same plan.
+predecessors. Each operator takes the split that, in this order,
 
-The order of the criteria is that of MindSpore's sharding propagation.
+1. needs no redistribution towards its neighbours that have a split
+2. communicates least
+3. communicates least for gradients of weights
+4. is first in the rule
+
+If redistribution is unavoidable, the split with least redistribution is taken, a sharded one before
+the replicated one. Operators that are never reached compute everything on every rank, on the rows
+of their data rank. Nothing depends on hashes: every rank finds the same plan.
+
+The criteria and their order are those of MindSpore's sharding propagation.
 """
 
 from __future__ import annotations
@@ -34,13 +38,13 @@ from pdrun.parallel.operators.strategy import UserLayouts
 
 def propagate_layouts(graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> OperatorPlan:
     """
-    Return the plan for a graph under what the user configured.
+    Return the plan for a graph and the user's layouts.
 
     Args:
         grid: the tensor axes.
 
     Raises:
-        UsageError: an operator has no rule, and isn't to be replicated.
+        UsageError: an operator has no rule and is not replicated.
     """
     return _Propagation(graph, grid, wishes).make_plan()
 
@@ -49,6 +53,8 @@ CostKey = tuple[int, float, float, int, int]
 
 
 class _Propagation:
+    """Propagation over all axes of a grid."""
+
     def __init__(self, graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> None:
         self.graph = graph
         self.grid = grid
@@ -78,7 +84,7 @@ class _Propagation:
             self.weight_states[index] = {axis: states_of(layout).get(axis) for axis in grid.names}
 
     def make_plan(self) -> OperatorPlan:
-        """Return the plan."""
+        """Choose the splits along each axis and return the plan."""
         for place, choice in self.user_layouts.shardings.items():
             self.chosen[place] = dict(choice.splits)
         for axis in self.grid.names:
@@ -96,8 +102,8 @@ class _Propagation:
 
     def _make_sharding(self, position: int, before: list[OperatorSharding]) -> OperatorSharding:
         """
-        Return an operator's choice; axes that cut one dim are nested as the user said, or as in its
-        first input.
+        Return an operator's sharding. Axes on one dim are nested as the user gave them, or as in
+        its first input.
         """
         given = self.user_layouts.shardings.get(position)
         splits = {
@@ -157,7 +163,7 @@ class _AxisPropagation:
                 self.parent.chosen[place][self.axis] = split
 
     def _record_choice(self, position: int) -> None:
-        """Note what a choice means for weights, and for inputs that are used for other parts."""
+        """Record what a choice means for weights, and for inputs whose gradients are summed."""
         split = self.known[position]
         for at, index in enumerate(self.graph.operators[position].inputs):
             if self.graph.tensors[index].kind == "param":
@@ -195,7 +201,9 @@ class _AxisPropagation:
     # ---- costs, in bytes of whole tensors -----------------------------------
 
     def _cost_key(self, position: int, split: OpSplit, option: int) -> CostKey | None:
-        """Return what a split costs, in the order of the criteria; None where it can't be."""
+        """
+        Return the cost of a split, in the order of the criteria; None if the split cannot be used.
+        """
         operator = self.graph.operators[position]
         if split.takes_partial() or not self._can_use(position, split):
             return None
@@ -235,7 +243,7 @@ class _AxisPropagation:
 
     def _can_use(self, position: int, split: OpSplit) -> bool:
         """
-        Whether a split may be used along this axis too, beside those along the axes before it.
+        Return whether a split can be used on this axis, together with those on the axes before.
         """
         if split.is_replicated:
             return True
@@ -258,7 +266,7 @@ class _AxisPropagation:
         )
 
     def _tensor_state(self, index: int) -> tuple[State, bool]:
-        """Return how a tensor lies along the axis, and whether that is settled."""
+        """Return the state of a tensor along the axis, and whether it is decided."""
         if index in self.parent.out_layouts:
             return self.parent.out_states[index].get(self.axis), True
         if index in self.parent.makers:
@@ -274,7 +282,11 @@ class _AxisPropagation:
         return REPLICATED, True
 
     def _redistribution_bytes(self, have: State, wanted: State, nbytes: int, grad: bool) -> float:
-        """Return the bytes of a redistribution, forward and backward; adding up is the maker's."""
+        """
+        Return the bytes of a redistribution, forward and backward.
+
+        The all-reduce of a partial sum counts for the operator that makes it.
+        """
         part = nbytes * (self.degree - 1) / self.degree
         if have == wanted or (have == PARTIAL and wanted is REPLICATED):
             return 0.0
@@ -293,10 +305,10 @@ def _weight_state(state: State) -> State:
 
 def find_grad_sums(plan: OperatorPlan, users: list[list[int]]) -> None:
     """
-    Note the axes over which gradients of weights are sums: those along which some user computes
-    another part.
+    Record the axes over which gradients of weights are sums: some user computes another part along
+    them.
 
-    Users that compute the same on all ranks there contribute a share (`convert.SHARE`).
+    Users that compute the same on all ranks contribute a share (`redistribute.SCALE_GRAD`).
     """
     for index, layout in plan.weights.items():
         axes = []

@@ -1,11 +1,10 @@
 """
-From one layout of a tensor to the one that an operator wants: a list of moves, each a
-differentiable collective.
+Redistribution: the moves from one layout of a tensor to another, each a differentiable collective.
 
-Where an operator uses a whole tensor for another part on each rank, `fan_out` comes last, or is one
-with the gather before it (`collect`); see `pdrun.parallel.comm.autograd` for the convention. Moves
-are the same on all ranks, and equal beginnings of several ways are shared: q, k and v gather and
-fan out their input once.
+If ranks use a replicated tensor for different parts, `COPY_TO_AXIS` comes last, or is merged with
+the gather before it (`ALL_GATHER_SUM_GRAD`). `pdrun.parallel.comm.autograd` defines the convention.
+Moves are the same on all ranks. Equal first moves of several paths are shared: q, k and v gather
+their input once.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
 SCALE_GRAD = "scale_grad"
 """
-Of a weight whose gradients are added up over an axis, where it is used alike by all ranks there:
-nothing forward, and backward each takes its share of the gradient, of which all have the whole.
+For a weight whose gradients are summed over an axis, at a use that is the same on all ranks of the
+axis. Forward: nothing. Backward: each rank takes its share of the gradient, which all have in full.
 """
 
 
@@ -36,8 +35,8 @@ class LayoutMove:
 
     Attributes:
         kind: one of the names above, which are those of `pdrun.parallel.comm.autograd`.
-        dim: the dim that is cut, gathered or scattered.
-        origin: of a swap, the dim that was cut before.
+        dim: the dim that is sharded, gathered or scattered.
+        origin_dim: of an all-to-all, the dim that was sharded before.
         before, after: the layouts.
     """
 
@@ -52,12 +51,12 @@ class LayoutMove:
         self, grid: Grid, shape: tuple[int, ...], itemsize: int, has_grad: bool
     ) -> tuple[int, int]:
         """
-        Return the bytes that the rank with the largest part sends, forward and backward, as rings
-        send them.
+        Return the bytes that the rank with the largest shard sends, forward and backward, with ring
+        algorithms.
 
         Args:
-            shape: of the whole tensor.
-            grad: whether a gradient comes back.
+            shape: of the full tensor.
+            has_grad: whether the tensor has a gradient.
         """
         n = grid.degree(self.axis)
         small, large = sorted(
@@ -80,7 +79,7 @@ class LayoutMove:
         return forward, backward if has_grad else 0
 
     def describe(self, has_grad: bool = True) -> str:
-        """Return the move as text, with what happens in the backward pass if there is one."""
+        """Return the move as text, including its backward pass if there is one."""
         names = {
             COPY_TO_AXIS: ("", "all-reduce"),
             SCALE_GRAD: ("", "share"),
@@ -102,7 +101,7 @@ class LayoutMove:
 
 
 def largest_shard_numel(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
-    """Return the number of elements of the largest part of a tensor."""
+    """Return the number of elements of the largest shard of a tensor."""
     total = 1
     for low, high in layout.box(grid, shape, 0):
         total *= high - low
@@ -116,17 +115,18 @@ def redistribution_path(
     Return the moves from one layout to another.
 
     Args:
-        fans: axes along which the target is whole and used for another part on each rank.
-        shares: see `SHARE`.
+        grad_sum_axes: axes along which the target is replicated and used for another part on each
+            rank.
+        grad_share_axes: see `SCALE_GRAD`.
 
     Raises:
-        ValueError: the target is partial where the source isn't.
+        ValueError: the target is a partial sum and the source is not.
     """
     return _PathBuilder(source, target, grad_sum_axes).build_path(grad_share_axes)
 
 
 class _PathBuilder:
-    """Builds a list of moves."""
+    """Builds a list of moves, one collective at a time."""
 
     def __init__(self, source: L, target: L, grad_sum_axes: tuple[str, ...]) -> None:
         self.dims = [list(dim) for dim in source.dims]
@@ -173,7 +173,9 @@ class _PathBuilder:
         return True
 
     def _next_dim(self, axis: str) -> int | None:
-        """Return the dim that the target cuts over an axis, if that is what comes next there."""
+        """
+        Return the dim that the target shards over an axis, if that axis is the next one on it.
+        """
         for dim, wanted in enumerate(self.target.dims):
             here = self.dims[dim]
             if tuple(here) == wanted[: len(here)] and wanted[len(here) : len(here) + 1] == (axis,):

@@ -1,6 +1,4 @@
-"""
-The same layouts for other shapes: what a first plan chose, as wishes for the graph of another call.
-"""
+"""Plans for other shapes: the layouts of a first plan, applied to the graph of another call."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from pdrun.parallel.operators.strategy import UserLayouts
 
 def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:
     """
-    Return a first plan's layouts for another graph of the same model, by the names of operators and
+    Return a first plan's layouts for another graph of the same model, by names of operators and
     weights.
 
-    Operators that are new, or whose way isn't possible with these sizes, are left open.
+    New operators, and operators whose split is impossible with these sizes, stay open.
     """
     names = {operator.name: place for place, operator in enumerate(first.graph.operators)}
     weights = {first.graph.tensors[index].name: layout for index, layout in first.weights.items()}
@@ -45,9 +43,10 @@ def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:
 
 def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
     """
-    Return the plan for the same model on other shapes: the layouts of the first plan, by name.
+    Return the plan for the same model with other shapes: the layouts of the first plan, by name.
 
-    An operator that the first plan lacks, or whose way needs other sizes, follows by propagation.
+    Operators that the first plan lacks, or whose split is impossible with these sizes, follow by
+    propagation.
     """
     plan = propagate_layouts(graph, first.grid, layouts_like(first, graph))
     sums = {first.graph.tensors[index].name: axes for index, axes in first.grad_sums.items()}

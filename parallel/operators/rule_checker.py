@@ -1,13 +1,19 @@
 """
-The proof of every rule: the operator on parts, put together, is the operator on the whole.
+The proof of every rule: the operator on shards, joined, equals the operator on full tensors.
 
-For each example of each kind, and each way in which its rule may cut it, the ranks along one axis
-(2 or 3 of them, so that parts are uneven too) are played through in one process: inputs are cut, or
-made terms of a sum; each rank computes what `rule.call_of` says; results are joined or added up and
-compared with the operator's own, and so are the gradients of all inputs. All pairs of ways are
-tried on two axes as well.
+For each example of each kind, and each split of its rule, the ranks along one axis (2 or 3, so
+that shards are uneven, too) are simulated in one process:
 
-    python -m pdrun.parallel.operators.rule_checker        prints a line for each kind; its exit code is 1 if a rule is wrong
+1. Inputs are sharded, or replaced by terms of a sum.
+2. Each rank computes what `rule.make_local_call` returns.
+3. Results are joined or summed, and compared with the operator's results. The gradients of all
+   inputs are compared as well.
+
+All pairs of splits are checked on two axes, too.
+
+    python -m pdrun.parallel.operators.rule_checker
+
+prints a line per kind. Its exit code is 1 if a rule is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ from pdrun.parallel.operators.rules.rule import (
 
 @dataclass(frozen=True)
 class RuleCase:
-    """One example, cut in one way."""
+    """One example with one sharding."""
 
     example: OperatorExample
     grid: Grid
@@ -56,8 +62,8 @@ class RuleCase:
 
 def list_cases(example: OperatorExample) -> Iterator[RuleCase]:
     """
-    Return every way to cut an example: along one axis of 2 and of 3, and every pair of ways along
-    two of 2.
+    Yield every sharding of an example: one axis of 2 and of 3, and every pair of splits on two axes
+    of 2.
     """
     _, view = _view_example(example)
     splits = [split for split in list_splits(view) or [] if not split.is_replicated]
@@ -74,7 +80,7 @@ def list_cases(example: OperatorExample) -> Iterator[RuleCase]:
 
 
 def check_case(case: RuleCase) -> str:
-    """Return what is wrong with a rule in one case; the empty string where it is right."""
+    """Return what is wrong with a rule in one case; the empty string if nothing is."""
     try:
         return _compare_case(case)
     except (RuntimeError, TypeError, IndexError, AssertionError) as error:
@@ -82,6 +88,7 @@ def check_case(case: RuleCase) -> str:
 
 
 def _compare_case(case: RuleCase) -> str:
+    """Simulate the ranks of a case and compare with the operator on full tensors."""
     operator, view = _view_example(case.example)
     leaves = [
         one.detach().clone().requires_grad_(one.is_floating_point() and place < case.example.grads)
@@ -109,6 +116,7 @@ def _compare_case(case: RuleCase) -> str:
 def _compare_gradients(
     whole: list[Any], found: list[Any], leaves: list[Any], others: list[Any]
 ) -> str:
+    """Compare the gradients of all inputs."""
     pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.requires_grad]
     if not pairs:
         return ""
@@ -217,11 +225,11 @@ def _local_context(
 
 
 _TERM_FACTORS = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
-"""What the ranks hold of a sum, of both signs; together 1."""
+"""The factors of the ranks' terms of a sum, of both signs. They add up to 1."""
 
 
 def _shard_input(x: torch.Tensor, case: RuleCase, place: int) -> list[torch.Tensor]:
-    """Return what each rank holds of an input; sums are made of shares that differ."""
+    """Return each rank's shard of an input. Terms of a sum differ."""
     layout = case.choice.input_layout(place, x.dim())
     found = []
     for rank in range(case.grid.size):
@@ -241,7 +249,7 @@ def _shard_input(x: torch.Tensor, case: RuleCase, place: int) -> list[torch.Tens
 def _join_shards(
     parts: list[torch.Tensor], case: RuleCase, states: dict[str, State]
 ) -> torch.Tensor:
-    """Return the whole of what the ranks hold, the inner axes first."""
+    """Return the full tensor of the ranks' shards, inner axes first."""
     for axis in reversed(case.grid.names):
         n = case.grid.degree(axis)
         groups = [parts[start : start + n] for start in range(0, len(parts), n)]
@@ -263,7 +271,7 @@ def _join_group(group: list[torch.Tensor], state: State) -> torch.Tensor:
 
 
 def main() -> int:
-    """Print what is proven of each kind; return 1 if some rule is wrong."""
+    """Print the result for each kind; return 1 if a rule is wrong."""
     table: dict[str, list[str]] = {kind: [] for kind in RULES}
     counts = dict.fromkeys(RULES, 0)
     ways: dict[str, dict[OpSplit, None]] = {kind: {} for kind in RULES}

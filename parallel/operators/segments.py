@@ -1,11 +1,11 @@
 """
 Calls of submodules in a local graph.
 
-Some features work on a submodule's forward: level 3 gathers a unit's weights around it,
-recomputation repeats it. A local graph calls no submodules; so the stretch of it that comes from
-such a module is made a graph of its own, and the module is called with it: its hooks run, its
-forward (recomputed or not) takes its weights from the module and computes the stretch. A module
-that is called several times has several stretches.
+Some features work on a submodule's forward: optimizer level 3 gathers a unit's weights around it,
+recomputation repeats it. A local graph calls no submodules. So the part of the graph that comes
+from such a module becomes a graph of its own, a segment, and the module is called with it. The
+module's hooks run. Its forward, recomputed or not, takes its weights from the module and computes
+the segment. A module that is called several times has several segments.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UNIT_KEY = "pdrun_unit"
 @dataclass(frozen=True)
 class GraphSegment:
     """
-    A stretch of a local graph.
+    A segment of a local graph.
 
     Attributes:
         module: takes the weights, then the other tensors; returns a tuple.
-        names: of the weights, from the called module on.
+        weight_names: relative to the called module.
     """
 
     module: fx.GraphModule
@@ -39,11 +39,12 @@ class GraphSegment:
 
 class SegmentedModule(nn.Module):
     """
-    What the class of every submodule gets as a base: called with a `Segment`, it computes that.
+    Base class that every submodule gets: if it is called with a `GraphSegment`, it computes the
+    segment.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the segment computes, or what the module does."""
+        """Return the results of the segment, or of the module."""
         if args and isinstance(args[0], GraphSegment):
             segment, *tensors = args
             return segment.module(*(get_tensor(self, name) for name in segment.names), *tensors)
@@ -51,7 +52,7 @@ class SegmentedModule(nn.Module):
 
 
 class SegmentCall(nn.Module):
-    """A place of a local graph where a submodule is called; the first argument is the model."""
+    """The call of a submodule in a local graph; the first argument is the model."""
 
     def __init__(self, path: str, segment: GraphSegment) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
 
 def derive_class(module: nn.Module, base: type[nn.Module]) -> None:
     """
-    Give a module a class of the same name that has ``base`` in front of the old one; ``forward``
-    looks as before.
+    Give a module a class of the same name with ``base`` before the old class. The signature of
+    ``forward`` stays.
     """
     kind = type(module)
     if (kind, base) not in _derived_classes:
@@ -82,7 +83,7 @@ def derive_class(module: nn.Module, base: type[nn.Module]) -> None:
 
 
 _derived_classes: dict[tuple[type, type], type[nn.Module]] = {}
-"""One class for all layers of a kind: what they are compiled to is then the same."""
+"""One class for all layers of a kind, so that torch.compile compiles them once."""
 
 
 def _make_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
@@ -94,7 +95,7 @@ def _make_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]
 
 
 def accept_segments(model: nn.Module) -> None:
-    """Have all submodules take segments."""
+    """Make all submodules accept segments."""
     for module in model.modules():
         if module is not model and not isinstance(module, SegmentedModule):
             derive_class(module, SegmentedModule)
@@ -102,8 +103,8 @@ def accept_segments(model: nn.Module) -> None:
 
 def find_called_modules(model: nn.Module) -> list[str]:
     """
-    Return the paths of the submodules that have to be called: the outermost with hooks or a forward
-    of their own.
+    Return the paths of the submodules that must be called: the outermost with hooks or a replaced
+    forward.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -114,12 +115,15 @@ def find_called_modules(model: nn.Module) -> list[str]:
 
 
 def _has_user_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks other than those of `shard`."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not isinstance(getattr(hook, "__self__", None), ModuleSharding) for hook in hooks)
 
 
 def find_unit(module: str, paths: list[str]) -> str:
-    """Return which of some modules an operator's module is, or is in; the empty string for none."""
+    """
+    Return the path that an operator's module is, or is inside; the empty string if there is none.
+    """
     return next((path for path in paths if module == path or module.startswith(f"{path}.")), "")
 
 
@@ -127,17 +131,19 @@ def extract_segments(
     root: nn.Module, graph: fx.Graph, names: list[str]
 ) -> tuple[fx.Graph, list[str]]:
     """
-    Return a graph in which stretches of equal `UNIT` are calls, and the names of the weights that
-    are left to it.
+    Return a graph in which segments of equal `UNIT_KEY` are calls, and the names of its remaining
+    weights.
 
     Args:
         root: has the modules and buffers of the graph, and gets the calls.
-        graph: whose first placeholders are the model and the weights by name.
+        graph: its first placeholders are the model and the weights by name.
     """
     return _Segmenter(root, graph, names).build_graph()
 
 
 class _Segmenter:
+    """Copies a graph and replaces its segments by calls."""
+
     def __init__(self, root: nn.Module, graph: fx.Graph, names: list[str]) -> None:
         self.root = root
         self.names = names
@@ -151,12 +157,12 @@ class _Segmenter:
         self.call_count = 0
         self.segment_graphs: dict[tuple[Any, ...], fx.GraphModule] = {}
         """
-        The graphs of stretches, by what they compute: layers of a kind share one, and what it is
-        compiled to.
+        The graphs of segments, by what they compute. Layers of a kind share one, and its compiled
+        code.
         """
 
     def build_graph(self) -> tuple[fx.Graph, list[str]]:
-        """Copy node by node, stretch by stretch."""
+        """Copy node by node, segment by segment."""
         at = 0
         while at < len(self.nodes):
             unit = self.nodes[at].meta.get(UNIT_KEY, "")
@@ -179,6 +185,7 @@ class _Segmenter:
         return self.main_graph, left
 
     def _add_segment(self, unit: str, nodes: list[fx.Node]) -> None:
+        """Replace a segment by a call of its submodule."""
         inside = set(nodes)
         entering = dict.fromkeys(
             one for node in nodes for one in node.all_input_nodes if one not in inside
@@ -208,7 +215,7 @@ class _Segmenter:
             self.made[node] = self.main_graph.call_function(get_item, (result, place))
 
     def _graph_key(self, graph: fx.Graph) -> tuple[Any, ...]:
-        """Return what two graphs have in common only if they compute the same."""
+        """Return a key that is equal only for graphs that compute the same."""
         numbers = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
 
         def target(node: fx.Node) -> Any:

@@ -1,16 +1,15 @@
 """
-A graph in pipeline stages: which stage computes which operator, and what travels from one to the
-next.
+A graph in pipeline stages: the stage of each operator, and what each stage sends to the next.
 
-Operators inside of a unit (a module that belongs to a stage) are computed by its stage. Those
-between units follow their inputs, to the latest stage that one of them comes from. What depends on
-nothing but the batch, weights and buffers (masks, positions, a transposed embedding) is computed by
-every stage that needs it, and never travels.
+* Operators inside a unit (a module that belongs to a stage) run on its stage.
+* Operators between units follow their inputs, to the latest stage that one of them is from.
+* What depends only on the batch, weights and buffers (masks, positions, a transposed embedding) is
+  computed by every stage that needs it and never sent.
 
-The constraints, the plan and the layouts are those of the whole graph. What an operator of a later
-stage needs travels through the stages between in the layout in which it was made, so that each rank
-sends its part to the rank that has the same places along the tensor axes; terms of a sum are added
-up before, or scattered where a part is wanted.
+The constraints, the plan and the layouts are those of the full graph. What an operator of a later
+stage needs is sent through the stages between, in the layout in which it was made: each rank sends
+its shard to the rank with the same tensor coordinates. Partial sums are all-reduced before, or
+reduce-scattered if a shard is needed.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class StagePlan:
     What one stage computes of a plan; without a pipeline, everything.
 
     Attributes:
-        stage: which.
-        places: of its operators, in order.
-        taken: tensors that the stage before sends, with the layouts in which they come.
-        given: tensors that the next stage is sent.
-        ends: whether the model's results are made here.
+        stage: its index.
+        operators: the indices of its operators, in order.
+        received: tensors that the stage before sends, with their layouts.
+        sent: tensors that this stage sends to the next, with their layouts.
+        is_last: whether this stage returns the model's results.
     """
 
     stage: int
@@ -52,18 +51,18 @@ class StagePlan:
     is_last: bool = True
 
     def source_layout(self, plan: OperatorPlan, index: int) -> L:
-        """Return how a tensor lies where this stage has it from."""
+        """Return the layout in which this stage receives or makes a tensor."""
         return self.received[index] if index in self.received else plan.source_layout(index)
 
 
 def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
     """
-    Note on a graph which stage computes each operator.
+    Set the stage of each operator of a graph.
 
     Raises:
-        UsageError: values would flow back to an earlier stage, dropouts would be counted in another
-            order than in one
-            process, or a stage has nothing to compute; names stage and operator.
+        UsageError: a value would flow back to an earlier stage, dropouts would be counted in
+            another order than in one process, or a stage computes nothing. The message has stage
+            and operator.
     """
     graph.stage_count = split.stage_count
     for index, tensor in enumerate(graph.tensors):
@@ -97,6 +96,7 @@ def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
 
 
 def _operator_stage(graph: OperatorGraph, operator: Operator, split: StageSplit) -> int | None:
+    """Return the stage of an operator; None if every stage that needs it computes it."""
     unit = _enclosing_unit(operator.module, split.unit_stages)
     found = [
         (graph.tensor_stages[index], index)
@@ -114,14 +114,14 @@ def _operator_stage(graph: OperatorGraph, operator: Operator, split: StageSplit)
 
 
 def _enclosing_unit(name: str, units: Mapping[str, int]) -> str | None:
-    """Return the unit that a name is, or lies in."""
+    """Return the unit that a name is, or is inside."""
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def _draws_mask(operator: Operator) -> bool:
-    """Whether an operator draws a mask."""
+    """Return whether an operator draws a dropout mask."""
     if operator.kind == "scaled_dot_product_attention":
         return bool(operator.get_arg(4, "dropout_p", 0.0))
     return (
@@ -135,7 +135,7 @@ def _draws_mask(operator: Operator) -> bool:
 
 
 def stage_plans(plan: OperatorPlan) -> tuple[StagePlan, ...]:
-    """Return what each stage computes; one part where there is no pipeline."""
+    """Return what each stage computes; one plan without a pipeline."""
     graph = plan.graph
     if not graph.stage_count:
         return (StagePlan(0, tuple(range(len(graph.operators))), {}, {}),)
@@ -168,7 +168,7 @@ def stage_plans(plan: OperatorPlan) -> tuple[StagePlan, ...]:
 def _add_common_operators(
     graph: OperatorGraph, makers: Mapping[int, int], own: Iterable[int], results: Iterable[int]
 ) -> tuple[int, ...]:
-    """Return some operators with those of every stage that they, or results, need."""
+    """Return operators, with the operators of every stage that they, or results, need."""
     found = set(own)
     todo = [index for place in found for index in graph.operators[place].inputs] + list(results)
     while todo:
@@ -182,7 +182,7 @@ def _add_common_operators(
 def _wanted_layouts(
     plan: OperatorPlan, places: Iterable[int], results: Iterable[int]
 ) -> Iterator[tuple[int, L]]:
-    """Yield the tensors that operators and results take, with the layouts that they want."""
+    """Yield the tensors that operators and results take, with the layouts that they need."""
     for place in places:
         for at, index in enumerate(plan.graph.operators[place].inputs):
             yield index, plan.shardings[place].input_layout(at, len(plan.graph.shape_of(index)))
@@ -192,8 +192,9 @@ def _wanted_layouts(
 
 def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
     """
-    Return the layout in which a tensor travels to one that wants it in a layout: as it lies, but
-    for sums.
+    Return the layout in which a tensor is sent to an operator that needs it in ``wanted``.
+
+    It is the layout in which the tensor was made, without partial sums.
     """
     layout = plan.source_layout(index)
     for move in redistribution_path(layout, wanted):
@@ -206,15 +207,16 @@ def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
 # ---- who holds which weight -------------------------------------------------
 
 
-def assign_weights(plan: OperatorPlan, split: StageSplit, names: Mapping[str, list[str]]) -> StageSplit:
+def assign_weights(
+    plan: OperatorPlan, split: StageSplit, names: Mapping[str, list[str]]
+) -> StageSplit:
     """
-    Return a split in which every stage holds the weights that its operators use.
+    Return a split in which every stage has the weights that its operators use.
 
-    A weight around the units that nobody gave to a stage is held by those that use it, if there are
-    any.
+    A weight outside the units without a stage is on the stages that use it, if there are any.
 
     Args:
-        names: all names of a weight, by its first.
+        names: all names of a weight, by its first name.
     """
     loose: dict[str, Any] = dict(split.loose_weights)
     every = tuple(range(split.stage_count))

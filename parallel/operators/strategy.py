@@ -1,16 +1,20 @@
 """
-What a user configures: operators and weights by name, as layouts or as counts a dim.
+The entries of `pdrun.Operators`: operators and weights by name, as layouts or as counts per dim.
 
     pdrun.Operators({
-        "blocks.*.attn.q": ((2, 1, 1), (4, 1)),           the module's operator: how often each input is cut, dim by dim
-        "blocks.*.mlp.up.weight": L("tp", None),          a weight
-        "attend.softmax": (L(None, "tp", None, None),),   an operator by its name, its inputs by layouts
-        "blocks.*.mlp.down": OpLayout(out=L(None, "tp", None)),  results: partial sums are reduce-scattered
-        "strange.op": replicate(),                        computed whole on every rank: needs no rule
+        # the module's operator: shards of each input, dim by dim
+        "blocks.*.attn.q": ((2, 1, 1), (4, 1)),
+        # a weight
+        "blocks.*.mlp.up.weight": L("tp", None),
+        # an operator by its name, its inputs by layouts
+        "attend.softmax": (L(None, "tp", None, None),),
+        # the result: partial sums are reduce-scattered
+        "blocks.*.mlp.down": OpLayout(out=L(None, "tp", None)),
+        # computed in full on every rank: needs no rule
+        "strange.op": replicate(),
     })
 
-Names are those of modules, parameters and operators (``MODULE.kind``), with ``*``, ``?`` and
-``[...]`` as in globs.
+Names are those of modules, parameters and operators (``MODULE.kind``). Globs are allowed.
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle
 @dataclass(frozen=True)
 class OpLayout:
     """
-    How one operator is cut.
+    The layouts of one operator.
 
     Attributes:
-        in_: for each tensor input a layout, counts a dim, or None to leave it open; missing ones
-            are open.
-        out: the layout of its (first) result, where it isn't what comes out by itself.
+        in_: per tensor input a layout, counts per dim, or None to leave it open; missing ones are
+            open.
+        out: the layout of its first result; None: the one that the operator produces.
     """
 
     in_: tuple[LayoutSpec | None, ...] = ()
@@ -70,14 +74,15 @@ StrategyEntry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | ReplicateS
 @dataclass
 class UserLayouts:
     """
-    What the user wants of a graph.
+    What the user configured for a graph.
 
     Attributes:
-        choices: by index of the operator.
+        shardings: by index of the operator.
         weights: by index of the tensor.
-        outs: layouts of results, by index of the operator.
-        whole: operators that need no rule.
-        said: for each operator and weight the name under which it was configured.
+        results: layouts of results, by index of the operator.
+        replicated: operators that need no rule.
+        entry_names: the name of the entry of each operator (by its index) and weight (by -1 -
+            index).
     """
 
     shardings: dict[int, OperatorSharding] = field(default_factory=dict)
@@ -95,16 +100,16 @@ def resolve_entries(
     weight_layouts: Mapping[str, LayoutSpec],
 ) -> UserLayouts:
     """
-    Return what the entries of a strategy and the constraints inside a model mean for a graph.
+    Apply the entries of a strategy and the constraints inside a model to a graph.
 
     Args:
         grid: the tensor axes.
         mesh: all axes.
-        inner: layouts of weights that `shard` set, by name.
+        weight_layouts: layouts of weights that `shard` set, by name.
 
     Raises:
-        UsageError: a name that matches nothing, a layout that an operator can't have, or a weight
-            with two layouts.
+        UsageError: a name matches nothing, an operator cannot have a layout, or a weight has two
+            layouts.
     """
     resolver = _EntryResolver(graph, grid, mesh)
     for name, layout in weight_layouts.items():
@@ -117,6 +122,8 @@ def resolve_entries(
 
 
 class _EntryResolver:
+    """Collects `UserLayouts` for one graph."""
+
     def __init__(self, graph: OperatorGraph, grid: Grid, mesh: Grid) -> None:
         self.graph = graph
         self.grid = grid
@@ -170,6 +177,7 @@ class _EntryResolver:
         raise UsageError(what, where=OPERATORS_API, hint=hint)
 
     def _apply_to_name(self, kind: str, name: str, entry: Any) -> None:
+        """Apply an entry to one weight, operator or module."""
         if kind == "param":
             self.set_weight(name, entry, name)
             return
@@ -177,10 +185,7 @@ class _EntryResolver:
         self.set_operator(place, entry, name)
 
     def _main_operator(self, module: str) -> int:
-        """
-        Return the operator that a module's name stands for: the only one, or the first that has a
-        weight.
-        """
+        """Return the operator of a module: the only one, or the first with a weight."""
         places = self.modules[module]
         weighted = [
             place
@@ -224,8 +229,7 @@ class _EntryResolver:
 
     def follow_weights(self) -> None:
         """
-        Configure the operators that use a weight with a layout, and weights of configured
-        operators.
+        Configure the operators of configured weights, and the weights of configured operators.
         """
         for place, choice in self.layouts.shardings.items():
             operator = self.graph.operators[place]
@@ -311,8 +315,7 @@ class _EntryResolver:
 
     def _to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
         """
-        Return a layout by the axes of the mesh; counts in dim 0 may stand for dp where it is a
-        batch's.
+        Return a layout by mesh axes. If the tensor has the batch, counts on dim 0 can include dp.
         """
         try:
             if isinstance(given, DeviceMatrixLayout):
@@ -335,7 +338,7 @@ class _EntryResolver:
     def _drop_data_axes(
         self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True
     ) -> L:
-        """Return a layout without data axes, which cut the batch anyway."""
+        """Return a layout without data axes. They shard the batch in any case."""
         try:
             layout.check(self.mesh, shape)
         except UsageError as error:
@@ -364,6 +367,7 @@ class _EntryResolver:
         entry_name: str,
         by_weight: bool = False,
     ) -> OperatorSharding:
+        """Choose the sharding of an operator from layouts or counts of its inputs."""
         operator = self.graph.operators[position]
         view = view_operator(self.graph, operator)
         splits = list_splits(view)

@@ -1,6 +1,6 @@
 """
-The operator graph and how it is exported.
+The operator graph, and how a model is exported to it.
 
 May import: rng, layouts.
-Start reading here: graph.py.
+Start reading here: graph.py, then export.py.
 """

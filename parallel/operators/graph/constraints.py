@@ -1,10 +1,12 @@
 """
-What a user says about layouts inside a model: identity in one process, and seen by the operator
-engine.
+Layouts that a user gives inside a model. In one process they change nothing; the operator engine
+reads them.
 
-    x = pdrun.constrain(x, L("dp", "tp", None))             in a forward: here the tensor lies so
-    pdrun.shard(model.mlp, in_=(L("dp", None, None),), out=L("dp", None, None), weight=L("tp", None))
-    attend = pdrun.shard(attend, in_=(L("dp", "tp"), None))   a function: its arguments and its result
+    x = pdrun.constrain(x, L("dp", "tp", None))  # in a forward: the layout of x from here on
+    pdrun.shard(  # a module: its arguments, its result and a weight
+        model.mlp, in_=(L("dp", None, None),), out=L("dp", None, None), weight=L("tp", None)
+    )
+    attend = pdrun.shard(attend, in_=(L("dp", "tp"), None))  # a function: its arguments
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
 LayoutSpec = L | DeviceMatrixLayout | tuple[int, ...]
-"""
-A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim.
-"""
+"""A layout as a user gives it: by mesh axes, on a device matrix, or as counts per dim."""
 T = TypeVar("T", bound=Callable[..., Any])
 
 OP_LIBRARY = torch.library.Library("pdrun", "DEF")
@@ -48,12 +48,12 @@ torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, l
 
 
 def is_layout(value: Any) -> bool:
-    """Return whether something is a layout as `Said` has them."""
+    """Return whether a value is a `LayoutSpec`."""
     return isinstance(value, (L, DeviceMatrixLayout)) or (is_counts(value) and len(value) > 0)
 
 
 def encode_layout(layout: LayoutSpec) -> str:
-    """Return a layout as text, which is how it gets through an export."""
+    """Return a layout as text, the form in which it passes through an export."""
     if isinstance(layout, tuple):
         return json.dumps({"counts": layout})
     plain = layout.layout if isinstance(layout, DeviceMatrixLayout) else layout
@@ -64,7 +64,7 @@ def encode_layout(layout: LayoutSpec) -> str:
 
 
 def decode_layout(text: str) -> LayoutSpec:
-    """Return the layout of a text (see `encode`)."""
+    """Return the layout of a text; see `encode_layout`."""
     found = json.loads(text)
     if "counts" in found:
         return tuple(found["counts"])
@@ -83,10 +83,10 @@ def _count_dims(layout: LayoutSpec) -> int:
 
 def constrain(x: torch.Tensor, layout: LayoutSpec) -> torch.Tensor:
     """
-    Return ``x``; the operator engine lays it out so. Without the engine nothing happens.
+    Return ``x``. The operator engine gives it this layout; without the engine nothing happens.
 
     Raises:
-        UsageError: ``layout`` is no layout, or is for another number of dims.
+        UsageError: ``layout`` is not a layout, or is for another number of dims.
     """
     if not is_layout(layout):
         raise UsageError(
@@ -112,12 +112,12 @@ def constrain(x: torch.Tensor, layout: LayoutSpec) -> torch.Tensor:
 @dataclass
 class ModuleSharding:
     """
-    What `shard` says of a module.
+    The layouts that `shard` sets for a module or function.
 
     Attributes:
-        in_: a layout for each tensor argument; None leaves it open.
-        out: of the result, or one for each of several.
-        weights: by name of the parameter, from the module on.
+        in_: a layout per tensor argument; None leaves it open.
+        out: of the result, or one per result.
+        weights: by name of the parameter, relative to the module.
     """
 
     in_: tuple[LayoutSpec | None, ...] = ()
@@ -125,7 +125,7 @@ class ModuleSharding:
     weights: dict[str, LayoutSpec] = field(default_factory=dict)
 
     def constrain_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward hook: constrain the arguments."""
+        """Forward pre-hook: constrain the arguments."""
         return _constrain_each(args, self.in_) if torch.compiler.is_exporting() else args
 
     def constrain_results(
@@ -138,7 +138,7 @@ class ModuleSharding:
 
 
 def _constrain_each(values: Any, layouts: tuple[LayoutSpec | None, ...]) -> Any:
-    """Return nested values with the tensors among them constrained, in order."""
+    """Return nested values with their tensors constrained, in order."""
     flat, structure = pytree.tree_flatten(values)
     wanted = iter(layouts)
     found = []
@@ -149,7 +149,7 @@ def _constrain_each(values: Any, layouts: tuple[LayoutSpec | None, ...]) -> Any:
 
 
 def _as_layouts(value: Any) -> tuple[LayoutSpec | None, ...]:
-    """Return a layout for each tensor; a tuple of counts is one layout, as anywhere."""
+    """Return a layout per tensor. A tuple of counts is one layout."""
     return () if value is None else (value,) if is_layout(value) else tuple(value)
 
 
@@ -160,17 +160,17 @@ def shard(
     **weights: LayoutSpec,
 ) -> T:
     """
-    Say how a module's or a function's tensors lie; what is left open follows from what is said.
+    Set the layouts of a module's or a function's tensors. The rest follows by propagation.
 
     Args:
-        target: a module, which is marked and returned, or a function, of which a new one is
+        target: a module, which is marked and returned, or a function, for which a new one is
             returned.
-        in_: a layout for each tensor argument, in order; None leaves one open.
+        in_: a layout per tensor argument, in order; None leaves one open.
         out: the same for results.
         weights: a module's parameters by name (``weight=L("tp", None)``).
 
     Raises:
-        UsageError: a module lacks such a parameter, or a function was given one.
+        UsageError: a module lacks such a parameter, or a parameter is given for a function.
     """
     for name, value in (("in_", in_), ("out", out), *weights.items()):
         several = (

@@ -1,7 +1,7 @@
 """
-From a model to its operator graph: `trace` exports the forward pass on fake tensors.
+From a model to its operator graph: `export_graph` exports the forward pass on fake tensors.
 
-Nothing is computed, and weights may be on the meta device.
+Nothing is computed. Weights can be on the meta device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def export_graph(
     Export the forward pass of a model.
 
     Args:
-        args, kwargs: what it is called with; only shapes, types and what is no tensor matter.
+        args, kwargs: of the call; only shapes, types and values that are not tensors matter.
         fold: export equal layers once (`pdrun.parallel.operators.graph.fold_layers`); the graph is
             the same.
 
@@ -77,8 +77,8 @@ _TORCH_DROPOUTS = {name: getattr(functional, name) for name in REPLACEMENTS}
 @contextmanager
 def _unpatched_torch() -> Iterator[None]:
     """
-    Export what the model says, in the middle of a step too: without its dropout, its autocast, its
-    gradient mode.
+    Export the model as written, also in the middle of a step: with torch's dropout, without
+    autocast, with gradients.
     """
     placed = {name: getattr(functional, name) for name in _TORCH_DROPOUTS}
     for name, function in _TORCH_DROPOUTS.items():
@@ -97,7 +97,7 @@ def _unpatched_torch() -> Iterator[None]:
 
 
 def _has_effects(node: torch.fx.Node) -> bool:
-    """Whether a node writes into its input, or holds a graph of its own."""
+    """Return whether a node writes to its input, or contains a graph."""
     if node.op != "call_function":
         return False
     schema = getattr(node.target, "_schema", None)
@@ -107,7 +107,9 @@ def _has_effects(node: torch.fx.Node) -> bool:
 
 
 def _stop_gradients(program: Any) -> None:
-    """Mark what comes out of regions without gradients, before they are merged into the rest."""
+    """
+    Mark the results of regions without gradients, before the regions are merged into the graph.
+    """
     from pdrun.parallel.operators.graph import constraints as constraints  # registers the marks
 
     graph = program.graph

@@ -1,10 +1,10 @@
 """
-A program's hooks on modules while a model is exported.
+The user's hooks on modules while a model is exported.
 
-Those of the model itself run around its forward, whatever that computes, and stay out of the graph.
-Those of a submodule are called with what goes in and out of its stretch of the graph (`segments`),
-and may look at it: what they changed would be changed in the graph and around the stretch. The
-backward of a graph has no submodules.
+Hooks of the model itself run around its forward and stay out of the graph. Hooks of a submodule are
+called with the inputs and outputs of its segment of the graph (`segments`). They can look at them.
+They must not change them: the change would happen in the graph and around the segment. The backward
+pass of a graph has no submodules.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """
-    While this lasts, a model may be called to be exported: its own hooks are away, those of
+    While this lasts, a model can be called for an export: its own hooks are removed, those of
     submodules are watched.
 
     Raises:
-        UsageError: a submodule has a backward hook, or a hook that changes what goes in or out.
+        UsageError: a submodule has a backward hook, or a hook that changes its input or output.
     """
     kept: list[tuple[nn.Module, str, Any]] = []
     changed: list[str] = []

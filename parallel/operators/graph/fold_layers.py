@@ -1,16 +1,20 @@
 """
-Equal layers are exported once: an export takes milliseconds an operator, and the layers of a deep
-model are all alike.
+Export equal layers once. An export takes milliseconds per operator, and a deep model has many equal
+layers.
 
 While a model is exported, members of its lists that are equal to an earlier one (same classes, same
-attributes, weights of the same shapes) don't run: the first is enclosed in marks, and the others
-leave one node that stands for it, with results of the same shapes. Whoever reads the graph puts the
-operators of the first in their places, with their own weights and names.
+attributes, weights of the same shapes) do not run. The first is enclosed in marks. Each other one
+leaves one node in its place, with results of the same shapes. The reader of the graph inserts the
+operators of the first layer there, with the names and weights of the other.
 
-What is equal is found out, never assumed: an attribute that differs, a weight that is shared with
-something outside, a call with other shapes or values has a layer exported by itself. A layer that
-takes an activation from somewhere else than its arguments has the whole model exported without
-folding (`Unlike`).
+Equality is checked, never assumed. A layer is exported separately if
+
+* an attribute differs
+* it shares a weight with something outside
+* it is called with other shapes or values
+
+If a layer takes an activation from elsewhere than its arguments, the full model is exported without
+folding (`FoldError`).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch.utils import _pytree as pytree
 from pdrun.parallel.operators.graph.constraints import OP_LIBRARY
 
 MIN_GROUP_SIZE = 3
-"""Members that a group has to have."""
+"""Members that a group must have."""
 
 OP_LIBRARY.define("mark_layer(Tensor[] tensors, str path) -> ()")
 OP_LIBRARY.define("repeat_layer(Tensor[] tensors, str path, str first) -> Tensor[]")
@@ -39,14 +43,14 @@ class _FirstLayer:
 
     path: str
     call: Any = None
-    """How it was called."""
+    """The key of its arguments and of its state."""
     results: tuple[torch.Tensor, ...] = ()
     leaves: tuple[Any, ...] = ()
     structure: Any = None
 
 
 _first_layers: dict[str, _FirstLayer] = {}
-"""Of the export that is going on, by path."""
+"""Of the current export, by path."""
 
 
 def _mark_layer(tensors: list[torch.Tensor], path: str) -> None:
@@ -65,13 +69,13 @@ OP_LIBRARY.impl("repeat_layer", _repeat_layer, "CompositeExplicitAutograd")
 
 
 class FoldError(Exception):
-    """A folded graph would not be that of the model."""
+    """A folded graph would differ from the graph of the model."""
 
 
 @contextmanager
 def fold_equal_layers(model: nn.Module) -> Iterator[bool]:
     """
-    While this lasts, calls of equal members of lists leave a node each; yields whether there are
+    While this lasts, calls of equal members of lists leave a node each. Yields whether there are
     any.
     """
     groups = find_equal_layers(model)
@@ -124,7 +128,7 @@ def _wrap_forward(
 
 
 def _call_signature(leaves: list[Any], structure: Any) -> Any:
-    """Return what of a call decides what a module does; None where that can't be told."""
+    """Return a key of the arguments of a call; None if a value cannot be compared."""
     found: list[Any] = [structure]
     seen: dict[int, int] = {}
     for leaf in leaves:
@@ -140,11 +144,11 @@ def _call_signature(leaves: list[Any], structure: Any) -> Any:
 
 def _object_state(module: nn.Module) -> Any:
     """
-    Return what the objects hold that a module has besides weights: a call may depend on that, or
-    change it.
+    Return a key of the objects that a module has apart from weights: a call can depend on them, or
+    change them.
 
-    Layers that share such an object (a list of auxiliary losses, a counter) are equal, and their
-    calls are not.
+    Layers that share such an object (a list of auxiliary losses, a counter) are equal. Their calls
+    are not.
     """
     return [
         (name, _state_key(value, 3))
@@ -177,10 +181,10 @@ def _is_plain(value: Any) -> bool:
 
 def find_equal_layers(model: nn.Module) -> list[list[str]]:
     """
-    Return the paths of equal members of the outermost lists, group by group; each group has `LEAST`
-    or more.
+    Return the paths of equal members of the outermost lists, by group. Each group has at least
+    `MIN_GROUP_SIZE`.
 
-    Members without modules inside are left: they are an operator or two.
+    Members without submodules are skipped: they are an operator or two.
     """
     names: dict[int, list[str]] = {}
     for kind in (
@@ -213,21 +217,21 @@ def find_equal_layers(model: nn.Module) -> list[list[str]]:
 
 
 def _owns_its_tensors(module: nn.Module, path: str, names: dict[int, list[str]]) -> bool:
-    """Whether nothing outside of a module has its weights and buffers."""
+    """Return whether all uses of a module's weights and buffers are inside the module."""
     every = [*module.parameters(), *module.buffers()]
     return all(name.startswith(f"{path}.") for tensor in every for name in names[id(tensor)])
 
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
-"""What every module has."""
+"""The attributes that every module has."""
 
 
 def _module_key(
     module: nn.Module, path: str, names: dict[int, list[str]], inside: bool = False
 ) -> Any:
     """
-    Return what two modules have in common that compute the same; hooks of the outermost run outside
-    of it.
+    Return a key that is equal for modules that compute the same. Hooks of the outermost module run
+    outside it.
     """
     hooks = [
         value
@@ -266,8 +270,8 @@ def _relative_name(name: str, path: str) -> str:
 
 def _attribute_key(value: Any) -> Any:
     """
-    Return an attribute in a form that is equal for equal ones; of what isn't plain, the object
-    itself.
+    Return a key of an attribute that is equal for equal values. For other than plain values it is
+    the object's id.
     """
     if _is_plain(value):
         return type(value), value

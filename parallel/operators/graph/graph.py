@@ -1,9 +1,9 @@
 """
-The operator graph: what a model computes, as frozen data.
+The operator graph: the forward pass of a model as data.
 
-It has what planning needs of a forward pass: operators in order, the tensors between them with
-their whole shapes, and for each operator the line of the user's model that it comes from.
-`pdrun.parallel.operators.graph.export` makes it of a model.
+It has what planning needs: operators in order, the tensors between them with their full shapes,
+and the line of the user's model for each operator. `pdrun.parallel.operators.graph.export` makes
+it from a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands for a tensor in the arguments of an operator: an index into `Graph.tensors`."""
+    """
+    Stands for a tensor in the arguments of an operator: an index into `OperatorGraph.tensors`.
+    """
 
     index: int
 
@@ -32,7 +34,7 @@ class GraphTensor:
         kind: "param", "buffer", "constant" (made while exporting), "input", or "op".
         name: of a weight in the model (the first of its names), of an input, or of the operator
             that makes it.
-        grad: whether a gradient flows through it.
+        requires_grad: whether a gradient flows through it.
     """
 
     kind: str
@@ -43,7 +45,7 @@ class GraphTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return prod(self.shape) * int(self.dtype.itemsize)
 
 
@@ -53,16 +55,16 @@ class Operator:
     One operator.
 
     Attributes:
-        name: unique; the path of its module and its kind, as ``blocks.0.fc1.linear``.
+        name: unique; the path of its module and its kind, such as ``blocks.0.fc1.linear``.
         kind: the ATen operator's name, without its overload.
-        target: what to call.
-        args, kwargs: its arguments, with `Ref` in place of tensors.
-        inputs: the tensors among them, in order (one that is used twice is there twice).
+        target: the function to call.
+        args, kwargs: its arguments, with `TensorRef` in place of tensors.
+        inputs: the tensors among them, in order; a tensor that is used twice is listed twice.
         outputs: the tensors that it makes.
-        many: whether it returns a list or tuple.
+        returns_list: whether it returns a list or tuple.
         module: path of the innermost module.
-        source: ``file:line`` in the user's model and the code there, where known.
-        stage: of a pipeline that computes it; None where there is none, or where every stage that
+        source: ``file:line`` in the user's model and the code there, if known.
+        stage: the pipeline stage that computes it; None without a pipeline, or if every stage that
             needs it does.
     """
 
@@ -86,7 +88,7 @@ class Operator:
         return f"{self.name} of stage {self.stage}"
 
     def get_arg(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument by place or by name."""
+        """Return an argument by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -98,12 +100,12 @@ class OperatorGraph:
     A model's forward pass.
 
     Attributes:
-        results: the tensors (or plain values) that it returns, flat, and `structure`, how they were
-            nested.
-        inputs: the tensors among the flattened arguments of the call; None for what is no tensor.
-        stages: of the pipeline; 0 where there is none.
-        origins: the stage that makes a tensor, by its index; what is missing is there on every
-            stage.
+        inputs: the tensors among the flattened arguments of the call; None for other values.
+        results: the tensors (or plain values) that it returns, flat.
+        result_structure: how the results were nested.
+        stage_count: stages of the pipeline; 0 without one.
+        tensor_stages: the stage that makes a tensor, by its index; tensors that every stage has are
+            missing.
     """
 
     tensors: list[GraphTensor] = field(default_factory=list)
@@ -116,7 +118,7 @@ class OperatorGraph:
     tensor_stages: dict[int, int] = field(default_factory=dict)
 
     def shape_of(self, index: int) -> tuple[int, ...]:
-        """Return the whole shape of a tensor."""
+        """Return the full shape of a tensor."""
         return self.tensors[index].shape
 
     def tensor_users(self) -> list[list[int]]:
@@ -128,7 +130,7 @@ class OperatorGraph:
         return found
 
     def tensor_producers(self) -> dict[int, int]:
-        """Return for each tensor that an operator makes, which."""
+        """Return the operator that makes each tensor."""
         return {
             index: place
             for place, operator in enumerate(self.operators)
@@ -144,7 +146,7 @@ def operator_kind(target: Any) -> str:
 
 
 def iter_refs(*values: Any) -> Iterator[TensorRef]:
-    """Return all references in some arguments, in order."""
+    """Yield all references in some arguments, in order."""
     for value in values:
         if isinstance(value, TensorRef):
             yield value
@@ -155,7 +157,7 @@ def iter_refs(*values: Any) -> Iterator[TensorRef]:
 
 
 def replace_refs(value: Any, take: Callable[[TensorRef], Any]) -> Any:
-    """Return arguments with each reference replaced, in the order of `refs`."""
+    """Return arguments with each reference replaced, in the order of `iter_refs`."""
     if isinstance(value, TensorRef):
         return take(value)
     if isinstance(value, (list, tuple)):

@@ -25,7 +25,7 @@ OPERATOR_ENGINE = "operator engine"
 
 
 class ExportReader:
-    """Turns an exported program into a `Graph`."""
+    """Turns an exported program into an `OperatorGraph`."""
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self.program = program
@@ -40,8 +40,9 @@ class ExportReader:
         self.weight_indices: dict[str, int] = {}
         self.layer_marks: dict[str, list[tuple[int, list[TensorRef]]]] = {}
         """
-        By path of the first of equal layers: before and behind which operator it lies, what it
-        takes and returns.
+        By path of the first of equal layers: the index of its first operator and what it takes,
+        then the
+        index after its last operator and what it returns.
         """
 
     def read_graph(self) -> OperatorGraph:
@@ -175,7 +176,10 @@ class ExportReader:
         source: str,
     ) -> tuple[int, ...]:
         """
-        Add an operator; return the tensors that it makes, of which the shapes and types are given.
+        Add an operator; return the tensors that it makes.
+
+        Args:
+            output_types: shape and dtype of each output.
         """
         inputs = tuple(ref.index for ref in iter_refs(args, kwargs))
         flows = kind not in ("detach", "stop") and any(
@@ -198,7 +202,7 @@ class ExportReader:
     def _repeat_layer(
         self, inputs: list[TensorRef], path: str, first: str
     ) -> tuple[TensorRef, ...]:
-        """Put the operators of a layer's equal in its place; return its results."""
+        """Insert the operators of an equal layer in place of this one; return its results."""
         (begin, taken), (end, returned) = self.layer_marks[first]
         here: dict[int, int] = {}
         for ref, given in zip(taken, inputs, strict=True):
@@ -263,7 +267,7 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)
 
 
 def _source_line(node: torch.fx.Node) -> str:
-    """Return the innermost line of a node's trace that isn't in torch itself."""
+    """Return the innermost line of a node's stack trace that is not in torch."""
     frames = _FRAME_PATTERN.findall(node.meta.get("stack_trace") or "")
     own = [
         frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]

@@ -55,16 +55,16 @@ class SplitChooser:
         Raises:
             UsageError: no split fits the layouts along some axis.
         """
-        found = {}
+        chosen = {}
         for axis in self.grid.names:
             split = _find_matching_split(splits, axis, layouts, out)
             if split is None:
                 raise self._layout_error(operator, splits, axis, layouts, entry_name)
             if not split.is_replicated:
-                found[axis] = split
-        self._check_divisible(operator, found, entry_name)
-        fixed = tuple(found) if by_weight else self.grid.names
-        return OperatorSharding(found, _nest_axes(self.grid, [*layouts, out]), fixed)
+                chosen[axis] = split
+        self._check_divisible(operator, chosen, entry_name)
+        fixed = tuple(chosen) if by_weight else self.grid.names
+        return OperatorSharding(chosen, _nest_axes(self.grid, [*layouts, out]), fixed)
 
     def _layout_error(
         self,
@@ -75,12 +75,15 @@ class SplitChooser:
         entry_name: str,
     ) -> UsageError:
         """Return the error for layouts that no split fits."""
-        told = "; ".join(describe_split(split) for split in splits)
-        where = f" at {operator.source}" if operator.source else ""
-        asked = ", ".join(str(layout) for layout in layouts)
-        what = f"{entry_name}: {_describe_kind(operator)}{where} can't take ({asked}) along {axis}"
+        options = "; ".join(describe_split(split) for split in splits)
+        name = _describe_kind(operator)
+        if operator.source:
+            name = f"{name} at {operator.source}"
+        given = ", ".join(str(layout) for layout in layouts)
         return UsageError(
-            what, where=OPERATORS_API, hint=f"along one axis its inputs may be {told}"
+            f"{entry_name}: {name} cannot take inputs ({given}) along {axis}",
+            where=OPERATORS_API,
+            hint=f"along one axis its inputs can be {options}",
         )
 
     def _check_divisible(
@@ -92,10 +95,13 @@ class SplitChooser:
                 tuple(axis for axis, other in splits.items() if other == split)
             )
             if split.must_divide and split.must_divide % parts:
-                what = f"{entry_name}: {_describe_kind(operator)} can be cut so into parts of {split.must_divide}, not into {parts}"
+                what = (
+                    f"{entry_name}: the number of shards of {_describe_kind(operator)} must divide"
+                    f" {split.must_divide}, got {parts}"
+                )
                 raise UsageError(what, where=operator.source or OPERATORS_API)
 
-    # ---- counts a dim -------------------------------------------------------
+    # ---- counts per dim -----------------------------------------------------
 
     def choose_by_counts(
         self, operator: Operator, splits: list[OpSplit], wanted: tuple[Any, ...], entry_name: str
@@ -111,22 +117,33 @@ class SplitChooser:
             UsageError: a count is missing, or no assignment of axes gives the counts.
         """
         counts = []
-        for at, one in enumerate(wanted):
-            shape = self.graph.shape_of(operator.inputs[at])
-            if one is not None and (not isinstance(one, tuple) or len(one) != len(shape)):
-                what = f"{entry_name}: input {at} of {_describe_kind(operator)} is {list(shape)}, {one!r} has not a count for each dim"
+        for position, entry in enumerate(wanted):
+            shape = self.graph.shape_of(operator.inputs[position])
+            if entry is not None and (not isinstance(entry, tuple) or len(entry) != len(shape)):
+                what = (
+                    f"{entry_name}: input {position} of {_describe_kind(operator)} must have one"
+                    f" count per dim of {list(shape)}, got {entry!r}"
+                )
                 raise UsageError(what, where=OPERATORS_API)
-            counts.append(one)
-        data = self.mesh.degree("dp") if "dp" in self.mesh.names else 1
-        for names in (self.grid.names, ("dp", *self.grid.names) if data > 1 else ()):
-            found = self._assign_axes(names, splits, counts, {})
-            if found is not None and names:
-                chosen = {axis: split for axis, split in found.items() if axis != "dp"}
+            counts.append(entry)
+        candidates = [self.grid.names]
+        if "dp" in self.mesh.names and self.mesh.degree("dp") > 1:
+            candidates.append(("dp", *self.grid.names))
+        for axes in candidates:
+            assigned = self._assign_axes(axes, splits, counts, {})
+            if assigned is not None and axes:
+                chosen = {axis: split for axis, split in assigned.items() if axis != "dp"}
                 self._check_divisible(operator, chosen, entry_name)
                 return OperatorSharding(chosen, self.grid.names, self.grid.names)
-        told = "; ".join(describe_split(split) for split in splits)
-        what = f"{entry_name}: no way to cut {_describe_kind(operator)} into {tuple(wanted)} on a mesh of ({self.mesh})"
-        hint = f"a mesh has an axis for each count, as pdrun.mesh(x=2, y=4); along one axis its inputs may be {told}"
+        options = "; ".join(describe_split(split) for split in splits)
+        what = (
+            f"{entry_name}: {_describe_kind(operator)} cannot be split into {tuple(wanted)} on a"
+            f" mesh of ({self.mesh})"
+        )
+        hint = (
+            "the mesh needs one axis per count, such as pdrun.mesh(x=2, y=4); along one axis its"
+            f" inputs can be {options}"
+        )
         raise UsageError(what, where=OPERATORS_API, hint=hint)
 
     def _assign_axes(
@@ -159,16 +176,18 @@ class SplitChooser:
         Returns:
             0 if they are equal, -1 if more axes can make them equal, 1 if they cannot.
         """
-        short = False
-        for at, wanted in enumerate(counts):
+        is_short = False
+        for position, wanted in enumerate(counts):
             for dim, count in enumerate(wanted or ()):
-                have = self.mesh.group_size(
-                    tuple(axis for axis, split in chosen.items() if split.in_states[at] == dim)
+                shards = self.mesh.group_size(
+                    tuple(
+                        axis for axis, split in chosen.items() if split.in_states[position] == dim
+                    )
                 )
-                if count % have:
+                if count % shards:
                     return 1
-                short |= have != count
-        return -1 if short else 0
+                is_short |= shards != count
+        return -1 if is_short else 0
 
 
 def _find_matching_split(
@@ -177,14 +196,15 @@ def _find_matching_split(
     """
     Return a split that fits the layouts along an axis, if possible one with the wanted result.
     """
-    wanted = [None if layout is None else states_of(layout).get(axis) for layout in layouts]
+    wanted = {
+        position: states_of(layout).get(axis)
+        for position, layout in enumerate(layouts)
+        if layout is not None
+    }
     fitting = [
         split
         for split in splits
-        if all(
-            layout is None or split.in_states[at] == state
-            for at, (layout, state) in enumerate(zip(layouts, wanted, strict=True))
-        )
+        if all(split.in_states[position] == state for position, state in wanted.items())
     ]
     if out is not None:
         state = states_of(out).get(axis)
@@ -198,11 +218,12 @@ def _nest_axes(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
     """Return the axes, major first: nested as in the layouts, otherwise as in the grid."""
     order = list(grid.names)
     for layout in layouts:
-        for axes in layout.dims if layout is not None else ():
-            if len(axes) > 1:
-                places = sorted(order.index(axis) for axis in axes)
-                for place, axis in zip(places, axes, strict=True):
-                    order[place] = axis
+        if layout is None:
+            continue
+        for axes in layout.dims:
+            ranks = sorted(order.index(axis) for axis in axes)
+            for rank, axis in zip(ranks, axes, strict=True):
+                order[rank] = axis
     return tuple(order)
 
 
@@ -215,15 +236,13 @@ def _describe_kind(operator: Operator) -> str:
 
 def missing_rule_error(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
-    what = f"there is no rule for cutting {operator.kind} ({operator.display_name})"
-    hint = (
-        f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
-    )
+    what = f"no rule for splitting {operator.kind} ({operator.display_name})"
+    hint = f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it in full on every rank'
     return UsageError(what, where=operator.source or OPERATORS_API, hint=hint)
 
 
 def describe_split(split: OpSplit) -> str:
     """Return a split as text: the state of each input."""
-    names = {REPLICATED: "whole", PARTIAL: "a sum"}
-    ins = [names.get(state, f"cut on dim {state}") for state in split.in_states]
+    names = {REPLICATED: "full", PARTIAL: "partial sum"}
+    ins = [names.get(state, f"sharded on dim {state}") for state in split.in_states]
     return f"({', '.join(ins)})"

@@ -32,13 +32,15 @@ class OperatorSharding:
 
     def input_state(self, axis: str, position: int) -> State:
         """Return the state that an input must have along an axis."""
-        split = self.splits.get(axis)
-        return REPLICATED if split is None else split.in_states[position]
+        if axis not in self.splits:
+            return REPLICATED
+        return self.splits[axis].in_states[position]
 
     def output_state(self, axis: str, position: int) -> State:
         """Return the state that an output has along an axis."""
-        split = self.splits.get(axis)
-        return REPLICATED if split is None else split.out_states[position]
+        if axis not in self.splits:
+            return REPLICATED
+        return self.splits[axis].out_states[position]
 
     def sums_input_grad(self, axis: str, position: int) -> bool:
         """
@@ -118,9 +120,9 @@ class OperatorPlan:
 
     def source_layout(self, index: int) -> L:
         """Return the layout in which a tensor is made or stored."""
-        for given in (self.weights, self.out_layouts):
-            if index in given:
-                return given[index]
+        for layouts in (self.weights, self.out_layouts):
+            if index in layouts:
+                return layouts[index]
         return self._output_layouts.get(index) or L(*[None] * len(self.graph.shape_of(index)))
 
     def result_layout(self, index: int) -> L:
@@ -146,12 +148,12 @@ class OperatorPlan:
         index = self.graph.operators[position].inputs[input_position]
         if not self.graph.tensors[index].requires_grad:
             return ()
-        choice = self.shardings[position]
+        sharding = self.shardings[position]
         summed = self.grad_sums.get(index, ())
         return tuple(
             axis
             for axis in self.grid.names
-            if choice.sums_input_grad(axis, input_position) and axis not in summed
+            if sharding.sums_input_grad(axis, input_position) and axis not in summed
         )
 
     def grad_share_axes(self, position: int, input_position: int) -> tuple[str, ...]:
@@ -171,8 +173,8 @@ class OperatorPlan:
         found = self.__dict__.get("_layouts")
         if found is None:
             found = {}
-            for operator, choice in zip(self.graph.operators, self.shardings, strict=True):
-                for place, index in enumerate(operator.outputs):
-                    found[index] = choice.output_layout(place, len(self.graph.shape_of(index)))
+            for operator, sharding in zip(self.graph.operators, self.shardings, strict=True):
+                for position, index in enumerate(operator.outputs):
+                    found[index] = sharding.output_layout(position, len(self.graph.shape_of(index)))
             self.__dict__["_layouts"] = found
         return found

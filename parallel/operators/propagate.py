@@ -36,7 +36,7 @@ from pdrun.parallel.operators.rules.rule import (
 from pdrun.parallel.operators.strategy import UserLayouts
 
 
-def propagate_layouts(graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> OperatorPlan:
+def propagate_layouts(graph: OperatorGraph, grid: Grid, user_layouts: UserLayouts) -> OperatorPlan:
     """
     Return the plan for a graph and the user's layouts.
 
@@ -46,7 +46,7 @@ def propagate_layouts(graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> 
     Raises:
         UsageError: an operator has no rule and is not replicated.
     """
-    return _Propagation(graph, grid, wishes).make_plan()
+    return _Propagation(graph, grid, user_layouts).make_plan()
 
 
 CostKey = tuple[int, float, float, int, int]
@@ -55,15 +55,15 @@ CostKey = tuple[int, float, float, int, int]
 class _Propagation:
     """Propagation over all axes of a grid."""
 
-    def __init__(self, graph: OperatorGraph, grid: Grid, wishes: UserLayouts) -> None:
+    def __init__(self, graph: OperatorGraph, grid: Grid, user_layouts: UserLayouts) -> None:
         self.graph = graph
         self.grid = grid
-        self.user_layouts = wishes
+        self.user_layouts = user_layouts
         self.options: list[list[OpSplit]] = []
-        for place, operator in enumerate(graph.operators):
+        for position, operator in enumerate(graph.operators):
             view = view_operator(graph, operator)
             options = list_splits(view)
-            if place in wishes.replicated:
+            if position in user_layouts.replicated:
                 options = [
                     OpSplit(
                         (REPLICATED,) * len(view.in_shapes), (REPLICATED,) * len(view.out_shapes)
@@ -73,27 +73,28 @@ class _Propagation:
                 raise missing_rule_error(operator)
             self.options.append(options)
         self.users = graph.tensor_users()
-        self.makers = graph.tensor_producers()
+        self.producers = graph.tensor_producers()
         self.chosen: list[dict[str, OpSplit]] = [{} for _ in graph.operators]
         self.weight_states: dict[int, dict[str, State]] = {}
         self.out_layouts = {
-            graph.operators[place].outputs[0]: layout for place, layout in wishes.results.items()
+            graph.operators[position].outputs[0]: layout
+            for position, layout in user_layouts.results.items()
         }
         self.out_states = {index: states_of(layout) for index, layout in self.out_layouts.items()}
-        for index, layout in wishes.weights.items():
+        for index, layout in user_layouts.weights.items():
             self.weight_states[index] = {axis: states_of(layout).get(axis) for axis in grid.names}
 
     def make_plan(self) -> OperatorPlan:
         """Choose the splits along each axis and return the plan."""
-        for place, choice in self.user_layouts.shardings.items():
-            self.chosen[place] = dict(choice.splits)
+        for position, sharding in self.user_layouts.shardings.items():
+            self.chosen[position] = dict(sharding.splits)
         for axis in self.grid.names:
             if self.grid.degree(axis) > 1:
                 _AxisPropagation(self, axis).choose_splits()
-        choices: list[OperatorSharding] = []
-        for place in range(len(self.graph.operators)):
-            choices.append(self._make_sharding(place, choices))
-        plan = OperatorPlan(self.graph, self.grid, choices, out_layouts=self.out_layouts)
+        shardings: list[OperatorSharding] = []
+        for position in range(len(self.graph.operators)):
+            shardings.append(self._make_sharding(position, shardings))
+        plan = OperatorPlan(self.graph, self.grid, shardings, out_layouts=self.out_layouts)
         for index, tensor in enumerate(self.graph.tensors):
             if tensor.kind == "param":
                 plan.weights[index] = self._weight_layout(index, plan)
@@ -114,13 +115,13 @@ class _Propagation:
         if given is not None and given.axis_order:
             return OperatorSharding(splits, given.axis_order, given.fixed_axes)
         producers = [
-            self.makers[index]
+            self.producers[index]
             for index in self.graph.operators[position].inputs
-            if index in self.makers
+            if index in self.producers
         ]
-        return OperatorSharding(
-            splits, before[producers[0]].axis_order if producers else self.grid.names
-        )
+        if producers:
+            return OperatorSharding(splits, before[producers[0]].axis_order)
+        return OperatorSharding(splits, self.grid.names)
 
     def _weight_layout(self, index: int, plan: OperatorPlan) -> L:
         if index in self.user_layouts.weights:
@@ -135,42 +136,42 @@ class _Propagation:
 class _AxisPropagation:
     """Propagation along one axis."""
 
-    def __init__(self, whole: _Propagation, axis: str) -> None:
-        self.parent = whole
+    def __init__(self, parent: _Propagation, axis: str) -> None:
+        self.parent = parent
         self.axis = axis
-        self.degree = whole.grid.degree(axis)
-        self.graph = whole.graph
-        self.options = whole.options
-        self.known: dict[int, OpSplit] = {}
+        self.degree = parent.grid.degree(axis)
+        self.graph = parent.graph
+        self.options = parent.options
+        self.decided: dict[int, OpSplit] = {}
         self.summed_inputs: set[int] = set()
-        for place, choice in whole.user_layouts.shardings.items():
-            if axis in choice.fixed_axes:
-                self.known[place] = choice.splits.get(axis, self.options[place][0])
+        for position, sharding in parent.user_layouts.shardings.items():
+            if axis in sharding.fixed_axes:
+                self.decided[position] = sharding.splits.get(axis, self.options[position][0])
 
     def choose_splits(self) -> None:
         """Choose a split for every operator that can be reached."""
-        queue = deque(sorted(self.known))
-        for place in queue:
-            self._record_choice(place)
+        queue = deque(sorted(self.decided))
+        for position in queue:
+            self._record_choice(position)
         while queue:
-            for place in self._find_neighbours(queue.popleft()):
-                if place not in self.known:
-                    self.known[place] = self._best_split(place)
-                    self._record_choice(place)
-                    queue.append(place)
-        for place, split in self.known.items():
+            for position in self._find_neighbours(queue.popleft()):
+                if position not in self.decided:
+                    self.decided[position] = self._best_split(position)
+                    self._record_choice(position)
+                    queue.append(position)
+        for position, split in self.decided.items():
             if not split.is_replicated:
-                self.parent.chosen[place][self.axis] = split
+                self.parent.chosen[position][self.axis] = split
 
     def _record_choice(self, position: int) -> None:
         """Record what a choice means for weights, and for inputs whose gradients are summed."""
-        split = self.known[position]
-        for at, index in enumerate(self.graph.operators[position].inputs):
+        split = self.decided[position]
+        for input_position, index in enumerate(self.graph.operators[position].inputs):
             if self.graph.tensors[index].kind == "param":
                 self.parent.weight_states.setdefault(index, {}).setdefault(
-                    self.axis, _weight_state(split.in_states[at])
+                    self.axis, _weight_state(split.in_states[input_position])
                 )
-            if split.in_states[at] is REPLICATED and not split.is_replicated:
+            if split.in_states[input_position] is REPLICATED and not split.is_replicated:
                 self.summed_inputs.add(index)
 
     def _find_neighbours(self, position: int) -> list[int]:
@@ -180,7 +181,9 @@ class _AxisPropagation:
         operator = self.graph.operators[position]
         after = [user for index in operator.outputs for user in self.parent.users[index]]
         before = [
-            self.parent.makers[index] for index in operator.inputs if index in self.parent.makers
+            self.parent.producers[index]
+            for index in operator.inputs
+            if index in self.parent.producers
         ]
         shared = [
             user
@@ -192,13 +195,13 @@ class _AxisPropagation:
 
     def _best_split(self, position: int) -> OpSplit:
         keys = [
-            (self._cost_key(position, split, at), at)
-            for at, split in enumerate(self.options[position])
+            (self._cost_key(position, split, option), option)
+            for option, split in enumerate(self.options[position])
         ]
-        allowed = [(key, at) for key, at in keys if key is not None]
+        allowed = [(key, option) for key, option in keys if key is not None]
         return self.options[position][min(allowed)[1]]
 
-    # ---- costs, in bytes of whole tensors -----------------------------------
+    # ---- costs, in bytes of full tensors ------------------------------------
 
     def _cost_key(self, position: int, split: OpSplit, option: int) -> CostKey | None:
         """
@@ -207,39 +210,45 @@ class _AxisPropagation:
         operator = self.graph.operators[position]
         if split.takes_partial() or not self._can_use(position, split):
             return None
-        moved = own = grads = 0.0
-        for input_at, index in enumerate(operator.inputs):
+        moved = summed = grads = 0.0
+        for input_position, index in enumerate(operator.inputs):
             tensor = self.graph.tensors[index]
-            wanted = split.in_states[input_at]
-            have, decided = self._tensor_state(index)
-            fans = wanted is REPLICATED and not split.is_replicated and tensor.requires_grad
+            wanted = split.in_states[input_position]
+            state_now, is_decided = self._tensor_state(index)
+            sums_grad = wanted is REPLICATED and not split.is_replicated and tensor.requires_grad
             if tensor.kind == "param":
-                if decided and have != wanted:
-                    moved += self._redistribution_bytes(have, wanted, tensor.nbytes, True)
-                grads += tensor.nbytes if fans else 0
-            elif decided:
+                if is_decided and state_now != wanted:
+                    moved += self._redistribution_bytes(state_now, wanted, tensor.nbytes, True)
+                grads += sums_grad * tensor.nbytes
+            elif is_decided:
                 moved += self._redistribution_bytes(
-                    have, wanted, tensor.nbytes, tensor.requires_grad
+                    state_now, wanted, tensor.nbytes, tensor.requires_grad
                 )
-            if fans and tensor.kind != "param" and index not in self.summed_inputs:
-                own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
-        for output_at, index in enumerate(operator.outputs):
+            if sums_grad and tensor.kind != "param" and index not in self.summed_inputs:
+                summed += 2 * tensor.nbytes * (self.degree - 1) / self.degree
+        for output_position, index in enumerate(operator.outputs):
             tensor = self.graph.tensors[index]
-            state = split.out_states[output_at]
+            state = split.out_states[output_position]
             if state == PARTIAL:
-                own += 2 * tensor.nbytes * (self.degree - 1) / self.degree
+                summed += 2 * tensor.nbytes * (self.degree - 1) / self.degree
                 state = REPLICATED
             if index in self.parent.out_layouts:
                 state = self.parent.out_states[index].get(self.axis)
             for user in self.parent.users[index]:
-                if user in self.known:
-                    for input_at, other in enumerate(self.graph.operators[user].inputs):
+                if user in self.decided:
+                    for input_position, other in enumerate(self.graph.operators[user].inputs):
                         if other == index:
-                            wanted = self.known[user].in_states[input_at]
+                            wanted = self.decided[user].in_states[input_position]
                             moved += self._redistribution_bytes(
                                 state, wanted, tensor.nbytes, tensor.requires_grad
                             )
-        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_replicated), option)
+        return (
+            int(moved > 0),
+            moved + summed,
+            grads,
+            int(moved > 0 and split.is_replicated),
+            option,
+        )
 
     def _can_use(self, position: int, split: OpSplit) -> bool:
         """
@@ -269,12 +278,12 @@ class _AxisPropagation:
         """Return the state of a tensor along the axis, and whether it is decided."""
         if index in self.parent.out_layouts:
             return self.parent.out_states[index].get(self.axis), True
-        if index in self.parent.makers:
-            place = self.parent.makers[index]
-            if place not in self.known:
+        if index in self.parent.producers:
+            position = self.parent.producers[index]
+            if position not in self.decided:
                 return REPLICATED, False
-            return self.known[place].out_states[
-                self.graph.operators[place].outputs.index(index)
+            return self.decided[position].out_states[
+                self.graph.operators[position].outputs.index(index)
             ], True
         if self.graph.tensors[index].kind == "param":
             states = self.parent.weight_states.get(index, {})
@@ -287,20 +296,24 @@ class _AxisPropagation:
 
         The all-reduce of a partial sum counts for the operator that makes it.
         """
-        part = nbytes * (self.degree - 1) / self.degree
+        gathered = nbytes * (self.degree - 1) / self.degree
         if have == wanted or (have == PARTIAL and wanted is REPLICATED):
             return 0.0
         if wanted == PARTIAL:
             return float("inf")
         if have is REPLICATED:
-            return part if grad else 0.0
-        if have == PARTIAL:
-            return part
-        return part if wanted is REPLICATED else 2 * part / self.degree
+            # a slice costs nothing, its backward pass is an all-gather
+            return grad * gathered
+        if have == PARTIAL or wanted is REPLICATED:
+            return gathered
+        return 2 * gathered / self.degree
 
 
 def _weight_state(state: State) -> State:
-    return REPLICATED if state == PARTIAL else state
+    """Return the state in which a weight is stored: never a partial sum."""
+    if state == PARTIAL:
+        return REPLICATED
+    return state
 
 
 def find_grad_sums(plan: OperatorPlan, users: list[list[int]]) -> None:
@@ -314,9 +327,9 @@ def find_grad_sums(plan: OperatorPlan, users: list[list[int]]) -> None:
         axes = []
         for axis in plan.grid.names:
             uses = [
-                plan.shardings[place].sums_input_grad(axis, at)
-                for place in users[index]
-                for at, other in enumerate(plan.graph.operators[place].inputs)
+                plan.shardings[position].sums_input_grad(axis, input_position)
+                for position in users[index]
+                for input_position, other in enumerate(plan.graph.operators[position].inputs)
                 if other == index
             ]
             if any(uses) and axis not in layout.axes and plan.graph.tensors[index].requires_grad:

@@ -16,29 +16,32 @@ def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:
 
     New operators, and operators whose split is impossible with these sizes, stay open.
     """
-    names = {operator.name: place for place, operator in enumerate(first.graph.operators)}
+    names = {operator.name: position for position, operator in enumerate(first.graph.operators)}
     weights = {first.graph.tensors[index].name: layout for index, layout in first.weights.items()}
-    wishes = UserLayouts()
+    user_layouts = UserLayouts()
     for index, tensor in enumerate(graph.tensors):
         if tensor.kind == "param" and tensor.name in weights:
-            wishes.weights[index] = weights[tensor.name]
-    for place, operator in enumerate(graph.operators):
-        before = names.get(operator.name)
-        if before is None:
+            user_layouts.weights[index] = weights[tensor.name]
+    for position, operator in enumerate(graph.operators):
+        old_position = names.get(operator.name)
+        if old_position is None:
             continue
-        choice = first.shardings[before]
-        old = first.graph.operators[before]
+        sharding = first.shardings[old_position]
+        old_operator = first.graph.operators[old_position]
         splits = list_splits(view_operator(graph, operator))
-        if splits is None:  # the user had it replicated
-            wishes.replicated.add(place)
+        if splits is None:
+            # without a rule, so the user replicated it
+            user_layouts.replicated.add(position)
             continue
-        found = {axis: _find_same_split(splits, split) for axis, split in choice.splits.items()}
+        found = {axis: _find_same_split(splits, split) for axis, split in sharding.splits.items()}
         if all(split is not None for split in found.values()) and _is_divisible(first, found):
-            kept = {axis: split for axis, split in found.items() if split is not None}
-            wishes.shardings[place] = OperatorSharding(kept, choice.axis_order, first.grid.names)
-        if old.outputs[0] in first.out_layouts:
-            wishes.results[place] = first.out_layouts[old.outputs[0]]
-    return wishes
+            splits_now = {axis: split for axis, split in found.items() if split is not None}
+            user_layouts.shardings[position] = OperatorSharding(
+                splits_now, sharding.axis_order, first.grid.names
+            )
+        if old_operator.outputs[0] in first.out_layouts:
+            user_layouts.results[position] = first.out_layouts[old_operator.outputs[0]]
+    return user_layouts
 
 
 def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
@@ -55,20 +58,16 @@ def replan(first: OperatorPlan, graph: OperatorGraph) -> OperatorPlan:
 
 
 def _find_same_split(splits: list[OpSplit], wanted: OpSplit) -> OpSplit | None:
-    return next(
-        (
-            split
-            for split in splits
-            if (split.in_states, split.out_states) == (wanted.in_states, wanted.out_states)
-        ),
-        None,
-    )
+    for split in splits:
+        if (split.in_states, split.out_states) == (wanted.in_states, wanted.out_states):
+            return split
+    return None
 
 
-def _is_divisible(first: OperatorPlan, found: dict[str, OpSplit | None]) -> bool:
-    for split in found.values():
+def _is_divisible(first: OperatorPlan, splits: dict[str, OpSplit | None]) -> bool:
+    for split in splits.values():
         parts = first.grid.group_size(
-            tuple(axis for axis, other in found.items() if other == split)
+            tuple(axis for axis, other in splits.items() if other == split)
         )
         if split is not None and split.must_divide and split.must_divide % parts:
             return False

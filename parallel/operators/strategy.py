@@ -58,11 +58,10 @@ class OpLayout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.in_, tuple) or not (self.out is None or is_layout(self.out)):
-            hint = 'OpLayout(in_=(L("dp", "tp"), None), out=L("dp", None))'
             raise UsageError(
-                f"{self} has no tuple of inputs, or no layout as its result",
+                f"in_ must be a tuple with an entry per input, and out a layout, got {self}",
                 where=OPERATORS_API,
-                hint=hint,
+                hint='OpLayout(in_=(L("dp", "tp"), None), out=L("dp", None))',
             )
 
 
@@ -135,11 +134,13 @@ class _EntryResolver:
             for index, tensor in enumerate(graph.tensors)
             if tensor.kind == "param"
         }
-        self.operators = {operator.name: place for place, operator in enumerate(graph.operators)}
+        self.operators = {
+            operator.name: position for position, operator in enumerate(graph.operators)
+        }
         self.modules: dict[str, list[int]] = {}
-        for place, operator in enumerate(graph.operators):
+        for position, operator in enumerate(graph.operators):
             if operator.module:
-                self.modules.setdefault(operator.module, []).append(place)
+                self.modules.setdefault(operator.module, []).append(position)
 
     # ---- names --------------------------------------------------------------
 
@@ -158,22 +159,18 @@ class _EntryResolver:
         if is_layout(entry) and any(
             fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
         ):
-            what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
-            hint = (
-                "give a tuple with an entry for each, as ((2, 4),), or OpLayout(in_=..., out=...)"
-            )
+            what = f"{pattern} is an operator: {entry!r} does not describe its inputs"
+            hint = "give a tuple with one entry per input, such as ((2, 4),), or OpLayout(in_=..., out=...)"
             raise UsageError(what, where=OPERATORS_API, hint=hint)
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
-            what = f"{pattern} names a weight, and {entry!r} is no layout"
+            what = f"{pattern} is a weight: its entry must be a layout, got {entry!r}"
             raise UsageError(what, where=OPERATORS_API, hint='for example L("tp", None)')
-        every = [*self.modules, *self.params, *self.operators]
-        near = difflib.get_close_matches(pattern, every, n=1)
-        what = f"nothing is called {pattern!r} (modules, weights and operators of the model)"
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"there are, for example, {', '.join(every[:4])}"
-        )
+        all_names = [*self.modules, *self.params, *self.operators]
+        close = difflib.get_close_matches(pattern, all_names, n=1)
+        what = f"{pattern!r} matches no module, weight or operator of the model"
+        hint = f"the model has, for example, {', '.join(all_names[:4])}"
+        if close:
+            hint = f"did you mean {close[0]!r}?"
         raise UsageError(what, where=OPERATORS_API, hint=hint)
 
     def _apply_to_name(self, kind: str, name: str, entry: Any) -> None:
@@ -181,25 +178,27 @@ class _EntryResolver:
         if kind == "param":
             self.set_weight(name, entry, name)
             return
-        place = self.operators[name] if kind == "operator" else self._main_operator(name)
-        self.set_operator(place, entry, name)
+        position = self.operators[name] if kind == "operator" else self._main_operator(name)
+        self.set_operator(position, entry, name)
 
     def _main_operator(self, module: str) -> int:
         """Return the operator of a module: the only one, or the first with a weight."""
-        places = self.modules[module]
+        positions = self.modules[module]
         weighted = [
-            place
-            for place in places
+            position
+            for position in positions
             if any(
                 self.graph.tensors[index].kind == "param"
-                for index in self.graph.operators[place].inputs
+                for index in self.graph.operators[position].inputs
             )
         ]
-        if len(places) == 1 or weighted:
-            return (weighted or places)[0]
-        told = ", ".join(self.graph.operators[place].name for place in places)
+        if len(positions) == 1 or weighted:
+            return (weighted or positions)[0]
+        names = ", ".join(self.graph.operators[position].name for position in positions)
         raise UsageError(
-            f"{module} has {len(places)} operators", where=OPERATORS_API, hint=f"name one of {told}"
+            f"{module} has {len(positions)} operators",
+            where=OPERATORS_API,
+            hint=f"name one of {names}",
         )
 
     # ---- weights ------------------------------------------------------------
@@ -217,13 +216,14 @@ class _EntryResolver:
         )
         if layout.sums:
             raise UsageError(
-                f"{name}: a weight is never a sum, as in {layout}", where=OPERATORS_API
+                f"{name}: a weight cannot be a partial sum, got {layout}", where=OPERATORS_API
             )
         old = self.layouts.weights.setdefault(index, layout)
         if old != layout:
             first = self.layouts.entry_names.get(-1 - index, name)
             raise UsageError(
-                f"{name} is {old} for {first} and {layout} for {entry_name}", where=OPERATORS_API
+                f"{name} has two layouts: {old} for {first}, {layout} for {entry_name}",
+                where=OPERATORS_API,
             )
         self.layouts.entry_names.setdefault(-1 - index, entry_name)
 
@@ -231,26 +231,32 @@ class _EntryResolver:
         """
         Configure the operators of configured weights, and the weights of configured operators.
         """
-        for place, choice in self.layouts.shardings.items():
-            operator = self.graph.operators[place]
-            for at, index in enumerate(operator.inputs):
+        for position, sharding in self.layouts.shardings.items():
+            operator = self.graph.operators[position]
+            for input_position, index in enumerate(operator.inputs):
                 if self.graph.tensors[index].kind == "param":
-                    layout = choice.input_layout(at, len(self.graph.shape_of(index)))
+                    layout = sharding.input_layout(input_position, len(self.graph.shape_of(index)))
                     self.set_weight(
                         self.graph.tensors[index].name,
                         layout,
-                        self.layouts.entry_names.get(place, operator.name),
+                        self.layouts.entry_names.get(position, operator.name),
                     )
-        for place, operator in enumerate(self.graph.operators):
-            cut = [index for index in operator.inputs if self.layouts.weights.get(index, L()).axes]
-            if cut and place not in self.layouts.shardings and place not in self.layouts.replicated:
+        for position, operator in enumerate(self.graph.operators):
+            sharded = [
+                index for index in operator.inputs if self.layouts.weights.get(index, L()).axes
+            ]
+            if (
+                sharded
+                and position not in self.layouts.shardings
+                and position not in self.layouts.replicated
+            ):
                 wanted = tuple(
-                    self.layouts.weights.get(index) if index in cut else None
+                    self.layouts.weights.get(index) if index in sharded else None
                     for index in operator.inputs
                 )
-                said = self.layouts.entry_names.get(-1 - cut[0], "")
-                self.layouts.shardings[place] = self._choose_sharding(
-                    place, wanted, None, said, by_weight=True
+                entry_name = self.layouts.entry_names.get(-1 - sharded[0], "")
+                self.layouts.shardings[position] = self._choose_sharding(
+                    position, wanted, None, entry_name, by_weight=True
                 )
 
     # ---- operators ----------------------------------------------------------
@@ -258,46 +264,52 @@ class _EntryResolver:
     def set_operator(self, position: int, entry: StrategyEntry, entry_name: str) -> None:
         """Configure one operator."""
         if position in self.layouts.entry_names:
-            what = f"{self.graph.operators[position].display_name} is configured by {self.layouts.entry_names[position]} and by {entry_name}"
-            raise UsageError(what, where=OPERATORS_API)
+            name = self.graph.operators[position].display_name
+            first = self.layouts.entry_names[position]
+            raise UsageError(
+                f"{name} is configured twice: by {first} and by {entry_name}", where=OPERATORS_API
+            )
         self.layouts.entry_names[position] = entry_name
         if isinstance(entry, ReplicateStyle):
             self.layouts.replicated.add(position)
             self.layouts.shardings[position] = OperatorSharding({}, (), self.grid.names)
             return
         if not isinstance(entry, (OpLayout, tuple)):
-            what = f"{entry_name}: {entry!r} is no way to cut an operator"
             raise UsageError(
-                what,
+                f"{entry_name}: the entry of an operator must be a tuple or an OpLayout,"
+                f" got {entry!r}",
                 where=OPERATORS_API,
-                hint="give a tuple with an entry for each input, or OpLayout(in_=..., out=...)",
+                hint="give a tuple with one entry per input, or OpLayout(in_=..., out=...)",
             )
-        cut = entry if isinstance(entry, OpLayout) else OpLayout(tuple(entry))
-        if len(cut.in_) > len(self.graph.operators[position].inputs):
+        layout = entry if isinstance(entry, OpLayout) else OpLayout(tuple(entry))
+        if len(layout.in_) > len(self.graph.operators[position].inputs):
             count = len(self.graph.operators[position].inputs)
             raise UsageError(
-                f"{entry_name} has {count} inputs, {len(cut.in_)} are described",
+                f"{entry_name} has {count} inputs, but {len(layout.in_)} are given",
                 where=OPERATORS_API,
             )
-        for one in cut.in_:
-            if not (one is None or is_layout(one)) or (
-                isinstance(one, tuple) and not all(map(_is_count, one))
+        for spec in layout.in_:
+            if not (spec is None or is_layout(spec)) or (
+                isinstance(spec, tuple) and not all(map(_is_count, spec))
             ):
-                what = f"{entry_name}: {one!r} is neither a layout nor a tuple of counts"
                 raise UsageError(
-                    what,
+                    f"{entry_name}: an input must have a layout or a tuple of counts, got {spec!r}",
                     where=OPERATORS_API,
-                    hint="an operator of one input has ((2, 4),), with a comma",
+                    hint="the entry of an operator with one input is ((2, 4),), with a comma",
                 )
         out = None
-        if cut.out is not None:
+        if layout.out is not None:
             shape = self.graph.shape_of(self.graph.operators[position].outputs[0])
-            out = self._drop_data_axes(self._to_mesh_axes(cut.out, entry_name), shape, entry_name)
+            out = self._drop_data_axes(
+                self._to_mesh_axes(layout.out, entry_name), shape, entry_name
+            )
             self.layouts.results[position] = out
-        if cut.in_:
+        if layout.in_:
             wanted = tuple(
-                self._to_mesh_axes(one, entry_name) if isinstance(one, DeviceMatrixLayout) else one
-                for one in cut.in_
+                self._to_mesh_axes(spec, entry_name)
+                if isinstance(spec, DeviceMatrixLayout)
+                else spec
+                for spec in layout.in_
             )
             self.layouts.shardings[position] = self._choose_sharding(
                 position, wanted, out, entry_name
@@ -305,13 +317,17 @@ class _EntryResolver:
 
     def apply_constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""
-        for place, operator in enumerate(self.graph.operators):
+        for position, operator in enumerate(self.graph.operators):
             if operator.kind == "constrain":
-                said = f"pdrun.constrain at {operator.source or operator.name}"
-                given = self._to_mesh_axes(decode_layout(operator.args[1]), said)
-                layout = self._drop_data_axes(given, self.graph.shape_of(operator.inputs[0]), said)
-                self.layouts.shardings[place] = self._choose_sharding(place, (layout,), None, said)
-                self.layouts.entry_names[place] = said
+                entry_name = f"pdrun.constrain at {operator.source or operator.name}"
+                given = self._to_mesh_axes(decode_layout(operator.args[1]), entry_name)
+                layout = self._drop_data_axes(
+                    given, self.graph.shape_of(operator.inputs[0]), entry_name
+                )
+                self.layouts.shardings[position] = self._choose_sharding(
+                    position, (layout,), None, entry_name
+                )
+                self.layouts.entry_names[position] = entry_name
 
     def _to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
         """
@@ -319,9 +335,9 @@ class _EntryResolver:
         """
         try:
             if isinstance(given, DeviceMatrixLayout):
-                return to_mesh_layout(
-                    given, self.grid if given.grid.size == self.grid.size else self.mesh
-                )
+                if given.grid.size == self.grid.size:
+                    return to_mesh_layout(given, self.grid)
+                return to_mesh_layout(given, self.mesh)
             if isinstance(given, L):
                 return given
             try:
@@ -348,9 +364,12 @@ class _EntryResolver:
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 if axis not in self.grid.names and not (axis == "dp" and dim == 0 and has_batch):
-                    what = f"{entry_name}: {layout} has {axis} cut dim {dim}"
-                    hint = "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
-                    raise UsageError(what, where=OPERATORS_API, hint=hint)
+                    raise UsageError(
+                        f"{entry_name}: {layout} shards dim {dim} over {axis}",
+                        where=OPERATORS_API,
+                        hint="operators are split over tensor axes; dp is allowed only for the"
+                        " batch, on dim 0 of a tensor that is not a weight",
+                    )
         plain = tuple(
             tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims
         )
@@ -373,16 +392,15 @@ class _EntryResolver:
         splits = list_splits(view)
         if splits is None:
             raise missing_rule_error(operator)
-        if any(isinstance(one, tuple) for one in wanted):
+        if any(isinstance(spec, tuple) for spec in wanted):
             return self.chooser.choose_by_counts(operator, splits, wanted, entry_name)
-        layouts: list[L | None] = []
-        for at, one in enumerate(wanted):
-            batch = self.graph.tensors[operator.inputs[at]].kind != "param"
-            layouts.append(
-                self._drop_data_axes(one, view.in_shapes[at], entry_name, batch)
-                if isinstance(one, L)
-                else None
-            )
+        layouts: list[L | None] = [None] * len(wanted)
+        for input_position, spec in enumerate(wanted):
+            if isinstance(spec, L):
+                has_batch = self.graph.tensors[operator.inputs[input_position]].kind != "param"
+                layouts[input_position] = self._drop_data_axes(
+                    spec, view.in_shapes[input_position], entry_name, has_batch
+                )
         return self.chooser.choose_by_layouts(operator, splits, layouts, out, entry_name, by_weight)
 
 

@@ -1,9 +1,10 @@
 """
-Whether a checkpoint belongs to a run: looked at before anything of it is taken up.
+Checks that a checkpoint belongs to a run, before anything of it is loaded.
 
-Weights, their state and buffers go by name and shape, groups of the optimizer by their place: a
-checkpoint of another model may have all that this one asks for, and one of another optimizer or of
-other groups would be taken up without a word, and train with other rates or from half a state.
+Weights, their state and buffers are matched by name and shape, groups of the optimizer by index. A
+checkpoint of another model can contain everything that this run asks for. A checkpoint of another
+optimizer, or of other groups, would be loaded without an error and would train with other learning
+rates or an incomplete state.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 WEIGHTS_ONLY_HINT = (
-    "make the run as it was saved; run.export and run.load_weights carry weights alone"
+    "build the run as it was saved; run.export and run.load_weights transfer weights only"
 )
 
 
 def fingerprint(state: RunState) -> dict[str, Any]:
     """
-    Return what a run was made of, as a checkpoint tells it: kinds, and the names of the weights of
-    each group.
+    Return what identifies a run's optimizer and scheduler: kinds, and the weights of each group.
     """
     scheduler = state.scheduler
     return {
@@ -37,10 +37,10 @@ def fingerprint(state: RunState) -> dict[str, Any]:
 
 def check_compatible(state: RunState, reader: CheckpointReader) -> None:
     """
-    Refuse a checkpoint of something else.
+    Refuse a checkpoint of another run.
 
     Raises:
-        ConfigError: it belongs to another model, optimizer or scheduler; names what differs.
+        ConfigError: it belongs to another model, optimizer or scheduler; names the difference.
     """
     for mismatch in (
         *_find_unknown_tensors(state, reader),
@@ -59,16 +59,14 @@ def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator
         if name in kept
     }
     for entry in state.engine.catalogue.weights:
-        names = (
-            [f"{entry.name}@{rank}" for rank in range(state.data_group.world)]
-            if entry.unsynced
-            else [entry.name]
-        )
+        names = [entry.name]
+        if entry.unsynced:
+            names = [f"{entry.name}@{rank}" for rank in range(state.data_group.world)]
         known.update(f"weights/{name}" for name in names)
     for name in reader.tensor_names():
         kind, _, rest = name.partition("/")
         if kind in ("weights", "buffers") and name not in known:
-            yield f"has the {'weight' if kind == 'weights' else 'buffer'} {rest}, which this run lacks"
+            yield f"has the {kind.removesuffix('s')} {rest}, which this run lacks"
 
 
 def _compare_kinds(state: RunState, saved: Mapping[str, Any] | None) -> Iterator[str]:
@@ -77,7 +75,8 @@ def _compare_kinds(state: RunState, saved: Mapping[str, Any] | None) -> Iterator
         here = mine[what]
         there = saved[what] if saved else None
         if here != there:
-            yield f"was saved with {_describe_kind(what, there)}, and this run has {_describe_kind(what, here)}"
+            saved_kind = _describe_kind(what, there)
+            yield f"was saved with {saved_kind}, this run has {_describe_kind(what, here)}"
 
 
 def _describe_kind(what: str, kind: str | None) -> str:
@@ -88,8 +87,9 @@ def _compare_groups(state: RunState, saved: Mapping[str, Any]) -> Iterator[str]:
     here = len(state.optimizer.param_groups)
     there = len(saved["groups"])
     if here != there:
-        yield f"has {there} groups of weights, the optimizer {here}"
+        yield f"has {there} optimizer groups, this run has {here}"
     members: Sequence[Sequence[str]] = saved.get("made", {}).get("members", ())
     for index, (old, new) in enumerate(zip(members, state.group_members, strict=False)):
         for name in sorted({*old} ^ {*new}):
-            yield f"has {name} {'' if name in old else 'not '}in the optimizer's group {index}, unlike this run"
+            has = "has" if name in old else "lacks"
+            yield f"{has} {name} in the optimizer's group {index}, unlike this run"

@@ -1,4 +1,4 @@
-"""What `offline` finds and does, in words: behind ``pdrun checkpoint``."""
+"""The texts of ``pdrun checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdrun.parallel.layouts.mindspore import to_mindspore
 
 
 def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
-    """Return what is in a checkpoint, as plain data."""
+    """Return the contents of a checkpoint as plain data."""
     tensors = {}
     for name in reader.tensor_names():
         pieces = reader.pieces_of(name)
@@ -44,7 +44,7 @@ def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def format_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows as columns."""
+    """Return rows as aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -54,26 +54,35 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def show_checkpoint(source: str, mesh: str = "", strategy: str = "", as_json: bool = False) -> str:
     """
-    Return what is in a checkpoint and, with a mesh or a file of layouts, which ranks' files each
-    rank needs.
+    Return the contents of a checkpoint as text or JSON.
+
+    Args:
+        mesh, strategy: if one is given, also list the ranks whose files each rank of that mesh
+            needs.
     """
     reader = CheckpointReader(find_checkpoint(Path(source)))
     summary = describe_checkpoint(reader)
-    lists = needed_ranks(reader, placement_for(mesh, strategy)) if mesh or strategy else None
+    lists = None
+    if mesh or strategy:
+        lists = needed_ranks(reader, placement_for(mesh, strategy))
     if as_json:
-        return json.dumps({**summary, **({"needs": lists} if lists is not None else {})})
-    head = f"{summary['folder']}: step {summary['steps']}, epoch {summary['epoch']}, saved by {summary['ranks']} ranks"
+        if lists is not None:
+            summary["needs"] = lists
+        return json.dumps(summary)
+    progress = f"step {summary['steps']}, epoch {summary['epoch']}"
+    head = f"{summary['folder']}: {progress}, saved by {summary['ranks']} ranks"
     rows = [("tensor", "type", "shape", "parts", "in the files of ranks")]
     for name, one in summary["tensors"].items():
         shape = " x ".join(map(str, one["shape"])) or "-"
         rows.append((name, one["type"], shape, str(one["parts"]), format_ranks(one["ranks"])))
-    return "\n".join(
-        [head, format_table(rows), *([format_needed_ranks(lists)] if lists is not None else [])]
-    )
+    parts = [head, format_table(rows)]
+    if lists is not None:
+        parts.append(format_needed_ranks(lists))
+    return "\n".join(parts)
 
 
 def format_needed_ranks(lists: Mapping[int, list[int]]) -> str:
-    """Return lists of ranks as lines."""
+    """Return a table of the ranks whose files each rank needs."""
     return format_table(
         [
             ("rank", "needs the files of ranks"),
@@ -83,7 +92,7 @@ def format_needed_ranks(lists: Mapping[int, list[int]]) -> str:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """Return ascending numbers in short: 0-3, 6."""
+    """Return ascending ranks as short text: 0-3, 6."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:
@@ -97,7 +106,7 @@ def format_ranks(numbers: list[int]) -> str:
 
 
 def transform_and_report(source: str, target: str, mesh: str, strategy: str) -> str:
-    """Lay a checkpoint out for another mesh, and return what was done."""
+    """Transform a checkpoint for another mesh, and return a table of the result."""
     placement = placement_for(mesh, strategy)
     done = transform_checkpoint(Path(source), Path(target), placement)
     rows = [("rank", "bytes", "from the files of ranks")]
@@ -109,7 +118,7 @@ def transform_and_report(source: str, target: str, mesh: str, strategy: str) -> 
 
 
 def convert_layout_file(path: str, to: str) -> str:
-    """Return a file of layouts in another form: ``pdrun`` or ``mindspore``."""
+    """Return a layout file in another format: ``pdrun`` or ``mindspore``."""
     found = read_placement(Path(path))
     if to == "pdrun":
         return found.to_json()

@@ -1,4 +1,4 @@
-"""A run's weights as one safetensors file, out and in."""
+"""Exports a run's weights to one safetensors file, and loads them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint import safetensors
 from pdrun.parallel.model.weights import tied_names
-from pdrun.parallel.zero import full_tensors as wholes
+from pdrun.parallel.zero import full_tensors
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 
 def export_weights(state: RunState, path: Path) -> None:
-    """Write whole weights and buffers; tied weights have the first of their names."""
+    """Write full weights and buffers. Tied weights have the first of their names."""
     weights = {
         weight.name: (weight.dtype, weight.shape)
-        for weight in wholes.full_weight_order(state.engine)
+        for weight in full_tensors.full_weight_order(state.engine)
     }
     saved = set((state.original_model or state.model).state_dict())
     buffers = {name: buffer for name, buffer in full_buffers(state).items() if name in saved}
@@ -31,9 +31,12 @@ def export_weights(state: RunState, path: Path) -> None:
     }
     for name, (dtype, _) in shapes.items():
         if dtype not in safetensors.DTYPE_NAMES:
-            what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
-            raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
-    tensors = chain(wholes.iter_full_weights(state.engine), buffers.items())
+            kind = str(dtype).removeprefix("torch.")
+            what = f"{name} has the type {kind}, which safetensors files do not support"
+            raise UsageError(
+                what, where="pdrun.Run.export", hint="use run.save or run.full_weights()"
+            )
+    tensors = chain(full_tensors.iter_full_weights(state.engine), buffers.items())
     if state.context.is_main:
         safetensors.write_file(path, shapes, tensors)
         return
@@ -43,11 +46,11 @@ def export_weights(state: RunState, path: Path) -> None:
 
 def load_weights(state: RunState, path: Path) -> None:
     """
-    Read this rank's ranges of the weights, and the buffers; tied weights may have any of their
+    Read this rank's ranges of the weights, and the buffers. Tied weights may have any of their
     names.
 
     Raises:
-        ConfigError: the file lacks a weight, or one has another shape.
+        ConfigError: the file lacks a weight, or a weight has another shape.
     """
     file = safetensors.SafetensorsFile(path)
     other = {
@@ -55,30 +58,35 @@ def load_weights(state: RunState, path: Path) -> None:
     }
     state.engine.wait_idle()
     with torch.no_grad():
-        for held in wholes.local_ranges(state.engine):
-            plain = held.weight.name
-            tile = held.tile
+        for local in full_tensors.local_ranges(state.engine):
+            plain = local.weight.name
+            tile = local.tile
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
             value = file.read_tensor(name)
             if tuple(value.shape) != tile.shape:
                 raise ConfigError(
-                    f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path)
+                    f"{name} has shape {tuple(value.shape)} there and {tile.shape} here",
+                    where=str(path),
                 )
-            value = value if tile.is_full else tile.take_from(value)
-            held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
+            if not tile.is_full:
+                value = tile.take_from(value)
+            local.part.copy_(value.reshape(-1)[local.start : local.stop].view(local.part.shape))
         for name, buffer in state.model.named_buffers():
             if name in state.persistent_buffers and name in file.entries:
                 found = file.read_tensor(name)
                 if found.shape != buffer.shape:
-                    what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
-                    raise ConfigError(what, where=str(path))
+                    here = tuple(buffer.shape)
+                    raise ConfigError(
+                        f"{name} has shape {tuple(found.shape)} there and {here} here",
+                        where=str(path),
+                    )
                 buffer.copy_(found)
     state.engine.publish_weights()
 
 
 def full_buffers(state: RunState) -> dict[str, torch.Tensor]:
     """
-    Return the buffers of the whole model, those of other stages too; every rank must call this.
+    Return the buffers of the full model, also those of other stages; every rank must call this.
     """
     mine = dict(state.model.named_buffers())
     if state.original_model is None or state.mesh.pp == 1:

@@ -1,7 +1,7 @@
 """
 Values of optimizers and schedulers that are not tensors, as JSON.
 
-Tuples, counters, tensors of one element, code and dicts are marked by a key that starts with ``!``.
+Tensors of one element, counters, tuples, dicts and code are marked by a key that starts with ``!``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pdrun.parallel.checkpoint import storage
 
 def encode_value(value: Any) -> Any:
     """
-    Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys
-    than text are marked.
+    Return a plain value as JSON can store it. Tensors of one element, tuples and dicts are marked.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {"!tensor": value.item(), "type": str(value.dtype).removeprefix("torch.")}
@@ -35,13 +34,13 @@ def encode_value(value: Any) -> Any:
     if callable(value):
         return {"!code": True}
     raise UsageError(
-        f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved",
+        f"cannot save a {type(value).__name__} in the state of the optimizer or scheduler",
         where="pdrun.Run.save",
     )
 
 
 def decode_value(value: Any) -> Any:
-    """Undo `encode_value`; code isn't saved, and comes back as None."""
+    """Return the value that `encode_value` encoded. Code is not saved: it becomes None."""
     if isinstance(value, list):
         return [decode_value(entry) for entry in value]
     if not isinstance(value, dict):

@@ -87,7 +87,7 @@ class RankBarrier:
         while not self._store.check([key]):
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"rank {rank} has not come in {self._timeout:g} s", where=self._where
+                    f"rank {rank} did not arrive within {self._timeout:g} s", where=self._where
                 )
             time.sleep(POLL_SECONDS)
         return str(self._store.get(key).decode())

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint, whole or in part, and checks their checksums."""
+"""Reads the tensors of a checkpoint, fully or in part, and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class CheckpointReader:
     The tensors of one checkpoint.
 
     Raises:
-        ConfigError: the folder is no whole checkpoint, or of a format that this version does not
-            know.
+        ConfigError: the folder is not a complete checkpoint, or has an unknown format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,14 +44,17 @@ class CheckpointReader:
             ]
             found = [_parse_piece(entry) for index in indices for entry in index]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"is no whole checkpoint ({error})", where=str(folder)) from None
+            raise ConfigError(
+                f"is not a complete checkpoint ({error})", where=str(folder)
+            ) from None
         if self.run_json.get("format") not in READABLE_VERSIONS:
-            what = f"has format {self.run_json.get('format')!r}, this pdrun reads {' and '.join(map(str, READABLE_VERSIONS))}"
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            what = f"has format {self.run_json.get('format')!r}, this pdrun reads {readable}"
             raise ConfigError(what, where=str(folder))
         self._pieces: dict[str, list[TensorPiece]] = {}
         for piece in found:
             if Path(piece.file).name != piece.file:
-                raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
+                raise ConfigError(f"{piece.name} is outside of the folder", where=str(folder))
             if piece.dtype not in DTYPES:
                 raise ConfigError(
                     f"{piece.name} has the unknown type {piece.dtype}", where=str(folder)
@@ -64,11 +66,21 @@ class CheckpointReader:
         return list(self._pieces)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor; ConfigError where there is none of that name."""
+        """
+        Return the shape of a full tensor.
+
+        Raises:
+            ConfigError: the checkpoint has no tensor of that name.
+        """
         return self._find_pieces(name)[0].shape
 
     def pieces_of(self, name: str) -> list[TensorPiece]:
-        """Return all pieces of a tensor; ConfigError where there is none of that name."""
+        """
+        Return all pieces of a tensor.
+
+        Raises:
+            ConfigError: the checkpoint has no tensor of that name.
+        """
         return self._find_pieces(name)
 
     def _find_pieces(self, name: str) -> list[TensorPiece]:
@@ -80,31 +92,32 @@ class CheckpointReader:
             )
         return self._pieces[name]
 
-    def read_tensor(self, name: str, box: Region | None = None) -> torch.Tensor:
+    def read_tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         """
-        Return a box of a tensor, flattened, on the host; only its bytes are read.
+        Return a region of a tensor, flattened, on the host; only its bytes are read.
 
         Args:
-            box: default: the whole tensor.
+            region: default: the full tensor.
 
         Raises:
-            ConfigError: it isn't there, in part or at all, or a piece's checksum is wrong.
+            ConfigError: elements are missing, or the checksum of a piece is wrong.
         """
         pieces = self._find_pieces(name)
-        box = full_region(pieces[0].shape) if box is None else box
-        out = torch.empty(box.numel, dtype=DTYPES[pieces[0].dtype])
+        if region is None:
+            region = full_region(pieces[0].shape)
+        out = torch.empty(region.numel, dtype=DTYPES[pieces[0].dtype])
         got: list[tuple[int, int]] = []
-        for piece, copies in find_sources(pieces, box):
-            self._copy_from_piece(out, box.start, piece, copies)
+        for piece, copies in find_sources(pieces, region):
+            self._copy_from_piece(out, region.start, piece, copies)
             got += [(copy.target, copy.target + copy.count) for copy in copies]
-        covered = box.start
+        covered = region.start
         for low, high in sorted(got):
             if low > covered:
                 break
             covered = max(covered, high)
-        if covered < box.stop:
+        if covered < region.stop:
             raise ConfigError(
-                f"lacks elements {covered} to {box.stop} of {name}", where=str(self.folder)
+                f"lacks elements {covered} to {region.stop} of {name}", where=str(self.folder)
             )
         return out
 
@@ -112,8 +125,10 @@ class CheckpointReader:
         self, out: torch.Tensor, start: int, piece: TensorPiece, copies: list[SpanCopy]
     ) -> None:
         """
-        Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts
-        as.
+        Copy elements of a piece to their place.
+
+        Args:
+            start: offset of the first element of ``out`` in the region.
         """
         size = out.element_size()
         target = byte_view(out)
@@ -155,8 +170,10 @@ class CheckpointReader:
         self, piece: TensorPiece, data: memoryview, parts: list[tuple[int, int]]
     ) -> None:
         """
-        Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against
-        their checksums.
+        Compare the blocks of a piece that contain some bytes with their checksums.
+
+        Args:
+            parts: [low, high) byte ranges of the piece.
         """
         if piece.crcs is None:
             right = (
@@ -180,8 +197,10 @@ class CheckpointReader:
 
 def _parse_piece(entry: Any) -> TensorPiece:
     """
-    Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is
-    something else.
+    Return the piece of an index entry.
+
+    Raises:
+        TypeError, KeyError, ValueError: it is not an entry.
     """
     crcs = None if entry.get("crcs") is None else tuple(entry["crcs"])
     return TensorPiece(

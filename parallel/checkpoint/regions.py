@@ -1,12 +1,12 @@
 """
-Boxes: parts of tensors that are cut along any dims, and which elements of one are elements of
-another. Whole numbers.
+Regions: parts of tensors that are sharded along any dims, and the elements that two regions share.
+Integers only.
 
-A box is what a rank holds of a tensor of some shape: ranges of each dim (see `tiles.Tile`), laid
-out row by row, and of that, flattened, the elements ``start`` to ``stop`` (a shard of the
-optimizer's). The elements of a box lie in the whole tensor, flattened too, as *runs*: stretches
-without a gap. Runs come in the order of the whole tensor on either side, so what two boxes have in
-common is found in one pass over both.
+A region is what a rank has of a tensor: ranges of each dim (see
+`pdrun.parallel.model.shards.Shard`), in row-major order, and of that, flattened, the elements
+``start`` to ``stop`` (a ZeRO shard). In the full tensor, flattened too, the elements of a region
+are *spans*: runs without a gap. Spans of a region are in ascending order in both. One pass over the
+spans of two regions finds what they share.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Region:
     A part of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         ranges: for each dim the (low, high) ranges, ascending.
-        start, stop: which of its elements, counted in the flattened box.
+        start, stop: the range of elements, counted in the flattened ranges.
     """
 
     shape: tuple[int, ...]
@@ -43,30 +43,29 @@ class Region:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of elements that is one in the box and in the whole tensor."""
+    """Consecutive elements, in the region and in the full tensor."""
 
     region_offset: int
-    """Its first element, counted in the flattened box."""
+    """First element, counted in the flattened region."""
     tensor_offset: int
-    """The same in the flattened whole tensor."""
+    """First element, counted in the flattened full tensor."""
     count: int
 
 
 def full_region(shape: Sequence[int]) -> Region:
-    """Return the box that is all of a tensor."""
+    """Return the region that covers a tensor."""
     return Region(tuple(shape), tuple(((0, size),) for size in shape), 0, prod(shape))
 
 
 def count_elements(ranges: Sequence[DimRanges]) -> int:
-    """Return the number of elements that the ranges of all dims make."""
+    """Return the number of elements in the ranges of all dims."""
     return prod(sum(high - low for low, high in dim) for dim in ranges)
 
 
 def iter_spans(region: Region) -> Iterator[Span]:
-    """Yield the runs of a box, in order."""
-    inner = len(
-        region.shape
-    )  # dims from here on are whole, so that each of a run's rows follows the one before
+    """Yield the spans of a region, in order."""
+    # dims from `inner` on are complete: the rows of a span follow each other
+    inner = len(region.shape)
     while inner and region.ranges[inner - 1] == ((0, region.shape[inner - 1]),):
         inner -= 1
     below = prod(region.shape[inner:])
@@ -101,7 +100,7 @@ def iter_spans(region: Region) -> Iterator[Span]:
 
 @dataclass(frozen=True)
 class SpanCopy:
-    """Elements of one box that are elements of another, both counted in the flattened boxes."""
+    """Elements that two regions share; both offsets count in the flattened region."""
 
     source: int
     target: int
@@ -110,9 +109,10 @@ class SpanCopy:
 
 def find_overlap(source: Region, target: Region) -> list[SpanCopy]:
     """
-    Return which elements of ``source`` are elements of ``target``, in order; neighbours are one.
+    Return the elements of ``source`` that are elements of ``target``, in order; neighbours are
+    merged.
 
-    Both are parts of tensors of one shape.
+    Both are regions of tensors of one shape.
     """
     if not _may_overlap(source, target):
         return []
@@ -147,7 +147,7 @@ def find_overlap(source: Region, target: Region) -> list[SpanCopy]:
 
 
 def _may_overlap(a: Region, b: Region) -> bool:
-    """Whether the ranges of two boxes have something in common in every dim."""
+    """Whether the ranges of two regions overlap in every dim."""
     return (
         a.numel > 0
         and b.numel > 0

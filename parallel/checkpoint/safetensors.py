@@ -1,6 +1,7 @@
 """
-Weights in the safetensors format: eight bytes of length, a JSON header, the tensors' bytes. Read
-and written without the library, which holds a file whole in memory.
+Weights in the safetensors format: eight bytes of length, a JSON header, the tensors' bytes.
+
+The safetensors library is not used: it keeps a full file in memory.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -37,7 +38,7 @@ DTYPE_NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes of a header, as in the library."""
+"""Limit of the header's size, as in the library."""
 
 
 def write_file(
@@ -45,10 +46,7 @@ def write_file(
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """
-    Write tensors one after the other, in the order of ``shapes``; the file appears when it is
-    complete.
-    """
+    """Write tensors in the order of ``shapes``. The file appears when it is complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
@@ -75,10 +73,10 @@ def write_file(
 
 class SafetensorsFile:
     """
-    A safetensors file.
+    An open safetensors file.
 
     Raises:
-        ConfigError: it isn't one.
+        ConfigError: the file is not in that format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +95,7 @@ class SafetensorsFile:
                 if name != "__metadata__"
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"is no safetensors file ({error})", where=str(path)) from None
+            raise ConfigError(f"is not a safetensors file ({error})", where=str(path)) from None
 
     def _parse_entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
         dtype = DTYPES[value["dtype"]]
@@ -111,7 +109,12 @@ class SafetensorsFile:
         return dtype, shape, low
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, on the host; ConfigError where there is none of that name."""
+        """
+        Return a tensor, on the host.
+
+        Raises:
+            ConfigError: the file has no tensor of that name, or is too short.
+        """
         if name not in self.entries:
             raise ConfigError(f"has no {name}", where=str(self.path))
         dtype, shape, offset = self.entries[name]

@@ -1,12 +1,11 @@
 """
-What a run saves and how it takes it up again, on any number of ranks and at any optimizer level.
+Saves and loads a run, on any number of ranks and at any optimizer level.
 
     weights/NAME, state/NAME/KEY, plain/NAME/KEY, buffers/NAME, rng/RANK
 
-Weights and state are saved as boxes of whole tensors, state that is no tensor as text. Of what
-several ranks hold the same of, one saves it. Agreement goes through torch's store, never through a
-collective, so that a save can go on in a thread while the next steps compute, and a rank that could
-not read its part of a checkpoint is heard of by all.
+Weights and state are saved as regions of full tensors, state that is not a tensor as text. One rank
+saves each set of replicas. Ranks agree through torch's store, not through collectives: a save can
+continue in a thread while the next steps compute. An error of one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
-from pdrun.parallel.zero.full_tensors import LocalRange
-from pdrun.parallel.zero.full_tensors import local_ranges as held_by
+from pdrun.parallel.zero.full_tensors import LocalRange, local_ranges
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -43,11 +41,11 @@ NO_CHECKPOINT = -1
 FOLDER_ITSELF = -2
 """What rank 0 finds in a folder instead of the step of a checkpoint."""
 _last_savers: weakref.WeakValueDictionary[str, RunState] = weakref.WeakValueDictionary()
-"""Which run of this process has saved a checkpoint last."""
+"""The run of this process that saved each checkpoint last."""
 
 
 class PendingSave:
-    """A save on its way: `wait` ends it and returns the checkpoint's folder."""
+    """A save in progress; `wait` returns the checkpoint's folder."""
 
     def __init__(self, work: Any, final: Path) -> None:
         self._final = final
@@ -64,10 +62,10 @@ class PendingSave:
 
     def wait(self) -> Path:
         """
-        Return when the checkpoint is whole.
+        Return when the checkpoint is complete.
 
         Raises:
-            ConfigError: a rank could not write; says which and why.
+            ConfigError: a rank could not write; names the rank and the reason.
         """
         self._thread.join()
         atexit.unregister(self._report_failure)
@@ -78,7 +76,7 @@ class PendingSave:
         return self._final
 
     def _report_failure(self) -> None:
-        """Say that the last save of a program has failed, for which nobody has waited."""
+        """Print the error of a program's last save if the program did not wait for it."""
         self._thread.join()
         if self._error is not None:
             print(
@@ -92,22 +90,22 @@ class PendingSave:
 
 
 def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor]], dict[str, Any]]:
-    """Return copies of what this rank saves, and what rank 0 writes besides."""
+    """Return copies of the tensors that this rank saves, and the contents of run.json."""
     pieces = []
-    for held in held_by(state.engine):
-        for name, tensor, once in _iter_tensors(state, held):
-            piece = (
-                _full_piece(name, tensor)
-                if once
-                else TensorPiece.for_region(name, tensor.dtype, _region_of(held))
-            )
-            if held.saves_scalars if once else held.is_saved_here:
+    for local in local_ranges(state.engine):
+        for name, tensor, once in _iter_tensors(state, local):
+            if once:
+                piece = _full_piece(name, tensor)
+                is_mine = local.saves_scalars
+            else:
+                piece = TensorPiece.for_region(name, tensor.dtype, _region_of(local))
+                is_mine = local.is_saved_here
+            if is_mine:
                 pieces.append((piece, _copy_to_host(tensor)))
     for name, buffer in state.model.named_buffers():
         if name in state.persistent_buffers:
-            piece = _full_piece(
-                f"buffers/{name}", buffer
-            )  # on every rank, so that all of them refuse what can't be saved
+            # on every rank, so that all of them refuse what cannot be saved
+            piece = _full_piece(f"buffers/{name}", buffer)
             if state.data_group.rank == 0 and state.engine.place.is_first_on_tensor:
                 pieces.append((piece, _copy_to_host(buffer)))
     generator = torch.get_rng_state()
@@ -115,24 +113,25 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
     return pieces, _describe_run(state)
 
 
-def _region_of(held: LocalRange) -> Region:
-    """Return which part of its weight a rank holds."""
-    return Region(held.tile.shape, held.tile.ranges, held.start, held.stop)
+def _region_of(local: LocalRange) -> Region:
+    """Return the region of its full weight that a rank has."""
+    return Region(local.tile.shape, local.tile.ranges, local.start, local.stop)
 
 
-def _iter_tensors(state: RunState, held: LocalRange) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _iter_tensors(state: RunState, local: LocalRange) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """
-    Yield the name and value of what a rank holds of a weight, and whether there is one for all of
-    the weight.
+    Yield name and value of a rank's part of a weight and its state.
+
+    The third item is True for a value that exists once per weight.
     """
-    yield f"weights/{held.name}", held.part.detach(), False
-    for key, value in state.optimizer.state.get(held.part, {}).items():
+    yield f"weights/{local.name}", local.part.detach(), False
+    for key, value in state.optimizer.state.get(local.part, {}).items():
         if isinstance(value, torch.Tensor):
-            yield f"state/{held.name}/{key}", value.detach(), value.shape != held.part.shape
+            yield f"state/{local.name}/{key}", value.detach(), value.shape != local.part.shape
         else:
             text = json.dumps(encode_value(value)).encode()
             yield (
-                f"plain/{held.name}/{key}",
+                f"plain/{local.name}/{key}",
                 torch.frombuffer(bytearray(text), dtype=torch.uint8),
                 True,
             )
@@ -141,8 +140,10 @@ def _iter_tensors(state: RunState, held: LocalRange) -> Iterator[tuple[str, torc
 def _full_piece(name: str, tensor: torch.Tensor) -> TensorPiece:
     if tensor.layout != torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
-        hint = "register_buffer(..., persistent=False), and make it in the model"
-        raise UsageError(f"{name} is {kind}, which no checkpoint holds", where=RUN_SAVE, hint=hint)
+        hint = "use register_buffer(..., persistent=False), and build it in the model"
+        raise UsageError(
+            f"{name} is {kind}, which checkpoints do not support", where=RUN_SAVE, hint=hint
+        )
     return TensorPiece.for_region(name, tensor.dtype, full_region(tensor.shape))
 
 
@@ -151,7 +152,7 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_run(state: RunState) -> dict[str, Any]:
-    """Return everything that isn't a tensor."""
+    """Return everything that is not a tensor."""
     return {
         "format": storage.FORMAT_VERSION,
         "steps": state.steps,
@@ -173,7 +174,7 @@ def _describe_run(state: RunState) -> dict[str, Any]:
 
 
 def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: float) -> PendingSave:
-    """Start saving; tensors are copied before this returns."""
+    """Start to save. Tensors are copied before this returns."""
     final = folder / f"{storage.FOLDER_PREFIX}{state.steps:08d}"
     hidden = folder / f".new-{final.name}"
     _claim_folder(state, final)
@@ -195,21 +196,21 @@ def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: fl
 
 
 def _claim_folder(state: RunState, final: Path) -> None:
-    """Refuse to replace what another living run of this process has saved."""
+    """Refuse to replace a checkpoint of another living run of this process."""
     key = str(final.resolve())
     if _last_savers.get(key, state) is not state:
-        # one that nobody has any more may be there still: runs hold themselves in circles
+        # runs are reference cycles: a run without users may still exist
         gc.collect()
     if _last_savers.get(key, state) is not state:
-        what = f"{final} is the checkpoint of another run of this process, which this one would replace"
-        raise UsageError(what, where=RUN_SAVE, hint="a folder for each run")
+        what = f"{final} belongs to another run of this process and would be replaced"
+        raise UsageError(what, where=RUN_SAVE, hint="use one folder per run")
     _last_savers[key] = state
 
 
 def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[TensorPiece, torch.Tensor]]) -> None:
     try:
         storage.write_rank(hidden, rank, pieces)
-    except OSError as error:  # which file it was a full disk doesn't say
+    except OSError as error:  # the error of a full disk has no file name
         raise ConfigError(f"cannot be written ({error.strerror})", where=str(hidden)) from None
 
 
@@ -227,7 +228,7 @@ def _publish_checkpoint(
     missing = [name for name in names if not (hidden / name).is_file()]
     if missing:
         raise ConfigError(
-            f"{missing[0]} is not there on rank 0's machine",
+            f"{missing[0]} is missing on rank 0's machine",
             where=str(folder),
             hint="save to a shared file system",
         )
@@ -243,7 +244,7 @@ def _publish_checkpoint(
 
 
 def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
-    """Return the checkpoint that rank 0 finds in a folder, on every rank; None if there is none."""
+    """Return the checkpoint that rank 0 finds in a folder, on every rank; None for no checkpoint."""
     names = [path.name for path in storage.list_checkpoints(folder)]
     if (folder / "run.json").is_file():
         found = FOLDER_ITSELF
@@ -264,39 +265,37 @@ def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
 
 def load_checkpoint(state: RunState, folder: Path) -> None:
     """
-    Take up a checkpoint; the number of ranks and the optimizer level may differ from those that
-    saved it.
+    Load a checkpoint. The number of ranks and the optimizer level may differ from those that saved
+    it.
 
     Raises:
-        ConfigError: it isn't whole, or belongs to another model or optimizer; on every rank,
-            whichever has seen it.
+        ConfigError: it is incomplete, or belongs to another model or optimizer; raised on every
+            rank.
     """
     context = state.context
     seconds = state.data_group.watchdog.seconds
     barrier = RankBarrier(context.world_size, context.rank, "load", seconds)
     state.engine.wait_idle()
-    trouble: PdrunError | None = None
+    failure: PdrunError | None = None
     try:
         reader = CheckpointReader(folder)
         check_compatible(state, reader)
         state.guard.torn_checkpoint = str(folder)
         plain = _read_state(state, reader)
     except PdrunError as error:
-        trouble = error
-    barrier.report("read", str(trouble or ""))
+        failure = error
+    barrier.report("read", str(failure or ""))
     try:
         barrier.finish("read")
     except ConfigError as error:
-        raise trouble or error from None
+        raise failure or error from None
     state.engine.publish_weights()
     for group, saved in zip(state.optimizer.param_groups, plain["groups"], strict=True):
         for name, value in saved.items():
             old = group.get(name)
-            group[name] = (
-                value.to(old)
-                if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
-                else value
-            )
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+                value = value.to(old)
+            group[name] = value
     if state.scheduler is not None and plain["scheduler"] is not None:
         state.scheduler.load_state_dict(plain["scheduler"])
     if state.loss_scale is not None and plain["scale"] is not None:
@@ -309,10 +308,10 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
 
 
 def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
-    """Read weights, their state and buffers into their places, and return everything else."""
+    """Read weights, their state and buffers in place, and return the other values."""
     with torch.no_grad():
-        for held in held_by(state.engine):
-            _load_weight(state, reader, held)
+        for local in local_ranges(state.engine):
+            _load_weight(state, reader, local)
         for name, buffer in state.model.named_buffers():
             if name in state.persistent_buffers:
                 _check_shape(reader, f"buffers/{name}", buffer.shape)
@@ -329,40 +328,42 @@ def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
 
 def _check_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
     if reader.shape_of(name) != tuple(shape):
-        what = f"{name.partition('/')[2]} is {reader.shape_of(name)} there and {tuple(shape)} here"
+        plain = name.partition("/")[2]
+        what = f"{plain} has shape {reader.shape_of(name)} there and {tuple(shape)} here"
         raise ConfigError(what, where=str(reader.folder))
 
 
-def _load_weight(state: RunState, reader: CheckpointReader, held: LocalRange) -> None:
+def _load_weight(state: RunState, reader: CheckpointReader, local: LocalRange) -> None:
     """
-    Read a part of a weight and of its optimizer's state, which has the weight's type where it had
-    it there.
+    Read a part of a weight and of its optimizer state.
+
+    State that has the weight's type in the checkpoint gets the weight's type here.
     """
-    name = f"weights/{held.name}"
-    box = _region_of(held)
-    _check_shape(reader, name, box.shape)
-    part = held.part
-    value = reader.read_tensor(name, box)
+    name = f"weights/{local.name}"
+    region = _region_of(local)
+    _check_shape(reader, name, region.shape)
+    part = local.part
+    value = reader.read_tensor(name, region)
     there = value.dtype
     part.copy_(value.view(part.shape))
     kept: dict[str, Any] = {}
     for found in reader.tensor_names():
-        kind, _, key = found.partition(f"/{held.name}/")
+        kind, _, key = found.partition(f"/{local.name}/")
         if kind == "plain":
             kept[key] = decode_value(json.loads(bytes(reader.read_tensor(found).tolist())))
         if kind != "state":
             continue
         shape = reader.shape_of(found)
-        value = (
-            reader.read_tensor(found, box).view(part.shape)
-            if shape == box.shape
-            else reader.read_tensor(found).view(shape)
-        )
-        if value.dtype == there and (shape or not box.shape):
+        if shape == region.shape:
+            value = reader.read_tensor(found, region).view(part.shape)
+        else:
+            value = reader.read_tensor(found).view(shape)
+        if value.dtype == there and (shape or not region.shape):
             value = value.to(part.dtype)
-        stays = shape == () and not _keeps_counts_on_device(state)
-        kept[key] = value if stays else value.to(part.device)
-    if held.weight.is_trained:
+        if shape != () or _keeps_counts_on_device(state):
+            value = value.to(part.device)
+        kept[key] = value
+    if local.weight.is_trained:
         state.optimizer.state.pop(part, None)
         if kept:
             state.optimizer.state[part] = kept

@@ -1,20 +1,20 @@
 """
-Checkpoints on disk: a folder that is whole or not there.
+Checkpoints on disk. A folder is a complete checkpoint or does not exist.
 
-    DIR/step-00000120/rank-00003.bin     tensors' bytes, one after another, each at a multiple of 64
-    DIR/step-00000120/rank-00003.json    what lies where in it: name, type, shape, box, offset, checksum
-    DIR/step-00000120/run.json           everything that isn't a tensor; written last
+    DIR/step-00000120/rank-00003.bin     tensors' bytes, each at a multiple of 64
+    DIR/step-00000120/rank-00003.json    index: name, type, shape, region, offset, checksums
+    DIR/step-00000120/run.json           everything that is not a tensor; written last
 
-Each rank writes its own pieces into a hidden folder. When all have told that theirs are on the
-disk, rank 0 writes run.json and renames the folder. A process that dies anywhere leaves a hidden
-folder, which the next save removes. Pieces are boxes (`boxes`): any ranks on any mesh find what
-they need by arithmetic. Nothing is unpickled.
+Each rank writes its own pieces into a hidden folder. When all ranks have flushed theirs to disk,
+rank 0 writes run.json and renames the folder. A process that is killed leaves a hidden folder,
+which the next save removes. Pieces are regions: any ranks on any mesh compute what they need.
+Nothing is unpickled.
 
-Each block of a piece has a checksum, so that who reads a part of it is told of damage too.
+Each block of a piece has a checksum, so that damage is found in a partial read too.
 
-Format 2 has ``ranges``, for each dim the [low, high] ranges of the whole tensor that the piece was
-cut from; ``start`` and ``stop`` count elements of that, flattened. In format 1 pieces are ranges of
-whole tensors.
+Format 2 has ``ranges``: for each dim the [low, high] ranges of the full tensor that the piece was
+cut from; ``start`` and ``stop`` count elements of these ranges, flattened. In format 1 pieces are
+ranges of full tensors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ from pdrun.parallel.checkpoint.regions import DimRanges, Region, SpanCopy, find_
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 1 << 20
-"""
-Bytes that have a checksum of their own: who reads a part of a piece reads and checks the blocks
-that it lies in.
-"""
+"""Bytes per checksum. A partial read reads and verifies the blocks that it touches."""
 FOLDER_PREFIX = "step-"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -72,22 +69,22 @@ READABLE_VERSIONS = (1, 2)
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor, and where its bytes are."""
+    """A part of a tensor, and the place of its bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the full tensor."""
     start: int
     stop: int
     file: str = ""
     offset: int = 0
     crc: int = 0
-    """Checksum of all of it, in files that have none of blocks."""
+    """Checksum of the piece, in files without checksums of blocks."""
     crcs: tuple[int, ...] | None = None
     """Checksums of its blocks."""
     ranges: tuple[DimRanges, ...] | None = None
-    """What of each dim the piece was cut from, before it was flattened; None: everything."""
+    """The ranges of each dim that the piece was cut from; None: the full tensor."""
     region: Region = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,45 +94,48 @@ class TensorPiece:
     @classmethod
     def for_region(cls, name: str, dtype: torch.dtype, box: Region) -> TensorPiece:
         """
-        Return a piece that is not written yet; UsageError where no checkpoint can hold its type.
+        Return a piece that is not written yet.
+
+        Raises:
+            UsageError: checkpoints do not support its type.
         """
         kind = str(dtype).removeprefix("torch.")
         if kind not in DTYPES:
             raise UsageError(
-                f"{name} has the type {kind}, which no checkpoint holds", where="pdrun.Run.save"
+                f"{name} has the type {kind}, which checkpoints do not support",
+                where="pdrun.Run.save",
             )
         return cls(name, kind, box.shape, box.start, box.stop, ranges=box.ranges)
 
     def to_entry(self) -> dict[str, Any]:
-        """Return the piece as a line of an index."""
+        """Return the piece as an entry of an index."""
         return {name: value for name, value in asdict(self).items() if name != "box"}
 
 
 def find_sources(
-    pieces: Iterable[TensorPiece], box: Region
+    pieces: Iterable[TensorPiece], region: Region
 ) -> Iterator[tuple[TensorPiece, list[SpanCopy]]]:
     """
-    Yield the pieces of which a box of a tensor is put together, each with the elements to take from
-    it.
+    Yield the pieces that contain a region of a tensor, each with the elements to take from it.
 
-    Nothing is read, and a piece that has nothing of the box is left out: a rank, or an offline
-    transform, opens the files of these only. Pieces with the same box are replicas: the first is
+    Nothing is read. Pieces without elements of the region are left out: a rank, or an offline
+    transform, opens the other files only. Pieces with the same region are replicas: the first is
     taken.
 
     Args:
         pieces: of one tensor, in any order.
-        box: a part of that tensor.
+        region: a part of that tensor.
     """
     seen = set()
     for piece in pieces:
-        copies = [] if piece.region in seen else find_overlap(piece.region, box)
+        copies = [] if piece.region in seen else find_overlap(piece.region, region)
         seen.add(piece.region)
         if copies:
             yield piece, copies
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host; the tensor must outlive them."""
+    """Return the bytes of a contiguous tensor on the host. The tensor must outlive them."""
     size = tensor.numel() * tensor.element_size()
     if size:
         return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
@@ -146,7 +146,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[TensorPiece, torch.Tensor]]) -> None:
-    """Write a rank's pieces and their index, and have them on the disk before returning."""
+    """Write a rank's pieces and their index, and flush them to disk."""
     name = f"rank-{rank:05d}"
     index: list[dict[str, Any]] = []
     with open(folder / f"{name}.bin", "wb") as file:
@@ -166,14 +166,16 @@ def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[TensorPiece, torc
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small file and have it on the disk before returning."""
+    """Write a small file and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, allow_nan=True)
         _sync_file(file)
 
 
 def publish_folder(hidden: Path, final: Path) -> None:
-    """Give a complete folder its name; one of that name gives way and is removed after."""
+    """
+    Rename a complete folder to its final name. An older folder of that name is removed afterwards.
+    """
     _sync_folder(hidden)
     old = None
     if final.exists():
@@ -188,9 +190,11 @@ def publish_folder(hidden: Path, final: Path) -> None:
 
 def prune_checkpoints(folder: Path, keep: int | None) -> None:
     """
-    Remove all but the newest checkpoints: first their run.json, so that none is ever half there.
+    Remove all but the newest checkpoints. run.json is removed first: no folder is half complete.
     """
-    for path in [] if keep is None else list_checkpoints(folder)[:-keep]:
+    if keep is None:
+        return
+    for path in list_checkpoints(folder)[:-keep]:
         (path / "run.json").unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -213,11 +217,10 @@ def _sync_folder(path: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """
-    Return the whole checkpoints in a folder in the order in which they were written; one that was
-    being replaced counts where its successor isn't there.
+    Return the complete checkpoints in a folder, in the order in which they were written.
 
-    That is the order of their steps, but where a run has gone back to an earlier step, or begun
-    anew in the folder.
+    A checkpoint that was being replaced counts if its successor is missing. The order is that of
+    the steps, unless a run went back to an earlier step or started over in the folder.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*{FOLDER_PREFIX}*")) if folder.is_dir() else []:
@@ -231,7 +234,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_turn(path: Path) -> int:
-    """Return when a checkpoint was written, counted in its folder; 0 where that isn't told."""
+    """Return the sequence number of a checkpoint in its folder; 0 if it has none."""
     try:
         return int(json.loads((path / "run.json").read_text(encoding="utf-8")).get("turn", 0))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

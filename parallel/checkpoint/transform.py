@@ -1,10 +1,9 @@
 """
-Checkpoints without a job: what is in one, which ranks' files a rank needs, and laying one out for
-another mesh.
+Checkpoints without a job: contents, the files that each rank needs, and transforms for another
+mesh.
 
-Any mesh loads any checkpoint, as long as every rank sees all files. A checkpoint that has been
-transformed has in each rank's own file what that rank saves by itself, so that files can be handed
-out.
+Any mesh loads any checkpoint if every rank sees all files. In a transformed checkpoint each rank's
+own file has what that rank would save, so that files can be distributed.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
 from pdrun.parallel.layouts.placement import Placement, ShardRanges
 
 MAX_RANKS = 2**16
-"""More ranks than a job has; every one of them is looked at."""
+"""Every rank of a mesh is looked at; no job has more."""
 WEIGHTS_PREFIX = "weights/"
 STATE_PREFIX = "state/"
 
 
-# ---- what is given ----------------------------------------------------------
+# ---- input ------------------------------------------------------------------
 
 
 def find_checkpoint(folder: Path) -> Path:
     """
-    Return a checkpoint's folder: the one given, or the newest whole one in it.
+    Return the folder of a checkpoint: the given one, or the newest complete one in it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no complete checkpoint.
     """
     if (folder / "run.json").is_file():
         return folder
     found = storage.list_checkpoints(folder)
     if not found:
-        what = "holds no whole checkpoint" if folder.is_dir() else "is no folder"
+        what = "has no complete checkpoint" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            what, where=str(folder), hint="a folder that run.save was given, or a step in it"
+            what, where=str(folder), hint="pass a folder of run.save, or a step in it"
         )
     return found[-1]
 
 
 def read_placement(path: Path) -> Placement:
     """
-    Return the placement that a file says: a run's plan, or a strategy file of MindSpore's in JSON.
+    Return the placement in a file: a run's plan, or a strategy file of MindSpore in JSON.
 
     Raises:
         ConfigError: it cannot be read, or is neither.
@@ -73,59 +72,59 @@ def read_placement(path: Path) -> Placement:
 
 def read_mesh(text: str) -> Grid:
     """
-    Return the mesh of words such as ``dp=2,tp=4``.
+    Return the mesh of a text such as ``dp=2,tp=4``.
 
     Raises:
-        UsageError: it is no such list, or a degree is no count.
+        UsageError: the text is not a list of AXIS=COUNT.
     """
     degrees: dict[str, int] = {}
     for word in text.split(","):
         matched = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*", word)
         if matched is None or int(matched[2]) < 1:
             raise UsageError(
-                f"{word!r} is not AXIS=COUNT", where="--mesh", hint="as in --mesh dp=2,tp=4"
+                f"must be a list of AXIS=COUNT, got {word!r}",
+                where="--mesh",
+                hint="--mesh dp=2,tp=4",
             )
         if matched[1] in degrees:
-            raise UsageError(f"{matched[1]} is given twice", where="--mesh")
+            raise UsageError(f"axis {matched[1]} is listed twice", where="--mesh")
         degrees[matched[1]] = int(matched[2])
     return meshes.make_mesh(**degrees).grid
 
 
 def placement_for(mesh: str, strategy: str) -> Placement:
     """
-    Return the placement of a mesh, with the layouts of a file.
+    Return the placement on a mesh, with the layouts of a file.
 
     Args:
         mesh: as in `read_mesh`; empty: the file's.
-        strategy: path of the file; empty: all weights are whole on every rank.
+        strategy: path of the file; empty: all weights are replicated.
 
     Raises:
-        UsageError: neither is given, or the mesh has more ranks than a job has.
+        UsageError: neither is given, or the mesh has too many ranks.
         ConfigError: the file names an axis that the mesh lacks.
     """
     if not mesh and not strategy:
         raise UsageError(
-            "neither a mesh nor a file of layouts is given",
+            "a mesh or a layout file is required",
             hint="--mesh dp=2,tp=2 or --strategy FILE",
         )
     found = read_placement(Path(strategy)) if strategy else None
     grid = read_mesh(mesh) if mesh or found is None else found.grid
     if grid.size > MAX_RANKS:
         raise UsageError(
-            f"({grid}) has {grid.size} ranks, more than {MAX_RANKS}",
+            f"({grid}) has {grid.size} ranks, at most {MAX_RANKS} are supported",
             where="--mesh" if mesh else strategy,
         )
     return Placement(grid, found.weights if found is not None else {})
 
 
-# ---- what is where ----------------------------------------------------------
+# ---- placement --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlacedRegion:
-    """
-    A part of a tensor, the ranks of the new mesh that hold it, and the one of them that saves it.
-    """
+    """A part of a tensor, the ranks of the new mesh that have it, and the rank that saves it."""
 
     name: str
     region: Region
@@ -135,9 +134,9 @@ class PlacedRegion:
 
 def place_tensors(reader: CheckpointReader, placement: Placement) -> Iterator[PlacedRegion]:
     """
-    Yield all parts of all tensors of a checkpoint as they lie on another mesh.
+    Yield all parts of all tensors of a checkpoint as they are placed on another mesh.
 
-    Equal parts are saved by one rank, a different one for each weight, as a run does.
+    One rank saves each set of replicas, a different rank for each weight, as a run does.
 
     Raises:
         ConfigError: the placement has weights that the checkpoint lacks, or of another shape.
@@ -174,7 +173,7 @@ def place_tensors(reader: CheckpointReader, placement: Placement) -> Iterator[Pl
 
 
 def weight_name_of(name: str) -> str:
-    """Return the weight that a tensor of a checkpoint is of; empty for none."""
+    """Return the weight that a tensor of a checkpoint belongs to; empty for none."""
     if name.startswith(WEIGHTS_PREFIX):
         return name.removeprefix(WEIGHTS_PREFIX)
     if name.startswith(STATE_PREFIX):
@@ -183,7 +182,7 @@ def weight_name_of(name: str) -> str:
 
 
 def weight_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all whole weights of a checkpoint."""
+    """Return the shapes of all full weights of a checkpoint."""
     return {
         weight_name_of(name): reader.shape_of(name)
         for name in reader.tensor_names()
@@ -193,10 +192,10 @@ def weight_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
 
 def needed_ranks(reader: CheckpointReader, placement: Placement) -> dict[int, list[int]]:
     """
-    Return for each rank of another mesh the ranks whose files it needs, and no others.
+    Return, for each rank of another mesh, the ranks whose files it needs.
 
-    That is for weights, their state and buffers; random states are of use on the same number of
-    ranks only.
+    These are the files of weights, their state and buffers. Generator states are used on the same
+    number of ranks only.
     """
     found: dict[int, set[int]] = {rank: set() for rank in range(placement.grid.size)}
     for share in place_tensors(reader, placement):
@@ -212,22 +211,22 @@ def needed_ranks(reader: CheckpointReader, placement: Placement) -> dict[int, li
 
 
 def rank_of_piece(piece: TensorPiece) -> int:
-    """Return the rank that has written a piece."""
+    """Return the rank that wrote a piece."""
     return int(re.sub(r"\D", "", Path(piece.file).stem))
 
 
-# ---- what is done -----------------------------------------------------------
+# ---- transform --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TransformResult:
     """
-    A checkpoint that has been laid out anew.
+    A transformed checkpoint.
 
     Attributes:
-        folder: where it is.
-        nbytes: of tensors in each rank's file.
-        needed: the ranks of the old one whose files each rank's part came from.
+        folder: the new checkpoint.
+        nbytes: bytes of tensors in each rank's file.
+        needed: for each rank, the ranks of the old checkpoint whose files it was made of.
     """
 
     folder: Path
@@ -237,22 +236,21 @@ class TransformResult:
 
 def transform_checkpoint(source: Path, target: Path, placement: Placement) -> TransformResult:
     """
-    Lay a checkpoint out for another mesh; one tensor's part is in memory at a time.
+    Write a checkpoint for another mesh; one part of one tensor is in memory at a time.
 
     Args:
-        source: a checkpoint, or a folder whose newest one is meant.
-        target: the folder in which the new one appears, under the same name and only when it is
-            whole.
-        placement: the new ranks, and where weights lie on them.
+        source: a checkpoint, or a folder whose newest one is taken.
+        target: the folder in which the new one appears, under the same name, when it is complete.
+        placement: the new ranks, and the weights on them.
 
     Raises:
-        ConfigError: there is no whole checkpoint, or it belongs to another model.
+        ConfigError: there is no complete checkpoint, or it belongs to another model.
         UsageError: the target has one of that name.
     """
     reader = CheckpointReader(find_checkpoint(source))
     final = target / reader.folder.name.removeprefix(".old-")
     if final.exists():
-        raise UsageError(f"{final} exists", hint="give another folder, or remove it")
+        raise UsageError(f"{final} exists", hint="use another folder, or remove it")
     dealt: dict[int, list[PlacedRegion]] = {rank: [] for rank in range(placement.grid.size)}
     for share in place_tensors(reader, placement):
         dealt[share.saving_rank].append(share)
@@ -263,7 +261,7 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
         hidden.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"no folder can be made in it ({error.strerror})", where=str(target)
+            f"cannot create a folder in it ({error.strerror})", where=str(target)
         ) from None
     try:
         for rank, own in dealt.items():

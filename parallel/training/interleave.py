@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,9 +76,7 @@ class InterleavedDriver(SimpleDriver):
 
     def _run_backwards(self, step: StepContext, totals: list[torch.Tensor]) -> None:
         if step.device.type == "cpu":
-            self._run_copies(
-                step, [lambda total=total: step.run_backward([total]) for total in totals]
-            )  # type: ignore[misc]
+            self._run_copies(step, [partial(step.run_backward, [total]) for total in totals])
         else:
             step.run_backward(totals)
 

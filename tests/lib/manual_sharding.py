@@ -114,7 +114,7 @@ class Megatron:
                 (block.norm2, "bias"),
                 (block.down, "bias"),
             ):
-                put(owner, key, None, sums=self.names)  # used for a part of the sequence
+                put(owner, key, None, sum_axes=self.names)  # used for a part of the sequence
         assert shard_of(model.norm.weight).is_full
         assert LENGTH > 1
         return model  # type: ignore[no-any-return]

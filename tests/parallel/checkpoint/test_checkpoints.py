@@ -172,7 +172,7 @@ def test_nothing_to_resume(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds(2).run(resumed, str(tmp_path)) == [False, False]
     failures = worlds(2).failures(load_only, str(tmp_path))
     assert [kind for kind, _ in failures] == ["ConfigError"] * 2
-    assert "holds no whole checkpoint" in failures[0][1]
+    assert "has no complete checkpoint" in failures[0][1]
 
 
 def resumed(folder: str) -> bool:

@@ -91,27 +91,27 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sgd for adam": (
         {"optimizer": sgd},
         {},
-        "was saved with the optimizer SGD, and this run has the optimizer AdamW",
+        "was saved with the optimizer SGD, this run has the optimizer AdamW",
     ),
     "groups in another order": (
         {"optimizer": grouped(0)},
         {"optimizer": grouped(1)},
-        "has 0.bias not in the optimizer's group 0, unlike this run",
+        "lacks 0.bias in the optimizer's group 0, unlike this run",
     ),
     "less trained": (
         {"optimizer": lambda params: adam(params[:2])},
         {},
-        "has 2.bias not in the optimizer's group 0",
+        "lacks 2.bias in the optimizer's group 0",
     ),
     "no scheduler": (
         {},
         {"scheduler": stepping},
-        "with no scheduler, and this run has the scheduler StepLR",
+        "with no scheduler, this run has the scheduler StepLR",
     ),
     "another scheduler": (
         {"scheduler": stepping},
         {"scheduler": lambda opt: rates.CosineAnnealingLR(opt, 4)},
-        "the scheduler StepLR, and this run has the scheduler CosineAnnealingLR",
+        "the scheduler StepLR, this run has the scheduler CosineAnnealingLR",
     ),
     "fewer layers": (
         {"model": lambda: stacked(3)},
@@ -126,7 +126,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a longer buffer": (
         {"model": lambda: Kept(torch.ones(3))},
         {"model": lambda: Kept(torch.ones(4))},
-        r"kept is \(3,\) there and \(4,\) here",
+        r"kept has shape \(3,\) there and \(4,\) here",
     ),
 }
 
@@ -213,7 +213,7 @@ def sparse(folder: str) -> str:
 def test_what_no_checkpoint_holds_is_refused_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
     for told in worlds(2).run(sparse, str(tmp_path)):
         assert told.startswith(
-            "pdrun.Run.save: buffers/kept is sparse_coo, which no checkpoint holds"
+            "pdrun.Run.save: buffers/kept is sparse_coo, which checkpoints do not support"
         )
 
 
@@ -310,7 +310,7 @@ def elsewhere(folder: str) -> list[str]:
 def test_a_folder_that_one_rank_does_not_see(worlds: Worlds, tmp_path: Path) -> None:
     """The other ranks had gone on without it, or waited for it."""
     for told in worlds(2).run(elsewhere, str(tmp_path / "own")):
-        assert len(told) == 2 and all("is no whole checkpoint" in text for text in told)
+        assert len(told) == 2 and all("is not a complete checkpoint" in text for text in told)
 
 
 # ---- which one --------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_two_runs_do_not_replace_each_others_checkpoints(tmp_path: Path) -> None
     one.save(tmp_path)
     one.save(tmp_path)
     with pytest.raises(
-        UsageError, match="step-00000001 is the checkpoint of another run of this process"
+        UsageError, match="step-00000001 belongs to another run of this process"
     ):
         two.save(tmp_path)
     two.save(tmp_path / "two")
@@ -394,7 +394,7 @@ def test_a_batch_that_no_step_has_used_is_not_left_out(
 def test_a_buffer_of_another_shape_in_a_file(tmp_path: Path) -> None:
     """It had been stretched to fit."""
     made(model=Kept(torch.ones(1))).export(tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match=r"kept is \(1,\) there and \(3,\) here"):
+    with pytest.raises(ConfigError, match=r"kept has shape \(1,\) there and \(3,\) here"):
         made(model=Kept(torch.ones(3))).load_weights(tmp_path / "one.safetensors")
 
 

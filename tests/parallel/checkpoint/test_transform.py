@@ -401,7 +401,7 @@ def test_nothing_is_left_where_a_file_is_damaged(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
         offline_words.show_checkpoint(str(tmp_path))
 
 
@@ -422,7 +422,7 @@ def test_files_with_other_json_in_them_are_no_checkpoint(
     (folder / "run.json").write_text('{"format": 2, "indices": ["rank-00000.json"]}')
     (folder / "rank-00000.json").write_text("[]")
     (folder / name).write_text(text)
-    with pytest.raises(ConfigError, match="is no whole checkpoint"):
+    with pytest.raises(ConfigError, match="is not a complete checkpoint"):
         CheckpointReader(folder)
 
 
@@ -449,5 +449,5 @@ def test_a_target_that_is_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "source" / "step-00000001"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"format": 2, "indices": []}')
-    with pytest.raises(ConfigError, match="no folder can be made"):
+    with pytest.raises(ConfigError, match="cannot create a folder"):
         offline.transform_checkpoint(folder, tmp_path / "target", offline.placement_for("tp=2", ""))

@@ -269,7 +269,7 @@ def test_export_and_import(level: int, worlds: Worlds, tmp_path: Path) -> None:
 def test_files_that_are_none(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         safetensors.SafetensorsFile(path)
 
 
@@ -282,7 +282,7 @@ def wrong_shape(path: str) -> None:
 
 def test_weights_of_another_shape_are_refused(worlds: Worlds, tmp_path: Path) -> None:
     (told,) = worlds(1).failures(wrong_shape, str(tmp_path / "x"))
-    assert "weight is (1, 6) there and (2, 6) here" in told[1]
+    assert "weight has shape (1, 6) there and (2, 6) here" in told[1]
 
 
 # ---- runs that are over -----------------------------------------------------

@@ -9,7 +9,7 @@ from pdrun.backends.base import Backend, DetectedDevice, ProbeEnvironment, Searc
 
 
 def _find_devices(_: ProbeEnvironment) -> SearchResult:
-    return SearchResult((DetectedDevice(""),), "always there")
+    return SearchResult((DetectedDevice(""),), "always available")
 
 
 BACKEND = Backend(

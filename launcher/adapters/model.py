@@ -1,8 +1,8 @@
 """
 Data about the launcher that started this process, and the probes that a reader may use.
 
-`pdrun.launcher.adapters.detect.detect_launcher` returns a `LauncherInfo`. It has the source variable
-of every value, for ``pdrun env`` and for error messages.
+`pdrun.launcher.adapters.detect.detect_launcher` returns a `LauncherInfo`. It has the variable of
+every value, for ``pdrun env`` and for error messages.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _raise_no_file(path: str) -> str:
 @dataclass(frozen=True)
 class Probes:
     """
-    Functions that examine this machine: `pdrun.launcher.adapters.probes.make_probes` in a run, fixed
-    answers in tests.
+    Functions that examine this machine. `pdrun.launcher.adapters.probes.make_probes` makes the real
+    ones; tests use fixed answers.
 
     By default no file exists, every host name may be this machine, and ancestors are unknown.
     """

@@ -88,7 +88,7 @@ def build_mpirun_command(
     Return the command that runs ``argv`` once on each node.
 
     Args:
-        hosts: hosts of the job; empty: mpirun knows them (an allocation, a hostfile of its own).
+        hosts: hosts of the job; empty: mpirun knows them (an allocation, its default hostfile).
         names: variables that the tasks get from mpirun's environment.
         options: additional options of mpirun, before the program.
         root: whether the user is root.

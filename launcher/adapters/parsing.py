@@ -273,7 +273,7 @@ class TaskVariables:
 
 def infer_node_ranks(found: LauncherInfo) -> LauncherInfo:
     """
-    Use the task ranks as node ranks if there is one task per node and the launcher has no node rank.
+    Use task ranks as node ranks if there is one task per node and the launcher has no node rank.
     """
     sources = dict(found.sources)
     if found.local_size is None and found.nodes is not None and found.nodes == found.world:

@@ -160,7 +160,8 @@ _FAILURES = (
         "see the log of its sshd",
     ),
     (
-        r"no such identity|bad configuration option|bad owner or permissions|unknown option|usage: ssh",
+        r"no such identity|bad configuration option|bad owner or permissions|unknown option"
+        r"|usage: ssh",
         "ssh refuses the options",
         "check --ssh-opts and ~/.ssh/config",
     ),

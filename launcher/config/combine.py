@@ -36,8 +36,8 @@ def _resolve_hosts(settings: SettingsByPath) -> DerivedSettings:
     """
     Derive the number of nodes from the host list, after ``--include`` and ``--exclude``.
 
-    The hosts of a detected allocation are a default: a smaller ``--nodes`` uses the first hosts, and
-    one node uses no list.
+    The hosts of a detected allocation are a default: a smaller ``--nodes`` uses the first hosts.
+    One node uses no list.
     """
     whole = settings.get("hosts.all")
     nodes = settings.get("resources.nodes")
@@ -70,9 +70,8 @@ def _resolve_hosts(settings: SettingsByPath) -> DerivedSettings:
         )
     notes = []
     if nodes is not None and nodes.value < len(listed):
-        notes = [
-            f"{nodes.source.describe()}: the first of the {len(listed)} hosts in {whole.source.label}"
-        ]
+        label = whole.source.label
+        notes = [f"{nodes.source.describe()}: the first of the {len(listed)} hosts in {label}"]
         listed = listed[: nodes.value]
     if not listed or (len(listed) == 1 and (is_detected or notes)):
         return (), notes

@@ -141,7 +141,8 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
             raise ConfigError(
                 f"{found.title} does not give the number of nodes",
                 where=found.sources.get("node_rank", ""),
-                hint="set --nodes (PDRUN_NODES), or use --launcher none for a job on this node only",
+                hint="set --nodes (PDRUN_NODES), or use --launcher none"
+                " for a job on this node only",
             )
         nodes = int(given["resources.nodes"].value)
     elif "resources.nodes" in given and given["resources.nodes"].value != nodes:
@@ -209,7 +210,12 @@ def _first_host(found: LauncherInfo) -> str:
 
 
 def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
-    """Return host and port: first host or mpirun's host; launcher's port or one from the job name."""
+    """
+    Return the scheduler's address.
+
+    The host is the first of the list, or the host of mpirun. The port is the launcher's, or it is
+    derived from the job name.
+    """
     key = "hosts" if found.hosts else "head"
     host = _first_host(found) if found.hosts else found.head
     if not host:

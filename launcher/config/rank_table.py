@@ -1,8 +1,9 @@
 """
-Settings of a job from an Ascend rank table: servers are nodes, devices are workers. Reads device file.
+Settings of a job from an Ascend rank table: servers are nodes, devices are workers. It reads the
+table's file.
 
 The hosts are those of the table. If the table has labels only, or no names (dialect 2.0), the hosts
-are those of ``--hosts`` in the same order. A table with device server describes a job on this machine.
+are those of ``--hosts`` in the same order. A table with one server is a job on this machine.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ def _to_tuple(values: list[int] | None) -> tuple[int, ...] | None:
 
 
 def list_field_paths() -> tuple[str, ...]:
-    """Return every field path of a spec in the order of `--explain`: ``program.kind`` ... ``chdir``."""
+    """Return the field paths of a spec in the order of `--explain`: ``program.kind`` ..."""
     groups = {
         "program": Program,
         "resources": Resources,

@@ -26,7 +26,7 @@ from pdrun.launcher.config.options import (
 
 TORCHRUN_PORT = 29500
 C10D_PORT = 29400
-"""torchrun's default ports: of --master-addr and of --rdzv-endpoint. All nodes must use the same."""
+"""torchrun's default ports, of --master-addr and --rdzv-endpoint. All nodes use the same one."""
 
 
 def _accept_only(allowed: tuple[str, ...], reason: str) -> OptionReader:

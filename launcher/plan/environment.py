@@ -1,10 +1,18 @@
 """
-The environment that workers start from: what was inherited, without the words of other launchers.
+The environment of a worker: inherited variables, then pdrun's own. Pure.
 
-A worker of pdrun that sees another launcher's RANK, OMPI_COMM_WORLD_SIZE or PMI_FD believes it, and
-so does every program that it starts. What only describes the allocation (SLURM_JOB_ID, PBS_JOBID,
-LSB_JOBID) stays: scripts use it for names and checkpoints. The token never reaches a worker. Pure:
-the environment is an argument.
+Variables of other launchers are removed. A worker would believe another launcher's RANK,
+OMPI_COMM_WORLD_SIZE or PMI_FD, and so would every program that it starts. Variables that describe
+the allocation (SLURM_JOB_ID, PBS_JOBID, LSB_JOBID) stay, because scripts use them for names and
+checkpoints. A worker never gets the token.
+
+The order, of which later steps override earlier ones:
+
+1. OMP_NUM_THREADS from `WorkerPlan.threads`, and HCCL's connection timeout.
+2. `LaunchPlan.base_env`: the inherited variables. RANK_TABLE_FILE of a job from a rank table.
+3. `WorkerEnv`: ranks, store, job.
+4. `LaunchPlan.visibility`: the worker's device.
+5. ``--env``: `JobSpec.env`.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 
 LAUNCHER_VARIABLES = frozenset(
     {
-        # torchrun, and every launcher that imitates it
+        # torchrun and launchers compatible with it
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -53,7 +61,7 @@ LAUNCHER_VARIABLES = frozenset(
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         "HYDI_CONTROL_FD",
-        # a Slurm task: its place among the step's tasks
+        # a Slurm task: its rank in the step
         "SLURM_PROCID",
         "SLURM_LOCALID",
         "SLURM_NODEID",
@@ -65,7 +73,7 @@ LAUNCHER_VARIABLES = frozenset(
         "SLURM_SRUN_COMM_PORT",
     }
 )
-"""Variables that are taken out by name."""
+"""Names of the variables that are removed."""
 
 LAUNCHER_PREFIXES = (
     "PDRUN_",
@@ -96,38 +104,45 @@ LAUNCHER_PREFIXES = (
     "SLURM_PMI",
     "SLURM_MPI_",
 )
-"""Variables that are taken out by the beginning of their name."""
+"""Name prefixes of the variables that are removed."""
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
 def is_launcher_variable(name: str) -> bool:
     """
-    Return whether a variable is another launcher's word to its own workers, or an option of pdrun
-    itself.
+    Return whether a variable belongs to another launcher's workers or is an option of pdrun.
     """
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
 def remove_launcher_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment that is left, and the names that were taken out, sorted."""
-    gone = tuple(sorted(name for name in environ if is_launcher_variable(name)))
-    return {name: value for name, value in environ.items() if name not in gone}, gone
+    """Return the remaining environment, and the sorted names of the removed variables."""
+    removed = tuple(sorted(name for name in environ if is_launcher_variable(name)))
+    return {name: value for name, value in environ.items() if name not in removed}, removed
 
 
 def display_value(name: str, value: str) -> str:
     """
-    Return a variable's value for a person: hidden when the name tells of a secret, cut when long.
+    Return a variable's value for display: hidden if the name is that of a secret, cut if long.
     """
     if _SECRET_NAME.search(name):
         return "(hidden)"
-    printable = value if value.isprintable() else repr(value)[1:-1]
-    return printable if len(printable) <= 200 else printable[:197] + "..."
+    if not value.isprintable():
+        value = repr(value)[1:-1]
+    if len(value) > 200:
+        return value[:197] + "..."
+    return value
+
+
+def format_variables(env: Mapping[str, str]) -> str:
+    """Return variables for display as ``NAME=VALUE NAME=VALUE``, or ``-`` without any."""
+    return " ".join(f"{name}={display_value(name, value)}" for name, value in env.items()) or "-"
 
 
 HCCL_CONNECT_TIMEOUT_SECONDS = "600"
 """
-Seconds; HCCL's own 120 are too few for workers that import torch at different speeds; torch_npu
+Seconds. HCCL's default of 120 is too short if workers import torch at different speeds. torch_npu
 warns below 300.
 """
 
@@ -139,24 +154,25 @@ def build_worker_env(
     Return the environment of a worker in a generation.
 
     Args:
-        run: the unique name of this run.
-        channel: path of the agent's socket; empty: there is none.
+        run: unique name of this run.
+        channel: path of the agent's socket; empty: no socket.
     """
-    return {
-        "OMP_NUM_THREADS": str(worker.threads),
-        **({"HCCL_CONNECT_TIMEOUT": HCCL_CONNECT_TIMEOUT_SECONDS} if plan.backend == "npu" else {}),
-        **plan.base_env,
-        **({"RANK_TABLE_FILE": plan.spec.place.rank_table} if plan.spec.place.rank_table else {}),
-        **make_worker_identity(plan, run, assign, worker, channel).to_env(),
-        **plan.visibility.get(worker.local_rank, {}),
-        **plan.spec.env,
-    }
+    env = {"OMP_NUM_THREADS": str(worker.threads)}
+    if plan.backend == "npu":
+        env["HCCL_CONNECT_TIMEOUT"] = HCCL_CONNECT_TIMEOUT_SECONDS
+    env |= plan.base_env
+    if plan.spec.place.rank_table:
+        env["RANK_TABLE_FILE"] = plan.spec.place.rank_table
+    env |= make_worker_identity(plan, run, assign, worker, channel).to_env()
+    env |= plan.visibility.get(worker.local_rank, {})
+    env |= plan.spec.env
+    return env
 
 
 def make_worker_identity(
     plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
 ) -> WorkerEnv:
-    """Return who the worker is: the contract with the script."""
+    """Return rank, world size and the other variables on which scripts rely."""
     master = parse_endpoint(assign.master, where="the scheduler's assignment")
     return WorkerEnv(
         rank=assign.first_rank + worker.local_rank,

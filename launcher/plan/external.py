@@ -1,12 +1,12 @@
 """
-One command that has another launcher start the agents: mpirun, or srun in an allocation of Slurm.
-Pure.
+Plan of a job whose agents are started by mpirun or srun (mode external). Pure.
 
-    pdrun --launcher mpirun --hostfile H --devices 8 train.py          pdrun train.py     in the body of a batch script
+    pdrun --launcher mpirun --hostfile H --devices 8 train.py
+    pdrun train.py                                     in the body of a Slurm batch script
 
-This process runs the scheduler and starts ``mpirun ... task_main``, one task a node; each task
-takes what it is to do from PDRUN_ORDER and the secret from PDRUN_TOKEN, both passed by name, and
-joins. The job's end is the scheduler's verdict; what mpirun makes of exit codes does not matter.
+This process runs the scheduler and starts ``mpirun ... task_main``, one task per node. Each task
+reads its specification from PDRUN_ORDER and the secret from PDRUN_TOKEN, both passed by name, and
+joins. The exit code is that of the scheduler's verdict, not that of mpirun.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdrun.launcher.adapters import mpirun_command
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.plan.environment import display_value, remove_launcher_variables
+from pdrun.launcher.plan.environment import format_variables, remove_launcher_variables
 from pdrun.launcher.plan.hosts import select_forwarded
 from pdrun.launcher.plan.model import ExternalLaunch, ExternalLauncher, Facts, LaunchPlan
 from pdrun.launcher.plan.placement import resources_on_host
@@ -34,25 +34,25 @@ TASK_MAIN_ARGS = ("-P", "-m", "pdrun.launcher.launch.task_main")
 PAYLOAD_VARIABLE = "PDRUN_ORDER"
 TOKEN_VARIABLE = process_setup.TOKEN_VARIABLE
 KILL_MARGIN_SECONDS = 5.0
-"""Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
+"""Seconds of Slurm's KillWait that are reserved for the last output, before its SIGKILL."""
 
 
 def external_launcher_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
     """
-    Return which other launcher starts the agents: the one that was named, or srun for an allocation
-    of Slurm.
+    Return the launcher that starts the agents: ``--launcher``, or srun in an allocation of Slurm.
+    Empty: pdrun starts them.
     """
     place = spec.place
-    seat = place.scheduler, place.node_rank, place.serve, place.simulated
-    if place.local or any(value is not None for value in seat):
+    own_place = (place.scheduler, place.node_rank, place.serve, place.simulated)
+    if place.local or any(value is not None for value in own_place):
         return ""
-    if place.launcher in ("mpirun", "srun"):
-        return "mpirun" if place.launcher == "mpirun" else "srun"
-    if (
-        place.launcher in ("", "auto")
-        and place.hosts
-        and sources.get("place.hosts", "") in ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    ):
+    if place.launcher == "mpirun":
+        return "mpirun"
+    if place.launcher == "srun":
+        return "srun"
+    is_automatic = place.launcher in ("", "auto")
+    is_allocation = sources.get("place.hosts", "") in ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if is_automatic and place.hosts and is_allocation:
         return "srun"
     return ""
 
@@ -61,23 +61,23 @@ def plan_external(
     spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]
 ) -> LaunchPlan:
     """
-    Decide what is started.
+    Decide how the launcher starts the agents.
 
     Raises:
-        ConfigError: the launcher is not there, or is none that is known.
-        UsageError: a host or a variable cannot be passed on.
+        ConfigError: the launcher is missing or unknown.
+        UsageError: the launcher does not support a host, or a variable cannot be forwarded.
     """
-    starter = facts.external_launcher
-    assert starter is not None
-    if starter.error:
-        raise ConfigError(starter.error, where=f"--launcher {starter.kind}")
+    launcher = facts.external_launcher
+    assert launcher is not None
+    if launcher.error:
+        raise ConfigError(launcher.error, where=f"--launcher {launcher.kind}")
     nodes = len(spec.place.hosts) or spec.resources.nodes
     where = source_of(sources, "resources.nodes", "")
     if where and spec.resources.nodes != nodes:
         raise UsageError(
-            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named",
+            f"{spec.resources.nodes} node(s), but {nodes} host(s) are listed",
             where=where,
-            hint="leave it out",
+            hint="remove it",
         )
     for host in spec.place.hosts:
         resources_on_host(spec.resources, host, "--devices")
@@ -86,9 +86,11 @@ def plan_external(
     env = select_forwarded(
         spec.reach.forward, facts.environ, source_of(sources, "reach.forward", "--forward")
     )
-    spec, more = fit_grace(spec, starter.kill_wait, sources)
-    build = _launch_by_mpirun if starter.kind == "mpirun" else _launch_by_srun
-    _, scrubbed = remove_launcher_variables(facts.environ)
+    spec, note = fit_grace(spec, launcher.kill_wait, sources)
+    build = _launch_by_srun
+    if launcher.kind == "mpirun":
+        build = _launch_by_mpirun
+    _, removed = remove_launcher_variables(facts.environ)
     return LaunchPlan(
         mode="external",
         job=job,
@@ -102,55 +104,58 @@ def plan_external(
         visibility={},
         collective="",
         base_env={},
-        removed=scrubbed,
+        removed=removed,
         scheduler=Endpoint(listen, 0),
         listen=listen,
         cwd=facts.cwd,
         compared={"host": facts.hostname},
-        notes=tuple(filter(None, (*notes, more))),
-        external_launch=build(spec, starter, nodes, (python, *TASK_MAIN_ARGS), env, facts),
+        notes=tuple(filter(None, (*notes, note))),
+        external_launch=build(spec, launcher, nodes, (python, *TASK_MAIN_ARGS), env, facts),
     )
 
 
 def fit_grace(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec, str]:
     """
-    Return the specification whose grace ends before Slurm's patience does, and why; the user's own
-    choice is kept.
+    Return the specification with a grace period that ends before Slurm's SIGKILL, and a note.
+
+    A grace period that the user set is not changed.
 
     Args:
-        wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
+        wait: seconds from Slurm's SIGTERM to its SIGKILL; None: unknown.
     """
     grace = spec.policy.grace
     if wait is None or wait - KILL_MARGIN_SECONDS >= grace:
         return spec, ""
     killed = f"Slurm kills {wait:g} s after its SIGTERM"
     if sources.get("policy.grace", "default") != "default":
-        return spec, f"{killed}, before the grace of {grace:g} s is over"
+        return spec, f"{killed}, before the grace period of {grace:g} s ends"
     fits = max(1.0, wait - KILL_MARGIN_SECONDS)
     return replace(spec, policy=replace(spec.policy, grace=fits)), f"grace {fits:g} s: {killed}"
 
 
 def _launch_by_mpirun(
     spec: JobSpec,
-    starter: ExternalLauncher,
+    launcher: ExternalLauncher,
     nodes: int,
     task: tuple[str, ...],
     env: Mapping[str, str],
     facts: Facts,
 ) -> ExternalLaunch:
-    assert starter.mpi is not None
-    mpi = starter.mpi
+    assert launcher.mpi is not None
+    mpi = launcher.mpi
     names = (PAYLOAD_VARIABLE,) if spec.place.insecure else (PAYLOAD_VARIABLE, TOKEN_VARIABLE)
     argv = mpirun_command.build_mpirun_command(
         mpi, spec.place.hosts, nodes, names, spec.reach.mpirun_opts, task, root=facts.uid == 0
     )
     title = f"{mpirun_command.MPI_TITLES[mpi.family]} ({mpi.version})"
-    return ExternalLaunch("mpirun", title, task[0], argv, env, mpirun_command.mpirun_environment(mpi))
+    return ExternalLaunch(
+        "mpirun", title, task[0], argv, env, mpirun_command.mpirun_environment(mpi)
+    )
 
 
 def _launch_by_srun(
     spec: JobSpec,
-    starter: ExternalLauncher,
+    launcher: ExternalLauncher,
     nodes: int,
     task: tuple[str, ...],
     env: Mapping[str, str],
@@ -158,17 +163,19 @@ def _launch_by_srun(
 ) -> ExternalLaunch:
     names = [host.name for host in spec.place.hosts]
     listed = nodelist.compress_names(names)
-    if re.search(r"\][^,]", listed):  # Slurm takes no text behind a bracket
+    if re.search(r"\][^,]", listed):  # Slurm does not accept text after a bracket
         listed = ",".join(names)
+    node_list = [f"--nodelist={listed}"] if names else []
+    binding = ["--cpu-bind=none"] if launcher.binds_tasks else []
     argv = (
-        starter.program,
+        launcher.program,
         f"--nodes={nodes}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
-        *([f"--nodelist={listed}"] if names else []),
+        *node_list,
         "--distribution=block",
         "--export=ALL",
-        *(["--cpu-bind=none"] if starter.binds_tasks else []),
+        *binding,
         "--mpi=none",
         "--kill-on-bad-exit=0",
         "--wait=0",
@@ -177,12 +184,12 @@ def _launch_by_srun(
         *spec.reach.srun_opts,
         *task,
     )
-    return ExternalLaunch("srun", "srun, one task a node", task[0], argv, env, {})
+    return ExternalLaunch("srun", "srun, one task per node", task[0], argv, env, {})
 
 
 def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
     """
-    Return what every task is asked for; its node rank it finds itself
+    Return the specification for every task. The task determines its node rank itself
     (`pdrun.launcher.launch.task_main`).
     """
     place = ClusterOptions(
@@ -198,26 +205,32 @@ def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
     )
 
 
-def find_node_rank(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int:
+def find_node_rank(hosts: tuple[Host, ...], local_names: tuple[str, ...], rank: int) -> int:
     """
-    Return the node rank of a task: its host's place in the list, or the launcher's rank where that
-    says nothing.
+    Return the node rank of a task: the index of its host in the list, or the launcher's rank if the
+    host is not unique in the list.
     """
     names = [host.name for host in hosts]
-    mine = [names.index(name) for name in here if name in names]
-    return mine[0] if len(mine) == 1 else rank
+    indices = [names.index(name) for name in local_names if name in names]
+    if len(indices) == 1:
+        return indices[0]
+    return rank
 
 
 def describe_external(plan: LaunchPlan) -> str:
-    """Return what a plan starts as lines for a terminal."""
+    """Return the launcher's command of a plan as text for a terminal."""
     assert plan.external_launch is not None
-    through = plan.external_launch
-    env = " ".join(f"{name}={display_value(name, value)}" for name, value in through.env.items())
-    command = "".join(
-        f"{name}={value} " for name, value in through.launcher_env.items()
-    ) + shlex.join(through.argv)
-    lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", command]
+    launch = plan.external_launch
+    assignments = [f"{name}={value} " for name, value in launch.launcher_env.items()]
+    lines = [
+        f"{'variables':<10} {format_variables(launch.env)}",
+        f"{'starts by':<10} {launch.title}",
+        "",
+        "".join(assignments) + shlex.join(launch.argv),
+    ]
+    if plan.spec.place.hosts:
+        lines.append("")
     for rank, host in enumerate(plan.spec.place.hosts):
         count = resources_on_host(plan.spec.resources, host, "--devices").devices
-        lines += [*([""] if rank == 0 else []), f"{host.name}: node rank {rank}, {count} worker(s)"]
+        lines.append(f"{host.name}: node rank {rank}, {count} worker(s)")
     return "\n".join(lines) + "\n"

@@ -1,9 +1,10 @@
 """
-The one impure step before planning: what is true on this machine, as one frozen `Facts`.
+Gather the facts of this machine before planning, as one frozen `Facts`. Not pure.
 
-Only what the plan needs is looked at: a job of one node asks neither the network nor psutil,
-``--backend cpu`` probes no accelerator, and neither torch nor the user's script is ever imported. A
-probe that fails leaves its reason in the facts; only what no plan could do without raises.
+Only facts that the plan needs are gathered. A job of one node uses neither the network nor psutil,
+and ``--backend cpu`` probes no accelerator. torch and the user's script are never imported. A
+failed probe stores its reason in the facts. Only an error that makes every plan impossible is
+raised.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common import files, network
 from pdrun.launcher.config.spec import JobSpec
-from pdrun.launcher.plan import hosts as fan
-from pdrun.launcher.plan import program
+from pdrun.launcher.plan import hosts, program
 from pdrun.launcher.plan.model import BackendFacts, ExternalLauncher, Facts
 from pdrun.topology import Device
 
@@ -35,77 +35,86 @@ def gather_facts(
     environ: Mapping[str, str] | None = None,
     root: Path = Path("/"),
     *,
-    starter: str = "",
+    external_launcher: str = "",
 ) -> Facts:
     """
-    Look at this machine for the sake of ``spec``.
+    Gather the facts that the plan of ``spec`` needs.
 
     Args:
-        environ: stands in for the process's environment.
-        root: where /sys, /proc and /dev are; tests pass a tree of their own.
-        starter: ``mpirun`` or ``srun``, where that is to start the agents (`through.starter_for`).
+        environ: replaces the process's environment.
+        root: folder of /sys, /proc and /dev; tests pass their own tree.
+        external_launcher: ``mpirun`` or ``srun`` if it starts the agents
+            (`pdrun.launcher.plan.external.external_launcher_for`).
 
     Raises:
-        ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not
-            there.
+        ConfigError: the working directory was deleted.
+        UsageError: the folder of ``--chdir`` does not exist.
     """
-    environ = dict(os.environ if environ is None else environ)
-    warm = _scan_warm_processes(spec, environ)
+    if environ is None:
+        environ = os.environ
+    environ = dict(environ)
+    # the warm processes answer while the other facts are gathered
+    warm_scan = _scan_warm_processes(spec, environ)
     cwd = _resolve_cwd(spec)
     hostname = os.uname().nodename
-    networked = is_networked(spec)
-    addresses = network.list_addresses() if networked else (network.LOOPBACK_INTERFACE,)
-    scheduler = spec.place.scheduler
-    found = program.check_program(spec.program, cwd, {**environ, **spec.env})
-    torch = _torch_search_path(spec)
-    here: tuple[str, ...] = ()
+    addresses: tuple[tuple[str, str], ...] = (network.LOOPBACK_INTERFACE,)
+    local_hosts: tuple[str, ...] = ()
+    is_scheduler_local = None
+    is_loopback_name = False
+    route = network.LOOPBACK_INTERFACE[1]
+    check = program.check_program(spec.program, cwd, {**environ, **spec.env})
+    script_digest = ""
+    torch_path = _torch_search_path(spec)
     if spec.place.hosts:
         names = ((host.name, host.address) for host in spec.place.hosts)
-        here = network.find_own_names(names, hostname)
-    route = _find_route(spec, here) if networked else network.LOOPBACK_INTERFACE[1]
+        local_hosts = network.find_own_names(names, hostname)
+    if is_networked(spec):
+        addresses = network.list_addresses()
+        route = _find_route(spec, local_hosts)
+        scheduler = spec.place.scheduler
+        if scheduler:
+            is_scheduler_local = network.is_this_machine(scheduler.host, hostname, addresses)
+            has_route = bool(route) and not network.is_loopback(route)
+            is_loopback_name = network.is_loopback_name(scheduler.host) and has_route
+        if check.file:
+            script_digest = _hash_file(check.file)
+    scheduler_error = ""
+    if not route:
+        scheduler_error = _scheduler_name_error(spec, local_hosts)
     return Facts(
         hostname=hostname,
         environ=environ,
         cwd=cwd,
         python=sys.executable,
         python_version=".".join(map(str, sys.version_info[:3])),
-        torch_version=read_torch_version(torch),
+        torch_version=read_torch_version(torch_path),
         pdrun_version=pdrun.__version__,
         cpus=affinity.read_cpus(root),
-        backends=probe_backends(spec.resources.backend, environ, root, torch),
+        backends=probe_backends(spec.resources.backend, environ, root, torch_path),
         addresses=addresses,
         uid=os.getuid(),
-        external_launcher=_find_external_launcher(starter, spec, environ),
-        local_hosts=here,
-        script_digest=_hash_file(found.file) if networked and found.file else "",
-        is_scheduler_local=network.is_this_machine(scheduler.host, hostname, addresses)
-        if networked and scheduler
-        else None,
+        external_launcher=_find_external_launcher(external_launcher, spec, environ),
+        local_hosts=local_hosts,
+        script_digest=script_digest,
+        is_scheduler_local=is_scheduler_local,
         route_address=route,
-        is_loopback_name=bool(
-            networked
-            and scheduler
-            and network.is_loopback_name(scheduler.host)
-            and route
-            and not network.is_loopback(route)
-        ),
-        scheduler_error="" if route else _scheduler_name_error(spec, here),
-        program_error=found.error,
-        program_error_code=found.exit_code,
+        is_loopback_name=is_loopback_name,
+        scheduler_error=scheduler_error,
+        program_error=check.error,
+        program_error_code=check.exit_code,
         log_error=check_log_dir(spec, cwd),
-        mentions_torch=found.mentions_torch,
-        imports_torch=found.script.imports_torch,
-        uses_optimizer=found.script.uses_optimizer,
-        exec_reason=found.exec_reason,
-        late_variable=found.script.late_variable,
-        warm=warm.collect_answers() if warm is not None else (),
+        mentions_torch=check.mentions_torch,
+        imports_torch=check.script.imports_torch,
+        uses_optimizer=check.script.uses_optimizer,
+        exec_reason=check.exec_reason,
+        late_variable=check.script.late_variable,
+        warm=warm_scan.collect_answers() if warm_scan else (),
     )
 
 
 def _scan_warm_processes(spec: JobSpec, environ: Mapping[str, str]) -> WarmScan | None:
     """
-    Ask the warm processes of this user, where a job could use one and there is a folder of theirs
-    at all.
+    Start a scan for warm processes if the job could use one and their folder exists.
     """
     if not spec.program.warm or spec.program.kind == "command" or spec.program.start == "exec":
         return None
@@ -117,43 +126,48 @@ def _scan_warm_processes(spec: JobSpec, environ: Mapping[str, str]) -> WarmScan 
 
 
 def _find_external_launcher(
-    how: str, spec: JobSpec, environ: Mapping[str, str]
+    kind: str, spec: JobSpec, environ: Mapping[str, str]
 ) -> ExternalLauncher | None:
-    if not how:
+    if not kind:
         return None
-    from pdrun.launcher.plan import find_launchers as starters
+    from pdrun.launcher.plan import find_launchers
 
-    return starters.find_external_launcher(how, spec, environ)
+    return find_launchers.find_external_launcher(kind, spec, environ)
 
 
-def _find_route(spec: JobSpec, here: tuple[str, ...]) -> str:
+def _find_route(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:
     """
-    Return our address on the way to the scheduler, or to a listed host that is another machine, or
-    to the world.
+    Return the local address of the route to the scheduler, to another listed host, or to the
+    default gateway.
     """
     if spec.place.scheduler:
         return network.find_local_address(spec.place.scheduler)
-    others = [Endpoint(host.peer_address, 0) for host in spec.place.hosts if host.name not in here]
-    return next(
-        filter(None, map(network.find_local_address, others[:8])), ""
-    ) or network.find_local_address(None)
+    others = [
+        Endpoint(host.peer_address, 0) for host in spec.place.hosts if host.name not in local_hosts
+    ]
+    for other in others[:8]:
+        if address := network.find_local_address(other):
+            return address
+    return network.find_local_address(None)
 
 
-def _scheduler_name_error(spec: JobSpec, here: tuple[str, ...]) -> str:
-    """Return why the name of the scheduler's host, or of a listed one, leads nowhere."""
-    others = [host.peer_address for host in spec.place.hosts if host.name not in here][:8]
-    names = [spec.place.scheduler.host] if spec.place.scheduler else others
-    return next(filter(None, map(network.find_name_error, names)), "")
+def _scheduler_name_error(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:
+    """Return why the name of the scheduler's host, or of a listed host, cannot be resolved."""
+    if spec.place.scheduler:
+        return network.find_name_error(spec.place.scheduler.host)
+    others = [host for host in spec.place.hosts if host.name not in local_hosts]
+    for host in others[:8]:
+        if error := network.find_name_error(host.peer_address):
+            return error
+    return ""
 
 
 def is_networked(spec: JobSpec) -> bool:
-    """Return whether the job may meet other machines."""
+    """Return whether the job may use several machines."""
     place = spec.place
-    return (
-        not place.local
-        and place.simulated is None
-        and (spec.resources.max_members > 1 or place.serve is not None)
-    )
+    if place.local or place.simulated is not None:
+        return False
+    return spec.resources.max_members > 1 or place.serve is not None
 
 
 def _resolve_cwd(spec: JobSpec) -> str:
@@ -161,18 +175,21 @@ def _resolve_cwd(spec: JobSpec) -> str:
         start = Path.cwd()
     except OSError as error:
         raise ConfigError(
-            f"the working directory is gone ({error.strerror})", hint="cd to one that is there"
+            f"the working directory does not exist ({error.strerror})",
+            hint="change to an existing directory",
         ) from None
     cwd = os.path.normpath(start / spec.chdir)
-    if fan.uses_ssh(
-        spec
-    ):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
-        typed = os.environ.get("PWD", "")
-        alike = typed.startswith("/") and files.path_exists(typed) and Path(typed).samefile(start)
-        return os.path.normpath(Path(typed if alike else start, spec.chdir))
+    if hosts.uses_ssh(spec):
+        # the folder must exist on the hosts, which may know it by the shell's name with links
+        shell_name = os.environ.get("PWD", "")
+        is_path = shell_name.startswith("/") and files.path_exists(shell_name)
+        if is_path and Path(shell_name).samefile(start):
+            start = Path(shell_name)
+        return os.path.normpath(Path(start, spec.chdir))
     if not files.is_folder(cwd):
-        why = files.why_inaccessible(cwd)
-        what = f"cannot be reached: {why}" if why else "is not a directory"
+        what = "is not a directory"
+        if reason := files.why_inaccessible(cwd):
+            what = f"cannot be accessed: {reason}"
         raise UsageError(f"{spec.chdir!r} {what}", where="--chdir")
     return cwd
 
@@ -181,11 +198,10 @@ def probe_backends(
     wanted: str, environ: Mapping[str, str], root: Path = Path("/"), torch: list[str] | None = None
 ) -> tuple[BackendFacts, ...]:
     """
-    Return what each device kind found, in the order of `auto`; only the CPU when nothing else is
-    wanted.
+    Return the facts of each backend in the order of `auto`; of ``cpu`` only if it is selected.
     """
     if wanted == "cpu":
-        return (BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),)
+        return (BackendFacts("cpu", True, "always available", (Device("cpu", 0),)),)
     from pdrun.backends import detect
 
     probes = detect.probe_all(environ, root, build=lambda: detect.installed_torch(torch))
@@ -197,8 +213,7 @@ def probe_backends(
 
 def _torch_search_path(spec: JobSpec) -> list[str] | None:
     """
-    Return the module path of another interpreter, by where it lies (PREFIX/bin/python); None: our
-    own.
+    Return the module path of another interpreter (PREFIX/bin/python); None: that of this process.
     """
     python = spec.program.python
     if not python:
@@ -211,10 +226,12 @@ def _torch_search_path(spec: JobSpec) -> list[str] | None:
 
 def read_torch_version(path: list[str] | None = None) -> str:
     """
-    Return the version of torch on ``path`` (None: this interpreter's), read from its version file;
-    or empty.
+    Return the version of torch on ``path`` (None: this interpreter's) from its version file; empty
+    if torch is not installed.
     """
-    for folder in sys.path if path is None else path:
+    if path is None:
+        path = sys.path
+    for folder in path:
         try:
             text = (Path(folder) / "torch" / "version.py").read_text(
                 encoding="utf-8", errors="replace"
@@ -239,20 +256,20 @@ def _hash_file(path: str) -> str:
 
 def check_log_dir(spec: JobSpec, cwd: str) -> str:
     """
-    Return why log files could not be made in the folder that was asked for, or the empty string.
+    Return why the log folder cannot be used, or the empty string.
     """
     if not spec.output.files:
         return ""
-    typed = Path(cwd, spec.output.log_dir)
-    path = Path(os.path.realpath(typed))
+    given_path = Path(cwd, spec.output.log_dir)
+    path = Path(os.path.realpath(given_path))
     if str(path).startswith(("/proc/", "/sys/")):
-        return "lies in a file system of the kernel"
-    if files.is_link(typed) and not files.path_exists(path):
-        return "is a link to nothing"
+        return "is in a file system of the kernel"
+    if files.is_link(given_path) and not files.path_exists(path):
+        return "is a broken link"
     while not files.path_exists(path) and path != path.parent:
         path = path.parent
     if not files.is_folder(path):
-        return f"cannot be made: {path} is not a directory"
+        return f"cannot be created: {path} is not a directory"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"cannot be written: {path} belongs to another user or is read-only"
     return ""
@@ -260,7 +277,6 @@ def check_log_dir(spec: JobSpec, cwd: str) -> str:
 
 def with_network(facts: Facts, addresses: tuple[tuple[str, str], ...], route: str) -> Facts:
     """
-    Return the facts with the machine's real addresses, for a report on a job that would not need
-    them.
+    Return the facts with the machine's addresses, for a report on a job that does not need them.
     """
     return replace(facts, addresses=addresses, route_address=route)

@@ -1,6 +1,5 @@
 """
-Which mpirun and which srun this machine has, and how long Slurm waits: the only questions that run
-a program.
+Find the mpirun or srun of this machine and Slurm's KillWait. It runs programs to ask them.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ PROBE_TIMEOUT_SECONDS = 20.0
 
 
 def find_external_launcher(
-    how: str, spec: JobSpec, environ: Mapping[str, str]
+    kind: str, spec: JobSpec, environ: Mapping[str, str]
 ) -> ExternalLauncher | None:
-    """Return what starts the agents, or why it cannot; None where nothing but pdrun does."""
-    if how == "mpirun":
+    """Return the launcher that starts the agents, or its error; None if pdrun starts them."""
+    if kind == "mpirun":
         return _find_mpirun(spec.reach.mpirun, environ)
-    if how == "srun":
+    if kind == "srun":
         program = shutil.which("srun", path=environ.get("PATH"))
         if program is None:
-            return ExternalLauncher("srun", error="there is no srun here: use --launcher ssh")
+            return ExternalLauncher("srun", error="srun was not found: use --launcher ssh")
         config = read_slurm_config(environ)
         return ExternalLauncher(
             "srun",
@@ -46,7 +45,7 @@ def _find_mpirun(named: str, environ: Mapping[str, str]) -> ExternalLauncher:
     if not found:
         return ExternalLauncher(
             "mpirun",
-            error=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM",
+            error=f"{' or '.join(names)} was not found: set it with --mpirun PROGRAM",
         )
     try:
         mpi = identify_mpirun(found[0], _capture_output([found[0], "--version"], environ))
@@ -59,26 +58,34 @@ def _find_mpirun(named: str, environ: Mapping[str, str]) -> ExternalLauncher:
 
 def _prefer_hydra(mpi: MpirunProgram, environ: Mapping[str, str]) -> MpirunProgram:
     """
-    Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH
-    has.
+    Return the mpiexec.hydra beside an mpirun of Intel MPI.
+
+    Intel's mpirun is a script that runs the first mpiexec.hydra of PATH, which may be MPICH's.
     """
     path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
-    said = _capture_output([path, "--version"], environ) if path else ""
-    return identify_mpirun(path, said) if path and "Intel(R) MPI Library" in said else mpi
+    if path is None:
+        return mpi
+    version_output = _capture_output([path, "--version"], environ)
+    if "Intel(R) MPI Library" in version_output:
+        return identify_mpirun(path, version_output)
+    return mpi
 
 
 def read_slurm_config(environ: Mapping[str, str]) -> frozenset[str]:
-    """Return Slurm's configuration as ``NAME VALUE`` lines; empty when it cannot be asked."""
+    """Return Slurm's configuration as ``NAME VALUE`` lines; empty if scontrol fails."""
     program = shutil.which("scontrol", path=environ.get("PATH"))
-    text = _capture_output([program, "show", "config"], environ) if program else ""
-    return frozenset(
-        f"{name.strip()} {value.strip()}"
-        for name, _, value in (line.partition("=") for line in text.splitlines() if "=" in line)
-    )
+    if program is None:
+        return frozenset()
+    lines = set()
+    for line in _capture_output([program, "show", "config"], environ).splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            lines.add(f"{name.strip()} {value.strip()}")
+    return frozenset(lines)
 
 
 def parse_kill_wait(config: Iterable[str]) -> float | None:
-    """Return Slurm's KillWait in seconds, or None when it is not known."""
+    """Return Slurm's KillWait in seconds; None: unknown."""
     for line in config:
         if match := re.fullmatch(r"KillWait ([0-9]{1,6}) sec", line):
             return float(match[1])

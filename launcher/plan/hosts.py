@@ -1,11 +1,11 @@
 """
-One command for the whole cluster: which hosts it starts agents on, and with which words. Pure.
+Plan of a job that one command starts on all hosts over ssh (mode hosts). Pure.
 
     pdrun --hosts a,b --devices 8 train.py
 
 Node ranks follow the list. The first host runs the scheduler. A host that is this machine needs no
-ssh; the others get the connection of `pdrun.launcher.adapters.ssh_command`. What is sent to them
-stands in the plan that ``--dry-run`` prints.
+ssh. The others are reached by the command of `pdrun.launcher.adapters.ssh_command`. ``--dry-run``
+prints the commands and the variables that are sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from dataclasses import replace
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.launcher.adapters.ssh_command import REMOTE_MAIN_ARGS, check_python, build_remote_command, build_ssh_argv
+from pdrun.launcher.adapters.ssh_command import (
+    REMOTE_MAIN_ARGS,
+    build_remote_command,
+    build_ssh_argv,
+    check_python,
+)
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import (
-    display_value,
+    format_variables,
     is_launcher_variable,
     remove_launcher_variables,
 )
@@ -30,51 +35,60 @@ from pdrun.launcher.plan.placement import resources_on_host
 from pdrun.names import make_name
 
 MAX_PARALLEL_CONNECTIONS = 64
-"""Connections that are being made at once."""
+"""Number of connections that are opened at the same time."""
 
 
 def uses_ssh(spec: JobSpec) -> bool:
     """
-    Whether one command starts all nodes: hosts are named, and nothing says that this node is one of
-    them.
+    Return whether this command starts the agents of all hosts: there is a host list, and no option
+    places this node in the job.
     """
     place = spec.place
-    seat = place.scheduler, place.node_rank, place.serve, place.simulated
-    return bool(place.hosts) and all(value is None for value in seat) and not place.local
+    if not place.hosts or place.local:
+        return False
+    own_place = (place.scheduler, place.node_rank, place.serve, place.simulated)
+    return all(value is None for value in own_place)
 
 
 def plan_hosts(
     spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]
 ) -> LaunchPlan:
     """
-    Decide what is started on which host.
+    Decide how the agent of each host is started.
 
     Args:
         job: key of the job.
+        notes: notes about the specification. They are copied into the plan.
 
     Raises:
-        UsageError: a host's name, the interpreter or a name to forward cannot be used.
+        UsageError: a host name, the interpreter or a variable to forward is invalid.
     """
     python = check_python(
         spec.program.python or facts.python, where=source_of(sources, "program.python", "--python")
     )
-    _, scrubbed = remove_launcher_variables(facts.environ)
+    _, removed = remove_launcher_variables(facts.environ)
     nodes = source_of(sources, "resources.nodes", "")
     count = len(spec.place.hosts)
     if nodes and spec.resources.nodes != count:
         raise UsageError(
-            f"{spec.resources.nodes} node(s), but {count} host(s) are named",
+            f"{spec.resources.nodes} node(s), but {count} host(s) are listed",
             where=nodes,
-            hint="leave it out",
+            hint="remove it",
         )
+    devices = source_of(sources, "resources.devices", "--devices")
     for host in spec.place.hosts:
-        where = source_of(sources, "resources.devices", "--devices")
-        resources_on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
+        resources_on_host(spec.resources, host, devices, exact=bool(spec.place.rank_table))
+    launches = tuple(
+        _plan_host_launch(host, node, spec, facts, python)
+        for host, node in name_hosts(spec.place.hosts)
+    )
+    forward = source_of(sources, "reach.forward", "--forward")
+    env = select_forwarded(spec.reach.forward, facts.environ, forward)
     return LaunchPlan(
         mode="hosts",
         job=job,
         node="",
-        nodes=len(spec.place.hosts),
+        nodes=count,
         spec=spec,
         sources=sources,
         workers=(),
@@ -83,26 +97,17 @@ def plan_hosts(
         visibility={},
         collective="",
         base_env={},
-        removed=scrubbed,
+        removed=removed,
         scheduler=None,
         listen="",
         cwd=facts.cwd,
         notes=tuple(filter(None, notes)),
-        host_plan=HostPlan(
-            tuple(
-                _plan_host_launch(host, node, spec, facts, python)
-                for host, node in name_hosts(spec.place.hosts)
-            ),
-            python,
-            select_forwarded(
-                spec.reach.forward, facts.environ, source_of(sources, "reach.forward", "--forward")
-            ),
-        ),
+        host_plan=HostPlan(launches, python, env),
     )
 
 
 def name_hosts(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
-    """Return each host with its name in the job: different for each, and fit for a path."""
+    """Return each host with its node name: unique, and valid as a folder name."""
     taken: set[str] = set()
     chosen = []
     for index, host in enumerate(hosts):
@@ -118,66 +123,68 @@ def name_hosts(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
 def _plan_host_launch(
     host: Host, node: str, spec: JobSpec, facts: Facts, python: str
 ) -> HostLaunch:
-    here = host.name in facts.local_hosts and not host.user and host.port is None
-    if here:
-        return HostLaunch(node, host, True, (facts.python, *REMOTE_MAIN_ARGS))
-    return HostLaunch(
-        node,
-        host,
-        False,
-        build_ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, build_remote_command(python)),
-    )
+    is_local = host.name in facts.local_hosts and not host.user and host.port is None
+    if is_local:
+        return HostLaunch(node, host, is_local, (facts.python, *REMOTE_MAIN_ARGS))
+    command = build_remote_command(python)
+    argv = build_ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, command)
+    return HostLaunch(node, host, is_local, argv)
 
 
 def select_forwarded(
     patterns: Sequence[str], environ: Mapping[str, str], where: str
 ) -> dict[str, str]:
     """
-    Return the variables that the patterns name; the token and launchers' own words never go
-    anywhere.
+    Return the variables that match the patterns. The token and launchers' variables are never sent.
 
     Raises:
-        UsageError: a name without ``*`` or ``?`` is not set, or is one that is never forwarded.
+        UsageError: a name without ``*`` or ``?`` is not set, or is never forwarded.
     """
     chosen: dict[str, str] = {}
     for pattern in patterns:
         if not set("*?") & set(pattern):
             if is_launcher_variable(pattern):
                 raise UsageError(
-                    f"{pattern} is never forwarded: each launcher sets its own", where=where
+                    f"{pattern} is never forwarded: each launcher sets it itself", where=where
                 )
             if pattern not in environ:
                 raise UsageError(
-                    f"{pattern} is not set here",
+                    f"{pattern} is not set",
                     where=where,
                     hint="set it, or use --env NAME=VALUE",
                 )
-        chosen |= {
-            name: value for name, value in environ.items() if fnmatch.fnmatchcase(name, pattern)
-        }
-    return {name: value for name, value in sorted(chosen.items()) if not is_launcher_variable(name)}
+        for name, value in environ.items():
+            if fnmatch.fnmatchcase(name, pattern) and not is_launcher_variable(name):
+                chosen[name] = value
+    return dict(sorted(chosen.items()))
 
 
 def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSpec:
     """
-    Return what the agent of host ``index`` is asked for; ``scheduler`` is None for the only node of
-    a job.
+    Return the specification for the agent of host ``index``.
+
+    Args:
+        scheduler: address of the scheduler; None if the job has one node.
     """
     assert plan.host_plan is not None
     spec = plan.spec
-    one = plan.host_plan.hosts[index]
-    many = scheduler is not None
+    launch = plan.host_plan.hosts[index]
+    node_rank = None
+    serve = None
+    if scheduler is not None:
+        node_rank = index
+        serve = index == 0
     place = ClusterOptions(
         scheduler=scheduler,
-        node_rank=index if many else None,
-        node_name=one.node,
-        serve=(index == 0) if many else None,
+        node_rank=node_rank,
+        node_name=launch.node,
+        serve=serve,
         interface=spec.place.interface,
         insecure=spec.place.insecure,
         rank_table=spec.place.rank_table,
     )
     resources = resources_on_host(
-        spec.resources, one.host, source_of(plan.sources, "resources.devices", "--devices")
+        spec.resources, launch.host, source_of(plan.sources, "resources.devices", "--devices")
     )
     resources = replace(resources, nodes=plan.nodes)
     return replace(
@@ -186,16 +193,18 @@ def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> 
 
 
 def describe_hosts(plan: LaunchPlan) -> str:
-    """Return the fan of a plan as lines for a terminal."""
+    """Return the hosts of a plan as text for a terminal."""
     assert plan.host_plan is not None
     spec = plan.spec
-    fan = plan.host_plan
-    lines = [
-        f"{'variables':<10} {' '.join(f'{name}={display_value(name, value)}' for name, value in fan.env.items()) or '-'}"
-    ]
-    for rank, one in enumerate(fan.hosts):
-        count = resources_on_host(spec.resources, one.host, "--devices").devices
-        what = "runs the scheduler, " if rank == 0 and len(fan.hosts) > 1 else ""
-        lines += ["", f"{one.node}: node rank {rank}, {what}{count} worker(s)"]
-        lines += [f"  {'here, no ssh: ' if one.is_local else ''}{shlex.join(one.argv)}"]
+    variables = format_variables(plan.host_plan.env)
+    lines = [f"{'variables':<10} {variables}"]
+    for rank, launch in enumerate(plan.host_plan.hosts):
+        count = resources_on_host(spec.resources, launch.host, "--devices").devices
+        role = ""
+        if rank == 0 and len(plan.host_plan.hosts) > 1:
+            role = "runs the scheduler, "
+        command = shlex.join(launch.argv)
+        if launch.is_local:
+            command = f"this machine, no ssh: {command}"
+        lines += ["", f"{launch.node}: node rank {rank}, {role}{count} worker(s)", f"  {command}"]
     return "\n".join(lines) + "\n"

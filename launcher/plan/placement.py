@@ -1,8 +1,8 @@
 """
-How many workers a node gets, with which device and which CPUs: pure functions over the facts.
+Number of workers of a node, their devices and CPUs. Pure.
 
-Never fewer than asked for, and never more devices than are visible: what does not fit is refused
-with both numbers.
+A node never gets fewer workers than requested, nor more devices than are visible. If the request
+does not fit, the message has both numbers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CPU_BACKEND = "cpu"
 
 @dataclass(frozen=True)
 class Placement:
-    """What one node does."""
+    """Workers of one node, with their devices and CPUs."""
 
     backend: Backend
     reason: str
     workers: int
     devices: tuple[Device, ...]
-    """One a worker, in local rank order; empty for the CPU."""
+    """One device per worker, in local rank order; empty for the CPU backend."""
     grants: tuple[DeviceGrant, ...]
     binding: CpuBinding
     notes: tuple[str, ...] = ()
@@ -40,89 +40,97 @@ class Placement:
 
 def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     """
-    Decide a node's workers. A simulated node takes its share of the machine's devices and CPUs.
+    Place a node's workers. A simulated node gets its share of the machine's devices and CPUs.
 
     Raises:
-        UsageError: more devices asked for than there are, or a share that does not come out even.
-        ConfigError: the device kind that was asked for cannot be used here.
+        UsageError: more devices are requested than exist, or the shares are not equal.
+        ConfigError: the requested backend cannot be used on this machine.
     """
     backend, reason = _choose_backend(spec, facts, sources)
     visible = next(found.devices for found in facts.backends if found.name == backend.name)
+    has_devices = backend.name != CPU_BACKEND
     indices = spec.resources.indices
-    if indices is not None and backend.name != CPU_BACKEND and spec.place.rank_table:
-        visible = _select_physical_devices(
-            visible, indices, sources.get("place.rank_table", "--rank-table")
-        )
-    elif indices is not None and backend.name != CPU_BACKEND:
-        visible = _select_devices(visible, indices, sources.get("place.hosts", "--hosts"))
-    index, count = spec.place.simulated or (0, 1)
-    workers = _count_workers(spec, facts, sources, backend, len(visible), count)
-    devices = (
-        visible[index * workers : (index + 1) * workers] if backend.name != CPU_BACKEND else ()
-    )
-    cpus = affinity.share_cpus(facts.cpus, index, count) if count > 1 else facts.cpus
-    binding = affinity.split_cpus(cpus, workers, _binding_mode(spec, facts.cpus, count))
-    _check_binding(
-        spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count
-    )
-    given = (
-        grant_devices(backend, devices, facts.environ) if devices else _cpu_grants(indices, workers)
-    )
-    notes = []
-    if len(visible) > workers * count and backend.name != CPU_BACKEND:
-        notes.append(
-            f"{len(visible) - workers * count} of {len(visible)} visible devices are not used"
-        )
-    return Placement(backend, reason, workers, tuple(devices), given, binding, tuple(notes))
+    if has_devices and indices is not None:
+        if spec.place.rank_table:
+            source = sources.get("place.rank_table", "--rank-table")
+            visible = _select_physical_devices(visible, indices, source)
+        else:
+            source = sources.get("place.hosts", "--hosts")
+            visible = _select_devices(visible, indices, source)
+    index, nodes = spec.place.simulated or (0, 1)
+    workers = _count_workers(spec, facts, sources, backend, len(visible), nodes)
+    cpus = facts.cpus
+    if nodes > 1:
+        cpus = affinity.share_cpus(facts.cpus, index, nodes)
+    binding = affinity.split_cpus(cpus, workers, _binding_mode(spec, facts.cpus, nodes))
+    cores = len(facts.cpus.cores) or len(facts.cpus.cpus)
+    _check_binding(spec, sources, binding, cores, workers * nodes)
+    devices: tuple[Device, ...] = ()
+    notes: tuple[str, ...] = ()
+    if has_devices:
+        devices = tuple(visible[index * workers : (index + 1) * workers])
+        unused = len(visible) - workers * nodes
+        if unused > 0:
+            notes = (f"{unused} of {len(visible)} visible devices are not used",)
+    if devices:
+        grants = grant_devices(backend, devices, facts.environ)
+    else:
+        grants = _cpu_grants(indices, workers)
+    return Placement(backend, reason, workers, devices, grants, binding, notes)
 
 
 def resources_on_host(
     resources: Resources, host: Host, source: str, *, exact: bool = False
 ) -> Resources:
     """
-    Return the resources of one listed host: its own number of workers, unless ``--devices`` takes
-    fewer.
+    Return the resources of one listed host: its own number of workers, or fewer by ``--devices``.
 
     Args:
-        exact: fewer are refused, too (a rank table counts every rank).
+        exact: refuse fewer workers too, because a rank table counts every rank.
 
     Raises:
-        UsageError: ``--devices`` takes more than the host has.
+        UsageError: ``--devices`` exceeds the devices of the host.
     """
     wanted = resources.devices
     if host.devices is None:
         return resources
     if isinstance(wanted, int) and (wanted > host.devices or (exact and wanted != host.devices)):
         raise UsageError(
-            f"{wanted} worker(s) on {host.name}, which has {host.devices} ({host.where})",
+            f"{wanted} worker(s), but {host.name} has {host.devices} device(s) ({host.where})",
             where=source,
-            hint="leave it out, or change the list of hosts",
+            hint="remove it, or change the list of hosts",
         )
-    count = wanted if isinstance(wanted, int) else host.devices
-    return replace(
-        resources, devices=count, indices=host.indices[:count] if host.indices is not None else None
-    )
+    count = host.devices
+    if isinstance(wanted, int):
+        count = wanted
+    indices = None
+    if host.indices is not None:
+        indices = host.indices[:count]
+    return replace(resources, devices=count, indices=indices)
 
 
 def _select_devices(
     visible: tuple[Device, ...], indices: tuple[int, ...], source: str
 ) -> tuple[Device, ...]:
-    """Return the visible devices at the indices that a list of hosts names."""
+    """Return the visible devices at the indices of a host list."""
     if missing := [index for index in indices if index >= len(visible)]:
         raise UsageError(
-            f"device {missing[0]} is not among the {len(visible)} visible here",
+            f"device index must be below {len(visible)}, the number of visible devices,"
+            f" got {missing[0]}",
             where=source,
-            hint="indices count visible devices, from 0",
+            hint="indices count the visible devices, starting at 0",
         )
     return tuple(visible[index] for index in indices)
 
 
 def _cpu_grants(indices: tuple[int, ...] | None, workers: int) -> tuple[DeviceGrant, ...]:
     """
-    CPU workers all have device 0, unless a list numbers them: a rank table that is tried out
+    Return grants of CPU workers. The device index is 0, or that of a rank table that is tried
     without its devices.
     """
-    numbers = indices if indices is not None and len(indices) == workers else (0,) * workers
+    numbers = (0,) * workers
+    if indices is not None and len(indices) == workers:
+        numbers = indices
     return tuple(DeviceGrant({}, number) for number in numbers)
 
 
@@ -130,20 +138,20 @@ def _select_physical_devices(
     visible: tuple[Device, ...], ids: tuple[int, ...], source: str
 ) -> tuple[Device, ...]:
     """
-    Return the visible devices that a rank table names by the numbers that the driver gives them.
+    Return the visible devices with the driver's numbers in a rank table.
     """
     by_name = {device.name: device for device in visible}
     if missing := [number for number in ids if str(number) not in by_name]:
         raise ConfigError(
-            f"device {missing[0]} of the rank table is not visible here",
+            f"device {missing[0]} of the rank table is not visible",
             where=source,
-            hint=f"visible are {', '.join(by_name) or 'none'}",
+            hint=f"visible devices: {', '.join(by_name) or 'none'}",
         )
     if list(ids) != sorted(ids):
         raise ConfigError(
-            "ranks do not rise with the devices of this server",
+            "the ranks of this server must be in the order of its devices",
             where=source,
-            hint="the driver wants it so",
+            hint="the Ascend driver requires it",
         )
     return tuple(by_name[str(number)] for number in ids)
 
@@ -161,18 +169,21 @@ def _choose_backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Back
 def _count_workers(
     spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visible: int, nodes: int
 ) -> int:
-    """Return the workers of one node, of which ``nodes`` share this machine."""
+    """Return the workers of one node. ``nodes`` simulated nodes share this machine."""
     wanted = spec.resources.devices
     source = source_of(sources, "resources.devices", "--devices")
     if isinstance(wanted, int):
         if backend.name != CPU_BACKEND and wanted * nodes > visible:
-            each = f"{nodes} simulated nodes of {wanted}" if nodes > 1 else str(wanted)
+            requested = str(wanted)
+            if nodes > 1:
+                requested = f"{nodes} simulated nodes with {wanted}"
+            hint = "use --backend cpu"
+            if visible >= nodes:
+                hint = f"use at most {visible // nodes}"
             raise UsageError(
-                f"{each} device(s) are more than the {visible} {backend.name} device(s) visible here",
+                f"{requested} device(s), but {visible} {backend.name} device(s) are visible",
                 where=source,
-                hint=f"ask for at most {visible // nodes}"
-                if visible >= nodes
-                else "or use --backend cpu",
+                hint=hint,
             )
         return wanted
     if wanted == "accelerators" and backend.name == CPU_BACKEND:
@@ -180,9 +191,9 @@ def _count_workers(
             f"{found.name}: {found.reason}" for found in facts.backends if found.name != CPU_BACKEND
         )
         raise ConfigError(
-            "no accelerator is visible here",
+            "no accelerator is visible",
             where=source,
-            hint=reasons or "leave out --backend cpu",
+            hint=reasons or "remove --backend cpu",
         )
     if backend.name == CPU_BACKEND:
         if wanted.endswith("cpus"):
@@ -194,15 +205,15 @@ def _count_workers(
 def _divide_evenly(total: int, nodes: int, what: str, source: str) -> int:
     if nodes > 1 and total % nodes:
         raise UsageError(
-            f"{total} {what}(s) do not divide over {nodes} simulated nodes",
+            f"{total} {what}(s) cannot be divided among {nodes} simulated nodes",
             where=source,
-            hint="say how many a node gets with --devices",
+            hint="set the number per node with --devices",
         )
     return max(1, total // nodes)
 
 
 def _binding_mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.BindMode:
-    """Return how to bind; simulated nodes that share too few cores leave their workers unbound."""
+    """Return the binding mode: none if simulated nodes share fewer cores than nodes."""
     cores = len(cpus.cores) or len(cpus.cpus)
     if nodes > 1 and cores < nodes:
         return "none"
@@ -213,14 +224,13 @@ def _check_binding(
     spec: JobSpec, sources: Sources, binding: CpuBinding, cores: int, workers: int
 ) -> None:
     """
-    Refuse a binding that was asked for by name and cannot be had; only ``auto`` goes on without
-    one.
+    Refuse a binding that is requested but not possible. Only ``auto`` allows unbound workers.
     """
     if spec.resources.bind not in ("cores", "numa") or binding.is_bound:
         return
     source = sources.get("resources.bind", "--bind")
     raise ConfigError(
-        f"{spec.resources.bind} cannot be had: {cores} core(s) may be used here, for {workers} worker(s)",
+        f"{spec.resources.bind} is not possible: {cores} usable core(s) for {workers} worker(s)",
         where=source,
         hint="start fewer workers, or use --bind auto",
     )
@@ -230,15 +240,19 @@ def choose_threads(
     spec: JobSpec, environ: Mapping[str, str], binding: CpuBinding
 ) -> tuple[tuple[int, ...], str]:
     """
-    Return OMP_NUM_THREADS of each worker and where it comes from: the user's own setting wins over
-    `auto`.
+    Return OMP_NUM_THREADS of each worker, and a note on its source.
+
+    ``--threads N`` overrides the environment variable. The variable overrides ``--threads auto``.
     """
-    said = environ.get("OMP_NUM_THREADS", "")
-    first = said.partition(",")[0].strip()
-    if isinstance(spec.resources.threads, int):
-        note = f"OMP_NUM_THREADS={said} is overridden by --threads {spec.resources.threads}"
-        differs = bool(said) and said != str(spec.resources.threads)
-        return (spec.resources.threads,) * len(binding.threads), note if differs else ""
+    workers = len(binding.threads)
+    variable = environ.get("OMP_NUM_THREADS", "")
+    first = variable.partition(",")[0].strip()
+    threads = spec.resources.threads
+    if isinstance(threads, int):
+        note = ""
+        if variable and variable != str(threads):
+            note = f"OMP_NUM_THREADS={variable} is overridden by --threads {threads}"
+        return (threads,) * workers, note
     if first.isascii() and first.isdigit() and 0 < int(first) < 1_000_000:
-        return (int(first),) * len(binding.threads), f"OMP_NUM_THREADS={said} is yours and is kept"
+        return (int(first),) * workers, f"OMP_NUM_THREADS={variable} of the environment is used"
     return binding.threads, ""

@@ -1,8 +1,8 @@
 """
 The plan: every action on this node, decided before the first one.
 
-`make_plan` is a pure function of the specification and the facts of this machine. `--dry-run` prints
-the same object that is executed. A job never becomes smaller than requested.
+`make_plan` is a pure function of the specification and the facts of this machine. `--dry-run`
+prints the same object that is executed. A job never becomes smaller than requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdrun.launcher.config.job_key import format_command, make_job_key
 from pdrun.launcher.config.spec import JobSpec, Sources, source_of
 from pdrun.launcher.plan import external, hosts
 from pdrun.launcher.plan.environment import remove_launcher_variables
-from pdrun.launcher.plan.model import Facts, LaunchPlan, LaunchMode, WorkerPlan
+from pdrun.launcher.plan.model import Facts, LaunchMode, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.placement import (
     Placement,
     choose_threads,
@@ -68,9 +68,7 @@ def make_plan(
     threads, thread_note = choose_threads(spec, facts.environ, placement.binding)
     if choice.mode != "local":
         workers = _plan_workers(spec, facts, placement, threads)
-    start_method = choose_start_method(
-        spec, facts, sources, {**base_env, **spec.env}, visibility
-    )
+    start_method = choose_start_method(spec, facts, sources, {**base_env, **spec.env}, visibility)
     all_notes = (
         *notes,
         *choice.reasons,
@@ -110,8 +108,8 @@ def _check_spec_size(spec: JobSpec) -> None:
     size = len(json.dumps(spec.to_shared_json()))
     if size > MAX_SPEC_BYTES:
         raise UsageError(
-            f"the script's arguments and the --env variables must be at most {MAX_SPEC_BYTES:,} bytes"
-            f" for a job of several nodes, got {size:,}",
+            "the script's arguments and the --env variables of a job with several nodes must be"
+            f" at most {MAX_SPEC_BYTES:,} bytes, got {size:,}",
             hint="put long values into a file that every node reads",
         )
 
@@ -157,7 +155,9 @@ def plan_simulated_nodes(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ..
     return tuple(_plan_simulated_node(plan, facts, index, count) for index in range(count))
 
 
-def _plan_simulated_node(local_plan: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
+def _plan_simulated_node(
+    local_plan: LaunchPlan, facts: Facts, index: int, count: int
+) -> LaunchPlan:
     rank = None  # a spare has no node rank
     if index < local_plan.nodes:
         rank = index

@@ -1,11 +1,10 @@
 """
-Is the program there? Looked at before anything starts, so that a typing slip costs milliseconds and
-one clear line.
+Check the program before anything starts, so that a typing error is reported immediately.
 
-The program is never imported or run here. Exit codes are a shell's: 2 for a script or module that
-is not there, 127 for a command that is not found, 126 for one that is not executable. Limit: a
-module that only a custom import hook of the workers would find cannot be seen; where that is
-possible (another interpreter, PYTHONPATH set for the workers) nothing is claimed.
+The program is not imported or run. The exit codes are those of a shell: 2 for a missing script or
+module, 127 for a missing command, 126 for a command that is not executable. Limit: a module that
+only a custom import hook of the workers finds is not visible. If the workers may find other modules
+(another interpreter, PYTHONPATH set for them), no error is reported.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _TORCH_MENTIONS = (b"torch", b"lightning", b"transformers", b"accelerate", b"dee
 
 @dataclass(frozen=True)
 class ProgramCheck:
-    """What there is to know about a program on this node."""
+    """Result of the check of a program on this node."""
 
     error: str = ""
-    """Why it cannot be started, or empty."""
+    """Why the program cannot be started, or empty."""
     exit_code: int = 0
     file: str = ""
-    """The file that holds it, where it is a Python file."""
+    """The program's Python file, or empty."""
     mentions_torch: bool = False
-    """Whether its text mentions torch."""
+    """Whether the text mentions torch."""
     script: ScriptInfo = field(default_factory=ScriptInfo)
     exec_reason: str = ""
-    """Why it needs an interpreter of its own, or empty."""
+    """Why the program cannot be forked, or empty."""
 
 
 def program_argv(program: Program, python: str) -> tuple[str, ...]:
-    """Return a worker's command line, byte for byte what the user typed behind the interpreter."""
+    """Return a worker's command line: the interpreter, then exactly what the user typed."""
     python = program.python or python
     if program.kind == "command":
         return (program.target, *program.args)
@@ -66,38 +65,39 @@ def program_argv(program: Program, python: str) -> tuple[str, ...]:
 
 def check_program(program: Program, cwd: str, environ: Mapping[str, str]) -> ProgramCheck:
     """
-    Return what is found of the program when it is started in ``cwd`` with the workers' environment.
+    Check the program as started in ``cwd`` with the workers' environment.
     """
-    found = {
+    checks = {
         "script": _check_script,
         "function": _check_script,
         "module": _check_module,
         "command": _check_command,
-    }[program.kind](program, cwd, environ)
-    if found.error or program.kind == "command" or not program.python:
-        return found
-    error, code = _check_executable(program.python, cwd, environ)
-    return ProgramCheck(f"--python: {error}", code) if error else found
+    }
+    check = checks[program.kind](program, cwd, environ)
+    if check.error or program.kind == "command" or not program.python:
+        return check
+    error, exit_code = _check_executable(program.python, cwd, environ)
+    if error:
+        return ProgramCheck(f"--python: {error}", exit_code)
+    return check
 
 
 def _check_script(program: Program, cwd: str, environ: Mapping[str, str]) -> ProgramCheck:
     target = program.target
     if target == "-":
         return ProgramCheck(
-            "a program on standard input is not supported: every worker needs to read it", 2
+            "a program on standard input is not supported: every worker must read the program", 2
         )
     path = Path(cwd, target)
-    alone = ""
+    exec_reason = ""
     error = _why_unreadable(path)
     if error == "no such file":
-        return ProgramCheck(
-            f"no such file {quote_text(target)}{_append_hint(_suggest_name(target, cwd, environ))}",
-            2,
-        )
+        hint = _append_hint(_suggest_name(target, cwd, environ))
+        return ProgramCheck(f"no such file {quote_text(target)}{hint}", 2)
     if error == "is a directory":
         path = path / "__main__.py"
         error = ""
-        alone = "a folder is run by the interpreter itself"
+        exec_reason = "a folder is run by a new interpreter"
         if _why_unreadable(path):
             return ProgramCheck(f"{quote_text(target)} is a directory without a __main__.py", 2)
     if error:
@@ -107,28 +107,25 @@ def _check_script(program: Program, cwd: str, environ: Mapping[str, str]) -> Pro
         return ProgramCheck(
             f"{quote_text(target)} is a compiled program, not a Python script; add --no-python", 2
         )
-    first = text.partition(b"\n")[0]
-    if (
-        first.startswith(b"#!")
-        and b"python" not in first
-        and first.rpartition(b"/")[2].split(b" ")[-1] in _SHELLS
-    ):
+    first_line = text.partition(b"\n")[0]
+    interpreter = first_line.rpartition(b"/")[2].split(b" ")[-1]
+    is_python = b"python" in first_line
+    if first_line.startswith(b"#!") and not is_python and interpreter in _SHELLS:
         return ProgramCheck(
             f"{quote_text(target)} is a shell script, not a Python script; add --no-python", 2
         )
     if path.suffix == ".pyc" or text.startswith(b"PK"):
-        alone = "an archive or compiled file is run by the interpreter itself"
+        exec_reason = "an archive or compiled file is run by a new interpreter"
     mentions = any(word in text for word in _TORCH_MENTIONS)
-    found = (
-        ScriptInfo(b"torch" in text, uses_optimizer=True)
-        if program.kind == "function"
-        else scan_script(path, text)
-    )
+    if program.kind == "function":
+        script = ScriptInfo(b"torch" in text, uses_optimizer=True)
+    else:
+        script = scan_script(path, text)
     return ProgramCheck(
         file=str(path),
-        mentions_torch=mentions or found.imports_torch,
-        script=found,
-        exec_reason=alone,
+        mentions_torch=mentions or script.imports_torch,
+        script=script,
+        exec_reason=exec_reason,
     )
 
 
@@ -137,12 +134,15 @@ _SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 
 def _why_unreadable(path: Path) -> str:
     """
-    Return why a regular file cannot be read, or the empty string. A FIFO or device is never opened.
+    Return why a file cannot be read as a regular file, or the empty string. It opens no FIFO or
+    device.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return "is a link to nothing" if files.is_link(path) else "no such file"
+        if files.is_link(path):
+            return "is a broken link"
+        return "no such file"
     except OSError as error:
         return f"cannot be read: {os.strerror(error.errno or errno.EIO)}"
     except ValueError:
@@ -151,14 +151,16 @@ def _why_unreadable(path: Path) -> str:
         return "is a directory"
     if not stat.S_ISREG(mode):
         return "is not a regular file"
-    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
+    if not os.access(path, os.R_OK):
+        return "cannot be read: Permission denied"
+    return ""
 
 
 def _suggest_name(target: str, cwd: str, environ: Mapping[str, str]) -> str:
-    """Return what was probably meant by a script that is not there."""
+    """Return a hint about what the user probably meant by a missing script."""
     folder, name = os.path.split(target)
     if target == "help":
-        return "for help write pdrun --help, or pdrun COMMAND --help"
+        return "for help use pdrun --help, or pdrun COMMAND --help"
     if not folder and _is_on_path(name, environ):
         return f"for the command {name} add --no-python"
     try:
@@ -166,12 +168,16 @@ def _suggest_name(target: str, cwd: str, environ: Mapping[str, str]) -> str:
             names = [entry.name for entry, _ in zip(entries, range(5000), strict=False)]
     except (OSError, ValueError):
         return ""
-    near = did_you_mean(name, names)
-    return near.replace("'", f"'{folder}/", 1) if near and folder else near
+    hint = did_you_mean(name, names)
+    if hint and folder:
+        return hint.replace("'", f"'{folder}/", 1)
+    return hint
 
 
 def _append_hint(text: str) -> str:
-    return f"; {text}" if text else ""
+    if not text:
+        return ""
+    return f"; {text}"
 
 
 def _read_beginning(path: Path) -> bytes:
@@ -188,23 +194,22 @@ def _check_command(program: Program, cwd: str, environ: Mapping[str, str]) -> Pr
 
 
 def _check_executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return why a command cannot be executed and the shell's code for it, or ("", 0)."""
+    """Return why a command cannot be executed and the shell's exit code, or ("", 0)."""
     if "/" not in target:
         if _is_on_path(target, environ):
             return "", 0
-        beside = files.is_file(Path(cwd, target))
-        hint = f"did you mean './{target}'?" if beside else ""
-        if not hint and len(target.split()) > 1:
-            hint = "arguments are words of their own, in a job file under args:"
+        hint = ""
+        if files.is_file(Path(cwd, target)):
+            hint = f"did you mean './{target}'?"
+        elif len(target.split()) > 1:
+            hint = "write arguments separately, in a job file as args:"
         return f"command not found: {quote_text(target)}{_append_hint(hint)}", 127
     path = Path(cwd, target)
     if why := files.why_inaccessible(path):
-        return f"{quote_text(target)} cannot be reached: {why}", 126
+        return f"{quote_text(target)} cannot be accessed: {why}", 126
     if not files.path_exists(path):
-        return (
-            f"no such file {quote_text(target)}{_append_hint(_suggest_name(target, cwd, environ))}",
-            127,
-        )
+        hint = _append_hint(_suggest_name(target, cwd, environ))
+        return f"no such file {quote_text(target)}{hint}", 127
     if files.is_folder(path):
         return f"{quote_text(target)} is a directory", 126
     if not os.access(path, os.X_OK):
@@ -213,53 +218,54 @@ def _check_executable(target: str, cwd: str, environ: Mapping[str, str]) -> tupl
 
 
 def _is_on_path(name: str, environ: Mapping[str, str]) -> bool:
-    places = (Path(folder, name) for folder in environ.get("PATH", os.defpath).split(os.pathsep))
-    return bool(name) and any(
-        files.is_file(place) and os.access(place, os.X_OK) for place in places
-    )
+    if not name:
+        return False
+    for folder in environ.get("PATH", os.defpath).split(os.pathsep):
+        path = Path(folder, name)
+        if files.is_file(path) and os.access(path, os.X_OK):
+            return True
+    return False
 
 
 def _check_module(program: Program, cwd: str, environ: Mapping[str, str]) -> ProgramCheck:
-    """Find a module by the interpreter's own finders, without importing it or its packages."""
-    if (
-        program.python
-        or "PYTHONHOME" in environ
-        or environ.get("PYTHONPATH", "") != os.environ.get("PYTHONPATH", "")
-    ):
+    """Find a module with the interpreter's finders, without importing it or its packages."""
+    has_other_path = environ.get("PYTHONPATH", "") != os.environ.get("PYTHONPATH", "")
+    if program.python or "PYTHONHOME" in environ or has_other_path:
         return ProgramCheck(mentions_torch=True)
     if not all(part.isidentifier() for part in program.target.split(".")):
-        return ProgramCheck(f"{quote_text(program.target)} is not a module's name", 2)
+        return ProgramCheck(f"{quote_text(program.target)} is not a module name", 2)
     spec = None
     path = [cwd, *sys.path]
     parts = program.target.split(".")
     for number in range(len(parts)):
-        spec = _find_module_spec(".".join(parts[: number + 1]), path)
+        name = ".".join(parts[: number + 1])
+        spec = _find_module_spec(name, path)
         if spec is None:
-            return ProgramCheck(f"no module named {quote_text('.'.join(parts[: number + 1]))}", 2)
+            return ProgramCheck(f"no module named {quote_text(name)}", 2)
         path = list(spec.submodule_search_locations or ())
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find_module_spec(f"{program.target}.__main__", path)
         if spec is None:
-            return ProgramCheck(
-                f"{program.target} is a package without a __main__ module, so it cannot be run", 2
-            )
-    origin = spec.origin if spec is not None else None
-    if origin is None or not files.is_file(origin):
+            return ProgramCheck(f"{program.target} is a package without a __main__ module", 2)
+    if spec is None or spec.origin is None or not files.is_file(spec.origin):
         return ProgramCheck(mentions_torch=True)
-    text = _read_beginning(Path(origin))
-    found = scan_script(Path(origin), text)
+    text = _read_beginning(Path(spec.origin))
+    script = scan_script(Path(spec.origin), text)
     mentions = any(word in text for word in _TORCH_MENTIONS)
-    return ProgramCheck(file=origin, mentions_torch=mentions or found.imports_torch, script=found)
+    return ProgramCheck(
+        file=spec.origin, mentions_torch=mentions or script.imports_torch, script=script
+    )
 
 
 def _find_module_spec(name: str, path: Sequence[str]) -> machinery.ModuleSpec | None:
     for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = (
-            find(name, path if finder is machinery.PathFinder or "." in name else None)
-            if find
-            else None
-        )
+        find_spec = getattr(finder, "find_spec", None)
+        if find_spec is None:
+            continue
+        search_path = None  # the finder's own path for a top-level module
+        if finder is machinery.PathFinder or "." in name:
+            search_path = path
+        spec = find_spec(name, search_path)
         if spec is not None:
             return spec  # type: ignore[no-any-return]
     return None

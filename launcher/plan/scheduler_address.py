@@ -49,9 +49,7 @@ def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Scheduler
     if place.simulated is not None:
         index, _ = place.simulated
         mode: LaunchMode = "head" if index == 0 else "join"
-        return SchedulerChoice(
-            mode, scheduler or Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS
-        )
+        return SchedulerChoice(mode, scheduler or Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS)
     if place.local and members > 1:
         return _choose_loopback(spec, sources)
     is_served_here = place.serve is True
@@ -82,14 +80,10 @@ def _choose_loopback(spec: JobSpec, sources: Sources) -> SchedulerChoice:
     reasons = ["all nodes are simulated on this machine, on loopback only"]
     if spec.place.scheduler:
         reasons.append(f"{sources.get('place.scheduler')} is not used: --local uses loopback")
-    return SchedulerChoice(
-        "local", Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS, tuple(reasons)
-    )
+    return SchedulerChoice("local", Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS, tuple(reasons))
 
 
-def _choose_head(
-    scheduler: Endpoint, facts: Facts, listen: str, reason: str
-) -> SchedulerChoice:
+def _choose_head(scheduler: Endpoint, facts: Facts, listen: str, reason: str) -> SchedulerChoice:
     """This node runs the scheduler: listen on the named address if other machines can use it."""
     problem = ""
     if facts.is_loopback_name:

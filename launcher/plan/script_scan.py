@@ -1,10 +1,9 @@
 """
-What a program's text tells about how to start it: does it import torch, will it want an optimizer,
-does it set variables too late for a fork. Nothing is imported or run; the program's own modules
-beside it are read too.
+Scan a program's text: does it import torch, use an optimizer, or set variables too late for a fork?
+Nothing is imported or run. The program's own modules in its folder are scanned too.
 
-Limits: text, not truth. An import by a computed name is not seen (the workers are then executed, or
-import it themselves); at most FILES files and BYTES bytes are read.
+Limits: an import by a computed name is not found. Then the workers are started by exec, or they
+import the module themselves. At most MAX_FILES files and MAX_TOTAL_BYTES bytes are read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdrun.launcher.common import files
 from pdrun.launcher.stdlib_only.import_env import find_late_assignment
 
 MAX_READ_BYTES = 1 << 20
-"""Bytes of a file that are looked at."""
+"""Number of bytes of a file that are scanned."""
 MAX_FILES = 64
 MAX_TOTAL_BYTES = 4 << 20
 _IMPORT_PATTERN = re.compile(
@@ -32,13 +31,14 @@ _TORCH_PACKAGES = frozenset(
 )
 _RUNTIME_PATTERN = re.compile(rb"\bpdrun\.init\b|from[ \t]+pdrun[ \t]+import")
 _OPTIMIZER_PATTERN = re.compile(
-    rb"optim|Adam|SGD|torch\.compile|torch\._dynamo|lightning|transformers|accelerate|deepspeed|Trainer"
+    rb"optim|Adam|SGD|torch\.compile|torch\._dynamo"
+    rb"|lightning|transformers|accelerate|deepspeed|Trainer"
 )
 
 
 @dataclass(frozen=True)
 class ScriptInfo:
-    """What a program's text says."""
+    """Result of a scan of a program's text."""
 
     imports_torch: bool = False
     uses_optimizer: bool = False
@@ -46,28 +46,28 @@ class ScriptInfo:
     """``train.py:3 sets OMP_NUM_THREADS``, or empty."""
 
 
-@lru_cache(maxsize=2)  # a guess has asked before the plan does (`ahead`)
+@lru_cache(maxsize=2)  # prestart scans the program before the plan does
 def scan_script(path: Path, text: bytes) -> ScriptInfo:
-    """Read a program and its own modules."""
-    torch = False
-    optimizes = False
+    """Scan a program and its own modules."""
+    imports_torch = False
+    uses_optimizer = False
     late = ""
     for file, body in _local_modules(path, text):
         names = {name.partition(b".")[0] for name in _imported_names(body)}
-        torch = (
-            torch
-            or bool(names & _TORCH_PACKAGES)
-            or (b"pdrun" in names and bool(_RUNTIME_PATTERN.search(body)))
-        )
-        optimizes = optimizes or bool(_OPTIMIZER_PATTERN.search(body))
-        found = find_late_assignment(body.decode("utf-8", "replace")) if not late else None
-        if found:
-            late = f"{file.name}:{found[0]} sets {found[1]}"
-    return ScriptInfo(torch, optimizes, late)
+        if names & _TORCH_PACKAGES or (b"pdrun" in names and _RUNTIME_PATTERN.search(body)):
+            imports_torch = True
+        if _OPTIMIZER_PATTERN.search(body):
+            uses_optimizer = True
+        if not late:
+            assignment = find_late_assignment(body.decode("utf-8", "replace"))
+            if assignment:
+                line, name = assignment
+                late = f"{file.name}:{line} sets {name}"
+    return ScriptInfo(imports_torch, uses_optimizer, late)
 
 
 def _imported_names(text: bytes) -> Iterator[bytes]:
-    """The modules that a text imports, as written."""
+    """Yield the names of the modules that a text imports, as written."""
     for match in _IMPORT_PATTERN.finditer(text):
         if match[3] is not None:
             yield from (part.strip().partition(b" ")[0] for part in match[3].split(b","))
@@ -80,7 +80,7 @@ def _imported_names(text: bytes) -> Iterator[bytes]:
 
 
 def _local_modules(path: Path, text: bytes) -> Iterator[tuple[Path, bytes]]:
-    """A program and those of its modules that lie beside it."""
+    """Yield path and text of a program and of its modules in the same folder."""
     todo = deque([(path, text)])
     seen = {path}
     total = 0

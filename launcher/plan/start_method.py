@@ -1,11 +1,12 @@
 """
-Fork or exec? Decided before anything starts, from what was asked and what is true. Pure.
+Choose between fork and exec before anything starts. Pure.
 
-A fork from one process that has imported torch saves every worker its import. It is chosen where
-nothing can differ from exec but what docs/starting.md lists; in doubt, exec, which costs time only.
-Where a warm process has imported just what the job's own starter would (`pdrun warm`), the job is
-forked from that one. A starter may still turn out unfit (a plug-in of torch that starts threads or
-opens a device at import): then the keeper executes, and the agent says why.
+Workers that are forked from a process with torch imported need no import of their own. Fork is
+chosen if it differs from exec only in the points that docs/starting.md lists. In doubt exec is
+chosen, which only costs time. If a warm process (`pdrun warm`) has imported what the job's fork
+server would import, the job is forked from it. A fork server may still be unusable (a plug-in of
+torch starts threads or opens a device at import). Then the supervisor uses exec, and the agent
+prints the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.plan.model import Facts, LaunchPlan, StartMethod
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.stdlib_only import import_env
-from pdrun.launcher.supervisor.boot import OPTIMIZER_MODULES, BASE_MODULES, fork_server_argv
+from pdrun.launcher.supervisor.boot import BASE_MODULES, OPTIMIZER_MODULES, fork_server_argv
 from pdrun.launcher.supervisor.events import WarmProcess, WorkerCommand
 
 _FORK_SERVER_SLOT = -1
@@ -36,34 +37,26 @@ def choose_start_method(
     Return how the workers are started.
 
     Args:
-        environ: what all workers have in common.
-        visibility: local rank -> names of the variables that are its own.
+        environ: environment that all workers share.
+        visibility: local rank -> names of the variables that only this worker gets.
 
     Raises:
-        UsageError: forks were asked for and are impossible.
+        UsageError: ``--start fork`` is not possible.
     """
-    found = _fork_or_exec(spec, facts, sources, environ, visibility)
-    if found.how == "exec" or not spec.program.warm or not facts.warm:
-        return found
+    method = _fork_or_exec(spec, facts, sources, environ, visibility)
+    if method.how == "exec" or not spec.program.warm or not facts.warm:
+        return method
     argv = program_argv(spec.program, facts.python)
-    why = {
-        warm.pid: why_unusable(warm, argv, found.modules, facts.torch_version, environ)
-        for warm in facts.warm
-    }
+    unused = []
     for warm in facts.warm:
-        if not why[warm.pid]:
-            reason = (
-                f"from the warm process {warm.pid}, which has imported torch {warm.torch_version}"
-            )
-            return replace(
-                found, reason=f"asked for, {reason}" if found.strict else reason, warm=warm.socket
-            )
-    return replace(
-        found,
-        unused="; ".join(
-            f"the warm process {pid} is not used: {text}" for pid, text in why.items()
-        ),
-    )
+        problem = why_unusable(warm, argv, method.modules, facts.torch_version, environ)
+        if not problem:
+            reason = f"from the warm process {warm.pid} with torch {warm.torch_version}"
+            if method.strict:
+                reason = f"--start fork, {reason}"
+            return replace(method, reason=reason, warm=warm.socket)
+        unused.append(f"the warm process {warm.pid} is not used: {problem}")
+    return replace(method, unused="; ".join(unused))
 
 
 def why_unusable(
@@ -78,34 +71,34 @@ def why_unusable(
 
     Args:
         argv: a worker's command line.
-        modules: what the job's own starter would import.
-        torch_version: of the workers' interpreter as far as known, or empty.
-        environ: what all workers have in common.
+        modules: modules that the job's own fork server would import.
+        torch_version: torch version of the workers' interpreter; empty: unknown.
+        environ: environment that all workers share.
     """
     if warm.python != argv[0]:
         return f"its interpreter is {warm.python}"
     if argv[1:2] == ("-P",):
         return "workers of a function run with -P"
     if torch_version and torch_version != warm.torch_version:
-        return f"it has torch {warm.torch_version}, and {torch_version} is installed"
+        return f"it has torch {warm.torch_version}, but {torch_version} is installed"
     missing = [name for name in modules if name not in warm.modules]
     if missing:
         return f"it has not imported {missing[0]}"
     if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
-        return "PYTHONPATH names a folder relative to where the job starts"
-    wanted = import_env.import_environment(dict(environ))
-    if warm.depends_on_all:
-        names = {
-            *warm.variables,
-            *(name for name in wanted if not import_env.is_session_variable(name)),
-        }
-    else:
-        names = {*warm.variables, *filter(import_env.is_import_variable, wanted)}
+        return "PYTHONPATH has a relative folder"
+    job_env = import_env.import_environment(dict(environ))
+    names = set(warm.variables)
+    for name in job_env:
+        if warm.depends_on_all:
+            is_relevant = not import_env.is_session_variable(name)
+        else:
+            is_relevant = import_env.is_import_variable(name)
+        if is_relevant:
+            names.add(name)
     for name in sorted(names):
-        if wanted.get(name) != warm.variables.get(
-            name
-        ) and not import_env.PER_WORKER_VARIABLES.fullmatch(name):
-            return f"{name} has another value, which counts at import"
+        is_per_worker = import_env.PER_WORKER_VARIABLES.fullmatch(name)
+        if job_env.get(name) != warm.variables.get(name) and not is_per_worker:
+            return f"{name} has another value, which affects the import"
     return warm.unfit
 
 
@@ -116,45 +109,43 @@ def _fork_or_exec(
     environ: Mapping[str, str],
     visibility: Mapping[int, Iterable[str]],
 ) -> StartMethod:
-    """Fork or exec, whatever warm process there is."""
-    asked = spec.program.start
-    if asked == "exec":
-        return StartMethod("exec", "asked for")
-    why = _why_unforkable(spec, facts, environ, visibility)
-    modules = BASE_MODULES + (OPTIMIZER_MODULES if facts.uses_optimizer else ())
-    if asked == "fork":
-        if why:
+    """Choose between fork and exec without regard to warm processes."""
+    if spec.program.start == "exec":
+        return StartMethod("exec", "--start exec")
+    problem = _why_unforkable(spec, facts, environ, visibility)
+    modules: tuple[str, ...] = BASE_MODULES
+    if facts.uses_optimizer:
+        modules += OPTIMIZER_MODULES
+    if spec.program.start == "fork":
+        if problem:
             raise UsageError(
-                f"workers cannot be forked: {why}", where=sources.get("program.start", "--start")
+                f"workers cannot be forked: {problem}",
+                where=sources.get("program.start", "--start"),
             )
-        return StartMethod("fork", "asked for", modules, strict=True)
-    why = why or _why_not_useful(facts)
-    if why:
-        return StartMethod("exec", why)
-    return StartMethod(
-        "fork", f"one process imports {', '.join(modules)} and forks the workers", modules
-    )
+        return StartMethod("fork", "--start fork", modules, strict=True)
+    problem = problem or _why_not_useful(facts)
+    if problem:
+        return StartMethod("exec", problem)
+    reason = f"one process imports {', '.join(modules)} and forks the workers"
+    return StartMethod("fork", reason, modules)
 
 
 def _why_unforkable(
     spec: JobSpec, facts: Facts, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
 ) -> str:
     if spec.program.kind == "command":
-        return "a command is executed as it is"
+        return "a command runs without Python"
     if facts.exec_reason:
         return facts.exec_reason
     if not facts.torch_version:
         return "torch is not installed for the workers' interpreter"
-    own = sorted(
-        {
-            name
-            for names in visibility.values()
-            for name in names
-            if not import_env.PER_WORKER_VARIABLES.fullmatch(name)
-        }
-    )
-    if own:
-        return f"{own[0]} differs between the workers and may count at import"
+    different = set()
+    for names in visibility.values():
+        for name in names:
+            if not import_env.PER_WORKER_VARIABLES.fullmatch(name):
+                different.add(name)
+    if different:
+        return f"{min(different)} differs between the workers and may affect the import"
     return import_env.why_exec_needed(dict(environ))
 
 
@@ -162,21 +153,23 @@ def _why_not_useful(facts: Facts) -> str:
     if not facts.imports_torch:
         return "the program does not import torch"
     if facts.late_variable:
-        return f"{facts.late_variable} before its import of torch, too late in a fork"
+        return f"{facts.late_variable} before the import of torch, which has no effect in a fork"
     return ""
 
 
-def worker_start_option(starting: StartMethod) -> Literal["exec", "auto", "fork"]:
-    """Return what the keeper is told for each worker."""
-    if starting.how == "exec":
+def worker_start_option(method: StartMethod) -> Literal["exec", "auto", "fork"]:
+    """Return the start option that the supervisor gets for each worker."""
+    if method.how == "exec":
         return "exec"
-    return "fork" if starting.strict else "auto"
+    if method.strict:
+        return "fork"
+    return "auto"
 
 
 def fork_server_command(plan: LaunchPlan) -> WorkerCommand:
     """
-    Return the command of the starter, as long as a worker's, so that it can carry that one's words
-    later.
+    Return the command of the fork server. It is as long as a worker's, so that a forked worker can
+    overwrite it with its own command line.
     """
     python, *flags = plan.workers[0].argv[:2]
     argv = fork_server_argv(

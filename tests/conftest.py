@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -116,6 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true", help="all cases, more examples, long simulations"
     )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files and their tests at random")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,13 +128,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the thorough run has."""
-    if tiers.is_thorough():
-        return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    """Leave out what only the thorough run has; change the order if asked to."""
+    if not tiers.is_thorough():
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        shuffle_tests(items, random.Random(seed))
+
+
+def shuffle_tests(items: list[pytest.Item], source: random.Random) -> None:
+    """Change the order of files, and of the tests in each: what a file sets up stays set up."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups = list(files.values())
+    source.shuffle(groups)
+    for group in groups:
+        source.shuffle(group)
+    items[:] = [item for group in groups for item in group]
 
 
 @pytest.fixture(autouse=True)

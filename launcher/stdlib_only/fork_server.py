@@ -1,21 +1,23 @@
 """
-The starter: a process that has imported torch, has done nothing with it, and forks workers.
+The fork server: a process that has imported torch, has done nothing with it, and forks workers.
 
-    python fork_server.py MODULES PADDING        started by the keeper, its socket as fd 3
+    python fork_server.py MODULES PADDING
 
-It says ``{"why": ""}`` when it is ready, or why it is not fit: one thread and no device are what
-makes a fork safe, and both are looked at before every fork. A message then is one worker: the
-command (as the keeper gets it) and the worker's descriptors. Workers are made by a process between,
-which ends at once, so that they come to the keeper, the nearest sub-reaper: it reaps them as its
-own, and nothing happens to them when the starter goes.
+The supervisor starts it. Its socket to the supervisor is descriptor 3. When the imports are done it
+sends ``{"why": ""}``, or why it is not fit to fork. A fork is safe if the process has one thread and
+no open device. Both are checked before every fork. Each further packet requests one worker: the
+command, as the supervisor got it, and the worker's descriptors. An intermediate process forks the
+workers and exits, so that they become children of the supervisor, the nearest sub-reaper. The
+supervisor reaps them as its own, and they survive the fork server.
 
-    python fork_server.py MODULES warm=SECONDS PATH PADDING        started by ``pdrun warm start``
+    python fork_server.py MODULES warm=SECONDS PATH PADDING
 
-This one serves no keeper: it stays between jobs, and each job's keeper and starter are forked from
-it (`warm_server`). Its socket, bound to PATH, is fd 3; on fd 4 it says once whether it is ready.
+``pdrun warm start`` starts this one. It serves no supervisor and stays between jobs. The supervisor
+and the fork server of each job are forked from it (`warm_server`). Its socket, bound to PATH, is
+descriptor 3. On descriptor 4 it reports once whether it is ready.
 
-Run with the *workers'* interpreter, which needs torch and not pdrun; its environment is the
-workers' import-time one. PADDING makes room for a worker's command line. Nothing of the user's is
+Runs in the workers' interpreter, which needs torch and not pdrun. Its environment is the workers'
+import-time environment. PADDING makes room for a worker's command line. No code of the user is
 imported here.
 """
 
@@ -23,7 +25,7 @@ import gc
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the launcher's folder: its modules are not the workers'
+    del sys.path[0]  # this folder: its modules must not be importable in workers
 
 import array
 import importlib
@@ -38,13 +40,21 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from pdrun.launcher.stdlib_only import forked_worker, import_env, supervisor
+    from pdrun.launcher.stdlib_only import (
+        forked_worker,
+        import_env,
+        process_tree,
+        watchdog,
+        worker_exec,
+    )
 
 SOCKET_FD = 3
 READY_FD = 4
 Environ = dict[bytes, bytes]
 MAX_PACKET_BYTES = 1 << 16
 MAX_BATCH_REQUESTS = 64
+"""Workers that one intermediate process forks."""
+_MAX_ERROR_CHARS = 4000
 PLAIN_DEVICES = (
     "/dev/null",
     "/dev/zero",
@@ -56,20 +66,27 @@ PLAIN_DEVICES = (
     "/dev/ptmx",
     "/dev/shm/",
 )
+"""Devices that may be open at a fork."""
 
 
-def load_sibling(name: str) -> "ModuleType":
-    """Load a file of this folder; no trace of it stays among the modules that a worker sees."""
+def load_sibling(name: str, **siblings: "ModuleType") -> "ModuleType":
+    """
+    Load a file of this folder without adding it to ``sys.modules``, which workers inherit.
+
+    Args:
+        siblings: modules that the file imports by name when it is not loaded this way.
+    """
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_pdrun_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    vars(module).update(siblings)
     spec.loader.exec_module(module)
     return module
 
 
 class ForkRequest:
-    """One worker to be forked: where to report, its descriptors, its command and who asks."""
+    """A worker to fork: where to report, its descriptors, its command, and who requests it."""
 
     def __init__(self, facts: "dict[str, Any]", descriptors: "list[int]") -> None:
         self.report_fd, self.command_fd, *self.streams = descriptors
@@ -77,12 +94,12 @@ class ForkRequest:
         self.command: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         for number in (self.report_fd, self.command_fd, *self.streams):
             os.close(number)
 
     def report_error(self, error: OSError) -> None:
-        """Tell the keeper why there is no worker."""
+        """Tell the supervisor why there is no worker."""
         os.write(self.report_fd, f"{error.errno} {error.strerror}\n".encode())
 
 
@@ -123,7 +140,7 @@ def import_modules(names: "list[str]") -> str:
 
 
 def read_import_output() -> bytes:
-    """What the imports printed: each worker prints it too, as it would have."""
+    """Return what the imports printed. Each worker prints it, too, as if it had imported them."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -134,8 +151,9 @@ def read_import_output() -> bytes:
 
 def remap_streams(streams: "list[int]") -> None:
     """
-    Give the descriptors the numbers 0, 1, 2, ...; they came while those were in use, so all are
-    higher.
+    Move the descriptors to 0, 1, 2, ...
+
+    They were received while those numbers were in use, so all are higher and none is overwritten.
     """
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -143,48 +161,58 @@ def remap_streams(streams: "list[int]") -> None:
 
 
 class ForkServer:
-    """Serves one supervisor."""
+    """
+    Serves one supervisor.
+
+    Args:
+        connection: the socket to the supervisor.
+        fast_exit: makes the end of workers cheap.
+        import_output: what the imports printed.
+        environ_before: the environment before the imports.
+    """
 
     def __init__(
         self,
         connection: socket.socket,
-        leaving: "forked_worker.FastExit",
-        printed: bytes,
-        before: Environ,
+        fast_exit: "forked_worker.FastExit",
+        import_output: bytes,
+        environ_before: Environ,
     ) -> None:
         self.connection = connection
-        self.fast_exit = leaving
-        self.import_output = printed
-        changed = os.environb.items() - before.items()
-        self.set_by_import = {name: (before.get(name), value) for name, value in changed}
+        self.fast_exit = fast_exit
+        self.import_output = import_output
+        changed = os.environb.items() - environ_before.items()
+        self.set_by_import = {name: (environ_before.get(name), value) for name, value in changed}
 
     def send_status(self, why: str) -> None:
-        """Tell the keeper whether this process can fork."""
+        """Tell the supervisor that this process can fork (empty), or why not."""
         self.connection.send(json.dumps({"why": why}).encode())
 
     def serve_requests(self) -> "forked_worker.ForkedProgram":
-        """Fork what is asked for until the keeper closes the socket; returns in workers only."""
+        """Fork workers until the supervisor closes the socket; returns in workers only."""
         while True:
-            orders = self.read_requests()
+            requests = self.read_requests()
             why = why_not_forkable()
             if why:
                 self.send_status(why)
                 os._exit(1)
-            program = self.fork_workers(orders)
+            program = self.fork_workers(requests)
             if program is not None:
                 return program
-            for order in orders:
-                order.close()
+            for request in requests:
+                request.close()
 
     def read_requests(self) -> "list[ForkRequest]":
-        """Wait for an order; return it with those that are there already."""
+        """Wait for a request; return it with all others that have arrived."""
         found: list[ForkRequest] = []
         while len(found) < MAX_BATCH_REQUESTS:
+            flags = socket.MSG_CMSG_CLOEXEC
+            if found:
+                flags |= socket.MSG_DONTWAIT
             try:
-                data, ancillary, _, _ = self.connection.recvmsg(  # recv_fds drops its flags
-                    MAX_PACKET_BYTES,
-                    socket.CMSG_SPACE(64 * 4),
-                    socket.MSG_CMSG_CLOEXEC | (socket.MSG_DONTWAIT if found else 0),
+                # not socket.recv_fds, which drops its flags
+                data, ancillary, _, _ = self.connection.recvmsg(
+                    MAX_PACKET_BYTES, socket.CMSG_SPACE(64 * 4), flags
                 )
             except BlockingIOError:
                 break
@@ -198,98 +226,100 @@ class ForkServer:
             found.append(ForkRequest(json.loads(data), list(descriptors)))
         return found
 
-    def fork_workers(self, orders: "list[ForkRequest]") -> "forked_worker.ForkedProgram | None":
-        """Make a worker of each order; returns the program in a worker, None here."""
+    def fork_workers(self, requests: "list[ForkRequest]") -> "forked_worker.ForkedProgram | None":
+        """Fork a worker for each request; return the program in a worker, None in this process."""
         hold, go = os.pipe()
         try:
-            between = os.fork()
+            intermediate = os.fork()
         except OSError as error:
-            for order in orders:
-                order.report_error(error)
-            between = -1
-        if between == 0:
+            for request in requests:
+                request.report_error(error)
+            intermediate = -1
+        if intermediate == 0:
             os.close(go)
-            myself = os.getpid()
-            for order in orders:
+            own_pid = os.getpid()
+            for request in requests:
                 try:
                     if os.fork() == 0:
-                        return self.become_worker(order, orders, hold, myself)
+                        return self.become_worker(request, requests, hold, own_pid)
                 except OSError as error:
-                    order.report_error(error)
+                    request.report_error(error)
             os._exit(0)
-        if between > 0:
-            os.waitpid(between, 0)  # from here on the workers are the keeper's
+        if intermediate > 0:
+            os.waitpid(intermediate, 0)  # now the workers are children of the supervisor
         os.close(go)
         os.close(hold)
         return None
 
     def become_worker(
-        self, order: ForkRequest, orders: "list[ForkRequest]", hold: int, between: int
+        self, request: ForkRequest, requests: "list[ForkRequest]", hold: int, intermediate: int
     ) -> "forked_worker.ForkedProgram":
-        """The worker's side: take its place; an error goes to the keeper as one of exec does."""
+        """
+        Turn this forked process into the worker of a request.
+
+        The order matters: identity, descriptors, folder and CPUs before any thread. The program
+        runs only after the parent has changed to the supervisor, so that PDEATHSIG refers to it.
+        An error is reported to the supervisor as one of exec is.
+        """
         stage = "session"
         try:
-            os.write(order.report_fd, f"pid {os.getpid()}\n".encode())
+            os.write(request.report_fd, f"pid {os.getpid()}\n".encode())
             os.setsid()
             self.connection.close()
-            for other in orders:
-                if other is not order:
+            for other in requests:
+                if other is not request:
                     other.close()
-            command = json.loads(os.pread(order.command_fd, os.fstat(order.command_fd).st_size, 0))
-            os.close(order.command_fd)
-            remap_streams(order.streams)
+            size = os.fstat(request.command_fd).st_size
+            command = json.loads(os.pread(request.command_fd, size, 0))
+            os.close(request.command_fd)
+            remap_streams(request.streams)
             stage = command["cwd"]
-            os.chdir(supervisor.encode_text(command["cwd"]))
+            os.chdir(worker_exec.encode_text(command["cwd"]))
             if command["cpus"]:
                 stage = f"CPUs {command['cpus']}"
                 os.sched_setaffinity(0, command["cpus"])
             stage = command["argv"][0]
             try:
-                program = self.prepare_worker(order, command)
-            except Exception:  # of any kind: then the interpreter itself is what cannot be wrong
+                program = self.prepare_worker(request, command)
+            except Exception:  # of any kind: a new interpreter is the safe way
                 program = None
-            os.read(hold, 1)  # ends when the process between has, or the starter
+            os.read(hold, 1)  # returns when the intermediate process, or the fork server, has ended
             os.close(hold)
-            while os.getppid() == between:
+            while os.getppid() == intermediate:
                 time.sleep(0.001)
-            supervisor.prctl(supervisor.PR_SET_PDEATHSIG, 9)
-            if os.getppid() != order.facts["keeper"]:
+            process_tree.prctl(process_tree.PR_SET_PDEATHSIG, 9)
+            if os.getppid() != request.facts["keeper"]:
                 os._exit(127)
             if self.import_output:
                 os.write(2, self.import_output)
             if program is None:
-                supervisor.exec_program(
-                    [supervisor.encode_text(word) for word in command["argv"]], self.environ
-                )
+                argv = [worker_exec.encode_text(word) for word in command["argv"]]
+                worker_exec.exec_program(argv, self.environ)
             self.fast_exit.arm_exit()
-            os.close(order.report_fd)
+            os.close(request.report_fd)
             return program
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or 22
-            os.write(
-                order.report_fd,
-                f"{number} {stage}: {os.strerror(number)}"[:4000].encode("utf-8", "replace"),
-            )
+            text = f"{number} {stage}: {os.strerror(number)}"
+            os.write(request.report_fd, text[:_MAX_ERROR_CHARS].encode("utf-8", "replace"))
             os._exit(127)
 
     def prepare_worker(
-        self, order: ForkRequest, command: "dict[str, Any]"
+        self, request: ForkRequest, command: "dict[str, Any]"
     ) -> "forked_worker.ForkedProgram | None":
-        """Everything that exec and the start of an interpreter would have done."""
-        slot = supervisor.marker_value(order.facts["token"], order.facts["slot"])
-        command["env"][supervisor.MARKER_VARIABLE] = slot
-        self.environ = {
-            supervisor.encode_text(name): supervisor.encode_text(value)
-            for name, value in command["env"].items()
-        }
-        argv = [supervisor.encode_text(word) for word in command["argv"]]
+        """Do everything that exec and the start of an interpreter would have done."""
+        marker = watchdog.marker_value(request.facts["token"], request.facts["slot"])
+        command["env"][watchdog.MARKER_VARIABLE] = marker
+        encode = worker_exec.encode_text
+        self.environ = {encode(name): encode(value) for name, value in command["env"].items()}
+        argv = [encode(word) for word in command["argv"]]
         if any(b"\0" in word for word in (*argv, *self.environ, *self.environ.values())):
             raise ValueError("embedded null byte")
         forked_worker.replace_environment(self.environ)
         for name, (before, value) in self.set_by_import.items():
             if self.environ.get(name) == before:
-                os.environb[name] = value  # as the import would have in this process
-        forked_worker.set_command_line(argv, f"{supervisor.MARKER_VARIABLE}={slot}".encode())
+                os.environb[name] = value  # as the import would have done in this process
+        forked_worker.set_command_line(argv, f"{watchdog.MARKER_VARIABLE}={marker}".encode())
         forked_worker.reopen_streams()
         forked_worker.renew_process_state()
         forked_worker.set_thread_counts(os.environ)
@@ -298,88 +328,105 @@ class ForkServer:
         return forked_worker.prepare_program([os.fsdecode(word) for word in argv])
 
 
-def load_modules(modules: str, leaving: "forked_worker.FastExit") -> str:
-    """
-    Import and make this process one to fork from; return why that failed, or the empty string.
-    """
+def load_modules(modules: str, fast_exit: "forked_worker.FastExit") -> str:
+    """Import modules and prepare this process for forks; return why that failed, or empty."""
     why = import_modules(modules.split(","))
     forked_worker.patch_destroy_process_group()
-    leaving.freeze_imports()
+    fast_exit.freeze_imports()
     return why
 
 
 def serve_warm(
-    argv: "list[str]", leaving: "forked_worker.FastExit"
+    argv: "list[str]", fast_exit: "forked_worker.FastExit"
 ) -> "tuple[socket.socket, bytes]":
     """
-    Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper,
-    and `noise`.
+    Import, then stay between jobs; returns in the fork server of a job only.
+
+    Returns:
+        its socket to the job's supervisor, and what the imports printed.
     """
     import_tracker = load_sibling("import_tracker")
-    inherited_state = load_sibling("inherited_state")
     warm_server = load_sibling("warm_server")
-    tools = {
-        "supervisor": supervisor,
-        "inherited_state": inherited_state,
-        "import_env": import_env,
-        "forked_worker": forked_worker,
-    }
     environ = dict(os.environ)
     with import_tracker.EnvironLookups() as lookups:
-        why = load_modules(argv[1], leaving)
-    printed = read_import_output()
-    os.dup2(0, 2)  # what is printed from here on is no word of an import
+        why = load_modules(argv[1], fast_exit)
+    import_output = read_import_output()
+    os.dup2(0, 2)  # output from here on is not output of the imports
     server = None
     if not why:
         forked_worker.set_command_line(
             [os.fsencode(word) for word in (sys.executable, *argv[:4])], b"", keep_room=True
         )
-        listener = socket.socket(fileno=SOCKET_FD)
-        idle = float(argv[2].partition("=")[2])
         server = warm_server.WarmServer(
-            listener,
+            socket.socket(fileno=SOCKET_FD),
             argv[3],
-            idle,
+            float(argv[2].partition("=")[2]),
             why_not_forkable,
             lookups,
             environ,
             import_tracker.ImportedFiles(),
-            tools,
+            load_warm_siblings(),
         )
     os.write(READY_FD, json.dumps({"why": why}).encode())
     os.close(READY_FD)
     if server is None:
         os._exit(1)
-    return server.serve_until_idle(), printed
+    return server.serve_until_idle(), import_output
+
+
+def load_warm_siblings() -> "dict[str, ModuleType]":
+    """Return the modules that a warm process needs, by name."""
+    fork_client = load_sibling("fork_client", watchdog=watchdog, worker_exec=worker_exec)
+    leftovers = load_sibling("leftovers", process_tree=process_tree, watchdog=watchdog)
+    supervisor = load_sibling(
+        "supervisor",
+        fork_client=fork_client,
+        leftovers=leftovers,
+        process_tree=process_tree,
+        watchdog=watchdog,
+        worker_exec=worker_exec,
+    )
+    return {
+        "fork_client": fork_client,
+        "forked_worker": forked_worker,
+        "import_env": import_env,
+        "inherited_state": load_sibling("inherited_state"),
+        "process_tree": process_tree,
+        "supervisor": supervisor,
+        "watchdog": watchdog,
+    }
 
 
 def main(argv: "list[str]") -> "forked_worker.ForkedProgram":
     """Import, check, and serve; returns in workers only."""
     os.set_inheritable(SOCKET_FD, False)
-    leaving = forked_worker.FastExit()
-    before = dict(os.environb)
+    fast_exit = forked_worker.FastExit()
+    environ_before = dict(os.environb)
     if argv[2].startswith("warm="):
-        why, (connection, printed) = "", serve_warm(argv, leaving)
+        why = ""
+        connection, import_output = serve_warm(argv, fast_exit)
     else:
-        why = load_modules(argv[1], leaving)
+        why = load_modules(argv[1], fast_exit)
         connection = socket.socket(fileno=SOCKET_FD)
-        printed = read_import_output()
-    starter = ForkServer(connection, leaving, printed, before)
-    starter.send_status(why)
+        import_output = read_import_output()
+    server = ForkServer(connection, fast_exit, import_output, environ_before)
+    server.send_status(why)
     if why:
         os._exit(1)
-    return starter.serve_requests()
+    return server.serve_requests()
 
 
 if __name__ == "__main__":
-    supervisor = load_sibling("supervisor")
+    process_tree = load_sibling("process_tree")
+    watchdog = load_sibling("watchdog", process_tree=process_tree)
+    worker_exec = load_sibling("worker_exec", process_tree=process_tree, watchdog=watchdog)
     forked_worker = load_sibling("forked_worker")
     import_env = load_sibling("import_env")
     program = main(sys.argv).exec_arguments()
     run_module = vars(importlib.import_module("runpy"))["_run_module_as_main"]
 
-    # One frame of the starter's lies below the program's own, and no more. Nothing here keeps its
-    # namespace alive.
+    # This module's frame is the only one below the program's own. `pop` leaves no reference to the
+    # program's namespace here: it must end with the program.
     try:
         if len(program) == 2:
             exec(program.pop(0), program.pop())  # noqa: S102  the user's own program

@@ -82,7 +82,10 @@ class WarmServer:
         self.lookups = lookups
         self.environ = environ
         self.files = files
+        self.fork_client = tools["fork_client"]
+        self.process_tree = tools["process_tree"]
         self.supervisor = tools["supervisor"]
+        self.watchdog = tools["watchdog"]
         self.inherited_state = tools["inherited_state"]
         self.import_env = tools["import_env"]
         self.forked_worker = tools["forked_worker"]
@@ -94,7 +97,7 @@ class WarmServer:
         self.served_jobs = 0
         self.started_at = time.time()
         self.used_at = time.monotonic()
-        self.supervisor.prctl(self.supervisor.PR_SET_CHILD_SUBREAPER, 1)
+        self.process_tree.prctl(self.process_tree.PR_SET_CHILD_SUBREAPER, 1)
         listener.listen(MAX_CLIENTS)
         listener.setblocking(False)
         self.inode = os.stat(path).st_ino
@@ -232,7 +235,7 @@ class WarmServer:
             names |= {
                 name for name in self.environ if not self.import_env.is_session_variable(name)
             }
-        names -= {self.supervisor.MARKER_VARIABLE}
+        names -= {self.watchdog.MARKER_VARIABLE}
         return {name: self.environ.get(name) for name in sorted(names)}
 
     # One job
@@ -320,23 +323,21 @@ class WarmServer:
     def become_fork_server(self, keeper: int, mark: str) -> None:
         """As `keeper.become` does for one that is executed."""
         os.setsid()
-        self.supervisor.prctl(self.supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)
+        self.process_tree.prctl(self.process_tree.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(127)
-        slot = self.supervisor.marker_value(mark, self.supervisor.FORK_SERVER_SLOT)
-        self.forked_worker.set_command_line(
-            [], f"{self.supervisor.MARKER_VARIABLE}={slot}".encode()
-        )
+        slot = self.watchdog.marker_value(mark, self.fork_client.FORK_SERVER_SLOT)
+        self.forked_worker.set_command_line([], f"{self.watchdog.MARKER_VARIABLE}={slot}".encode())
 
     def run_supervisor(
         self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int
     ) -> None:
         """Run the keeper until the agent has gone."""
-        watchdog_pid = self.supervisor.start_watchdog((client.fileno(), ours.fileno()), mark, agent)
+        watchdog_pid = self.watchdog.start_watchdog((client.fileno(), ours.fileno()), mark, agent)
         os.close(agent)
         made = self.supervisor.Supervisor(client, mark)
         made.watchdog_pid = watchdog_pid
-        made.adopt_fork_server(starter, ours)
+        made.forks.adopt_fork_server(starter, ours)
         myself = os.pidfd_open(os.getpid())
         self.send_reply(client, {"keeper": os.getpid(), "mark": mark}, (myself,))
         os.close(myself)
@@ -365,26 +366,28 @@ class WarmServer:
 
     def kill_orphans(self) -> None:
         """SIGKILL whatever descends from here and not from a keeper, for at most STUCK seconds."""
-        myself = self.supervisor.find_process(os.getpid())
-        give_up_at = time.monotonic() + self.supervisor.KILL_SECONDS
+        myself = self.process_tree.find_process(os.getpid())
+        give_up_at = time.monotonic() + self.process_tree.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
             spared = self.supervisors.keys() | self.stuck
             orphans = [
-                child for child in self.supervisor.list_children(myself) if child.pid not in spared
+                child
+                for child in self.process_tree.list_children(myself)
+                if child.pid not in spared
             ]
             if not orphans:
                 return
-            for member in self.supervisor.descendants(orphans):
-                self.supervisor.kill_process(member)
+            for member in self.process_tree.descendants(orphans):
+                self.process_tree.kill_process(member)
             for orphan in orphans:
                 try:
                     os.waitpid(orphan.pid, os.WNOHANG)
                 except ChildProcessError:
                     pass
-            time.sleep(self.supervisor.RETRY_SECONDS / 4)
+            time.sleep(self.process_tree.RETRY_SECONDS / 4)
         if myself is not None:
             self.stuck |= {
-                child.pid for child in self.supervisor.list_children(myself)
+                child.pid for child in self.process_tree.list_children(myself)
             } - self.supervisors.keys()
 
 

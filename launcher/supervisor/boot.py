@@ -1,6 +1,8 @@
 """
-How a keeper is started, and how a command is laid before it. Nothing here takes time to import:
-`ahead` needs it first.
+Start a supervisor, and lay out the commands that it and the fork server read.
+
+`pdrun.launcher.launch.prestart` imports this module before anything else, so it imports nothing that
+takes time.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ SUPERVISOR_FILE = f"{_STDLIB_ONLY}/supervisor.py"
 FORK_SERVER_FILE = f"{_STDLIB_ONLY}/fork_server.py"
 BASE_MODULES = ("torch", "torch.distributed")
 OPTIMIZER_MODULES = ("torch._dynamo",)
-"""What the construction of a first optimizer imports, as dear as torch itself."""
-BOOT_CODE = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import supervisor; supervisor.main(sys.argv)"
-"""Loads supervisor.py as a module: a file that is run is compiled each time (20 ms)."""
+"""Imported when the first optimizer is constructed. It takes as long as torch itself."""
+BOOT_CODE = (
+    "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]);"
+    " import supervisor; supervisor.main(sys.argv)"
+)
+"""Imports supervisor.py as a module. A file that is run is compiled each time (20 ms)."""
 
 
 class Prestart:
     """
-    A keeper that was started beforehand; ``command`` is what its starter runs: words, environment,
-    folder.
+    A supervisor that was started before the command line was parsed.
+
+    ``command`` is what its fork server runs: argv, environment, working directory.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -38,24 +44,19 @@ class Prestart:
 
 def start_supervisor(python: str) -> tuple[int, socket.socket]:
     """
-    Start a keeper as a child in a session of its own; return its pid and the socket to it.
+    Start a supervisor as a child in a new session; return its pid and the socket to it.
 
     Raises:
-        OSError: that is not possible.
+        OSError: it could not be started.
     """
     import socket  # the plan imports this module, and a dry run needs no socket
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    argv = [
-        python,
-        *flags,
-        "-c",
-        BOOT_CODE,
-        SUPERVISOR_FILE,
-        str(theirs.fileno()),
-        os.urandom(8).hex(),
-    ]
+    flags = ["-I", "-S"]
+    if sys.dont_write_bytecode:
+        flags.append("-B")
+    token = os.urandom(8).hex()
+    argv = [python, *flags, "-c", BOOT_CODE, SUPERVISOR_FILE, str(theirs.fileno()), token]
     try:
         theirs.set_inheritable(True)
         return os.posix_spawn(python, argv, os.environ, setsigmask=[], setsid=True), ours
@@ -74,11 +75,13 @@ def write_command(
     nofile: tuple[int, int] | None,
 ) -> int:
     """
-    Lay a command into an anonymous file, for the keeper; return its descriptor.
+    Write a command into an anonymous file for the supervisor; return the descriptor.
 
-    An environment may be larger than any packet. Text goes as the bytes that this process got it
-    from, whatever its locale is. ``nofile``: the user's own limit of open files, soft and hard;
-    None: this process's.
+    A file is used because an environment may be larger than any packet. Text is written as the
+    bytes from which this process decoded it, independent of the locale.
+
+    Args:
+        nofile: the user's own limit of open files, (soft, hard); None: the limit of this process.
     """
     body = json.dumps(
         {
@@ -110,15 +113,11 @@ def fork_server_argv(
     python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()
 ) -> list[str]:
     """
-    Return a starter's command line, as long as a worker's, so that it can carry that one's words
-    later.
+    Return the command line of a fork server, padded to the length of a worker's.
+
+    A forked worker overwrites it with its own command line.
     """
-    argv = [
-        python,
-        *flags,
-        FORK_SERVER_FILE,
-        ",".join(modules),
-    ]
+    argv = [python, *flags, FORK_SERVER_FILE, ",".join(modules)]
     return [*argv, "-" * max(0, _text_bytes(worker) - _text_bytes(argv) - 1)]
 
 

@@ -1,12 +1,12 @@
 """
-The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper
-itself be killed.
+The agent's handle of the supervisor process: start it, send requests, read events, clean up.
 
-The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it
-(PR_SET_PDEATHSIG) and what they had started comes to the agent, which ends it. Everything here is
-bounded; nothing waits for a keeper that hangs: it is asked for a sign of life every PING seconds
-(`beat`), and one that leaves PINGS of them unanswered is ended. What counts are questions that it
-had PING seconds to answer, not time, so that a stall of the agent itself ends nothing.
+The agent is a sub-reaper, too. If the supervisor is killed, its workers die with it
+(PR_SET_PDEATHSIG). Their descendants become children of the agent, which kills them.
+
+Every wait is bounded. The supervisor gets a ping every PING_SECONDS (`send_ping`). If it leaves
+MAX_UNANSWERED_PINGS unanswered, it is killed. Unanswered pings are counted instead of time, so that
+a stall of the agent itself kills nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun import process_setup
 from pdrun.errors import PdrunError
-from pdrun.launcher.stdlib_only import supervisor
+from pdrun.launcher.stdlib_only import process_tree, watchdog
 from pdrun.launcher.supervisor import boot
 from pdrun.launcher.supervisor.events import (
     Exited,
@@ -41,28 +41,30 @@ if TYPE_CHECKING:
     from pdrun.launcher.supervisor.boot import Prestart
     from pdrun.launcher.supervisor.warm_client import BorrowedSupervisor
 
-CLOSE_SECONDS = supervisor.KILL_SECONDS + 1.0
+CLOSE_SECONDS = process_tree.KILL_SECONDS + 1.0
+"""Time that the supervisor has to kill all descendants and exit."""
 PING_SECONDS = 2.0
 MAX_UNANSWERED_PINGS = 5
+MAX_PACKET_BYTES = 1 << 17
 PONG_PACKET = json.dumps({"ev": "pong"}).encode()
 ENDED_PACKET = json.dumps({"ev": "ended"}).encode()
 
 
 class SupervisorProcess:
     """
-    Implements `pdrun.launcher.agent.interfaces.Keeper`.
+    A supervisor process; implements `pdrun.launcher.agent.interfaces.SupervisorHandle`.
 
     Args:
-        python: interpreter to run the keeper with.
-        spare: children of this process that are not the keeper's and must outlive it (the
-            scheduler, say);
-            those that exist now are spared anyway. May be added to later.
-        lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is
-            started then.
-        ahead: one that was started beforehand, and its starter (`ahead.take`).
+        python: interpreter that runs the supervisor.
+        spared_pids: children of this process that are not killed if the supervisor dies (the
+            scheduler, for example). Children that exist now are spared, too. More may be added
+            later.
+        borrowed: a supervisor that was forked from a warm process, with a fork server that is
+            ready. No other one is started.
+        prestart: a supervisor that is already running, and its fork server.
 
     Raises:
-        PdrunError: the keeper could not be started.
+        PdrunError: the supervisor could not be started.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class SupervisorProcess:
     ) -> None:
         if sys.platform != "linux":
             raise PdrunError(
-                f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux"
+                f"workers cannot be started on {sys.platform}",
+                hint="the supervisor process needs Linux",
             )
         self._death_reason: str = ""
         self._unanswered = 0
@@ -84,7 +87,7 @@ class SupervisorProcess:
         self._borrowed = borrowed
         self._has_fork_server = borrowed is not None or prestart is not None
         if borrowed is None:
-            supervisor.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1)
+            process_tree.prctl(process_tree.PR_SET_CHILD_SUBREAPER, 1)
         if borrowed is not None:
             self.pid = borrowed.pid
             self.spared_pids = set(spared_pids)
@@ -111,11 +114,11 @@ class SupervisorProcess:
             if process_setup.is_out_of_processes(error):
                 raise process_setup.process_limit_error("pdrun") from error
             raise PdrunError(
-                f"could not start the keeper: {error.strerror}", where=python
+                f"could not start the supervisor process: {error.strerror}", where=python
             ) from error
 
     def fileno(self) -> int:
-        """Readable when `events` may have something; -1 after `close`."""
+        """Return the descriptor to poll for `read_events`; -1 after `close`."""
         return self._socket.fileno() if self._socket else -1
 
     def spawn(
@@ -126,7 +129,7 @@ class SupervisorProcess:
         stderr: int,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Ask for a process; the descriptors may be closed after the call."""
+        """Request a process. The descriptors may be closed after the call."""
         body = _write_command(command)
         try:
             descriptors = [body, stdin, stdout, stderr, *pass_fds]
@@ -142,7 +145,7 @@ class SupervisorProcess:
             os.close(body)
 
     def start_fork_server(self, command: WorkerCommand) -> None:
-        """Start the starter, where there is none yet; answered by one StarterState."""
+        """Request a fork server, unless there is one. Answered by one ForkServerStatus."""
         if self._has_fork_server:
             return
         self._has_fork_server = True
@@ -153,7 +156,7 @@ class SupervisorProcess:
             os.close(body)
 
     def release_fork_server(self) -> None:
-        """Let the starter go once it has forked what it was asked for."""
+        """End the fork server once it has forked all requested workers."""
         self._send_message({"op": "dismiss"})
 
     def send_signal(self, slot: int, number: int, *, group: bool) -> None:
@@ -161,22 +164,20 @@ class SupervisorProcess:
         self._send_message({"op": "signal", "slot": slot, "number": int(number), "group": group})
 
     def sweep_descendants(self, slot: int | None) -> None:
-        """
-        SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
-        """
+        """Kill every descendant that a slot (None: any slot) has left. Answered by one Swept."""
         self._send_message({"op": "sweep", "slot": slot})
 
     def read_events(self) -> Iterable[SupervisorEvent]:
         """
-        Return what has happened since the last call.
+        Return the events since the last call.
 
         Raises:
-            PdrunError: the keeper died; its workers and their descendants have been ended.
+            PdrunError: the supervisor died. Its workers and their descendants have been killed.
         """
         found: list[SupervisorEvent] = []
         while self._socket is not None:
             try:
-                data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
+                data = self._socket.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 if self._is_frozen and not found:
                     raise self._on_death() from None
@@ -189,7 +190,7 @@ class SupervisorProcess:
                 if data != PONG_PACKET:
                     found.append(_parse_event(json.loads(data)))
             elif found:
-                return found  # the end of the connection is seen again by the next call
+                return found  # the next call sees the end of the connection again
             else:
                 raise self._on_death()
         if self._death_reason:
@@ -198,21 +199,26 @@ class SupervisorProcess:
 
     def send_ping(self) -> float:
         """
-        Ask for a sign of life, when that is due; return when it is due next. Call after `events`,
-        which hears it.
+        Send a ping if one is due; return when the next one is due (monotonic seconds).
+
+        Call it after `read_events`, which counts the answers.
         """
         now = time.monotonic()
         if now >= self._ping_at and not self._is_frozen:
             self._is_frozen = self._unanswered >= MAX_UNANSWERED_PINGS
             if not self._is_frozen:
-                self._unanswered = self._unanswered + 1
+                self._unanswered += 1
                 self._ping_at = now + PING_SECONDS
                 self._send_message({"op": "ping"})
-        return now if self._is_frozen else self._ping_at
+        if self._is_frozen:
+            return now
+        return self._ping_at
 
     def close(self) -> None:
         """
-        End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed).
+        End the supervisor with all descendants and wait for it.
+
+        After CLOSE_SECONDS it is killed.
         """
         if self._socket is None:
             return
@@ -220,9 +226,8 @@ class SupervisorProcess:
         self._socket = None
         with suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
-        self._signal_supervisor(
-            signal.SIGCONT
-        )  # one that was stopped would not see the end of the connection
+        # A stopped supervisor would not see the end of the connection.
+        self._signal_supervisor(signal.SIGCONT)
         code = self._wait_for_exit(CLOSE_SECONDS)
         if code != 0 or (self._borrowed is not None and not _has_reported_end(ours)):
             self._kill_orphans()
@@ -237,14 +242,15 @@ class SupervisorProcess:
                 self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL
             )
         except (BrokenPipeError, ConnectionResetError):
-            pass  # `events` says so
-        except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
+            pass  # `read_events` reports it
+        except BlockingIOError:  # it has read nothing for SO_SNDTIMEO
             self._is_frozen = True
 
     def _signal_supervisor(self, number: int) -> None:
         """
-        Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is
-        a pidfd.
+        Signal the supervisor.
+
+        The pid is still its own: a child has not been reaped, and for any other there is a pidfd.
         """
         try:
             if self._borrowed is not None:
@@ -255,92 +261,90 @@ class SupervisorProcess:
             pass
 
     def _close_handle(self) -> None:
-        """Close the pidfd of a keeper that is no child."""
+        """Close the pidfd of a borrowed supervisor."""
         if self._borrowed is not None:
             os.close(self._borrowed.handle)
 
     def _wait_for_exit(self, seconds: float) -> int:
         """
-        Wait for the keeper's end, kill it after that many seconds, and return how it ended, as
-        waitpid does.
+        Wait for the supervisor's exit, kill it after ``seconds``, and return its wait status.
 
-        How one that is no child ended is not known: 0 then, and it says itself that all is in order
-        ("ended").
+        The status of a borrowed supervisor is not known, because it is no child: returns 0. It
+        reports an orderly end with ENDED_PACKET.
         """
         handle = self._borrowed.handle if self._borrowed is not None else None
         if not _wait_exit(self.pid, seconds, handle):
             self._signal_supervisor(signal.SIGKILL)
-            if not _wait_exit(self.pid, supervisor.KILL_SECONDS, handle):
+            if not _wait_exit(self.pid, process_tree.KILL_SECONDS, handle):
                 return int(signal.SIGKILL)
-        return _reap_child(self.pid) if handle is None else 0
+        if handle is not None:
+            return 0
+        return _reap_child(self.pid)
 
     def _on_death(self) -> PdrunError:
-        """
-        The keeper is gone without having been asked: end what it had started, and say how it went.
-        """
+        """Kill what a dead or frozen supervisor has left, and return the error to raise."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         code = os.waitstatus_to_exitcode(self._wait_for_exit(0.0 if self._is_frozen else 1.0))
         self._kill_orphans()
         self._close_handle()
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        if self._borrowed is not None:
-            how = "ended or was killed"
-        if self._is_frozen:
-            how = f"did not answer for {PING_SECONDS * MAX_UNANSWERED_PINGS:g} s (was it stopped?) and was ended"
+        how = self._describe_death(code)
         self._death_reason = (
-            f"the keeper process {self.pid} {how}; every worker on this node has been ended"
+            f"the supervisor process {self.pid} {how}; all workers on this node were killed"
         )
         return PdrunError(
-            self._death_reason, hint="nothing of the job is left here; start it again"
+            self._death_reason, hint="no process of the job is left on this node; start it again"
         )
 
-    def _kill_orphans(self) -> None:
-        """
-        SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds.
-        """
+    def _describe_death(self, code: int) -> str:
+        if self._is_frozen:
+            seconds = PING_SECONDS * MAX_UNANSWERED_PINGS
+            return f"did not answer for {seconds:g} s (was it stopped?) and was killed"
         if self._borrowed is not None:
-            return supervisor.kill_marked(self._borrowed.mark)
-        myself = supervisor.find_process(os.getpid())
-        give_up_at = time.monotonic() + supervisor.KILL_SECONDS
+            return "ended or was killed"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def _kill_orphans(self) -> None:
+        """Kill and reap what became this process's child when the supervisor died."""
+        if self._borrowed is not None:
+            watchdog.kill_marked(self._borrowed.mark)
+            return
+        myself = process_tree.find_process(os.getpid())
+        give_up_at = time.monotonic() + process_tree.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
             orphans = [
                 child
-                for child in supervisor.list_children(myself)
+                for child in process_tree.list_children(myself)
                 if child.pid not in self.spared_pids
             ]
             if not orphans:
-                return None
-            for member in supervisor.descendants(orphans):
-                supervisor.kill_process(member)
+                return
+            for member in process_tree.descendants(orphans):
+                process_tree.kill_process(member)
             for orphan in orphans:
                 try:
                     os.waitpid(orphan.pid, os.WNOHANG)
                 except ChildProcessError:
                     pass
-            time.sleep(supervisor.RETRY_SECONDS / 4)
-        return None
+            time.sleep(process_tree.RETRY_SECONDS / 4)
 
 
-def _other_children(keeper: int) -> list[int]:
-    """Return the children that this process has beside a keeper."""
-    myself = supervisor.find_process(os.getpid())
-    return [
-        child.pid
-        for child in (supervisor.list_children(myself) if myself else ())
-        if child.pid != keeper
-    ]
+def _other_children(supervisor_pid: int) -> list[int]:
+    """Return the pids of this process's children except the supervisor."""
+    myself = process_tree.find_process(os.getpid())
+    if myself is None:
+        return []
+    children = process_tree.list_children(myself)
+    return [child.pid for child in children if child.pid != supervisor_pid]
 
 
 def _has_reported_end(connection: socket.socket) -> bool:
-    """Whether the last word of a keeper that has ended was that nothing is left of its workers."""
+    """Return whether a supervisor that has ended reported that it had killed all descendants."""
     try:
-        while data := connection.recv(1 << 17, socket.MSG_DONTWAIT):
+        while data := connection.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT):
             if data == ENDED_PACKET:
                 return True
     except OSError:
@@ -370,8 +374,9 @@ def _write_command(command: WorkerCommand) -> int:
 
 def _wait_exit(pid: int, seconds: float, known: int | None = None) -> bool:
     """
-    Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not
-    in that time.
+    Wait until a process has ended, without reaping it; return False after ``seconds``.
+
+    ``known``: its pidfd, if it is not a child of this process.
     """
     try:
         handle = os.pidfd_open(pid) if known is None else known

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.plan.model import Starting
-from pdrun.launcher.plan.start_method import PLAIN, starter_command
-from pdrun.launcher.supervisor import warm_client
+from pdrun.launcher.plan.model import StartMethod
+from pdrun.launcher.plan.start_method import BASE_MODULES, fork_server_command
+from pdrun.launcher.supervisor import warm_client, warm_start
 from pdrun.launcher.supervisor.events import (
     Exited,
     Spawned,
     SpawnFailed,
-    StarterState,
-    Warm,
+    ForkServerStatus,
+    WarmProcess,
     WorkerCommand,
 )
 from tests.lib.agent_fakes import make_plan
-from tests.lib.supervisor_driver import KeeperDriver, keeper_driver
+from tests.lib.supervisor_driver import SupervisorDriver, supervisor_driver
 
 pytest.importorskip("torch")
 
@@ -44,7 +44,7 @@ class Ended:
 class Bench:
     """Runs programs, forked from the starter or executed, and waits for them."""
 
-    def __init__(self, driver: KeeperDriver, modules: tuple[str, ...] = PLAIN) -> None:
+    def __init__(self, driver: SupervisorDriver, modules: tuple[str, ...] = BASE_MODULES) -> None:
         self.driver, self.slots = driver, 0
         self.modules = modules
         self.env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
@@ -65,7 +65,7 @@ class Bench:
         self.slots += 1
         null = os.open(os.devnull, os.O_RDWR)
         command = WorkerCommand(self.slots, argv, {**self.env, **(env or {})}, cwd, cpus, start)  # type: ignore[arg-type]
-        self.driver.keeper.spawn(command, null if stdin is None else stdin, out, err)
+        self.driver.supervisor.spawn(command, null if stdin is None else stdin, out, err)
         os.close(null)
         return self.slots
 
@@ -93,7 +93,7 @@ class Bench:
                 stdin=stdin,
             )
             code = os.waitstatus_to_exitcode(self.driver.wait(Exited, slot, 60).status)
-            self.driver.seen = [event for event in self.driver.seen if event.slot != slot]
+            self.driver.events = [event for event in self.driver.events if event.slot != slot]
             texts = []
             for file in (out, err):
                 file.seek(0)
@@ -124,12 +124,12 @@ def plain_environment() -> dict[str, str]:
 
 
 def starter_of(
-    env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python: str = sys.executable
+    env: Mapping[str, str], modules: tuple[str, ...] = BASE_MODULES, python: str = sys.executable
 ) -> WorkerCommand:
     """The command of a starter for workers with this environment."""
     plan = make_plan(1, argv=(python, "x" * 200), kind="script")
-    return starter_command(
-        replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules))
+    return fork_server_command(
+        replace(plan, base_env=dict(env), starting=StartMethod("fork", modules=modules))
     )
 
 
@@ -137,27 +137,27 @@ def starter_of(
 def warm_process(
     folder: Path,
     env: Mapping[str, str],
-    modules: tuple[str, ...] = PLAIN,
+    modules: tuple[str, ...] = BASE_MODULES,
     idle: float = 600.0,
     python: str = sys.executable,
-) -> Iterator[Warm]:
+) -> Iterator[WarmProcess]:
     """A warm process in a folder of its own, ended at the end."""
-    name = f"{warm_client.key(python, env)}.sock"
-    with pytest.MonkeyPatch.context() as patch, warm_client.changing(folder, print) as number:
-        patch.setattr(warm_client, "MODULES", modules)
-        warm_client.launch(number, folder / name, python, env, idle)
+    name = f"{warm_start.warm_key(python, env)}.sock"
+    with pytest.MonkeyPatch.context() as patch, warm_start.locked_dir(folder, print) as number:
+        patch.setattr(warm_start, "WARM_MODULES", modules)
+        warm_start.start_warm(number, folder / name, python, env, idle)
     found = said(folder)
     try:
         yield found
     finally:
-        warm_client.stop(found)
+        warm_start.stop_warm(found)
 
 
-def said(folder: Path) -> Warm:
+def said(folder: Path) -> WarmProcess:
     """What the only warm process of a folder says of itself."""
-    look = warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
+    look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
     assert look.path == folder
-    (found,) = look.found()
+    (found,) = look.collect_answers()
     assert not look.faults
     return found
 
@@ -175,13 +175,13 @@ def bench(
         lent = None
         if request.param == "warm":
             folder = tmp_path_factory.mktemp("warm") / "pdrun"
-            lent = warm_client.borrow(
-                stack.enter_context(warm_process(folder, env, warm_client.MODULES)).socket
+            lent = warm_client.borrow_supervisor(
+                stack.enter_context(warm_process(folder, env, warm_start.WARM_MODULES)).socket
             )
-        driver = stack.enter_context(keeper_driver(lent))
-        driver.keeper.prepare(starter_of(env))
-        assert driver.wait(StarterState, None, 60).why == ""
-        yield Bench(driver, PLAIN if lent is None else warm_client.MODULES)
+        driver = stack.enter_context(supervisor_driver(lent))
+        driver.supervisor.start_fork_server(starter_of(env))
+        assert driver.wait(ForkServerStatus, None, 60).why == ""
+        yield Bench(driver, BASE_MODULES if lent is None else warm_start.WARM_MODULES)
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "threads that come after the import",
         "launcher/stdlib_only/fork_server.py",
-        "            why = unfit()\n            if why:\n                self.say",
-        "            why = ''\n            if why:\n                self.say",
+        "            why = why_not_forkable()\n            if why:\n                self.send",
+        "            why = ''\n            if why:\n                self.send",
         f"{HAZARDS}threads_that_come_later_are_seen_at_the_fork",
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "OpenBLAS's threads are fixed at import",
         "launcher/stdlib_only/forked_worker.py",
-        "        openblas_threads(blas)",
+        "        set_openblas_threads(blas)",
         "        pass",
         f"{HAZARDS}thread_counts_are_the_workers_own[cold-3]",
     ),
@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "variables that come too late go unnoticed",
         "launcher/stdlib_only/fork_server.py",
-        "        forked.watch_late(importtime.frozen)\n",
+        "        forked_worker.warn_late_variables(import_env.is_import_variable)\n",
         "",
         f"{HAZARDS}late_variables_are_named_once[cold]",
     ),
@@ -122,14 +122,14 @@ MUTANTS = (
     Mutant(
         "tools that count when a process starts",
         "launcher/plan/start_method.py",
-        "    return importtime.needs_exec(dict(environ))",
+        "    return import_env.why_exec_needed(dict(environ))",
         '    return ""',
         f"{DECISION}environments_that_count_at_the_start_of_a_process",
     ),
     Mutant(
         "values that differ between workers",
         "launcher/plan/start_method.py",
-        "    if own:",
+        "    if different:",
         "    if False:",
         f"{DECISION}only_variables_that_are_read_at_first_use_may_differ_between_workers",
     ),
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "a frame of the starter in tracebacks",
         "launcher/stdlib_only/fork_server.py",
-        "        forked.hide_frame()\n",
+        "        forked_worker.hide_own_frame()\n",
         "",
         f"{SAME}exceptions_in_modules_have_the_same_traceback[cold]",
     ),
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "descriptors of a neighbour",
         "launcher/stdlib_only/fork_server.py",
-        "                if other is not order:\n                    other.close()",
+        "                if other is not request:\n                    other.close()",
         "                pass",
         f"{HAZARDS}no_descriptor_of_a_neighbour_that_is_forked_with_it",
     ),
@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "the starter's streams",
         "launcher/stdlib_only/fork_server.py",
-        "        forked.streams()\n",
+        "        forked_worker.reopen_streams()\n",
         "",
         f"{SAME}unbuffered_and_stdin[cold]",
     ),
@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "workers are the starter's children",
         "launcher/stdlib_only/fork_server.py",
-        '            if os.getppid() != order.facts["keeper"]:\n                os._exit(127)',
+        '            if os.getppid() != request.facts["keeper"]:\n                os._exit(127)',
         "            pass\n            os.setsid if 0 else os.abort()",
         f"{HAZARDS}workers_are_the_keepers_children_and_their_status_is_exact[cold]",
     ),
@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "limits and priority of another shell",
         "launcher/stdlib_only/warm_server.py",
-        "            why = self.inherited.take_on(wanted)",
+        "            why = self.inherited_state.adopt_state(wanted)",
         '            why = ""',
         f"{PROCESS}what_was_inherited_is_taken_on_or_refused",
     ),
@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         "a module was changed",
         "launcher/stdlib_only/import_tracker.py",
-        "            if _stamp(path) != stamp:\n                return path",
+        "            if _stamp_file(path) != stamp:\n                return path",
         "            pass",
         f"{PROCESS}files_and_variables_of_the_import_are_known",
     ),
@@ -309,13 +309,13 @@ MUTANTS = (
     Mutant(
         "a variable has another value",
         "launcher/plan/start_method.py",
-        "if wanted.get(name) != warm.variables.get(name) and",
+        "if job_env.get(name) != warm.variables.get(name) and",
         "if False and",
         f"{WARM}what_fits_a_job",
     ),
     Mutant(
         "a stopped keeper sleeps on",
-        "launcher/stdlib_only/supervisor.py",
+        "launcher/stdlib_only/watchdog.py",
         "                os.kill(parent, signal.SIGCONT)",
         "                pass",
         f"{PROCESS}a_stopped_keeper_wakes_when_its_agent_is_gone",
@@ -323,20 +323,20 @@ MUTANTS = (
     Mutant(
         "orphans of a killed keeper",
         "launcher/stdlib_only/warm_server.py",
-        "        self.end_orphans()\n",
+        "        self.kill_orphans()\n",
         "",
         f"{PROCESS}what_hides_from_its_mark_is_ended_by_the_warm_process",
     ),
     Mutant(
         "idle during a job",
         "launcher/stdlib_only/warm_server.py",
-        "            if not self.jobs and now",
+        "            if not self.supervisors and now",
         "            if now",
         f"{PROCESS}it_ends_when_nobody_has_used_it_and_not_during_a_job",
     ),
     Mutant(
         "descriptors of the shell",
-        "launcher/supervisor/warm_client.py",
+        "launcher/supervisor/warm_start.py",
         "        os.closerange(last + 1, 1 << 20)\n",
         "",
         f"{PROCESS}descriptors_of_whoever_started_it_are_closed",

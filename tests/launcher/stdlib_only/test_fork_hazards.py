@@ -307,7 +307,7 @@ def test_nothing_outlives_a_killed_agent_or_keeper(script: Path) -> None:
                 driver.supervisor._socket = None
             else:
                 os.kill(driver.supervisor.pid, signal.SIGKILL)
-                with pytest.raises(Exception, match="keeper process"):
+                with pytest.raises(Exception, match="supervisor process"):
                     wait_until(lambda driver=driver: list(driver.supervisor.read_events()) and False, 5)
             wait_until(lambda started=started: not any(map(is_alive, started)), 1.0, "everything gone")
 

@@ -16,7 +16,7 @@ import pytest
 
 from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.launcher.plan.start_method import why_unusable
-from pdrun.launcher.supervisor import warm_client as warm_module
+from pdrun.launcher.supervisor import warm_start
 from pdrun.launcher.supervisor.events import WarmProcess
 from tests.launcher.plan.test_start_method import FIT, decided
 from tests.launcher.stdlib_only.conftest import plain_environment
@@ -373,13 +373,13 @@ def test_another_pdrun_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, heard = tmp_path / "pdrun", list[str]()
-    monkeypatch.setattr(warm_module, "LOCK_SECONDS", 0.2)
-    with warm_module.locked_dir(folder, heard.append):
+    monkeypatch.setattr(warm_start, "LOCK_SECONDS", 0.2)
+    with warm_start.locked_dir(folder, heard.append):
         with pytest.raises(
             DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"
         ):
-            with warm_module.locked_dir(folder, heard.append):
+            with warm_start.locked_dir(folder, heard.append):
                 pass
     assert len(heard) == 1
-    with warm_module.locked_dir(folder, heard.append):
+    with warm_start.locked_dir(folder, heard.append):
         assert len(heard) == 1

@@ -22,7 +22,7 @@ import pytest
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import inherited_state
-from pdrun.launcher.supervisor import warm_client
+from pdrun.launcher.supervisor import warm_client, warm_start
 from pdrun.launcher.supervisor.events import Exited, Spawned, ForkServerStatus, WarmProcess
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.stdlib_only.conftest import Bench, plain_environment, said, warm_process
@@ -52,7 +52,7 @@ def borrowed(found: WarmProcess) -> Iterator[Bench]:
 
 def connection(found: WarmProcess) -> socket.socket:
     with warm_client.open_private_dir(Path(found.socket).parent) as number:
-        return warm_client._connect_to(number, Path(found.socket).name)
+        return warm_client.connect_to(number, Path(found.socket).name)
 
 
 def sleepers(bench: Bench, script: Path, count: int = 1) -> list[int]:
@@ -151,7 +151,7 @@ def test_another_user_is_not_answered_and_not_asked(light: WarmProcess, folder: 
     assert os.read(read, 99) == b"[]"
     os.close(read), os.close(write)
     with (
-        pytest.raises(ConfigError, match="not a folder of yours alone"),
+        pytest.raises(ConfigError, match="accessible to other users"),
         warm_client.open_private_dir(folder),
     ):
         pass
@@ -165,7 +165,7 @@ def test_another_user_is_not_answered_and_not_asked(light: WarmProcess, folder: 
             listener.listen()
             os.seteuid(0)
             with pytest.raises(PermissionError, match="belongs to user 65534"):
-                warm_client._connect_to(number, "theirs.sock")
+                warm_client.connect_to(number, "theirs.sock")
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_nothing_outlives_a_killed_agent_or_keeper(
             os.kill(bench.driver.supervisor.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)), 5.0, "everything gone")
         if how == "keeper":
-            with pytest.raises(PdrunError, match="keeper process"):
+            with pytest.raises(PdrunError, match="supervisor process"):
                 wait_until(lambda: list(bench.driver.supervisor.read_events()) and False, 5)
 
 
@@ -349,7 +349,7 @@ def test_a_job_goes_on_when_the_warm_process_ends(light: WarmProcess, script: Pa
         slot = bench.start((sys.executable, str(script)), into, into, stdin=read)
         bench.driver.wait(Spawned, slot, 20)
         if how == "stop":
-            assert warm_client.stop_warm(light)
+            assert warm_start.stop_warm(light)
         else:
             os.kill(light.pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(light.pid), 5)
@@ -397,7 +397,7 @@ def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: WarmProce
 def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: WarmProcess) -> None:
     os.kill(light.pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(light.pid), 5)
-    assert warm_client.remove_dead(warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
+    assert warm_start.remove_dead(warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
         Path(light.socket).name
     ]
     assert not Path(light.socket).exists()
@@ -407,7 +407,7 @@ def test_a_stopped_process_is_called_that(folder: Path, light: WarmProcess) -> N
     os.kill(light.pid, signal.SIGSTOP)
     try:
         look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
-        assert look.collect_answers() == () and warm_client.remove_dead(look, print) == []
+        assert look.collect_answers() == () and warm_start.remove_dead(look, print) == []
         (why,) = look.faults.values()
         assert (
             why.startswith(f"the warm process {light.pid} is stopped")
@@ -429,7 +429,7 @@ def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
     def looked() -> warm_client.WarmScan:
         look = warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)})
         look.collect_answers()
-        warm_client.replace_silent(look, Path(light.socket).name, told.append)
+        warm_start.replace_silent(look, Path(light.socket).name, told.append)
         return look
 
     assert not looked().faults and not told and is_alive(light.pid)
@@ -444,7 +444,7 @@ def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
     ("text", "why"),
     [
         ("raise OSError('no library')", "OSError: no library"),
-        ("import os\nos._exit(3)", "ended at once"),
+        ("import os\nos._exit(3)", "ended during the import"),
         (
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
             "left 2 threads",
@@ -535,11 +535,11 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
     said, inside = list[str](), threading.Event()
 
     def second() -> None:
-        with warm_client.locked_dir(tmp_path / "w", said.append):
+        with warm_start.locked_dir(tmp_path / "w", said.append):
             inside.set()
 
     thread = threading.Thread(target=second, daemon=True)
-    with warm_client.locked_dir(tmp_path / "w", said.append):
+    with warm_start.locked_dir(tmp_path / "w", said.append):
         assert said == []
         thread.start()
         wait_until(lambda: said, what="a word")
@@ -551,11 +551,11 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_sockets_is_not_blamed_for_what_is_done_in_it(tmp_path: Path) -> None:
-    with pytest.raises(BlockingIOError), warm_client.locked_dir(tmp_path / "w", print):
+    with pytest.raises(BlockingIOError), warm_start.locked_dir(tmp_path / "w", print):
         raise BlockingIOError(errno.EAGAIN, "no process is left")
     (tmp_path / "file").touch()
     with (
-        pytest.raises(ConfigError, match="cannot hold sockets"),
-        warm_client.locked_dir(tmp_path / "file" / "w", print),
+        pytest.raises(ConfigError, match="cannot contain sockets"),
+        warm_start.locked_dir(tmp_path / "file" / "w", print),
     ):
         pass

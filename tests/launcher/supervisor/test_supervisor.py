@@ -357,7 +357,7 @@ def test_a_keeper_that_does_not_answer_is_ended(tmp_path, monkeypatch):
             assert list(driver.supervisor.read_events()) == []
         os.kill(driver.supervisor.pid, signal.SIGSTOP)
         begin = time.monotonic()
-        with pytest.raises(PdrunError, match=r"keeper process \d+ did not answer for .* was ended"):
+        with pytest.raises(PdrunError, match=r"supervisor process \d+ did not answer for .* was killed"):
             wait_until(lambda: driver.supervisor.read_events() or driver.supervisor.send_ping() is None)
         assert time.monotonic() - begin >= 0.1 * client.MAX_UNANSWERED_PINGS
         assert not is_alive(driver.supervisor.pid)
@@ -405,7 +405,7 @@ def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):
         try:
             driver.supervisor.spared_pids.add(bystander.pid)
             os.kill(driver.supervisor.pid, signal.SIGKILL)
-            with pytest.raises(PdrunError, match=r"keeper process .* was killed by SIGKILL"):
+            with pytest.raises(PdrunError, match=r"supervisor process .* was killed by SIGKILL"):
                 driver.wait(Exited)
             assert not is_alive(worker)
             assert not is_alive(left)
@@ -558,7 +558,7 @@ def test_a_starter_that_cannot_be_started_is_told_and_done_without(monkeypatch, 
         before = descriptors(driver)
         driver.supervisor.start_fork_server(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
         why = driver.wait(ForkServerStatus, None).why
-        assert why == "the starter could not be started: Too many open files"
+        assert why == "the fork server could not be started: Too many open files"
         assert descriptors(driver) == before
         fork_order(driver, 0)
         assert outcome(driver, 0) == [Spawned, Exited]

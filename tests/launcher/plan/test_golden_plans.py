@@ -20,5 +20,5 @@ def test_a_case_leads_to_exactly_its_plan(path: Path, tmp_path: Path) -> None:
 
 def test_there_are_cases_of_every_mode() -> None:
     texts = [load(path)["expect"] for path in CASES]
-    for mode in ("alone", "local", "first", "join"):
+    for mode in ("single", "local", "head", "join"):
         assert any(f"\nmode       {mode}" in text for text in texts), mode

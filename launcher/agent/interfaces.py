@@ -61,8 +61,8 @@ class Link(Protocol):
         """
         Return the seconds for which this node has been cut off from the scheduler.
 
-        As `silent_for`, but 0 while the scheduler's machine accepts connections: then the scheduler
-        is only being restarted. After more than the `lease` of its Welcome, the other nodes may
+        As `silent_for`, but a connection that the scheduler's machine accepts counts as a sign of
+        life: then the scheduler is only being restarted. After more than the `lease` of its Welcome, the other nodes may
         have formed a generation without this node.
         """
         ...
@@ -260,7 +260,7 @@ class SchedulerProcess(Protocol):
     """The scheduler process of this node."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `restart_if_dead` is due; -1: see `deadline`."""
+        """Return a descriptor that is readable when `restart_if_dead` is due, or -1."""
         ...
 
     def deadline(self) -> float | None:

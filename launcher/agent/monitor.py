@@ -1,5 +1,5 @@
 """
-What an agent learns about its running workers and reports to the scheduler: progress, hangs, stacks.
+What an agent learns about its workers and reports to the scheduler: progress, hangs, stacks.
 
     worker --datagram--> WorkerChannel -> Progress    at most every `progress_seconds`, the changes
     /proc, output -----> HangDetector  -> Hung        once per rank and generation

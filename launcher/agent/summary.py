@@ -1,10 +1,9 @@
 """
-The last words of a job on the terminal: how it ended and, when it failed, all that one needs to
-act. Pure text.
+The summary of a job on the terminal: how it ended and, if it failed, everything needed to act.
 
-At most LINES lines. The user's traceback is shown without any decorator in the script and without
-launcher frames; the last lines of the worker's output stand in where there is none. Control
-characters of a worker's text are made harmless.
+It has at most MAX_LINES lines. The user's traceback is shown without launcher frames, and the
+script needs no decorator for it. Without a traceback the last lines of output are shown. Control
+characters in a worker's text are escaped. This module only makes text.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
 
 MAX_LINES = 40
 _MAX_TRACEBACK_LINES = 22
+_HEAD_LINES = 3
+"""Lines at the start of a long traceback that are kept."""
 _MAX_TAIL_LINES = 10
 _MAX_OTHER_FAILURES = 4
 _MAX_LINE_CHARACTERS = 300
@@ -38,50 +39,49 @@ def format_summary(
     is_already_shown: bool = False,
 ) -> list[str]:
     """
-    Return the lines that tell how a job ended, without pdrun's prefix.
+    Return the lines of the summary, without pdrun's prefix.
 
     Args:
-        verdict: the scheduler's.
+        verdict: the scheduler's verdict.
         seconds: how long the job took on this node.
-        log_dir: folder of this run's logs; empty when no files are written.
-        python: the workers' interpreter on this node, for a hint; empty when it is not known.
-        revealed: the first cause's last lines, or the stacks of a hang, have just been shown here,
-            and are not again.
+        log_dir: folder of this run's logs; empty if no files are written.
+        python: the workers' interpreter on this node, for a hint; empty if unknown.
+        is_already_shown: the last lines of the first cause, or the stacks of a hang, have just been
+            printed, and are not repeated.
     """
-    took = f"after {format_duration(seconds)}"
+    logs = f", logs in {log_dir}" if log_dir else ""
+    duration = format_duration(seconds)
     if verdict.code == EXIT_OK:
-        return [
-            f"job done in {format_duration(seconds)}" + (f", logs in {log_dir}" if log_dir else "")
-        ]
+        return [f"job done in {duration}{logs}"]
     if verdict.first is None:
-        word = (
-            "stopped"
-            if verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE
-            else "failed"
-        )
-        reason = verdict.reason.removeprefix("stopped ")
-        lines = [
-            sanitize_line(
-                f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}"
-            )
-        ]
+        lines = [sanitize_line(_describe_end(verdict, duration))]
         lines += _other_failure_lines(verdict.others)
     else:
-        reason, deserted = _split_reason(verdict.reason)
-        lines = [
-            sanitize_line(f"job failed {took}: {reason}"),
-            *_first_cause_lines(verdict.first, is_already_shown),
-        ]
-        lines += _victim_lines(verdict.victims) + _other_failure_lines(verdict.others)
-        lines += [f"  hint: {text}" for text in find_hints(verdict.first.cause, python, deserted)]
-    logs = f", logs in {log_dir}" if log_dir else ""
+        reason, early_end = _split_reason(verdict.reason)
+        lines = [sanitize_line(f"job failed after {duration}: {reason}")]
+        lines += _first_cause_lines(verdict.first, is_already_shown)
+        lines += _victim_lines(verdict.victims)
+        lines += _other_failure_lines(verdict.others)
+        for hint in find_hints(verdict.first.cause, python, early_end):
+            lines.append(f"  hint: {hint}")
     return [*lines[: MAX_LINES - 1], f"exit code {verdict.code}{logs}"]
+
+
+def _describe_end(verdict: Verdict, duration: str) -> str:
+    """Return how a job without a first cause ended: stopped or failed."""
+    reason = verdict.reason.removeprefix("stopped ")
+    if reason != verdict.reason:
+        return f"job stopped after {duration} {reason}"
+    is_stopped = verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE
+    verb = "stopped" if is_stopped else "failed"
+    return f"job {verb} after {duration}: {reason}"
 
 
 def _split_reason(reason: str) -> tuple[str, str]:
     """
-    Take out of a reason which ranks had ended well before, which is a hint here; a long reason
-    would hide it.
+    Split a reason into itself and the part that names the ranks that had ended well before.
+
+    That part becomes a hint: behind a long reason it would be cut off.
     """
     found = _EARLY_END.search(reason)
     if found is None:
@@ -89,38 +89,33 @@ def _split_reason(reason: str) -> tuple[str, str]:
     return (reason[: found.start()] + reason[found.end() :], found[1])
 
 
-def _first_cause_lines(failure: Failure, revealed: bool) -> list[str]:
+def _first_cause_lines(failure: Failure, is_already_shown: bool) -> list[str]:
     cause = failure.cause
-    evidence = _evidence_lines(failure.cause)
-    who = f"rank {failure.rank} on {failure.node}"
+    evidence = _evidence_lines(cause)
+    indented = [f"    {sanitize_line(line)}" for line in evidence]
     if cause.kind == "hang":
-        where = f"where every rank was{' stands above' if revealed else ':'}"
-        return [f"  {where}", *(f"    {sanitize_line(line)}" for line in evidence if not revealed)]
-    if evidence and revealed:
-        lines = [sanitize_line(f"  the last words of {who} ({describe_exit(cause)}) stand above")]
+        if is_already_shown:
+            return ["  the stacks of all ranks are shown above"]
+        return ["  the stacks of all ranks:", *indented]
+    who = f"rank {failure.rank} on {failure.node} ({describe_exit(cause)})"
+    lines = []
+    if evidence and is_already_shown:
+        lines.append(sanitize_line(f"  the last output of {who} is shown above"))
     elif evidence:
-        what = (
-            "the traceback"
-            if cause.traceback.strip()
-            else f"the last line{'s' * (len(evidence) > 1)}"
-        )
-        lines = [
-            sanitize_line(f"  {what} of {who} ({describe_exit(cause)}):"),
-            *(f"    {sanitize_line(line)}" for line in evidence),
-        ]
-    else:
-        lines = (
-            []
-            if cause.kind == "lost"
-            else [sanitize_line(f"  {who} printed nothing ({describe_exit(cause)})")]
-        )
+        what = "the traceback"
+        if not cause.traceback.strip():
+            what = "the last line" if len(evidence) == 1 else "the last lines"
+        lines += [sanitize_line(f"  {what} of {who}:"), *indented]
+    elif cause.kind != "lost":
+        rank = f"rank {failure.rank} on {failure.node}"
+        lines.append(sanitize_line(f"  {rank} printed nothing ({describe_exit(cause)})"))
     if cause.log and (evidence or cause.kind == "lost"):
         lines.append(sanitize_line(f"  log of rank {failure.rank}: {cause.log}"))
     return lines
 
 
 def describe_exit(cause: Cause) -> str:
-    """``exit code 42``; ``SIGSEGV, exit code 139``: how the process ended."""
+    """Return how a process ended: ``exit code 42``, or ``SIGSEGV, exit code 139``."""
     if cause.signal:
         from pdrun.launcher.common.signals import format_signal
 
@@ -129,38 +124,40 @@ def describe_exit(cause: Cause) -> str:
 
 
 def _evidence_lines(cause: Cause) -> list[str]:
-    """The traceback, the middle cut out of a long one, else the last lines of output."""
+    """Return the traceback, a long one without its middle, or else the last lines of output."""
+    has_traceback = bool(cause.traceback.strip())
     if cause.kind == "hang":
-        if cause.traceback.strip():
+        if has_traceback:
             return cause.traceback.rstrip().split("\n")[: MAX_LINES - 10]
         return []
-    if not cause.traceback.strip():
+    if not has_traceback:
         return [line for line in cause.tail if line.strip()][-_MAX_TAIL_LINES:]
     lines = cause.traceback.rstrip().split("\n")
-    if len(lines) <= _MAX_TRACEBACK_LINES:
+    left_out = len(lines) - _MAX_TRACEBACK_LINES + 1
+    if left_out <= 1:
         return lines
-    head = 3
     return [
-        *lines[:head],
-        f"... {len(lines) - _MAX_TRACEBACK_LINES + 1} lines left out, see the log ...",
-        *lines[head + len(lines) - _MAX_TRACEBACK_LINES + 1 :],
+        *lines[:_HEAD_LINES],
+        f"... {left_out} lines left out, see the log ...",
+        *lines[_HEAD_LINES + left_out :],
     ]
 
 
 def _victim_lines(count: int) -> list[str]:
     if not count:
         return []
-    return [f"  {count} other worker{'s were' if count > 1 else ' was'} stopped because of it"]
+    if count == 1:
+        return ["  1 other worker was stopped because of it"]
+    return [f"  {count} other workers were stopped because of it"]
 
 
 def _other_failure_lines(others: Sequence[Failure]) -> list[str]:
-    lines = [
-        sanitize_line(
-            f"  rank {other.rank} on {other.node} failed by itself too: {other.cause.summary}"
-            + (f" ({other.cause.log})" if other.cause.log else "")
-        )
-        for other in others[:_MAX_OTHER_FAILURES]
-    ]
+    lines = []
+    for other in others[:_MAX_OTHER_FAILURES]:
+        text = f"  rank {other.rank} on {other.node} failed independently: {other.cause.summary}"
+        if other.cause.log:
+            text += f" ({other.cause.log})"
+        lines.append(sanitize_line(text))
     if len(others) > _MAX_OTHER_FAILURES:
         lines.append(f"  ... and {len(others) - _MAX_OTHER_FAILURES} more")
     return lines
@@ -168,33 +165,63 @@ def _other_failure_lines(others: Sequence[Failure]) -> list[str]:
 
 def find_hints(cause: Cause, python: str = "", early_end: str = "") -> Iterable[str]:
     """
-    What one can do about it, where that is known; ``deserted``: which ranks had ended well before.
+    Yield what the user can do, if that is known.
+
+    Args:
+        cause: the first cause.
+        python: the workers' interpreter; empty if unknown.
+        early_end: which ranks had ended well before; empty: none.
     """
     text = f"{cause.summary}\n{cause.traceback[-2000:]}"
     if cause.kind == "oom":
-        yield "the memory limit of this machine or container was reached: start fewer workers, or raise the limit"
+        yield (
+            "the memory limit of this machine or container was reached:"
+            " start fewer workers, or raise the limit"
+        )
     elif cause.kind == "signal" and cause.signal == 9:
-        yield "something outside pdrun killed it, often the kernel for lack of memory: look at 'dmesg' on that node"
+        yield (
+            "a process outside pdrun killed it, often the kernel for lack of memory:"
+            " check 'dmesg' on that node"
+        )
     elif cause.kind == "signal" and cause.signal == 7:
         yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
     elif cause.kind == "hang":
-        yield "--hang-timeout must be longer than the longest honest wait: an evaluation or a checkpoint, say"
+        yield (
+            "--hang-timeout must be longer than the longest normal pause,"
+            " such as an evaluation or a checkpoint"
+        )
     elif cause.kind == "communication" and early_end:
-        yield f"{early_end}: does every rank make every step? a shorter data loader ends a loop too early"
+        yield (
+            f"{early_end}: do all ranks make the same number of steps?"
+            " a shorter data loader ends its loop too early"
+        )
     elif cause.kind == "communication":
-        yield "no worker failed by itself: look for a network fault, or a timeout while one rank was busy"
+        yield (
+            "no worker failed independently:"
+            " check the network, and for a timeout while one rank was busy"
+        )
     elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):
-        yield "the device's memory is full: a smaller batch, or is another process on that device?"
+        yield (
+            "the device's memory is full: use a smaller batch,"
+            " or check for another process on that device"
+        )
     elif cause.summary.startswith("ModuleNotFoundError"):
-        yield f"is it installed for the interpreter of the workers{f', {python}' if python else ''}?"
+        name = f", {python}" if python else ""
+        yield f"is it installed for the interpreter of the workers{name}?"
     elif cause.kind == "startup" and os.strerror(errno.EAGAIN) in cause.summary:
-        yield "a limit of processes is reached on that node: ulimit -u, or pids.max of the control group"
+        yield (
+            "the limit of processes is reached on that node:"
+            " check ulimit -u, and pids.max of the control group"
+        )
     elif cause.kind == "startup" and cause.code == 126 and not cause.retry:
-        yield "check its permissions and first line (#!); for a Python script leave --no-python out"
+        yield (
+            "check its permissions and its first line (#!);"
+            " for a Python script leave --no-python out"
+        )
 
 
 def format_duration(seconds: float) -> str:
-    """``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    """Return a duration for people: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 7 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -207,8 +234,11 @@ def format_duration(seconds: float) -> str:
 
 def sanitize_line(line: str) -> str:
     """
-    Return a line that cannot command a terminal: no colours, control or direction characters, not
-    endlessly long.
+    Return a line that is safe for a terminal.
+
+    Colours are removed, control and direction characters are escaped, and a long line is cut.
     """
     line = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _SGR.sub("", line))
-    return line if len(line) <= _MAX_LINE_CHARACTERS else f"{line[: _MAX_LINE_CHARACTERS - 4]} ..."
+    if len(line) <= _MAX_LINE_CHARACTERS:
+        return line
+    return f"{line[: _MAX_LINE_CHARACTERS - 4]} ..."

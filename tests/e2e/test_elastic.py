@@ -74,7 +74,7 @@ def test_a_killed_node_is_left_behind_and_no_restart_is_counted(shell: Shell) ->
     enough(shell)
     assert job.wait() == 0, job.err
     assert (
-        "restarts 1" not in text and "node2" in job.err and "starting again with 2 nodes" in job.err
+        "restarts 1" not in text and "node2" in job.err and "restarting with 2 nodes" in job.err
     )
     assert {line["restarts"] for line in events(shell) if line["kind"] == "assigned"} == {0}
     threads = set(re.findall(r"threads (\d+)", text))
@@ -99,7 +99,7 @@ def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(shell: 
     text = begun(job, 1, 1)
     enough(shell)
     assert job.wait() == 0, job.err
-    assert "node1 leaves the job, which goes on without it" in job.err
+    assert "node1 leaves the job, which continues without it" in job.err
     first = int(re.findall(r"generation 1 rank 0 of 1 on node0 from (\d+) restarts 0", text)[0])
     assert first == saved(shell, 0, 2) + 1  # both said what they had saved before they ended
     gone_within([agent], 5.0)
@@ -108,7 +108,7 @@ def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(shell: 
 def test_a_spare_takes_the_place_of_a_node_that_dies(shell: Shell) -> None:
     job = shell.start("--local", "--nodes", "2", "--spares", "1", shell.script(WORK))
     begun(job, 0, 2)
-    job.expect(r"node\d stands by")
+    job.expect(r"node\d is on standby")
     gone = next(node for node in ("node1", "node2") if (shell.folder / f"agent-{node}").exists())
     os.kill(agent_of(shell, gone), signal.SIGKILL)
     text = begun(job, 1, 2)
@@ -137,7 +137,7 @@ def test_one_node_begins_alone_a_late_one_stands_by_and_takes_part_next_time(she
     begun(first, 0, 1)
     first.expect(re.escape(f"pdrun join {where}"))
     late = shell.start("join", where, "--node-name", "b")
-    late.expect("b stands by: ")
+    late.expect("b is on standby: ")
     os.kill(shell.pids("pids")[0], signal.SIGKILL)  # a failure: the next generation has both
     until(lambda: "of 2 on b" in late.out and "of 2 on a" in first.out, "both run")
     enough(shell)

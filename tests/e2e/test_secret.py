@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdrun.rendezvous.protocol.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.e2e.conftest import Shell, free_port
 
-TOKEN = token_text(Secret(b"s" * 32))
+TOKEN = format_token(Secret(b"s" * 32))
 WAITS = (
     "import os, time\n"
     "open(f'{os.environ[\"RANK\"]}.up', 'w').close()\n"
@@ -62,7 +62,7 @@ def test_two_nodes_on_one_host_with_the_same_command_have_one_secret(
     where = f"127.0.0.1:{free_port()}"
     words = ("--nodes", "2", "--devices", "1", "--scheduler", where, waits)
     first = shell.start("--node-name", "a", *words, env={"PDRUN_TOKEN": TOKEN})
-    first.expect("1 of 2 nodes are here")
+    first.expect("1 of 2 nodes have joined")
     second = shell.start("--node-name", "b", *words, env={"PDRUN_TOKEN": TOKEN})
     up(shell, 2)
     for job in (first, second):

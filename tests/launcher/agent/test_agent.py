@@ -259,7 +259,7 @@ def test_a_killed_keeper_is_a_clear_failure_and_leaves_nothing(jobs):
     os.kill(keeper_of(job.process.pid), signal.SIGKILL)
     assert job.wait() == 137
     assert time.monotonic() - killed < 10
-    assert "keeper process" in job.err and "killed by SIGKILL" in job.err
+    assert "supervisor process" in job.err and "killed by SIGKILL" in job.err
     gone(jobs.pids())
 
 

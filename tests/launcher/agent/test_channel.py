@@ -16,7 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.launcher.agent import channel as module
-from pdrun.launcher.agent.channel import MAX_REPORTS_PER_READ, MAX_DATAGRAM_BYTES, WorkerChannel, WorkerReport, parse_report
+from pdrun.launcher.agent.channel import (
+    MAX_DATAGRAM_BYTES,
+    MAX_REPORTS_PER_READ,
+    WorkerChannel,
+    WorkerReport,
+    parse_report,
+)
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 SENDER = """
@@ -41,9 +47,9 @@ def say(channel: WorkerChannel, data: bytes) -> None:
 
 
 def test_what_a_worker_says():
-    assert parse_report(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == WorkerReport(
-        3, 1, 120, 0.25, 100, 7
-    )
+    assert parse_report(
+        b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7
+    ) == WorkerReport(3, 1, 120, 0.25, 100, 7)
     assert parse_report(b'{"rank":0,"generation":0}') == WorkerReport(0, 0)
     assert parse_report(b'{"rank":0,"generation":0,"busy":2}') == WorkerReport(0, 0, None, 2.0)
 
@@ -112,9 +118,12 @@ def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
         check=True,
     )
     assert wait_readable(channel.fileno(), wait=5)
-    assert channel.read() == [WorkerReport(0, 0, 4, pid=os.getpid()), WorkerReport(1, 0, pid=int(child.stdout))]
-    assert channel.strange == 2
-    assert channel.read() == []
+    assert channel.read_reports() == [
+        WorkerReport(0, 0, 4, pid=os.getpid()),
+        WorkerReport(1, 0, pid=int(child.stdout)),
+    ]
+    assert channel.rejected_count == 2
+    assert channel.read_reports() == []
 
 
 def test_a_flood_neither_blocks_the_worker_nor_keeps_the_agent(channel):
@@ -125,7 +134,7 @@ def test_a_flood_neither_blocks_the_worker_nor_keeps_the_agent(channel):
             while sent < 1_000_000:
                 sender.sendto(b'{"rank":0,"generation":0,"step":1}', channel.path)
                 sent += 1
-    read = channel.read()
+    read = channel.read_reports()
     assert len(read) == min(sent, MAX_REPORTS_PER_READ)
 
 

@@ -19,32 +19,34 @@ from pdrun.launcher.agent.interfaces import AgentDeps
 from pdrun.launcher.common.signals import SignalReceiver
 from pdrun.launcher.supervisor.events import Exited, Spawned, Swept
 from pdrun.rendezvous.protocol import messages as m
-from tests.lib.agent_fakes import FakeSupervisor, FakeLink, FakeOutput, make_assign, make_plan
+from tests.lib.agent_fakes import FakeLink, FakeOutput, FakeSupervisor, make_assign, make_plan
 
 WELCOME = m.Welcome("demo", "demo-run", "", "s" * 32, 1.0, 10.0)
 
 
-class Desk:
+class AgentHarness:
     """An agent that is turned by hand."""
 
-    def __init__(self, *inbox, plan=None, **around) -> None:
-        self.keepers, self.output = [], FakeOutput()
+    def __init__(self, *inbox, plan=None, **deps) -> None:
+        self.supervisors, self.output = [], FakeOutput()
         self.link = FakeLink(*inbox)
         self.signals = SignalReceiver()
         self.agent = Agent(
             plan or make_plan(1, nodes=2, grace=5.0),
             self.link,
             self.signals,
-            AgentDeps(start_supervisor=self.new_keeper, make_output=lambda plan: self.output, **around),
+            AgentDeps(
+                start_supervisor=self.new_supervisor, make_output=lambda plan: self.output, **deps
+            ),
         )
 
-    def new_keeper(self, plan=None) -> FakeSupervisor:
-        self.keepers.append(FakeSupervisor())
-        return self.keepers[-1]
+    def new_supervisor(self, plan=None) -> FakeSupervisor:
+        self.supervisors.append(FakeSupervisor())
+        return self.supervisors[-1]
 
     @property
-    def keeper(self) -> FakeSupervisor:
-        return self.keepers[-1]
+    def supervisor(self) -> FakeSupervisor:
+        return self.supervisors[-1]
 
     def __enter__(self):
         self.signals.__enter__()
@@ -52,29 +54,29 @@ class Desk:
 
     def __exit__(self, *error) -> None:
         self.agent.close()
-        for keeper in self.keepers:
-            keeper.close()
+        for supervisor in self.supervisors:
+            supervisor.close()
         self.signals.__exit__(*error)
 
     def turn(self, *inbox, events=()) -> None:
         """One round of the loop; creates the keeper as `run` does."""
-        self.agent._helpers.supervisor = self.agent._helpers.supervisor or self.new_keeper()
+        self.agent._helpers.supervisor = self.agent._helpers.supervisor or self.new_supervisor()
         self.link.inbox += inbox
-        self.keeper.add_events(*events)
+        self.supervisor.add_events(*events)
         self.agent._run_once()
 
     def sent(self, kind):
         return [message for message in self.link.sent if isinstance(message, kind)]
 
 
-def started(desk: Desk) -> None:
-    desk.turn(WELCOME, make_assign(2, nodes=2), m.Start(0))
-    desk.turn(events=[Spawned(0, 2**22)])
+def started(harness: AgentHarness) -> None:
+    harness.turn(WELCOME, make_assign(2, nodes=2), m.Start(0))
+    harness.turn(events=[Spawned(0, 2**22)])
 
 
 @pytest.fixture
-def desk():
-    with Desk() as made:
+def harness():
+    with AgentHarness() as made:
         yield made
 
 
@@ -82,62 +84,66 @@ def ended(status: int) -> list:
     return [Exited(0, 2**22, status, time.monotonic()), Swept(0, ())]
 
 
-def test_the_whole_conversation_in_order(desk):
-    started(desk)
-    desk.turn(events=ended(3 << 8))
-    desk.turn(m.Verdict(3, "rank 0 failed"))
-    assert [type(message) for message in desk.link.sent] == [
+def test_the_whole_conversation_in_order(harness):
+    started(harness)
+    harness.turn(events=ended(3 << 8))
+    harness.turn(m.Verdict(3, "rank 0 failed"))
+    assert [type(message) for message in harness.link.sent] == [
         m.Join,
         m.Ready,
         m.WorkerExit,
         m.Finished,
         m.Leave,
     ]
-    assert desk.agent.run() == 3
-    join = desk.sent(m.Join)[0]
+    assert harness.agent.run() == 3
+    join = harness.sent(m.Join)[0]
     assert (join.node, join.workers, join.store.startswith("127.0.0.1:")) == ("node0", 1, True)
 
 
-def test_what_is_repeated_after_a_reconnection_is_done_once(desk):
-    started(desk)
-    desk.turn(
+def test_what_is_repeated_after_a_reconnection_is_done_once(harness):
+    started(harness)
+    harness.turn(
         WELCOME,
         make_assign(2, nodes=2),
         m.Start(0),
         m.StopWorkers(7, 15, 1.0, "of another generation"),
     )
-    assert (len(desk.sent(m.Join)), len(desk.sent(m.Ready)), len(desk.keeper.commands)) == (1, 1, 1)
-    assert desk.keeper.signals == []
+    assert (
+        len(harness.sent(m.Join)),
+        len(harness.sent(m.Ready)),
+        len(harness.supervisor.commands),
+    ) == (1, 1, 1)
+    assert harness.supervisor.signals == []
 
 
 def test_a_restart_starts_anew_with_a_fresh_store():
-    with Desk(plan=make_plan(1, nodes=2, max_restarts=1)) as desk:
-        started(desk)
-        desk.turn(events=ended(1 << 8))
-        fresh = desk.sent(m.Finished)[0].store
-        assert fresh and fresh != desk.sent(m.Join)[0].store
-        desk.turn(m.Assign(1, 0, 2, 0, 2, 1, fresh), m.Start(1))
-        assert desk.keeper.commands[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
-        assert desk.keeper.commands[0].env["MASTER_PORT"] == fresh.rpartition(":")[2]
+    with AgentHarness(plan=make_plan(1, nodes=2, max_restarts=1)) as harness:
+        started(harness)
+        harness.turn(events=ended(1 << 8))
+        fresh = harness.sent(m.Finished)[0].store
+        assert fresh and fresh != harness.sent(m.Join)[0].store
+        harness.turn(m.Assign(1, 0, 2, 0, 2, 1, fresh), m.Start(1))
+        assert harness.supervisor.commands[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
+        assert harness.supervisor.commands[0].env["MASTER_PORT"] == fresh.rpartition(":")[2]
 
 
-def test_a_lost_link_stops_the_workers_with_grace_and_leaves_with_69(desk):
-    started(desk)
-    desk.turn(RendezvousError("the scheduler was silent for 10 s"))
-    assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-    assert "silent for 10 s" in desk.output.said[-1]
-    desk.turn(events=ended(signal.SIGTERM))
-    assert desk.agent.run() == 69
-    assert desk.output.said[-1] == "pdrun: exit code 69"
+def test_a_lost_link_stops_the_workers_with_grace_and_leaves_with_69(harness):
+    started(harness)
+    harness.turn(RendezvousError("the scheduler was silent for 10 s"))
+    assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+    assert "silent for 10 s" in harness.output.printed_lines[-1]
+    harness.turn(events=ended(signal.SIGTERM))
+    assert harness.agent.run() == 69
+    assert harness.output.printed_lines[-1] == "pdrun: exit code 69"
 
 
-def test_a_link_lost_while_leaving_does_not_spin(desk):
-    started(desk)
-    desk.turn(RendezvousError("gone"))
-    os.write(desk.link._write, b"x")  # readable for ever
+def test_a_link_lost_while_leaving_does_not_spin(harness):
+    started(harness)
+    harness.turn(RendezvousError("gone"))
+    os.write(harness.link._write, b"x")  # readable for ever
     begin = time.monotonic()
-    desk.agent._part.group._kill_at = begin + 0.2
-    desk.turn()
+    harness.agent._generation.group._kill_at = begin + 0.2
+    harness.turn()
     assert time.monotonic() - begin > 0.15
 
 
@@ -151,16 +157,16 @@ def test_a_dead_scheduler_process_is_noticed_at_once():
         def deadline(self) -> float | None:
             return None
 
-        def tend(self) -> str:
+        def restart_if_dead(self) -> str:
             raise RendezvousError("the scheduler process on this node has died")
 
-    with Desk(scheduler_child=Child()) as desk:
-        started(desk)
+    with AgentHarness(scheduler_process=Child()) as harness:
+        started(harness)
         os.close(write)
         begin = time.monotonic()
-        desk.turn()
-        assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-        assert "scheduler process on this node has died" in desk.output.printed_lines[-1]
+        harness.turn()
+        assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+        assert "scheduler process on this node has died" in harness.output.printed_lines[-1]
         assert time.monotonic() - begin < 0.5
     os.close(read)
 
@@ -175,63 +181,63 @@ def test_a_scheduler_process_that_is_started_again_disturbs_nobody():
         def deadline(self) -> float | None:
             return self.due
 
-        def tend(self) -> str:
+        def restart_if_dead(self) -> str:
             self.due = None
             return "the scheduler process is back after 0.5 s"
 
-    with Desk(scheduler_child=Child()) as desk:
-        started(desk)
-        desk.turn()
-        assert "pdrun: the scheduler process is back after 0.5 s" in desk.output.printed_lines
-        assert desk.keeper.signals == [] and desk.agent._shutdown.exit_code is None
+    with AgentHarness(scheduler_process=Child()) as harness:
+        started(harness)
+        harness.turn()
+        assert "pdrun: the scheduler process is back after 0.5 s" in harness.output.printed_lines
+        assert harness.supervisor.signals == [] and harness.agent._shutdown.exit_code is None
 
 
-def test_a_refusal_before_the_start_is_an_error_with_its_code(desk):
-    desk.turn(WELCOME)
+def test_a_refusal_before_the_start_is_an_error_with_its_code(harness):
+    harness.turn(WELCOME)
     with pytest.raises(PdrunError, match="two nodes are called") as caught:
-        desk.turn(m.Refuse(78, "two nodes are called node0"))
+        harness.turn(m.Refuse(78, "two nodes are called node0"))
     assert caught.value.exit_code == 78
 
 
-def test_a_refusal_while_workers_run_ends_them_first(desk):
-    started(desk)
-    desk.turn(m.Refuse(69, "node0 was given up"))
-    assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-    desk.turn(events=ended(signal.SIGTERM))
-    assert desk.agent.run() == 69
+def test_a_refusal_while_workers_run_ends_them_first(harness):
+    started(harness)
+    harness.turn(m.Refuse(69, "node0 was given up"))
+    assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+    harness.turn(events=ended(signal.SIGTERM))
+    assert harness.agent.run() == 69
 
 
-def test_a_node_that_cannot_start_says_so(desk):
-    desk.agent._planner = lambda welcome: make_plan(1, nodes=2, argv=("/nowhere/tool",))
-    desk.turn(WELCOME, make_assign(2, nodes=2))
-    (unready,) = desk.sent(m.Unready)
+def test_a_node_that_cannot_start_says_so(harness):
+    harness.agent._make_plan = lambda welcome: make_plan(1, nodes=2, argv=("/nowhere/tool",))
+    harness.turn(WELCOME, make_assign(2, nodes=2))
+    (unready,) = harness.sent(m.Unready)
     assert (unready.code, "/nowhere/tool" in unready.reason) == (127, True)
-    assert not desk.sent(m.Ready)
+    assert not harness.sent(m.Ready)
 
 
-def test_a_verdict_while_workers_run_ends_them(desk):
-    started(desk)
-    desk.turn(m.Verdict(69, "host1 was lost"))
-    assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-    desk.turn(events=ended(signal.SIGTERM))
-    assert desk.agent.run() == 69
+def test_a_verdict_while_workers_run_ends_them(harness):
+    started(harness)
+    harness.turn(m.Verdict(69, "host1 was lost"))
+    assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+    harness.turn(events=ended(signal.SIGTERM))
+    assert harness.agent.run() == 69
 
 
-def test_a_stop_that_nobody_answers_is_carried_out_alone(desk, monkeypatch):
-    monkeypatch.setattr(module, "STOP_ANSWER", 0.05)
-    started(desk)
-    desk.agent._signalled(signal.SIGINT)
-    assert desk.sent(m.StopRequest) == [m.StopRequest(2, "SIGINT on node0", False)]
+def test_a_stop_that_nobody_answers_is_carried_out_alone(harness, monkeypatch):
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.05)
+    started(harness)
+    harness.agent._on_signal(signal.SIGINT)
+    assert harness.sent(m.StopRequest) == [m.StopRequest(2, "SIGINT on node0", False)]
     time.sleep(0.06)
-    desk.turn()
-    assert desk.keeper.signals == [(0, signal.SIGINT, True)]
-    desk.turn(events=ended(signal.SIGINT))
-    assert desk.agent.run() == 130
+    harness.turn()
+    assert harness.supervisor.signals == [(0, signal.SIGINT, True)]
+    harness.turn(events=ended(signal.SIGINT))
+    assert harness.agent.run() == 130
 
 
 def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkeypatch):
     """Else the other nodes would wait in vain: its scheduler goes with it. Not for ever."""
-    monkeypatch.setattr(module, "STOP_ANSWER", 0.0)
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.0)
 
     class Child:
         due: float | None = time.monotonic() + 1000
@@ -242,67 +248,70 @@ def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkey
         def deadline(self) -> float | None:
             return self.due
 
-        def tend(self) -> str:
+        def restart_if_dead(self) -> str:
             return ""
 
-    with Desk(scheduler_child=Child()) as desk:
-        started(desk)
-        desk.agent._on_signal(signal.SIGTERM)
-        desk.turn()
-        assert desk.keeper.signals == [] and desk.agent._shutdown.answer_deadline > time.monotonic() + 5.0
+    with AgentHarness(scheduler_process=Child()) as harness:
+        started(harness)
+        harness.agent._on_signal(signal.SIGTERM)
+        harness.turn()
+        assert (
+            harness.supervisor.signals == []
+            and harness.agent._shutdown.answer_deadline > time.monotonic() + 5.0
+        )
         Child.due = None  # it is back, and is told again by the link
-        desk.turn()
-        assert desk.keeper.signals == []
-        desk.agent._shutdown.answer_deadline = time.monotonic()
-        desk.turn()
-        assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-        desk.turn(events=ended(signal.SIGTERM))
-        assert desk.agent.run() == 143
+        harness.turn()
+        assert harness.supervisor.signals == []
+        harness.agent._shutdown.answer_deadline = time.monotonic()
+        harness.turn()
+        assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+        harness.turn(events=ended(signal.SIGTERM))
+        assert harness.agent.run() == 143
 
 
-def test_ctrl_c_while_waiting_for_nodes_ends_within_a_second(desk):
-    desk.turn(WELCOME, m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0))
-    desk.agent._signalled(signal.SIGINT)
+def test_ctrl_c_while_waiting_for_nodes_ends_within_a_second(harness):
+    harness.turn(WELCOME, m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0))
+    harness.agent._on_signal(signal.SIGINT)
     begin = time.monotonic()
-    assert desk.agent.run() == 130
+    assert harness.agent.run() == 130
     assert time.monotonic() - begin < 1.0
 
 
-def test_ctrl_c_before_the_welcome_ends_at_once(desk):
-    desk.agent._signalled(signal.SIGTERM)
-    assert desk.agent.run() == 143
+def test_ctrl_c_before_the_welcome_ends_at_once(harness):
+    harness.agent._on_signal(signal.SIGTERM)
+    assert harness.agent.run() == 143
 
 
-def test_the_second_stop_kills_here_without_asking_anybody(desk):
-    started(desk)
-    desk.agent._signalled(signal.SIGINT)
-    desk.agent._signalled(signal.SIGINT)
-    assert desk.sent(m.StopRequest)[1].force
-    assert (0, signal.SIGKILL, True) in desk.keeper.signals
+def test_the_second_stop_kills_here_without_asking_anybody(harness):
+    started(harness)
+    harness.agent._on_signal(signal.SIGINT)
+    harness.agent._on_signal(signal.SIGINT)
+    assert harness.sent(m.StopRequest)[1].force
+    assert (0, signal.SIGKILL, True) in harness.supervisor.signals
 
 
-def test_a_node_that_has_finished_waits_for_the_others_to_stop(desk):
-    started(desk)
-    desk.turn(events=ended(0))
-    desk.agent._signalled(signal.SIGINT)
-    assert desk.agent._leave.answer_by > time.monotonic() + 5.0  # their grace
-    desk.agent._signalled(signal.SIGINT)
-    assert desk.agent._leave.answer_by < time.monotonic() + 2.1
-    desk.turn(m.Verdict(130, "stopped by SIGINT on node0"))
-    assert desk.agent.run() == 130
+def test_a_node_that_has_finished_waits_for_the_others_to_stop(harness):
+    started(harness)
+    harness.turn(events=ended(0))
+    harness.agent._on_signal(signal.SIGINT)
+    assert harness.agent._shutdown.answer_deadline > time.monotonic() + 5.0  # their grace
+    harness.agent._on_signal(signal.SIGINT)
+    assert harness.agent._shutdown.answer_deadline < time.monotonic() + 2.1
+    harness.turn(m.Verdict(130, "stopped by SIGINT on node0"))
+    assert harness.agent.run() == 130
 
 
 def test_missing_nodes_are_named_with_the_command_that_starts_them():
-    with Desk(address="10.0.0.1:29400") as desk:
+    with AgentHarness(address="10.0.0.1:29400") as harness:
         waiting = m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0)
-        desk.turn(WELCOME, waiting, waiting)
+        harness.turn(WELCOME, waiting, waiting)
         line = (
-            "pdrun: 1 of 2 nodes are here (node0), missing: node rank 1; 5.0 s of 10 min 0 s; "
+            "pdrun: 1 of 2 nodes have joined (node0), missing: node rank 1; 5.0 s of 10 min 0 s; "
             "start each with: pdrun join 10.0.0.1:29400"
         )
         token = "the token of `pdrun token show` here"
-        assert desk.output.printed_lines == [
-            f"{line} (a host that does not share this home needs {token})",
+        assert harness.output.printed_lines == [
+            f"{line} (a host that does not share this home directory needs {token})",
             line,
         ]
 
@@ -318,27 +327,27 @@ def test_missing_nodes_are_named_with_the_command_that_starts_them():
 def test_the_line_for_the_others_says_how_they_are_trusted(address, place, end):
     plan = make_plan(1, nodes=2)
     plan = replace(plan, spec=replace(plan.spec, place=replace(plan.spec.place, **place)))
-    with Desk(plan=plan, address=address) as desk:
-        desk.turn(WELCOME, m.Waiting(("node0",), ("1 more node",), 2, 5.0, 600.0))
-        assert desk.output.printed_lines[0].endswith(end)
+    with AgentHarness(plan=plan, address=address) as harness:
+        harness.turn(WELCOME, m.Waiting(("node0",), ("1 more node",), 2, 5.0, 600.0))
+        assert harness.output.printed_lines[0].endswith(end)
 
 
 def test_the_end_of_the_lifeline_ends_everything_at_once():
     read, write = os.pipe()
-    with Desk(lifeline=read) as desk:
-        started(desk)
+    with AgentHarness(lifeline=read) as harness:
+        started(harness)
         os.close(write)
-        desk.turn()
-        assert desk.keeper.closed
-        assert desk.agent.run() == 69
+        harness.turn()
+        assert harness.supervisor.closed
+        assert harness.agent.run() == 69
     os.close(read)
 
 
 def test_quiet_agents_leave_the_jobs_lines_to_another():
-    with Desk(quiet=True) as desk:
-        started(desk)
-        desk.turn(m.Waiting(("node0",), ("x",), 2, 5.0, 600.0), m.Verdict(1, "rank 5 failed"))
-        assert desk.output.printed_lines == []
+    with AgentHarness(is_quiet=True) as harness:
+        started(harness)
+        harness.turn(m.Waiting(("node0",), ("x",), 2, 5.0, 600.0), m.Verdict(1, "rank 5 failed"))
+        assert harness.output.printed_lines == []
 
 
 # Elastic jobs
@@ -354,7 +363,7 @@ def elastic_plan(**more):
 
 @pytest.fixture
 def flexible():
-    with Desk(plan=elastic_plan()) as made:
+    with AgentHarness(plan=elastic_plan()) as made:
         yield made
 
 
@@ -362,12 +371,12 @@ def test_a_node_that_stands_by_says_so_once_and_again_when_the_reason_changes(fl
     flexible.turn(
         WELCOME, m.Standby("3 nodes run"), m.Standby("3 nodes run"), m.Standby("no place is left")
     )
-    assert flexible.output.said == [
-        "pdrun: node0 stands by: 3 nodes run",
-        "pdrun: node0 stands by: no place is left",
+    assert flexible.output.printed_lines == [
+        "pdrun: node0 is on standby: 3 nodes run",
+        "pdrun: node0 is on standby: no place is left",
     ]
     flexible.turn(m.Assign(4, 1, 2, 1, 2, 0, "127.0.0.1:4000", agreed_step=70), m.Start(4))
-    env = flexible.keeper.commands[0].env
+    env = flexible.supervisor.commands[0].env
     assert (env["RANK"], env["WORLD_SIZE"], env["PDRUN_GENERATION"], env["PDRUN_AGREED_STEP"]) == (
         "1",
         "2",
@@ -379,43 +388,43 @@ def test_a_node_that_stands_by_says_so_once_and_again_when_the_reason_changes(fl
 
 def test_a_notice_is_shown_line_by_line_and_harmless(flexible):
     flexible.turn(WELCOME, m.Notice("rank 3 is slow\n\x1b[2Jrank 4 too"))
-    assert flexible.output.said == ["pdrun: rank 3 is slow", "pdrun: \\x1b[2Jrank 4 too"]
-    with Desk(quiet=True) as quiet:
+    assert flexible.output.printed_lines == ["pdrun: rank 3 is slow", "pdrun: \\x1b[2Jrank 4 too"]
+    with AgentHarness(is_quiet=True) as quiet:
         quiet.turn(WELCOME, m.Notice("rank 3 is slow"))
         assert quiet.output.printed_lines == []
 
 
 def test_the_next_generation_has_other_sizes_and_the_same_threads(flexible):
     started(flexible)
-    before = flexible.keeper.commands[0].env
+    before = flexible.supervisor.commands[0].env
     flexible.turn(m.StopWorkers(0, 15, 5.0, "node2 was lost"), events=ended(signal.SIGTERM))
     (finished,) = flexible.sent(m.Finished)
-    assert finished.store and not flexible.keeper.dismissed
+    assert finished.store and not flexible.supervisor.dismissed
     flexible.turn(m.Assign(1, 0, 1, 0, 1, 0, finished.store), m.Start(1))
-    after = flexible.keeper.commands[0].env
+    after = flexible.supervisor.commands[0].env
     assert (before["WORLD_SIZE"], after["WORLD_SIZE"], after["GROUP_WORLD_SIZE"]) == ("2", "1", "1")
     assert before["OMP_NUM_THREADS"] == after["OMP_NUM_THREADS"]
-    assert "pdrun: starting again with 1 node: node2 was lost" in flexible.output.said
+    assert "pdrun: restarting with 1 node: node2 was lost" in flexible.output.printed_lines
 
 
 def test_an_assignment_before_the_start_is_simply_replaced(flexible):
     flexible.turn(WELCOME, make_assign(3, nodes=3), m.Assign(1, 0, 2, 0, 2, 0, "127.0.0.1:4000"))
     flexible.turn(m.Start(0), m.Start(1))
     assert [message.generation for message in flexible.sent(m.Ready)] == [0, 1]
-    assert flexible.keeper.commands[0].env["WORLD_SIZE"] == "2"
+    assert flexible.supervisor.commands[0].env["WORLD_SIZE"] == "2"
     assert (
-        flexible.agent._crew.stores._now is not None
+        flexible.agent._helpers.stores._current is not None
     )  # the socket that was announced is still the one
 
 
 def test_sigterm_means_this_node_alone(flexible):
     started(flexible)
-    flexible.agent._signalled(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGTERM)
     assert flexible.sent(m.Depart) == [m.Depart("SIGTERM on node0")] and not flexible.sent(
         m.StopRequest
     )
     flexible.turn(m.StopWorkers(0, 15, 5.0, "node0 departs"))
-    assert flexible.agent._leave.answer_by is None
+    assert flexible.agent._shutdown.answer_deadline is None
     flexible.turn(events=ended(signal.SIGTERM))
     assert [type(message) for message in flexible.link.sent[-3:]] == [
         m.WorkerExit,
@@ -427,16 +436,16 @@ def test_sigterm_means_this_node_alone(flexible):
 
 def test_a_node_that_stands_by_goes_at_once(flexible):
     flexible.turn(WELCOME, m.Standby("3 nodes run"))
-    flexible.agent._signalled(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGTERM)
     assert flexible.agent.run() == 143
     assert [type(message) for message in flexible.link.sent] == [m.Join, m.Depart, m.Leave]
 
 
 def test_sigterm_again_kills_the_workers_here_and_nobody_elses(flexible):
     started(flexible)
-    flexible.agent._signalled(signal.SIGTERM)
-    flexible.agent._signalled(signal.SIGTERM)
-    assert (0, signal.SIGKILL, True) in flexible.keeper.signals
+    flexible.agent._on_signal(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGTERM)
+    assert (0, signal.SIGKILL, True) in flexible.supervisor.signals
     assert not flexible.sent(m.StopRequest)
     flexible.turn(events=ended(signal.SIGKILL))
     assert flexible.agent.run() == 143
@@ -444,29 +453,29 @@ def test_sigterm_again_kills_the_workers_here_and_nobody_elses(flexible):
 
 def test_ctrl_c_stops_the_job_also_when_this_node_was_leaving(flexible):
     started(flexible)
-    flexible.agent._signalled(signal.SIGTERM)
-    flexible.agent._signalled(signal.SIGINT)
+    flexible.agent._on_signal(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGINT)
     assert flexible.sent(m.StopRequest) == [m.StopRequest(2, "SIGINT on node0", force=True)]
 
 
 def test_a_node_without_which_the_job_cannot_go_on_waits_for_the_verdict(flexible):
     started(flexible)
-    flexible.agent._signalled(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGTERM)
     flexible.turn(
         m.StopWorkers(0, 15, 5.0, "stopped by SIGTERM on node0"), events=ended(signal.SIGTERM)
     )
-    assert flexible.agent._code is None
+    assert flexible.agent._exit_code is None
     flexible.turn(m.Verdict(143, "stopped by SIGTERM on node0"))
     assert flexible.agent.run() == 143
 
 
 def test_a_departure_that_nobody_answers_is_carried_out_alone(flexible, monkeypatch):
-    monkeypatch.setattr(module, "STOP_ANSWER", 0.05)
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.05)
     started(flexible)
-    flexible.agent._signalled(signal.SIGTERM)
+    flexible.agent._on_signal(signal.SIGTERM)
     time.sleep(0.06)
     flexible.turn()
-    assert flexible.keeper.signals == [(0, signal.SIGTERM, True)]
+    assert flexible.supervisor.signals == [(0, signal.SIGTERM, True)]
     flexible.turn(events=ended(signal.SIGTERM))
     assert flexible.agent.run() == 143
 
@@ -482,20 +491,20 @@ def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
         def deadline(self) -> float | None:
             return None
 
-        def tend(self) -> str:
+        def restart_if_dead(self) -> str:
             return ""
 
     plan = make_plan(1, nodes=2) if how == "fixed size" else elastic_plan()
-    around = {"scheduler here": {"scheduler_child": Child()}, "for all": {"lifeline": read}}.get(
+    deps = {"scheduler here": {"scheduler_process": Child()}, "for all": {"lifeline": read}}.get(
         how, {}
     )
-    with Desk(plan=plan, **around) as desk:
-        started(desk)
+    with AgentHarness(plan=plan, **deps) as harness:
+        started(harness)
         if how == "for all":
             os.write(write, b"a")
-            desk.turn()
-        desk.agent._on_signal(signal.SIGTERM)
-        assert desk.sent(m.StopRequest) and not desk.sent(m.Depart)
+            harness.turn()
+        harness.agent._on_signal(signal.SIGTERM)
+        assert harness.sent(m.StopRequest) and not harness.sent(m.Depart)
     os.close(read)
     os.close(write)
 
@@ -503,7 +512,7 @@ def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
 def test_a_node_that_was_given_up_ends_its_workers_and_joins_as_a_new_one(flexible):
     started(flexible)
     flexible.turn(m.Refuse(69, "node0 was given up: silent for 10 s", rejoin=True))
-    assert flexible.keeper.signals == [(0, signal.SIGTERM, True)]
+    assert flexible.supervisor.signals == [(0, signal.SIGTERM, True)]
     first = flexible.sent(m.Join)[0].store
     flexible.turn(events=ended(signal.SIGTERM))
     assert not flexible.sent(m.WorkerExit) and not flexible.sent(
@@ -516,8 +525,8 @@ def test_a_node_that_was_given_up_ends_its_workers_and_joins_as_a_new_one(flexib
     flexible.turn(
         m.Standby("2 nodes run"), m.Assign(5, 2, 3, 2, 3, 0, "127.0.0.1:4000"), m.Start(5)
     )
-    assert flexible.keeper.commands[0].env["RANK"] == "2"
-    assert flexible.agent._code is None
+    assert flexible.supervisor.commands[0].env["RANK"] == "2"
+    assert flexible.agent._exit_code is None
 
 
 def test_a_node_without_workers_that_was_given_up_joins_at_once(flexible):
@@ -527,43 +536,43 @@ def test_a_node_without_workers_that_was_given_up_joins_at_once(flexible):
 
 
 def test_the_workers_of_a_node_that_is_cut_off_are_gone_before_the_others_go_on():
-    with Desk(plan=elastic_plan()) as desk:
-        desk.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2), m.Start(0))
-        desk.turn(events=[Spawned(0, 2**22)])
-        desk.link.silence = 6.4
-        desk.turn()
-        assert desk.keeper.signals == []
-        desk.link.silence = 6.6
-        desk.turn()
-        assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-        assert desk.agent._generation.group._kill_at - time.monotonic() <= 3.0
-        desk.turn(events=ended(signal.SIGTERM))
-        assert desk.link.renewed == 1
+    with AgentHarness(plan=elastic_plan()) as harness:
+        harness.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2), m.Start(0))
+        harness.turn(events=[Spawned(0, 2**22)])
+        harness.link.silence = 6.4
+        harness.turn()
+        assert harness.supervisor.signals == []
+        harness.link.silence = 6.6
+        harness.turn()
+        assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+        assert harness.agent._generation.group._kill_at - time.monotonic() <= 3.0
+        harness.turn(events=ended(signal.SIGTERM))
+        assert harness.link.renewed == 1
 
 
-def test_without_a_lease_silence_is_no_reason(desk):
-    started(desk)
-    desk.link.silence = 1e6
-    desk.turn()
-    assert desk.keeper.signals == []
+def test_without_a_lease_silence_is_no_reason(harness):
+    started(harness)
+    harness.link.silence = 1e6
+    harness.turn()
+    assert harness.supervisor.signals == []
 
 
 def test_what_the_event_log_tells_as_well_is_said_once(tmp_path):
     log = tmp_path / "events.jsonl"
     log.touch()
-    with Desk(plan=elastic_plan(), events=str(log)) as desk:
-        desk.turn(WELCOME, m.Notice("rank 3 on b is slow"))
+    with AgentHarness(plan=elastic_plan(), event_log=str(log)) as harness:
+        harness.turn(WELCOME, m.Notice("rank 3 on b is slow"))
         log.write_text(
             '{"kind": "warning", "time": 1, "text": "rank 3 on b is slow"}\n'
             '{"kind": "warning", "time": 1, "text": "versions differ"}\n'
         )
-        desk.agent._announcer._next_look = 0.0
-        desk.turn(
+        harness.agent._announcer._next_look = 0.0
+        harness.turn(
             m.Notice("rank 1 on a hangs\nrank 0 is here:\n  File x\nrank 1 is elsewhere:\n  File x")
         )
-        desk.agent._announcer._next_look = 0.0
-        desk.turn()
-        assert [line.removeprefix("pdrun: ") for line in desk.output.printed_lines] == [
+        harness.agent._announcer._next_look = 0.0
+        harness.turn()
+        assert [line.removeprefix("pdrun: ") for line in harness.output.printed_lines] == [
             "rank 3 on b is slow",
             "rank 1 on a hangs",
             "rank 0 is here:",
@@ -576,8 +585,8 @@ def test_what_the_event_log_tells_as_well_is_said_once(tmp_path):
 
 def test_who_is_here_of_a_job_that_may_begin_with_fewer(flexible):
     flexible.turn(WELCOME, m.Waiting(("a", "b"), ("1 more node",), 3, 6.0, 10.0, 2))
-    assert flexible.output.said == [
-        "pdrun: 2 of 3 nodes are here (a, b); they begin in 4.0 s unless more come"
+    assert flexible.output.printed_lines == [
+        "pdrun: 2 of 3 nodes have joined (a, b); the job starts in 4.0 s unless more nodes join"
     ]
 
 
@@ -592,13 +601,13 @@ def test_a_hang_is_shown_once_in_full():
         124, "rank 0 on node0 hung: no progress for 5 s (step 3)", m.Failure(0, "node0", cause)
     )
     for noticed in (True, False):
-        with Desk(plan=make_plan(1, nodes=2)) as desk:
-            desk.turn(
+        with AgentHarness(plan=make_plan(1, nodes=2)) as harness:
+            harness.turn(
                 WELCOME,
                 *([m.Notice(f"rank 0 on node0 hangs\n{cause.traceback}")] if noticed else []),
                 verdict,
             )
-            text = "\n".join(desk.output.printed_lines)
+            text = "\n".join(harness.output.printed_lines)
             assert text.count("  File x") == 1
-            assert ("where every rank was stands above" in text) is noticed
+            assert ("the stacks of all ranks are shown above" in text) is noticed
             assert "--hang-timeout must be longer" in text

@@ -273,7 +273,7 @@ def test_py_spy_is_asked_where_it_is_installed(harness, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     it = harness(IDLE, IDLE)
     it.monitor.show_stacks(2)
-    for asked in it.monitor._stack_requests[0][0]._asked:
+    for asked in it.monitor._stack_requests[0][0]._dumps:
         assert asked.spy is not None
         asked.spy.wait(20)
     it.clock.advance(0.1)
@@ -308,7 +308,7 @@ def test_a_py_spy_that_nothing_can_kill_is_reaped_later(harness, tmp_path, monke
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     it = harness(IDLE)
     it.monitor.show_stacks(2)
-    stuck = it.monitor._stack_requests[0][0]._asked[0].spy
+    stuck = it.monitor._stack_requests[0][0]._dumps[0].spy
     begin, real = time.monotonic(), stuck.kill
     stuck.kill = lambda: None  # as for one in uninterruptible sleep
     it.clock.advance(3.1)
@@ -334,7 +334,7 @@ def test_py_spy_needs_no_disk(harness, tmp_path, monkeypatch):
     it = harness(IDLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     it.monitor.show_stacks(2)
-    it.monitor._stack_requests[0][0]._asked[0].spy.wait(20)
+    it.monitor._stack_requests[0][0]._dumps[0].spy.wait(20)
     it.clock.advance(0.1)
     it.monitor.run_once()
     assert it.of(Stacks)[0].groups[0].stack == "f (x.py:3)"

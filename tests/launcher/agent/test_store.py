@@ -75,10 +75,10 @@ def test_a_generation_gets_the_socket_that_was_announced():
 
 def test_a_store_that_ends_by_itself_says_why(store):
     with supervisor_driver() as driver:
-        store.start(driver.supervisor, "/nowhere/python", ENV, "/")
+        store.start_process(driver.supervisor, "/nowhere/python", ENV, "/")
         slot = store._slot
         events = wait_until(lambda: driver.supervisor.read_events(), 10)
-        assert "/nowhere/python" in store.ended(events[0])
+        assert "/nowhere/python" in store.describe_exit(events[0])
         other = StoreSocket("127.0.0.1")
         other.start_process(driver.supervisor, sys.executable, {**ENV, "PYTHONPATH": ""}, "/")
         assert other._slot != slot
@@ -93,7 +93,7 @@ def test_the_store_serves_on_the_held_socket_only(store):
     pytest.importorskip("torch", reason="torch is not installed")
     port = int(store.address.rpartition(":")[2])
     with supervisor_driver() as driver:
-        store.start(driver.supervisor, sys.executable, ENV, "/")
+        store.start_process(driver.supervisor, sys.executable, ENV, "/")
         pid = driver.wait(Spawned, store._slot).pid
         done = client(port)
         assert done.stdout.split() == ["b", "2", "True"], done.stderr

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.agent.summary import MAX_LINES, format_duration, find_hints, sanitize_line, format_summary
+from pdrun.launcher.agent.summary import (
+    MAX_LINES,
+    find_hints,
+    format_duration,
+    format_summary,
+    sanitize_line,
+)
 from pdrun.rendezvous.policies.texts import describe_clean_exits
 from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
 
@@ -44,7 +50,7 @@ job failed after 12 s: rank 3 on node1 failed: ValueError: boom
     ValueError: boom
   log of rank 3: logs/r/0/rank_3.err
   2 other workers were stopped because of it
-  rank 5 on node2 failed by itself too: exit code 9 (logs/r/0/rank_5.err)
+  rank 5 on node2 failed independently: exit code 9 (logs/r/0/rank_5.err)
 exit code 1, logs in logs/r"""
     )
 
@@ -71,7 +77,7 @@ job failed after 3 min 20 s: rank 0 on a failed: killed by SIGKILL, not by pdrun
     step 7
     loss 2.5
   1 other worker was stopped because of it
-  hint: something outside pdrun killed it, often the kernel for lack of memory: look at 'dmesg' on that node
+  hint: a process outside pdrun killed it, often the kernel for lack of memory: check 'dmesg' on that node
 exit code 137"""
     )
 
@@ -95,7 +101,7 @@ def test_lines_that_were_just_revealed_are_not_said_again():
         "\n".join(format_summary(verdict, seconds=1, log_dir="logs/r", is_already_shown=True))
         == """\
 job failed after 1.0 s: rank 0 on a failed: exit code 3
-  the last words of rank 0 on a (exit code 3) stand above
+  the last output of rank 0 on a (exit code 3) is shown above
   log of rank 0: logs/r/0/rank_0.out
 exit code 3, logs in logs/r"""
     )
@@ -171,7 +177,7 @@ def test_hints_are_given_where_they_help_only():
     assert "/dev/shm" in next(iter(find_hints(Cause("signal", 135, signal=7))))
     assert "network" in next(iter(find_hints(Cause("communication", 1))))
     assert next(iter(find_hints(Cause("communication", 1), "", "rank 1 had ended"))).startswith(
-        "rank 1 had ended: does"
+        "rank 1 had ended: do"
     )
     missing = Cause("exception", 1, summary="ModuleNotFoundError: No module named 'x'")
     assert "workers, /usr/bin/python3?" in next(iter(find_hints(missing, "/usr/bin/python3")))
@@ -197,5 +203,5 @@ def test_who_had_ended_well_is_a_hint_even_after_a_long_reason() -> None:
     assert ended not in lines[0]
     (hint,) = (line for line in lines if "hint" in line)
     assert hint.startswith(
-        "  hint: rank 3 on b and 1 other had ended before, without an error: does every rank make"
+        "  hint: rank 3 on b and 1 other had ended before, without an error: do all ranks make"
     )

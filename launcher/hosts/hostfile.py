@@ -22,20 +22,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
-from pdrun.launcher.common import parsers as values
-from pdrun.launcher.common.parsers import quoted
-from pdrun.launcher.common.textfile import decoded, read_text
-from pdrun.launcher.hosts import nodelist as hostlist
-from pdrun.launcher.hosts import selection as hosts
+from pdrun.launcher.common import parsers, rank_lists
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.common.files import decode_text, read_text
+from pdrun.launcher.hosts import nodelist as nodelist
+from pdrun.launcher.hosts import selection as selection
 from pdrun.launcher.hosts.selection import Host
 
-LIMIT = 8 << 20
+MAX_FILE_BYTES = 8 << 20
 """Bytes of a file, at most."""
-LINE = 1 << 16
+MAX_LINE_CHARACTERS = 1 << 16
 """Characters of a line, at most."""
-_COUNTS = ("slots", "cpu", "cpus", "count", "gpus")
-_MOST = ("max_slots", "max-slots", "slots-max", "slots_max")
-_KEYS = (*_COUNTS, *_MOST, "devices", "port", "user", "username", "addr")
+_COUNT_KEYS = ("slots", "cpu", "cpus", "count", "gpus")
+_MAX_COUNT_KEYS = ("max_slots", "max-slots", "slots-max", "slots_max")
+_KEYS = (*_COUNT_KEYS, *_MAX_COUNT_KEYS, "devices", "port", "user", "username", "addr")
 
 
 def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tuple[Host, ...]:
@@ -48,46 +48,50 @@ def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tup
             next ones.
     """
     if path == "-" and stdin is not None:
-        return parse(decoded(stdin(LIMIT + 1), "standard input", LIMIT), "standard input")
-    return parse(
-        read_text(path, LIMIT, instead="give it on standard input: --hostfile -"), Path(path).name
+        return parse_hostfile(
+            decode_text(stdin(MAX_FILE_BYTES + 1), "standard input", MAX_FILE_BYTES),
+            "standard input",
+        )
+    return parse_hostfile(
+        read_text(path, MAX_FILE_BYTES, pipe_hint="give it on standard input: --hostfile -"),
+        Path(path).name,
     )
 
 
 @dataclass
-class _Entry:
+class HostEntry:
     """What the lines about one host say together."""
 
     host: Host
-    lines: int = 0
+    line_count: int = 0
     """Lines that name it and give no count."""
-    counted: str = ""
+    count_where: str = ""
     """The line that gives its count."""
 
 
 @dataclass
-class _State:
-    entries: dict[str, _Entry] = field(default_factory=dict)
+class HostfileState:
+    entries: dict[str, HostEntry] = field(default_factory=dict)
     removed: dict[str, str] = field(default_factory=dict)
     ranks: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Rank of a rankfile -> (host, where)."""
 
 
-def parse(text: str, name: str) -> tuple[Host, ...]:
+def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
     """Return the hosts of a file's text; as `read_hostfile`."""
-    state = _State()
+    state = HostfileState()
     errors = []
-    for number, line in _lines(text, name):
+    for number, line in _content_lines(text, name):
         where = f"{name}:{number}"
         try:
-            _line(line, where, state)
+            _parse_line(line, where, state)
         except UsageError as error:
             errors.append(error)
             if len(errors) > 20:
                 break
     if not errors:
         try:
-            return _result(state, name)
+            return _collect_hosts(state, name)
         except UsageError as error:
             errors.append(error)
     first = errors[0]
@@ -102,12 +106,12 @@ def parse(text: str, name: str) -> tuple[Host, ...]:
     raise ConfigError(first.what, where=first.where, hint=hint)
 
 
-def _lines(text: str, name: str) -> Iterator[tuple[int, str]]:
+def _content_lines(text: str, name: str) -> Iterator[tuple[int, str]]:
     """Yield the numbers and the texts of lines that say something, comments taken out."""
     inside = False
     number = 0
     for number, raw in enumerate(re.split(r"\r\n|\n|\r", text), 1):
-        if len(raw) > LINE:
+        if len(raw) > MAX_LINE_CHARACTERS:
             raise ConfigError(
                 f"a line of {len(raw)} characters is too long", where=f"{name}:{number}"
             )
@@ -127,38 +131,38 @@ def _lines(text: str, name: str) -> Iterator[tuple[int, str]]:
         raise ConfigError("a comment /* is not closed", where=f"{name}:{number}")
 
 
-def _line(line: str, where: str, state: _State) -> None:
+def _parse_line(line: str, where: str, state: HostfileState) -> None:
     """Read one line into ``state``."""
     if match := re.fullmatch(r"rank\s+([0-9]{1,7})\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", line):
-        return _rank(int(match[1]), match[2], where, state)
+        return _add_rank(int(match[1]), match[2], where, state)
     if match := re.fullmatch(r"\^\s*(\S+)", line):
-        for host in hosts.item(match[1], where):
+        for host in selection.parse_host_item(match[1], where):
             state.removed[host.name] = where
         return None
     if line.startswith("+"):
         raise UsageError(
-            f"{quoted(line)}: relative names are not supported",
+            f"{quote_text(line)}: relative names are not supported",
             where=where,
             hint="write the hosts' names",
         )
     if line.startswith("-"):
-        hosts.host_name(line.split()[0], where)
+        selection.check_host_name(line.split()[0], where)
     words = re.sub(r"\s*=\s*", "=", line).split()
     plain = [word for word in words if "=" not in word]
     if len(plain) > 1 and re.fullmatch("[0-9]+", plain[1]):
-        return _pairs(words, plain, where, state)
+        return _parse_pairs(words, plain, where, state)
     if len(plain) > 1 and plain != words[: len(plain)]:
-        raise UsageError(f"{quoted(plain[-1])} stands behind key=value", where=where)
-    settings = _settings([word for word in words if "=" in word], where)
+        raise UsageError(f"{quote_text(plain[-1])} stands behind key=value", where=where)
+    settings = _parse_settings([word for word in words if "=" in word], where)
     for word in plain:
-        for host in hosts.item(word, where):
-            _add(_configured(host, settings, where), where, state)
+        for host in selection.parse_host_item(word, where):
+            _add_host(_apply_settings(host, settings, where), where, state)
     if not plain:
-        raise UsageError(f"{quoted(line)} names no host", where=where)
+        raise UsageError(f"{quote_text(line)} names no host", where=where)
     return None
 
 
-def _pairs(words: list[str], plain: list[str], where: str, state: _State) -> None:
+def _parse_pairs(words: list[str], plain: list[str], where: str, state: HostfileState) -> None:
     """LSF's ``h n h n``, or SGE's ``h n queue cores``."""
     if plain != words:
         raise UsageError("a count behind the name and key=value do not go together", where=where)
@@ -166,28 +170,35 @@ def _pairs(words: list[str], plain: list[str], where: str, state: _State) -> Non
         words = words[:2]
     if len(words) % 2:
         raise UsageError(
-            f"{quoted(words[-1])} has no number behind it", where=where, hint="write HOST N HOST N"
+            f"{quote_text(words[-1])} has no number behind it",
+            where=where,
+            hint="write HOST N HOST N",
         )
     for name, count in zip(words[::2], words[1::2], strict=True):
-        _add(
-            Host(hosts.host_name(name, where), hosts.device_count(count, where), None, where),
+        _add_host(
+            Host(
+                selection.check_host_name(name, where),
+                selection.parse_device_count(count, where),
+                None,
+                where,
+            ),
             where,
             state,
         )
 
 
-def _settings(words: list[str], where: str) -> dict[str, str]:
+def _parse_settings(words: list[str], where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"known: {', '.join(_KEYS)}"
-            raise UsageError(f"unknown key {quoted(key)}", where=where, hint=hint)
+            raise UsageError(f"unknown key {quote_text(key)}", where=where, hint=hint)
         name = (
             "slots"
-            if key in _COUNTS
+            if key in _COUNT_KEYS
             else "max_slots"
-            if key in _MOST
+            if key in _MAX_COUNT_KEYS
             else "user"
             if key == "username"
             else key
@@ -198,7 +209,7 @@ def _settings(words: list[str], where: str) -> dict[str, str]:
     return found
 
 
-def _configured(host: Host, settings: dict[str, str], where: str) -> Host:
+def _apply_settings(host: Host, settings: dict[str, str], where: str) -> Host:
     """Return the host with what its line says about it."""
     if not settings:
         return host
@@ -208,53 +219,55 @@ def _configured(host: Host, settings: dict[str, str], where: str) -> Host:
             raise UsageError(
                 f"{host.name}:{count} and slots= both count", where=where, hint="write one of them"
             )
-        count = hosts.device_count(settings["slots"], where, least=0)
-    if "max_slots" in settings and (count or 0) > hosts.device_count(settings["max_slots"], where):
+        count = selection.parse_device_count(settings["slots"], where, least=0)
+    if "max_slots" in settings and (count or 0) > selection.parse_device_count(
+        settings["max_slots"], where
+    ):
         raise UsageError(
             f"slots={count} is more than max_slots={settings['max_slots']}", where=where
         )
     indices = None
     if "devices" in settings:
-        indices = values.rank_set(settings["devices"], where)
-        if len(indices) > hosts.MOST_DEVICES or (count is not None and count != len(indices)):
+        indices = rank_lists.parse_rank_list(settings["devices"], where)
+        if len(indices) > selection.MAX_DEVICES or (count is not None and count != len(indices)):
             raise UsageError(
                 f"slots={count} and devices={settings['devices']} differ in number", where=where
             )
         count = len(indices)
-    address = hosts.host_name(settings["addr"], where) if "addr" in settings else ""
+    address = selection.check_host_name(settings["addr"], where) if "addr" in settings else ""
     user = settings.get("user", host.user)
     if user and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
-        raise UsageError(f"{quoted(user)} is no user's name", where=where)
-    port = values.port(settings["port"], where) if "port" in settings else None
+        raise UsageError(f"{quote_text(user)} is no user's name", where=where)
+    port = parsers.parse_tcp_port(settings["port"], where) if "port" in settings else None
     return replace(host, devices=count, indices=indices, address=address, user=user, port=port)
 
 
-def _add(host: Host, where: str, state: _State) -> None:
+def _add_host(host: Host, where: str, state: HostfileState) -> None:
     """Add a line about a host: lines without a count add up, a count stands alone."""
-    entry = state.entries.setdefault(host.name, _Entry(host))
-    if len(state.entries) > hostlist.MOST:
-        raise UsageError(f"more than {hostlist.MOST} hosts", where=where)
+    entry = state.entries.setdefault(host.name, HostEntry(host))
+    if len(state.entries) > nodelist.MAX_HOSTS:
+        raise UsageError(f"more than {nodelist.MAX_HOSTS} hosts", where=where)
     if host.devices is None:
-        entry.lines += 1
-    if entry.counted or (entry.lines and host.devices is not None):
-        before = entry.counted or entry.host.where
+        entry.line_count += 1
+    if entry.count_where or (entry.line_count and host.devices is not None):
+        before = entry.count_where or entry.host.where
         raise UsageError(
             f"{host.name} has a line already ({before})",
             where=where,
             hint="write it once with slots=N, or once a slot without a number",
         )
     if host.devices is not None:
-        entry.counted = where
+        entry.count_where = where
 
 
-def _rank(rank: int, name: str, where: str, state: _State) -> None:
+def _add_rank(rank: int, name: str, where: str, state: HostfileState) -> None:
     if rank in state.ranks:
         raise UsageError(f"rank {rank} stands twice (first in {state.ranks[rank][1]})", where=where)
-    state.ranks[rank] = hosts.host_name(name, where), where
+    state.ranks[rank] = selection.check_host_name(name, where), where
 
 
-def _result(state: _State, name: str) -> tuple[Host, ...]:
-    found = _ranked(state, name) if state.ranks else _listed(state)
+def _collect_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
+    found = _rank_hosts(state, name) if state.ranks else _list_hosts(state)
     left = tuple(host for host in found if host.name not in state.removed and host.devices != 0)
     known = {host.name for host in found}
     for gone, where in state.removed.items():
@@ -269,19 +282,19 @@ def _result(state: _State, name: str) -> tuple[Host, ...]:
     return left
 
 
-def _listed(state: _State) -> tuple[Host, ...]:
+def _list_hosts(state: HostfileState) -> tuple[Host, ...]:
     """
     Return the hosts of lines without ranks; where any host has several lines, a line is a slot for
     all of them.
     """
-    slots = any(entry.lines > 1 for entry in state.entries.values())
+    slots = any(entry.line_count > 1 for entry in state.entries.values())
     return tuple(
-        replace(entry.host, devices=entry.lines) if slots and entry.lines else entry.host
+        replace(entry.host, devices=entry.line_count) if slots and entry.line_count else entry.host
         for entry in state.entries.values()
     )
 
 
-def _ranked(state: _State, name: str) -> tuple[Host, ...]:
+def _rank_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
     """Return the hosts of a rankfile: ranks 0 to n-1, those of a host in one run."""
     if state.entries:
         where = next(iter(state.entries.values())).host.where

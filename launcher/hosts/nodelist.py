@@ -14,16 +14,16 @@ import re
 from collections.abc import Iterator
 
 from pdrun.errors import UsageError
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 
-MOST = 1 << 16
+MAX_HOSTS = 1 << 16
 """Hosts of a list, at most: ``n[1-999999999]`` must not take the machine's memory."""
-LONGEST = 1 << 20
+MAX_LIST_CHARACTERS = 1 << 20
 """Characters of a list, at most."""
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RANGE_PATTERN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
-def expand(text: str, where: str, most: int = MOST) -> tuple[str, ...]:
+def expand_nodelist(text: str, where: str, max_names: int = MAX_HOSTS) -> tuple[str, ...]:
     """
     Return the names of a compressed list, in order.
 
@@ -33,17 +33,19 @@ def expand(text: str, where: str, most: int = MOST) -> tuple[str, ...]:
     Raises:
         UsageError: the list is malformed or too long; names the character (counted from 1).
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_LIST_CHARACTERS:
         raise UsageError(
-            f"a list of {len(text)} characters is too long", where=where, hint=f"at most {LONGEST}"
+            f"a list of {len(text)} characters is too long",
+            where=where,
+            hint=f"at most {MAX_LIST_CHARACTERS}",
         )
     names: list[str] = []
-    for word, at in split(text, where):
-        names += _expand_word(word, at, text, where, most - len(names))
+    for word, at in split_items(text, where):
+        names += _expand_item(word, at, text, where, max_names - len(names))
     return tuple(names)
 
 
-def split(text: str, where: str) -> Iterator[tuple[str, int]]:
+def split_items(text: str, where: str) -> Iterator[tuple[str, int]]:
     """
     Yield the items of a list and where each begins: commas and blanks inside brackets do not
     separate.
@@ -53,62 +55,62 @@ def split(text: str, where: str) -> Iterator[tuple[str, int]]:
     for at, char in enumerate(text):
         if char == "[":
             if inside:
-                raise _error("a bracket inside brackets", text, at, where)
+                raise _list_error("a bracket inside brackets", text, at, where)
             inside = True
         elif char == "]":
             if not inside:
-                raise _error("a closing bracket without an opening one", text, at, where)
+                raise _list_error("a closing bracket without an opening one", text, at, where)
             inside = False
         elif char in ", \t\r\n" and not inside:
             if at > begin:
                 yield text[begin:at], begin
             begin = at + 1
     if inside:
-        raise _error("the bracket is not closed", text, text.rindex("["), where)
+        raise _list_error("the bracket is not closed", text, text.rindex("["), where)
     if begin < len(text):
         yield text[begin:], begin
 
 
-def _expand_word(word: str, at: int, text: str, where: str, most: int) -> list[str]:
+def _expand_item(word: str, at: int, text: str, where: str, max_names: int) -> list[str]:
     """Return the names of one item: the product of its brackets, the last one running fastest."""
     names = [""]
     for part in re.finditer(r"\[([^]]*)\]|[^\[]+", word):
         if not part[0].startswith("["):
             names = [name + part[0] for name in names]
             continue
-        runs = list(_runs(part[1], at + part.start() + 1, text, where))
+        runs = list(_parse_ranges(part[1], at + part.start() + 1, text, where))
         count = sum(high - low + 1 for low, high, _ in runs)
-        if count * len(names) > most:
-            raise _error(f"more than {MOST} hosts", text, at, where)
+        if count * len(names) > max_names:
+            raise _list_error(f"more than {MAX_HOSTS} hosts", text, at, where)
         numbers = [
             f"{number:0{width}d}" for low, high, width in runs for number in range(low, high + 1)
         ]
         names = [name + number for name in names for number in numbers]
-    if len(names) > most:
-        raise _error(f"more than {MOST} hosts", text, at, where)
+    if len(names) > max_names:
+        raise _list_error(f"more than {MAX_HOSTS} hosts", text, at, where)
     return names
 
 
-def _runs(inner: str, at: int, text: str, where: str) -> Iterator[tuple[int, int, int]]:
+def _parse_ranges(inner: str, at: int, text: str, where: str) -> Iterator[tuple[int, int, int]]:
     """Yield (low, high, width) of ``01-03,07``; ``at`` is where it begins."""
     for part in inner.split(","):
-        match = _RANGE.fullmatch(part)
+        match = _RANGE_PATTERN.fullmatch(part)
         if match is None:
-            what = "nothing" if not part else quoted(part)
-            raise _error(f"{what} stands where a number or LOW-HIGH belongs", text, at, where)
+            what = "nothing" if not part else quote_text(part)
+            raise _list_error(f"{what} stands where a number or LOW-HIGH belongs", text, at, where)
         low = int(match[1])
         high = int(match[2] or match[1])
         if high < low:
-            raise _error(f"the range {part} runs backwards", text, at, where)
+            raise _list_error(f"the range {part} runs backwards", text, at, where)
         yield low, high, len(match[1])
         at += len(part) + 1
 
 
-def _error(what: str, text: str, at: int, where: str) -> UsageError:
-    return UsageError(f"{quoted(text)}: {what} (character {at + 1})", where=where)
+def _list_error(what: str, text: str, at: int, where: str) -> UsageError:
+    return UsageError(f"{quote_text(text)}: {what} (character {at + 1})", where=where)
 
 
-def compress(names: list[str] | tuple[str, ...]) -> str:
+def compress_names(names: list[str] | tuple[str, ...]) -> str:
     """
     Return a list that `expand` turns into exactly these names: order and repetitions are kept.
 
@@ -122,17 +124,17 @@ def compress(names: list[str] | tuple[str, ...]) -> str:
         match = re.fullmatch(r"(.*?)([0-9]{1,18})([^0-9]*)", name, re.DOTALL)
         found = (match[1], match[3]) if match else None
         if found is None or found != key:
-            parts += _written(key, group)
+            parts += _format_group(key, group)
             group = []
             key = found
         if match is None:
             parts.append(name)
         else:
             group.append((int(match[2]), match[2]))
-    return ",".join([*parts, *_written(key, group)])
+    return ",".join([*parts, *_format_group(key, group)])
 
 
-def _written(key: tuple[str, str] | None, group: list[tuple[int, str]]) -> list[str]:
+def _format_group(key: tuple[str, str] | None, group: list[tuple[int, str]]) -> list[str]:
     if key is None or not group:
         return []
     if len(group) == 1:

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 
 from pdrun.endpoint import check_host
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.common import parsers as values
-from pdrun.launcher.common.parsers import quoted
-from pdrun.launcher.hosts import nodelist as hostlist
+from pdrun.launcher.common import parsers, rank_lists
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.hosts import nodelist as nodelist
 
-MOST_DEVICES = 4096
+MAX_DEVICES = 4096
 """Devices of a host, at most: more is a slip of the finger."""
 
 
-_ORDINARY = re.compile(
+_PLAIN_NAME = re.compile(
     r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 )
 """
@@ -52,7 +52,7 @@ class Host:
     """Where the other nodes reach it, when that is not its name."""
 
     @property
-    def reach(self) -> str:
+    def peer_address(self) -> str:
         """The address or name by which other nodes reach it."""
         return self.address or self.name
 
@@ -66,45 +66,45 @@ def parse_hosts(text: str, where: str) -> tuple[Host, ...]:
         UsageError: an item is malformed, a host stands twice, or there is none.
     """
     found: list[Host] = []
-    for word, _ in hostlist.split(_shielded(text), where):
-        if len(found) > hostlist.MOST:
+    for word, _ in nodelist.split_items(_hide_ipv6_brackets(text), where):
+        if len(found) > nodelist.MAX_HOSTS:
             break
-        found += item(_bare(word), where)
+        found += parse_host_item(_restore_brackets(word), where)
     if not found:
         raise UsageError("names no host", where=where, hint="write --hosts node1,node2")
-    return distinct(found)
+    return check_distinct(found)
 
 
-_OPEN = "\ue000"
-_CLOSE = "\ue001"
+_OPEN_MARK = "\ue000"
+_CLOSE_MARK = "\ue001"
 
 
-def _shielded(text: str) -> str:
+def _hide_ipv6_brackets(text: str) -> str:
     """Return the text with the brackets of IPv6 addresses hidden from the parser of ranges."""
-    return re.sub(r"\[([0-9A-Fa-f:.%]*:[0-9A-Za-z:.%]*)\]", rf"{_OPEN}\1{_CLOSE}", text)
+    return re.sub(r"\[([0-9A-Fa-f:.%]*:[0-9A-Za-z:.%]*)\]", rf"{_OPEN_MARK}\1{_CLOSE_MARK}", text)
 
 
-def _bare(word: str) -> str:
-    return word.replace(_OPEN, "[").replace(_CLOSE, "]")
+def _restore_brackets(word: str) -> str:
+    return word.replace(_OPEN_MARK, "[").replace(_CLOSE_MARK, "]")
 
 
-def item(word: str, where: str) -> tuple[Host, ...]:
+def parse_host_item(word: str, where: str) -> tuple[Host, ...]:
     """
     Return the hosts of one word: ``[user@]NAME[:N]``, NAME with ranges or an IPv6 address.
 
     A name with several colons and no brackets is an IPv6 address without a count.
     """
-    user, name, count = _pieces(word, where)
-    devices = device_count(count, where) if count is not None else None
-    names = (name,) if ":" in name else hostlist.expand(name, where)
-    return tuple(Host(host_name(one, where), devices, None, where, user) for one in names)
+    user, name, count = _split_item(word, where)
+    devices = parse_device_count(count, where) if count is not None else None
+    names = (name,) if ":" in name else nodelist.expand_nodelist(name, where)
+    return tuple(Host(check_host_name(one, where), devices, None, where, user) for one in names)
 
 
-def _pieces(word: str, where: str) -> tuple[str, str, str | None]:
+def _split_item(word: str, where: str) -> tuple[str, str, str | None]:
     """Split ``user@name:count``."""
     user, at, rest = word.rpartition("@")
     if at and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
-        raise UsageError(f"{quoted(word)}: {quoted(user)} is no user's name", where=where)
+        raise UsageError(f"{quote_text(word)}: {quote_text(user)} is no user's name", where=where)
     if match := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", rest, re.DOTALL):
         return user, match[1], match[2]
     if rest.count(":") >= 2:
@@ -113,29 +113,29 @@ def _pieces(word: str, where: str) -> tuple[str, str, str | None]:
     return user, name, count if colon else None
 
 
-def host_name(name: str, where: str) -> str:
+def check_host_name(name: str, where: str) -> str:
     """
     Return a host's name when it may be one: nothing that ssh would take for an option, no shell's
     characters.
     """
-    if len(name) <= 253 and _ORDINARY.fullmatch(name):
+    if len(name) <= 253 and _PLAIN_NAME.fullmatch(name):
         return name
     try:
         return check_host(name, where=where)
     except UsageError:
         raise UsageError(
-            f"{quoted(name)} is neither a host name nor an IP address",
+            f"{quote_text(name)} is neither a host name nor an IP address",
             where=where,
             hint="host names are of A-Z a-z 0-9 . - _ and begin with none of . -",
         ) from None
 
 
-def device_count(text: str, where: str, least: int = 1) -> int:
+def parse_device_count(text: str, where: str, least: int = 1) -> int:
     """Return a number of devices in plain digits."""
-    return int(values.whole(least, MOST_DEVICES)(text, where))
+    return int(parsers.int_parser(least, MAX_DEVICES)(text, where))
 
 
-def distinct(found: Sequence[Host]) -> tuple[Host, ...]:
+def check_distinct(found: Sequence[Host]) -> tuple[Host, ...]:
     """Return the hosts when each stands once, else raise with both places."""
     first: dict[str, Host] = {}
     for host in found:
@@ -151,11 +151,11 @@ def distinct(found: Sequence[Host]) -> tuple[Host, ...]:
 # choosing among them
 # ---------------------------------------------------------------------------------------------
 
-Choice = dict[str, tuple[int, ...]]
+HostChoice = dict[str, tuple[int, ...]]
 """Host -> indices of its devices; none: the whole host."""
 
 
-def parse_choice(text: str, where: str) -> Choice:
+def parse_host_choice(text: str, where: str) -> HostChoice:
     """
     Read ``--include`` and ``--exclude`` as DeepSpeed has them: ``a@b:0,2@node[3-4]:0-3``; ``@``
     separates hosts.
@@ -163,16 +163,16 @@ def parse_choice(text: str, where: str) -> Choice:
     Raises:
         UsageError: an item is malformed or a host stands twice.
     """
-    found: Choice = {}
+    found: HostChoice = {}
     for part in text.split("@"):
         name, colon, indices = (
             part.rpartition(":") if re.search(r":[0-9,-]*$", part) else (part, "", "")
         )
-        chosen = values.rank_set(indices, where) if colon else ()
-        if chosen and chosen[-1] >= MOST_DEVICES:
+        chosen = rank_lists.parse_rank_list(indices, where) if colon else ()
+        if chosen and chosen[-1] >= MAX_DEVICES:
             raise UsageError(f"{chosen[-1]} is no device's index", where=where)
-        for one in hostlist.expand(name, where):
-            if host_name(one, where) in found:
+        for one in nodelist.expand_nodelist(name, where):
+            if check_host_name(one, where) in found:
                 raise UsageError(f"{one} stands twice", where=where)
             found[one] = chosen
     if not found:
@@ -182,15 +182,17 @@ def parse_choice(text: str, where: str) -> Choice:
     return found
 
 
-def include(hosts: Iterable[Host], choice: Choice, where: str) -> tuple[Host, ...]:
+def include_hosts(hosts: Iterable[Host], choice: HostChoice, where: str) -> tuple[Host, ...]:
     """Return the hosts and devices that are named, in the order of the list."""
     listed = tuple(hosts)
-    _check_known(listed, choice, where)
-    return tuple(_with(host, choice[host.name], where) for host in listed if host.name in choice)
+    _check_known_hosts(listed, choice, where)
+    return tuple(
+        _select_devices(host, choice[host.name], where) for host in listed if host.name in choice
+    )
 
 
-def exclude(
-    hosts: Iterable[Host], choice: Choice, where: str, devices: int | None = None
+def exclude_hosts(
+    hosts: Iterable[Host], choice: HostChoice, where: str, devices: int | None = None
 ) -> tuple[Host, ...]:
     """
     Return the hosts and devices that are left.
@@ -203,14 +205,14 @@ def exclude(
             a host has.
     """
     listed = tuple(hosts)
-    _check_known(listed, choice, where)
+    _check_known_hosts(listed, choice, where)
     left = []
     for host in listed:
         gone = choice.get(host.name)
         if gone is None:
             left.append(host)
         elif gone:
-            have = _indices(host, devices, where)
+            have = _device_indices(host, devices, where)
             if missing := [index for index in gone if index not in have]:
                 raise UsageError(f"{host.name} has no device {missing[0]} in this job", where=where)
             if kept := tuple(index for index in have if index not in gone):
@@ -220,7 +222,7 @@ def exclude(
     return tuple(left)
 
 
-def _indices(host: Host, devices: int | None, where: str) -> tuple[int, ...]:
+def _device_indices(host: Host, devices: int | None, where: str) -> tuple[int, ...]:
     if host.indices is not None:
         return host.indices
     count = host.devices if host.devices is not None else devices
@@ -233,7 +235,7 @@ def _indices(host: Host, devices: int | None, where: str) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def _with(host: Host, indices: tuple[int, ...], where: str) -> Host:
+def _select_devices(host: Host, indices: tuple[int, ...], where: str) -> Host:
     if not indices:
         return host
     if host.devices is not None:
@@ -246,10 +248,13 @@ def _with(host: Host, indices: tuple[int, ...], where: str) -> Host:
     return replace(host, devices=len(indices), indices=indices)
 
 
-def _check_known(hosts: Sequence[Host], choice: Choice, where: str) -> None:
+def _check_known_hosts(hosts: Sequence[Host], choice: HostChoice, where: str) -> None:
     names = [host.name for host in hosts]
     known = set(names)
     for name in choice:
         if name not in known:
-            hint = did_you_mean(name, names[:1000]) or f"there are {hostlist.compress(names)[:200]}"
+            hint = (
+                did_you_mean(name, names[:1000])
+                or f"there are {nodelist.compress_names(names)[:200]}"
+            )
             raise UsageError(f"{name} is none of the hosts of this job", where=where, hint=hint)

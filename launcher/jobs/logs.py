@@ -8,9 +8,9 @@ from typing import Literal
 from pdrun.errors import EXIT_OK, UsageError
 from pdrun.launcher.jobs.log_reader import LogReader
 from pdrun.launcher.jobs.lookup import find_newest_job
-from pdrun.launcher.jobs.registry import Job, is_alive, jobs
+from pdrun.launcher.jobs.registry import JobRecord, is_alive, list_jobs
 from pdrun.launcher.jobs.status import read_status
-from pdrun.launcher.output.console import ERR, OUT, Console
+from pdrun.launcher.output.console import STDERR, STDOUT, Console
 
 
 def print_logs(
@@ -56,10 +56,10 @@ def print_logs(
         generation=generation,
     )
     try:
-        while reader.step() and follow:
-            if console.gone(OUT if stdout else ERR):
+        while reader.show_new() and follow:
+            if console.is_closed(STDOUT if stdout else STDERR):
                 return 128 + signal.SIGPIPE
-            reader.pause()
+            reader.wait_for_more()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -67,8 +67,8 @@ def print_logs(
     return EXIT_OK
 
 
-def _find_logged_job(name: str | None) -> Job:
-    known = jobs()
+def _find_logged_job(name: str | None) -> JobRecord:
+    known = list_jobs()
     if name is not None:
         return find_newest_job(name, known)
     if not known:

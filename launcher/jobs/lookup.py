@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterable
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.jobs.registry import Job, is_alive
+from pdrun.launcher.jobs.registry import JobRecord, is_alive
 
 MAX_NAMED_JOBS = 8
 """Jobs that an error message names."""
 
 
-def find_job(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
+def find_job(name: str, known: Iterable[JobRecord], *, newest: bool = False) -> JobRecord:
     """
     Return the job that `name` means: a run, the name of a job, or a prefix of exactly one.
 
@@ -44,7 +44,7 @@ def find_job(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
     raise UsageError(f"no job {name!r}", hint=" ".join(hint for hint in hints if hint))
 
 
-def find_running_job(known: Iterable[Job]) -> Job:
+def find_running_job(known: Iterable[JobRecord]) -> JobRecord:
     """
     Return the one running job.
 
@@ -60,7 +60,7 @@ def find_running_job(known: Iterable[Job]) -> Job:
     raise UsageError(f"{len(running)} jobs are running", hint=hint)
 
 
-def find_newest_job(name: str, known: list[Job]) -> Job:
+def find_newest_job(name: str, known: list[JobRecord]) -> JobRecord:
     """
     Return the job to show for `name`: of several runs of one job a running one, else the newest.
 
@@ -79,7 +79,7 @@ def print_note(text: str) -> None:
     print(f"pdrun: {text}", file=sys.stderr)
 
 
-def _choose_run(name: str, matches: list[Job], newest: bool) -> Job:
+def _choose_run(name: str, matches: list[JobRecord], newest: bool) -> JobRecord:
     """
     Return the running run of a job, else its newest.
 
@@ -101,7 +101,7 @@ def _choose_run(name: str, matches: list[Job], newest: bool) -> Job:
     return matches[0]
 
 
-def _describe_jobs(known: list[Job], label: str = "known:") -> str:
+def _describe_jobs(known: list[JobRecord], label: str = "known:") -> str:
     if not known:
         return "none is known here"
     names = [f"{job.job} (run {job.run})" for job in known[:MAX_NAMED_JOBS]]

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.launcher.common.places import state_folder
-from pdrun.names import check_name
-from pdrun.private_folder import make_private_folder
+from pdrun.launcher.common.files import state_folder
+from pdrun.text import check_name
+from pdrun.disk import make_private_folder
 
-KEPT = 200
+MAX_ENDED_JOBS = 200
 """Entries of ended jobs that are kept, the newest."""
 
 
 @dataclass(frozen=True)
-class Job:
+class JobRecord:
     """One run of one job, as its first node wrote it down."""
 
     run: str
@@ -60,7 +60,7 @@ def registry_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return state_folder(environ) / "jobs"
 
 
-def describe(
+def make_job_record(
     run: str,
     job: str,
     *,
@@ -68,26 +68,26 @@ def describe(
     log_dir: str,
     made: float,
     pid: int | None = None,
-    **more: str,
-) -> Job:
+    **options: str,
+) -> JobRecord:
     """
     Return the entry of process ``pid`` (this one by default) on this host; paths are made absolute.
     """
     pid = os.getpid() if pid is None else pid
-    return Job(
+    return JobRecord(
         run=run,
         job=job,
         pid=pid,
-        ticks=start_ticks(pid) or 0,
+        ticks=read_start_ticks(pid) or 0,
         host=socket.gethostname(),
         events=str(Path(events).absolute()) if events else "",
         log_dir=str(Path(log_dir).absolute()),
         made=made,
-        **more,
+        **options,
     )
 
 
-def register(job: Job, folder: Path | None = None) -> bool:
+def register_job(job: JobRecord, folder: Path | None = None) -> bool:
     """
     Write an entry, whole or not at all, and forget the oldest ended ones; False where that is
     impossible.
@@ -103,67 +103,67 @@ def register(job: Job, folder: Path | None = None) -> bool:
             draft.replace(folder / f"{check_name(job.run, where='run')}.json")
         finally:
             draft.unlink(missing_ok=True)
-        prune(folder)
+        prune_jobs(folder)
     except (OSError, UsageError):
         return False
     return True
 
 
-def forget(log_dir: Path, folder: Path | None = None) -> None:
+def remove_jobs(log_dir: Path, folder: Path | None = None) -> None:
     """
     Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be
     shown of them.
     """
     try:
         folder = folder or registry_folder()
-        for job in jobs(folder):
+        for job in list_jobs(folder):
             if job.log_dir == str(log_dir):
                 (folder / f"{job.run}.json").unlink(missing_ok=True)
     except OSError:
         pass
 
 
-def jobs(folder: Path | None = None) -> list[Job]:
+def list_jobs(folder: Path | None = None) -> list[JobRecord]:
     """Return every entry, the newest first; what is no entry of this user is passed over."""
     try:
-        found = [_read(path) for path in (folder or registry_folder()).glob("*.json")]
+        found = [_read_record(path) for path in (folder or registry_folder()).glob("*.json")]
     except OSError:
         return []
     return sorted((job for job in found if job), key=lambda job: (job.made, job.run), reverse=True)
 
 
-def prune(folder: Path, kept: int = KEPT) -> None:
+def prune_jobs(folder: Path, max_ended: int = MAX_ENDED_JOBS) -> None:
     """Forget the oldest ended jobs above ``kept``."""
     paths = list(folder.iterdir())
-    if len(paths) <= kept:
+    if len(paths) <= max_ended:
         return
-    ended = [job for job in jobs(folder) if not is_alive(job)]
-    for job in ended[kept:]:
+    ended = [job for job in list_jobs(folder) if not is_alive(job)]
+    for job in ended[max_ended:]:
         (folder / f"{job.run}.json").unlink(missing_ok=True)
     for path in paths:
         if path.name.startswith(".draft-") and _age_days(path) > 1:
             path.unlink(missing_ok=True)
 
 
-def is_alive(job: Job) -> bool:
+def is_alive(job: JobRecord) -> bool:
     """
     Whether the process of an entry runs; False for one of another host, of which nothing is known
     here.
     """
     if not is_on_this_host(job):
         return False
-    ticks = start_ticks(job.pid)
+    ticks = read_start_ticks(job.pid)
     if ticks is not None:
         return ticks == job.ticks or job.ticks == 0
-    return not Path("/proc/self/stat").exists() and _signal_reaches(job.pid)
+    return not Path("/proc/self/stat").exists() and _is_signalable(job.pid)
 
 
-def is_on_this_host(job: Job) -> bool:
+def is_on_this_host(job: JobRecord) -> bool:
     """Whether the process of an entry was started on this host."""
     return job.host == socket.gethostname()
 
 
-def start_ticks(pid: int) -> int | None:
+def read_start_ticks(pid: int) -> int | None:
     """
     Return when a process started, in clock ticks since boot; None when it is gone, a zombie, or
     unknown.
@@ -177,7 +177,7 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
-def _read(path: Path) -> Job | None:
+def _read_record(path: Path) -> JobRecord | None:
     """Return an entry, or None for a file that is somebody else's or no entry."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -185,14 +185,14 @@ def _read(path: Path) -> Job | None:
             if os.fstat(fd).st_uid != os.geteuid():
                 return None
             data: dict[str, Any] = json.loads(file.read(1 << 16))
-        known = {item.name: data[item.name] for item in fields(Job) if item.name in data}
-        job = Job(**known)
+        known = {item.name: data[item.name] for item in fields(JobRecord) if item.name in data}
+        job = JobRecord(**known)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return job if _plain(job) and f"{job.run}.json" == path.name else None
+    return job if _is_well_formed(job) and f"{job.run}.json" == path.name else None
 
 
-def _plain(job: Job) -> bool:
+def _is_well_formed(job: JobRecord) -> bool:
     """Whether every field has its type: the file may be of another version, or damaged."""
     numbers = (job.pid, job.ticks)
     texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
@@ -210,7 +210,7 @@ def _age_days(path: Path) -> float:
         return 0.0
 
 
-def _signal_reaches(pid: int) -> bool:
+def _is_signalable(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError:

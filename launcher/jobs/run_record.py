@@ -19,15 +19,15 @@ from pdrun.errors import ConfigError
 from pdrun.launcher.config.spec import Policy, Resources
 from pdrun.launcher.jobs import registry
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.names import make_name
+from pdrun.text import make_name
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
 
-INSECURE = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+INSECURE_WARNING = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
 
 
-def run_name(plan: LaunchPlan) -> str:
+def make_run_name(plan: LaunchPlan) -> str:
     """Return a unique name for a run: ``train-20250131-174502-9f3c``."""
     stem = plan.spec.job or make_name(
         Path(plan.spec.program.target.rstrip("/")).name.removesuffix(".py")
@@ -35,14 +35,18 @@ def run_name(plan: LaunchPlan) -> str:
     return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
+def make_scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     """Return what the scheduler of this plan's job is told."""
-    host = plan.facts.get("host", plan.node)
-    config = membership(plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host)
-    return replace(config, spec=plan.spec.shared(), command=plan.facts.get("command", ""))
+    host = plan.compared.get("host", plan.node)
+    config = make_membership_config(
+        plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host
+    )
+    return replace(
+        config, spec=plan.spec.to_shared_json(), command=plan.compared.get("command", "")
+    )
 
 
-def membership(
+def make_membership_config(
     resources: Resources, policy: Policy, *, job: str, run: str, host: str
 ) -> SchedulerConfig:
     """Return how a scheduler forms a job, keeps it and ends it."""
@@ -69,14 +73,16 @@ def membership(
     )
 
 
-def events_path(plan: LaunchPlan, run: str) -> Path | None:
+def event_log_path(plan: LaunchPlan, run: str) -> Path | None:
     """Return where the event log goes; None when the user wants no files."""
     if plan.spec.output.files:
         return Path(plan.cwd, plan.spec.output.log_dir, run, "events.jsonl")
     return None
 
 
-def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = None) -> None:
+def register_run(
+    plan: LaunchPlan, run: str, scheduler: str, *, controller_pid: int | None = None
+) -> None:
     """
     Write the job into this user's registry: a convenience, and no error when it cannot be.
 
@@ -84,15 +90,15 @@ def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = 
         scheduler: ``HOST:PORT``, or empty when nothing listens.
         front: pid of the process that `pdrun stop` is to signal; None: this one.
     """
-    events = events_path(plan, run)
-    registry.register(
-        registry.describe(
+    events = event_log_path(plan, run)
+    registry.register_job(
+        registry.make_job_record(
             run,
             plan.job,
             events=str(events or ""),
             log_dir=str(Path(plan.cwd, plan.spec.output.log_dir)),
             made=SystemClock().wall(),
-            pid=front,
+            pid=controller_pid,
             scheduler=scheduler,
             log_name=plan.spec.output.log_name,
         )
@@ -100,7 +106,7 @@ def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = 
 
 
 @contextmanager
-def blamed(source: str) -> Iterator[None]:
+def with_source(source: str) -> Iterator[None]:
     """
     Have a complaint about ``--token-file`` name the place that the file's name really came from.
     """

@@ -21,21 +21,29 @@ from dataclasses import dataclass, field
 
 from pdrun import process_setup
 from pdrun.errors import ConfigError, RendezvousError, UsageError
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 
-TIMEOUT = 60.0
-MARGIN = 15.0
+COMMAND_SECONDS = 60.0
+SIGNAL_MARGIN_SECONDS = 15.0
 """Seconds beside the grace between the SIGTERM that is asked for and the end of the time limit."""
-_VALUE = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]()*^&|!-]{1,512}")
-_KEY = re.compile(r"[a-z][a-z0-9-]{1,40}")
-_JOB = re.compile(r"[0-9]{1,12}(?:_[0-9]{1,9})?(?:\+[0-9]{1,4})?")
-OWN = ("ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "wrap")
+_VALUE_PATTERN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]()*^&|!-]{1,512}")
+_KEY_PATTERN = re.compile(r"[a-z][a-z0-9-]{1,40}")
+_JOB_PATTERN = re.compile(r"[0-9]{1,12}(?:_[0-9]{1,9})?(?:\+[0-9]{1,4})?")
+PDRUN_DIRECTIVES = (
+    "ntasks-per-node",
+    "ntasks",
+    "signal",
+    "requeue",
+    "no-requeue",
+    "open-mode",
+    "wrap",
+)
 """Directives that pdrun writes itself."""
-SAID = {"nodes": "--nodes", "job-name": "--name"}
+OPTION_DIRECTIVES = {"nodes": "--nodes", "job-name": "--name"}
 """Directives that pdrun writes as its own options say."""
-FOREIGN = ("uid", "gid")
+USER_DIRECTIVES = ("uid", "gid")
 """Directives that have the job run as somebody else."""
-_SPELLINGS = {
+_VALUE_FORMATS = {
     "time": (
         r"(?i:[0-9]+(?::[0-9]+){0,2}|[0-9]+-[0-9]+(?::[0-9]+){0,2}|infinite|unlimited)",
         "time limit",
@@ -49,11 +57,11 @@ _SPELLINGS = {
         "write 8, or TYPE:8",
     ),
 }
-_SPELLINGS["time-min"] = _SPELLINGS["time"]
+_VALUE_FORMATS["time-min"] = _VALUE_FORMATS["time"]
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """What is asked of Slurm."""
 
     nodes: int = 1
@@ -73,7 +81,7 @@ class Batch:
     """
 
 
-def directive(key: str, value: str, where: str) -> tuple[str, str]:
+def make_directive(key: str, value: str, where: str) -> tuple[str, str]:
     """
     Return a directive whose line says exactly this.
 
@@ -82,45 +90,52 @@ def directive(key: str, value: str, where: str) -> tuple[str, str]:
             end, or is not what
             Slurm takes for a time, a size or a number.
     """
-    if not _KEY.fullmatch(key):
+    if not _KEY_PATTERN.fullmatch(key):
         raise UsageError(
-            f"{quoted(key)} is no option of sbatch",
+            f"{quote_text(key)} is no option of sbatch",
             where=where,
             hint="write KEY=VALUE, constraint=gpu say",
         )
-    if value and not _VALUE.fullmatch(value):
+    if value and not _VALUE_PATTERN.fullmatch(value):
         raise UsageError(
-            f"{quoted(value)} cannot stand in a directive",
+            f"{quote_text(value)} cannot stand in a directive",
             where=where,
             hint="it takes letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
         )
-    pattern, title, hint = _SPELLINGS.get(key, ("", "", ""))
+    pattern, title, hint = _VALUE_FORMATS.get(key, ("", "", ""))
     if pattern and not re.fullmatch(pattern, value):
-        raise UsageError(f"{quoted(value)} is no {title}", where=where, hint=hint)
+        raise UsageError(f"{quote_text(value)} is no {title}", where=where, hint=hint)
     return key, value
 
 
-def _check(batch: Batch) -> None:
+def _check_directives(batch: BatchJob) -> None:
     """
     Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and
     doubles.
     """
     given: set[str] = set()
     for key, _ in batch.directives:
-        whole = next((name for name in (*OWN, *SAID, *FOREIGN) if name.startswith(key)), key)
-        if whole in FOREIGN:
+        whole = next(
+            (
+                name
+                for name in (*PDRUN_DIRECTIVES, *OPTION_DIRECTIVES, *USER_DIRECTIVES)
+                if name.startswith(key)
+            ),
+            key,
+        )
+        if whole in USER_DIRECTIVES:
             raise UsageError(
                 f"--{whole} has the job run as another user",
                 where="--sbatch",
                 hint="submit it as that user",
             )
-        if whole in SAID:
+        if whole in OPTION_DIRECTIVES:
             raise UsageError(
                 f"{whole} has an option of its own",
                 where="--sbatch",
-                hint=f"write {SAID[whole]} instead",
+                hint=f"write {OPTION_DIRECTIVES[whole]} instead",
             )
-        if whole in OWN:
+        if whole in PDRUN_DIRECTIVES:
             raise UsageError(
                 f"--{whole} is written by pdrun itself", where="--sbatch", hint="leave it out"
             )
@@ -131,7 +146,7 @@ def _check(batch: Batch) -> None:
         given.add(key)
 
 
-def script(batch: Batch, command: Sequence[str]) -> str:
+def render_script(batch: BatchJob, command: Sequence[str]) -> str:
     """
     Return the batch script. Pure.
 
@@ -143,12 +158,14 @@ def script(batch: Batch, command: Sequence[str]) -> str:
             as another user, or a
             line of the set-up ends another.
     """
-    _check(batch)
+    _check_directives(batch)
     if any("\n" in line for line in batch.setup):
         raise UsageError("holds a line's end", where="--setup", hint="give it once for each line")
     lines = ["#!/bin/bash"]
     if batch.name:
-        lines.append("#SBATCH --job-name={1}".format(*directive("job-name", batch.name, "--name")))
+        lines.append(
+            "#SBATCH --job-name={1}".format(*make_directive("job-name", batch.name, "--name"))
+        )
     lines += [f"#SBATCH --nodes={batch.nodes}", "#SBATCH --ntasks-per-node=1"]
     lines += [
         f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
@@ -156,7 +173,7 @@ def script(batch: Batch, command: Sequence[str]) -> str:
     ]
     lines += [
         "# SIGTERM that long before the time limit: the workers save and end by themselves.",
-        f"#SBATCH --signal=TERM@{round(batch.grace + MARGIN)}",
+        f"#SBATCH --signal=TERM@{round(batch.grace + SIGNAL_MARGIN_SECONDS)}",
         f"#SBATCH --{'requeue' if batch.requeue else 'no-requeue'}",
         "#SBATCH --open-mode=append",
         "",
@@ -167,7 +184,7 @@ def script(batch: Batch, command: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def submit(text: str) -> str:
+def submit_script(text: str) -> str:
     """
     Give a script to sbatch; return the job's number.
 
@@ -175,26 +192,27 @@ def submit(text: str) -> str:
         ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its
             reason.
     """
-    done = _slurm(
+    done = _run_slurm(
         ["sbatch", "--parsable"], text, process_setup.env_with_token(os.environ)
     )  # the nodes of the job need it
     job = done.stdout.strip().partition(";")[0]
-    if done.returncode or not _JOB.fullmatch(job):
-        raise RendezvousError(f"the job was not taken: {_reason(done)}", where="sbatch")
+    if done.returncode or not _JOB_PATTERN.fullmatch(job):
+        raise RendezvousError(f"the job was not taken: {_error_reason(done)}", where="sbatch")
     return job
 
 
-def status(job: str) -> dict[str, str]:
+def query_job(job: str) -> dict[str, str]:
     """
     Return the fields of a job, as Slurm names them.
 
     Raises:
         UsageError: that is no job's number, or Slurm knows none of it any more.
     """
-    done = _slurm(["scontrol", "show", "job", _number(job), "--oneliner"])
+    done = _run_slurm(["scontrol", "show", "job", _check_job_number(job), "--oneliner"])
     if done.returncode or "JobId=" not in done.stdout:
         raise UsageError(
-            f"Slurm knows no job {job} (any more): {_reason(done)}", hint="see sacct for older ones"
+            f"Slurm knows no job {job} (any more): {_error_reason(done)}",
+            hint="see sacct for older ones",
         )
     pairs = re.findall(
         r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", done.stdout.splitlines()[0]
@@ -202,7 +220,7 @@ def status(job: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def status_text(found: dict[str, str]) -> str:
+def describe_job(found: dict[str, str]) -> str:
     """Return a job's state for people: state, where, how long, how often, and why it waits."""
     parts = [
         f"job {found.get('JobId', '?')} ({found.get('JobName', '?')}): {found.get('JobState', '?')}"
@@ -221,27 +239,29 @@ def status_text(found: dict[str, str]) -> str:
     return ", ".join(parts)
 
 
-def cancel(job: str) -> None:
+def cancel_job(job: str) -> None:
     """
     Have Slurm end a job: SIGTERM, so that the workers save, and SIGKILL after KillWait.
 
     Raises:
         UsageError: that is no job's number. RendezvousError: Slurm refuses; says its reason.
     """
-    done = _slurm(["scancel", _number(job)])
+    done = _run_slurm(["scancel", _check_job_number(job)])
     if done.returncode:
-        raise RendezvousError(f"job {job} was not cancelled: {_reason(done)}", where="scancel")
+        raise RendezvousError(
+            f"job {job} was not cancelled: {_error_reason(done)}", where="scancel"
+        )
 
 
-def _number(job: str) -> str:
-    if not _JOB.fullmatch(job):
+def _check_job_number(job: str) -> str:
+    if not _JOB_PATTERN.fullmatch(job):
         raise UsageError(
-            f"{quoted(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it"
+            f"{quote_text(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it"
         )
     return job
 
 
-def _slurm(
+def _run_slurm(
     argv: Sequence[str], text: str = "", environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     program = shutil.which(argv[0])
@@ -253,16 +273,18 @@ def _slurm(
             input=text,
             text=True,
             capture_output=True,
-            timeout=TIMEOUT,
+            timeout=COMMAND_SECONDS,
             check=False,
             encoding="utf-8",
             errors="surrogateescape",
             env=environ,
         )
     except subprocess.TimeoutExpired:
-        raise RendezvousError(f"did not answer within {TIMEOUT:g} s", where=argv[0]) from None
+        raise RendezvousError(
+            f"did not answer within {COMMAND_SECONDS:g} s", where=argv[0]
+        ) from None
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
+def _error_reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[-1][:300] if lines else f"exit code {done.returncode}"

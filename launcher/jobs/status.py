@@ -17,7 +17,7 @@ from pdrun import eventlog, process_setup
 from pdrun.errors import EXIT_OK, RendezvousError
 from pdrun.eventlog import JobStatus
 from pdrun.launcher.jobs.lookup import find_newest_job, print_note
-from pdrun.launcher.jobs.registry import Job, is_alive, is_on_this_host, jobs
+from pdrun.launcher.jobs.registry import JobRecord, is_alive, is_on_this_host, list_jobs
 from pdrun.launcher.jobs.remote_scheduler import (
     RemoteScheduler,
     check_job_name,
@@ -83,14 +83,14 @@ def _print_statuses(found: list[JobStatus], *, as_json: bool) -> None:
         return
     from pdrun.ui import status as screen
 
-    screen.show(found)
+    screen.show_status(found)
 
 
 def _follow_statuses(read: Callable[[], list[JobStatus]]) -> int:
     from pdrun.ui import live
 
     process_setup.restore_sigint()  # Ctrl-C must reach the screen, which leaves the terminal as it was
-    return live.follow(read)
+    return live.follow_status(read)
 
 
 def list_statuses(name: str | None, *, all_jobs: bool = False) -> list[JobStatus]:
@@ -100,7 +100,7 @@ def list_statuses(name: str | None, *, all_jobs: bool = False) -> list[JobStatus
     Raises:
         UsageError: no job has this name.
     """
-    known = jobs()
+    known = list_jobs()
     if name is not None:
         return [read_status(find_newest_job(name, known))]
     running = [job for job in known if is_alive(job)]
@@ -116,7 +116,7 @@ def list_statuses(name: str | None, *, all_jobs: bool = False) -> list[JobStatus
     return [read_status(job) for job in shown]
 
 
-def read_status(job: Job) -> JobStatus:
+def read_status(job: JobRecord) -> JobStatus:
     """
     Return the status of a registered job from its event log, completed from its registry entry.
 
@@ -175,7 +175,7 @@ class StatusPoller:
         Raises:
             RendezvousError: the scheduler does not answer.
         """
-        lines = viewer.lines()
+        lines = viewer.fetch_lines()
         if lines is None:
             raise RendezvousError(
                 "the scheduler does not answer any more",
@@ -190,7 +190,7 @@ class StatusPoller:
         """Return the present status, or the last one with a warning if there is no answer."""
         if self._last.state == "done":
             return [self._last]
-        lines = self._viewer.lines(POLL_ANSWER_SECONDS)
+        lines = self._viewer.fetch_lines(POLL_ANSWER_SECONDS)
         if lines is None:
             warning = (
                 f"no answer from the scheduler at {self._viewer.endpoint};"

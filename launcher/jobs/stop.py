@@ -10,7 +10,13 @@ import time
 
 from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
 from pdrun.launcher.jobs.lookup import find_job, find_running_job, print_note
-from pdrun.launcher.jobs.registry import Job, is_alive, is_on_this_host, jobs, start_ticks
+from pdrun.launcher.jobs.registry import (
+    JobRecord,
+    is_alive,
+    is_on_this_host,
+    list_jobs,
+    read_start_ticks,
+)
 from pdrun.launcher.jobs.remote_scheduler import (
     RemoteScheduler,
     check_job_name,
@@ -58,7 +64,7 @@ def stop_job(
     """
     if scheduler is not None:
         return _stop_through_scheduler(scheduler, name, force=force, timeout=timeout)
-    job = find_running_job(jobs()) if name is None else find_job(name, jobs())
+    job = find_running_job(list_jobs()) if name is None else find_job(name, list_jobs())
     label = f"job {job.job} (run {job.run})"
     if not is_alive(job):
         if not is_on_this_host(job):
@@ -97,13 +103,13 @@ def _stop_through_scheduler(
     lines = None
     with open_viewer(scheduler, stops=True, timeout=first_timeout, patience=timeout) as viewer:
         check_job_name(viewer, name)
-        viewer.stop(signal.SIGTERM, f"pdrun stop on {socket.gethostname()}", force=force)
+        viewer.request_stop(signal.SIGTERM, f"pdrun stop on {socket.gethostname()}", force=force)
         while (left := deadline - time.monotonic()) > 0:
             wait = POLL_SECONDS if is_confirmed else ANSWER_SECONDS
             try:
-                lines = viewer.lines(min(left, wait))
+                lines = viewer.fetch_lines(min(left, wait))
             except RendezvousError:
-                if not (is_confirmed and viewer.gone):
+                if not (is_confirmed and viewer.is_gone):
                     raise
                 lines = None
             if lines is not None:
@@ -114,7 +120,7 @@ def _stop_through_scheduler(
                     print_note(f"job {found.job} (run {found.run}) has stopped: {end}")
                     return EXIT_OK
                 time.sleep(min(POLL_SECONDS, left))
-            elif is_confirmed and viewer.gone:
+            elif is_confirmed and viewer.is_gone:
                 print_note(
                     f"the job at {endpoint} has stopped: its scheduler exited while ending it"
                 )
@@ -136,7 +142,7 @@ def _stop_through_scheduler(
 # --------------------------------------------------------------------------------------------------
 
 
-def _end_process(job: Job, *, force: bool, timeout: float) -> bool:
+def _end_process(job: JobRecord, *, force: bool, timeout: float) -> bool:
     """
     Send SIGTERM, twice if forced; return whether the process ended within ``timeout`` seconds.
     """
@@ -154,7 +160,7 @@ def _end_process(job: Job, *, force: bool, timeout: float) -> bool:
     return True
 
 
-def _signal_process(job: Job, number: int) -> None:
+def _signal_process(job: JobRecord, number: int) -> None:
     """
     Send a signal to the registered process, and to no other that has got its pid since.
 
@@ -173,7 +179,7 @@ def _signal_process(job: Job, number: int) -> None:
             if error.errno not in (errno.ENOSYS, errno.EPERM):
                 raise
     try:
-        if job.ticks not in (0, start_ticks(job.pid)):
+        if job.ticks not in (0, read_start_ticks(job.pid)):
             return
         if handle < 0:
             os.kill(job.pid, number)
@@ -188,7 +194,7 @@ def _signal_process(job: Job, number: int) -> None:
             os.close(handle)
 
 
-def _describe_end(job: Job) -> str:
+def _describe_end(job: JobRecord) -> str:
     """Return how a job ended, to be added to a message; empty if it has not ended."""
     found = read_status(job)
     if found.code is not None:

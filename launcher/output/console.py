@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdrun.async_writer import Lane
-from pdrun.launcher.output.formatting import clean
+from pdrun.async_writer import BackgroundWriter
+from pdrun.launcher.output.formatting import escape_controls
 
-OUT = 1
-ERR = 2
-MERGER_WAIT = 30.0
+STDOUT = 1
+STDERR = 2
+MERGER_WAIT_SECONDS = 30.0
 """
 Seconds for which an agent waits, at its end, for the process that merges its output and may be held
 up itself.
@@ -30,8 +30,8 @@ class Console:
 
     def __init__(
         self,
-        out: int = OUT,
-        err: int = ERR,
+        out: int = STDOUT,
+        err: int = STDERR,
         *,
         tty: tuple[bool, bool] | None = None,
         colour: bool | None = None,
@@ -49,13 +49,13 @@ class Console:
                 says no.
             environ: where NO_COLOR and TERM are looked up.
         """
-        self._tty = tty if tty is not None else (_isatty(out), _isatty(err))
+        self._terminals = tty if tty is not None else (_is_terminal(out), _is_terminal(err))
         wanted = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-        self._colour = colour if colour is not None else wanted
-        self._least_wait = 0.0
-        self._closed = False
-        self._out = Lane(out, "stdout")
-        self._err = self._out if _same_place(out, err) else Lane(err, "stderr")
+        self._wants_colour = colour if colour is not None else wanted
+        self._min_close_seconds = 0.0
+        self._has_closed = False
+        self._stdout = BackgroundWriter(out, "stdout")
+        self._stderr = self._stdout if _is_same_file(out, err) else BackgroundWriter(err, "stderr")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Console:
@@ -65,44 +65,44 @@ class Console:
         """
         out, err = data["tty"]
         console = cls(tty=(bool(out), bool(err)), colour=bool(data["colour"]))
-        console._least_wait = MERGER_WAIT
+        console._min_close_seconds = MERGER_WAIT_SECONDS
         return console
 
     def to_json(self) -> dict[str, Any]:
         """Return what an agent must know to write as if this console were its own."""
-        return {"tty": list(self._tty), "colour": self._colour}
+        return {"tty": list(self._terminals), "colour": self._wants_colour}
 
-    def tty(self, stream: int) -> bool:
+    def is_terminal(self, stream: int) -> bool:
         """Whether OUT or ERR ends at a terminal."""
-        return self._tty[stream - 1]
+        return self._terminals[stream - 1]
 
-    def colour(self, stream: int) -> bool:
+    def has_colour(self, stream: int) -> bool:
         """Whether OUT or ERR may be coloured."""
-        return self._colour and self.tty(stream)
+        return self._wants_colour and self.is_terminal(stream)
 
     def write(self, stream: int, data: bytes) -> None:
         """Queue bytes for OUT or ERR, as they are; never blocks."""
-        (self._out if stream == OUT else self._err).put(data)
+        (self._stdout if stream == STDOUT else self._stderr).put(data)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Queue a text of pdrun's own for stderr; it starts on a line of its own and ends it."""
         data = text.encode("utf-8", "backslashreplace")
-        data = (clean(data) if self.tty(ERR) else data) + b"\n"
-        self._err.put(b"\n" + data if self._err.mid_line else data)
+        data = (escape_controls(data) if self.is_terminal(STDERR) else data) + b"\n"
+        self._stderr.put(b"\n" + data if self._stderr.mid_line else data)
 
-    def held(self, stream: int) -> bool:
+    def is_behind(self, stream: int) -> bool:
         """Whether the reader of OUT or ERR is so far behind that workers should wait."""
-        return (self._out if stream == OUT else self._err).held()
+        return (self._stdout if stream == STDOUT else self._stderr).is_full()
 
-    def gone(self, stream: int) -> bool:
+    def is_closed(self, stream: int) -> bool:
         """
         Whether the reader of OUT or ERR has gone away: nobody will see what is written from now on.
         """
-        return (self._out if stream == OUT else self._err).gone()
+        return (self._stdout if stream == STDOUT else self._stderr).is_reader_gone()
 
-    def on_room(self, call: Callable[[], None]) -> None:
+    def call_when_ready(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, from another thread, when a stream is no longer held."""
-        self._out.on_room = self._err.on_room = call
+        self._stdout.on_writable = self._stderr.on_writable = call
 
     def close(self, timeout: float = 2.0) -> tuple[str, ...]:
         """
@@ -111,26 +111,26 @@ class Console:
         Returns:
             What was lost, one line each; what stdout lost is said on stderr, too. Nothing the second time.
         """
-        if self._closed:
+        if self._has_closed:
             return ()
-        self._closed = True
-        timeout = max(timeout, self._least_wait)
-        lost = [problem] if (problem := self._out.close(timeout)) else []
-        if self._err is not self._out:
+        self._has_closed = True
+        timeout = max(timeout, self._min_close_seconds)
+        lost = [problem] if (problem := self._stdout.close(timeout)) else []
+        if self._stderr is not self._stdout:
             for line in lost:
-                self.say(f"pdrun: {line}")
-            lost += [problem] if (problem := self._err.close(timeout)) else []
+                self.print_line(f"pdrun: {line}")
+            lost += [problem] if (problem := self._stderr.close(timeout)) else []
         return tuple(lost)
 
 
-def _isatty(fd: int) -> bool:
+def _is_terminal(fd: int) -> bool:
     try:
         return os.isatty(fd)
     except OSError:
         return False
 
 
-def _same_place(one: int, other: int) -> bool:
+def _is_same_file(one: int, other: int) -> bool:
     """
     Whether two descriptors lead to the same file, pipe or terminal; False where one is closed.
     """

@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pdrun.launcher.output.line_splitter import LIMIT, Line, LineSplitter
+from pdrun.launcher.output.line_splitter import MAX_PIECE_BYTES, Line, LineSplitter
 
-BAR_PERIOD = 1.0
+BAR_SECONDS = 1.0
 """Seconds between two shown states of a progress bar; the last state of a bar is always shown."""
 
 _SGR = r"\x1b\[[0-9;:]*m"
@@ -30,11 +30,11 @@ _UNFINISHED = re.compile(
     rb"(?:\x1b(?:\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
 """The start of a colour or of a UTF-8 character at the end of what has come so far."""
-_HARMLESS = bytes(range(0x20, 0x7F)) + b"\t\n"
+_PLAIN_BYTES = bytes(range(0x20, 0x7F)) + b"\t\n"
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
-def clean(text: bytes, *, in_place: bool = False) -> bytes:
+def escape_controls(text: bytes, *, in_place: bool = False) -> bytes:
     r"""
     Return ``text`` with everything that a terminal would obey made visible, SGR colours excepted.
 
@@ -42,13 +42,13 @@ def clean(text: bytes, *, in_place: bool = False) -> bytes:
         text: whole characters; bytes that are no UTF-8 are shown as ``\xNN``.
         in_place: let ``\r`` and ``\b`` through, for a worker that has the terminal to itself.
     """
-    if not text.translate(None, _HARMLESS):
+    if not text.translate(None, _PLAIN_BYTES):
         return text
     pattern = _RISKY_IN_PLACE if in_place else _RISKY
-    return pattern.sub(_visible, text.decode("utf-8", "backslashreplace")).encode()
+    return pattern.sub(_escape_match, text.decode("utf-8", "backslashreplace")).encode()
 
 
-def _visible(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     if match.group(1):
         return match.group(1)
     code = ord(match.group())
@@ -57,7 +57,7 @@ def _visible(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-class Shaper(Protocol):
+class StreamFormatter(Protocol):
     """Shapes one stream for the terminal."""
 
     def feed(self, data: bytes, now: float) -> bytes:
@@ -69,7 +69,7 @@ class Shaper(Protocol):
         ...
 
 
-class PrefixShaper(Shaper):
+class PrefixFormatter(StreamFormatter):
     """
     Several workers share the terminal: whole lines, each behind its worker's prefix (which may be
     empty).
@@ -80,51 +80,51 @@ class PrefixShaper(Shaper):
         Shape for ``prefix`` (``node0:3``); ``colour`` is any number that picks the prefix's colour,
         or None.
         """
-        self._start, self._more = _prefixes(prefix, colour)
-        self._tty = tty
-        self._lines = LineSplitter()
-        self._pending: Line | None = None
-        self._bar_shown = float("-inf")
+        self._line_prefix, self._piece_prefix = _make_prefixes(prefix, colour)
+        self._is_terminal = tty
+        self._splitter = LineSplitter()
+        self._pending_bar: Line | None = None
+        self._bar_shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take the next bytes; return whole lines."""
         shown = [
-            self._line(line)
-            for line in self._lines.feed(data)
-            if line.end != b"\r" or self._bar_due(line, now)
+            self._format_line(line)
+            for line in self._splitter.feed(data)
+            if line.end != b"\r" or self._is_bar_due(line, now)
         ]
         return b"".join(shown)
 
     def finish(self) -> bytes:
         """Return the half line and the last state of a bar."""
         shown = []
-        for line in self._lines.finish():
+        for line in self._splitter.finish():
             if line.end == b"\r":
-                self._pending = line
+                self._pending_bar = line
             else:
-                shown.append(self._line(line))
-        if self._pending:
-            shown.append(self._line(self._pending))
+                shown.append(self._format_line(line))
+        if self._pending_bar:
+            shown.append(self._format_line(self._pending_bar))
         return b"".join(shown)
 
-    def _bar_due(self, bar: Line, now: float) -> bool:
-        if now - self._bar_shown < BAR_PERIOD:
-            self._pending = bar
+    def _is_bar_due(self, bar: Line, now: float) -> bool:
+        if now - self._bar_shown_at < BAR_SECONDS:
+            self._pending_bar = bar
             return False
-        self._bar_shown = now
+        self._bar_shown_at = now
         return bool(bar.text.strip())
 
-    def _line(self, line: Line) -> bytes:
-        self._pending = None
+    def _format_line(self, line: Line) -> bytes:
+        self._pending_bar = None
         text = line.text
-        if self._tty:
-            text = clean(text)
+        if self._is_terminal:
+            text = escape_controls(text)
             if b"\x1b" in text and not text.endswith(b"\x1b[0m"):
                 text += b"\x1b[0m"
-        return (self._more if line.continued else self._start) + text + b"\n"
+        return (self._piece_prefix if line.is_continued else self._line_prefix) + text + b"\n"
 
 
-class StraightShaper(Shaper):
+class RawFormatter(StreamFormatter):
     r"""
     The job has one worker: its bytes pass as they are, bars and prompts included.
 
@@ -133,31 +133,31 @@ class StraightShaper(Shaper):
     """
 
     def __init__(self, *, tty: bool) -> None:
-        self._tty = tty
-        self._held = b""
+        self._is_terminal = tty
+        self._pending_bytes = b""
 
     def feed(self, data: bytes, now: float) -> bytes:
         """
         Take the next bytes; return all but an unfinished sequence (terminal) or line (elsewhere).
         """
-        data = self._held + data
-        if self._tty:
+        data = self._pending_bytes + data
+        if self._is_terminal:
             unfinished = _UNFINISHED.search(data, max(0, len(data) - 80))
             cut = unfinished.start() if unfinished else len(data)
         else:
             cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-            cut = len(data) if len(data) - cut > LIMIT else cut
-        data, self._held = data[:cut], data[cut:]
-        return clean(data, in_place=True) if self._tty else data
+            cut = len(data) if len(data) - cut > MAX_PIECE_BYTES else cut
+        data, self._pending_bytes = data[:cut], data[cut:]
+        return escape_controls(data, in_place=True) if self._is_terminal else data
 
     def finish(self) -> bytes:
         """Return what was held back, as the worker wrote it."""
-        data = self._held
-        self._held = b""
-        return clean(data, in_place=True) if self._tty else data
+        data = self._pending_bytes
+        self._pending_bytes = b""
+        return escape_controls(data, in_place=True) if self._is_terminal else data
 
 
-def last_lines(recent: bytes, count: int, characters: int, *, cut: bool) -> list[str]:
+def format_tail(recent: bytes, count: int, characters: int, *, cut: bool) -> list[str]:
     """
     Return the last lines of a stream's end, for a summary: bars in their last state, control
     characters visible.
@@ -175,10 +175,13 @@ def last_lines(recent: bytes, count: int, characters: int, *, cut: bool) -> list
         line for line in pieces[-1:] if line.text.strip()
     ]
     lines = lines[1:] if cut and len(lines) > 1 else lines
-    return [clean(line.text).decode("utf-8", "replace")[:characters] for line in lines[-count:]]
+    return [
+        escape_controls(line.text).decode("utf-8", "replace")[:characters]
+        for line in lines[-count:]
+    ]
 
 
-def _prefixes(prefix: str, colour: int | None) -> tuple[bytes, bytes]:
+def _make_prefixes(prefix: str, colour: int | None) -> tuple[bytes, bytes]:
     """Return the prefix of a line and that of a piece that goes on with one."""
     if not prefix:
         return b"", b""

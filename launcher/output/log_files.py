@@ -20,14 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrun.private_folder import make_private
+from pdrun.disk import make_private_folder
 
-HIGH = 64 << 20
+MAX_BACKLOG_BYTES = 64 << 20
 """Bytes that may wait for the disk."""
-STUCK = 2.0
+HUNG_SECONDS = 2.0
 """Seconds without progress after which a disk counts as hung."""
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
-_BATCH = 1 << 20
+_OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
+_MAX_BATCH_BYTES = 1 << 20
 _NO_ANSWER = "the disk does not answer"
 
 
@@ -36,183 +36,188 @@ class LogFile:
     """One file. Its descriptor belongs to the writer thread."""
 
     path: Path
-    name: str
+    label: str
     """Whose it is, for people: ``rank 3's output``."""
-    lost: int = 0
+    lost_bytes: int = 0
     """Bytes that were not written."""
     reason: str = ""
     """Why, as of the last trouble."""
     fd: int = -1
-    closed: bool = False
+    is_closed: bool = False
 
 
-class LogFiles:
+class LogWriter:
     """Every log file of this agent, and the thread that writes them (started on first use)."""
 
     def __init__(
         self,
         *,
-        high: int = HIGH,
-        stuck: float = STUCK,
+        max_backlog: int = MAX_BACKLOG_BYTES,
+        hung_seconds: float = HUNG_SECONDS,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
         """Write with at most ``high`` bytes waiting; ``write`` stands in for the disk in tests."""
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None
         """Called from the thread when `held` has become false again."""
         self._files: list[LogFile] = []
         self._queue: deque[tuple[LogFile, bytes | None]] = deque()  # None: the file ends
-        self._backlog = 0
-        self._current: LogFile | None = None
-        self._high = high
-        self._stuck = stuck
+        self._backlog_bytes = 0
+        self._current_file: LogFile | None = None
+        self._max_backlog = max_backlog
+        self._hung_seconds = hung_seconds
         self._write = write
-        self._moved = time.monotonic()
-        self._waiting = False
-        self._changed = threading.Condition()
+        self._progress_at = time.monotonic()
+        self._is_waited_for = False
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._is_closing = False
 
-    def open(self, path: Path, name: str) -> LogFile:
+    def open_file(self, path: Path, name: str) -> LogFile:
         """
         Announce a file; the thread makes it and its folders, even when nothing is ever written.
         """
         file = LogFile(path, name)
         self._files.append(file)
-        self._put(file, b"")
+        self._enqueue_bytes(file, b"")
         return file
 
     def write(self, file: LogFile, data: bytes) -> None:
         """
         Queue bytes; never blocks. Dropped and counted when the queue is full and the disk hangs.
         """
-        if self._backlog >= self._high and not self.held():
-            self._lose(file, len(data), _NO_ANSWER)
+        if self._backlog_bytes >= self._max_backlog and not self.is_behind():
+            self._count_lost(file, len(data), _NO_ANSWER)
         else:
-            self._put(file, data)
+            self._enqueue_bytes(file, data)
 
-    def held(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether workers should wait for a disk that is slow, though not hung."""
-        with self._changed:
-            self._waiting = (
-                self._backlog >= self._high and time.monotonic() - self._moved < self._stuck
+        with self._condition:
+            self._is_waited_for = (
+                self._backlog_bytes >= self._max_backlog
+                and time.monotonic() - self._progress_at < self._hung_seconds
             )
-            return self._waiting
+            return self._is_waited_for
 
-    def done(self, file: LogFile) -> None:
+    def end_file(self, file: LogFile) -> None:
         """No more will be written to a file."""
-        self._put(file, None)
+        self._enqueue_bytes(file, None)
 
     def close(self, timeout: float) -> tuple[str, ...]:
         """
         Write out what is queued, giving up when the disk took nothing for ``timeout`` seconds; say
         what was lost.
         """
-        with self._changed:
-            self._closing = True
-            self._moved = time.monotonic()
-            self._changed.notify_all()
-            while self._queue or self._current:
-                wait = self._moved + timeout - time.monotonic()
+        with self._condition:
+            self._is_closing = True
+            self._progress_at = time.monotonic()
+            self._condition.notify_all()
+            while self._queue or self._current_file:
+                wait = self._progress_at + timeout - time.monotonic()
                 if wait <= 0:
-                    self._give_up()
+                    self._drop_queue()
                     break
-                self._changed.wait(wait)
-        return tuple(_loss(file) for file in self._files if file.lost or file.reason)
+                self._condition.wait(wait)
+        return tuple(_describe_loss(file) for file in self._files if file.lost_bytes or file.reason)
 
-    def _give_up(self) -> None:
+    def _drop_queue(self) -> None:
         """Count what waits as lost. The thread stays in its write and dies with the process."""
         waiting = 0
         for file, data in self._queue:
             if data:
                 waiting += len(data)
-                file.lost = file.lost + len(data)
+                file.lost_bytes = file.lost_bytes + len(data)
                 file.reason = _NO_ANSWER
         self._queue.clear()
-        if self._current and self._backlog > waiting:
-            self._current.lost += self._backlog - waiting
-            self._current.reason = _NO_ANSWER
+        if self._current_file and self._backlog_bytes > waiting:
+            self._current_file.lost_bytes += self._backlog_bytes - waiting
+            self._current_file.reason = _NO_ANSWER
 
-    def _put(self, file: LogFile, data: bytes | None) -> None:
-        with self._changed:
-            if not self._queue and not self._current:
-                self._moved = time.monotonic()
+    def _enqueue_bytes(self, file: LogFile, data: bytes | None) -> None:
+        with self._condition:
+            if not self._queue and not self._current_file:
+                self._progress_at = time.monotonic()
             self._queue.append((file, data))
-            self._backlog += len(data or b"")
-            self._changed.notify_all()
+            self._backlog_bytes += len(data or b"")
+            self._condition.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pdrun-logs", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_writer, name="pdrun-logs", daemon=True
+                )
                 self._thread.start()
 
-    def _lose(self, file: LogFile, count: int, reason: str) -> None:
-        with self._changed:
-            file.lost += count
+    def _count_lost(self, file: LogFile, count: int, reason: str) -> None:
+        with self._condition:
+            file.lost_bytes += count
             file.reason = reason
 
-    def _run(self) -> None:
-        while item := self._take():
+    def _run_writer(self) -> None:
+        while item := self._take_batch():
             file, data, ends = item
-            self._save(file, memoryview(data))
+            self._write_batch(file, memoryview(data))
             if ends:
-                self._end(file)
-            self._settle(len(data))
+                self._close_file(file)
+            self._finish_batch(len(data))
 
-    def _take(self) -> tuple[LogFile, bytes, bool] | None:
+    def _take_batch(self) -> tuple[LogFile, bytes, bool] | None:
         """
         Return the next file with everything that is queued for it in a row, and whether it ends
         there.
         """
-        with self._changed:
+        with self._condition:
             while not self._queue:
-                if self._closing:
+                if self._is_closing:
                     return None
-                self._changed.wait()
-            file = self._current = self._queue[0][0]
+                self._condition.wait()
+            file = self._current_file = self._queue[0][0]
             parts = []
             size = 0
             ends = False
-            while self._queue and self._queue[0][0] is file and size < _BATCH and not ends:
+            while (
+                self._queue and self._queue[0][0] is file and size < _MAX_BATCH_BYTES and not ends
+            ):
                 data = self._queue.popleft()[1]
                 ends = data is None
                 parts.append(data or b"")
                 size += len(parts[-1])
             return file, b"".join(parts), ends
 
-    def _save(self, file: LogFile, view: memoryview) -> None:
+    def _write_batch(self, file: LogFile, view: memoryview) -> None:
         try:
-            if file.fd < 0 and not file.closed:
-                make_private(file.path.parent)
-                file.fd = os.open(file.path, _FLAGS, 0o600)
+            if file.fd < 0 and not file.is_closed:
+                make_private_folder(file.path.parent)
+                file.fd = os.open(file.path, _OPEN_FLAGS, 0o600)
             while view:
                 view = view[self._write(file.fd, view) :]
-                self._moved = time.monotonic()
+                self._progress_at = time.monotonic()
         except OSError as error:
-            self._lose(file, len(view), error.strerror or str(error))
+            self._count_lost(file, len(view), error.strerror or str(error))
         else:
-            file.reason = file.reason if file.lost else ""
+            file.reason = file.reason if file.lost_bytes else ""
 
-    def _end(self, file: LogFile) -> None:
+    def _close_file(self, file: LogFile) -> None:
         """Close; some file systems (NFS, quotas) tell of a full disk only here."""
         try:
             if file.fd >= 0:
                 os.close(file.fd)
         except OSError as error:
-            self._lose(file, 0, error.strerror or str(error))
+            self._count_lost(file, 0, error.strerror or str(error))
         file.fd = -1
-        file.closed = True
+        file.is_closed = True
 
-    def _settle(self, count: int) -> None:
-        with self._changed:
-            self._current = None
-            self._backlog -= count
-            self._moved = time.monotonic()
-            freed = self._waiting and self._backlog < self._high // 2
-            self._waiting = self._waiting and not freed
-            self._changed.notify_all()
+    def _finish_batch(self, count: int) -> None:
+        with self._condition:
+            self._current_file = None
+            self._backlog_bytes -= count
+            self._progress_at = time.monotonic()
+            freed = self._is_waited_for and self._backlog_bytes < self._max_backlog // 2
+            self._is_waited_for = self._is_waited_for and not freed
+            self._condition.notify_all()
         if freed:
-            self.on_room()
+            self.on_ready()
 
 
-def size_text(count: int) -> str:
+def format_size(count: int) -> str:
     """Return a number of bytes for people: ``512 bytes``, ``1.2 MB``."""
     if count < 1000:
         return f"{count} bytes"
@@ -224,7 +229,7 @@ def size_text(count: int) -> str:
     return f"{value:.1f} {unit}"
 
 
-def _loss(file: LogFile) -> str:
-    if not file.lost:
+def _describe_loss(file: LogFile) -> str:
+    if not file.lost_bytes:
         return f"log {file.path}: may be incomplete ({file.reason}); the job went on"
-    return f"log {file.path}: {size_text(file.lost)} of {file.name} not written ({file.reason}); the job went on"
+    return f"log {file.path}: {format_size(file.lost_bytes)} of {file.label} not written ({file.reason}); the job went on"

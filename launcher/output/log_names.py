@@ -10,14 +10,14 @@ import re
 from pathlib import Path
 
 from pdrun.errors import ConfigError, did_you_mean
-from pdrun.private_folder import make_private
+from pdrun.disk import make_private_folder
 
-FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
+TEMPLATE_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 OUT_SUFFIX = ".out"
 ERR_SUFFIX = ".err"
 
 
-def prepare_root(root: Path) -> None:
+def prepare_log_folder(root: Path) -> None:
     """
     Make the folder for logs, or find out that it cannot be used, before anything is started.
 
@@ -29,8 +29,8 @@ def prepare_root(root: Path) -> None:
     try:
         made = not root.is_dir()
         if made:
-            make_private(root)
-        if made or _just_made(root):
+            make_private_folder(root)
+        if made or _is_new_run_folder(root):
             (root / ".gitignore").write_text("*\n")
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
@@ -41,7 +41,7 @@ def prepare_root(root: Path) -> None:
         ) from error
 
 
-def _just_made(root: Path) -> bool:
+def _is_new_run_folder(root: Path) -> bool:
     """
     Whether all that a folder holds is one run's event log: it was made for that, a moment ago.
     """
@@ -63,9 +63,9 @@ def check_template(template: str) -> str:
     """
     where = "log name"
     for name in re.findall(r"\{([^{}]*)\}", template):
-        if name not in FIELDS:
-            hint = did_you_mean(name, FIELDS) or "use " + ", ".join(
-                f"{{{known}}}" for known in FIELDS
+        if name not in TEMPLATE_FIELDS:
+            hint = did_you_mean(name, TEMPLATE_FIELDS) or "use " + ", ".join(
+                f"{{{known}}}" for known in TEMPLATE_FIELDS
             )
             raise ConfigError(f"unknown field {{{name}}}", where=where, hint=hint)
     if re.search(r"[{}]", re.sub(r"\{[a-z_]+\}", "", template)):
@@ -81,17 +81,19 @@ def check_template(template: str) -> str:
     return template if apart else template + "_{rank}"
 
 
-def file_stem(
+def fill_template(
     template: str, *, rank: int, local_rank: int, node: str, ip: str = "", hostname: str = ""
 ) -> str:
     """Fill in a template that `check_template` passes; a value cannot add a folder of its own."""
     values = {"rank": rank, "local_rank": local_rank, "node": node, "ip": ip, "hostname": hostname}
     return re.sub(
-        r"\{([a-z_]+)\}", lambda match: _part(str(values[match.group(1)])), check_template(template)
+        r"\{([a-z_]+)\}",
+        lambda match: _safe_part(str(values[match.group(1)])),
+        check_template(template),
     )
 
 
-def stem_pattern(template: str) -> re.Pattern[str]:
+def rank_pattern(template: str) -> re.Pattern[str]:
     """
     Return a pattern that finds the rank (group ``rank``) in a name that `file_stem` made, where it
     holds one.
@@ -107,5 +109,5 @@ def stem_pattern(template: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def _part(value: str) -> str:
+def _safe_part(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._:-]", "_", value).lstrip(".") or "_"

@@ -13,7 +13,7 @@ PIPE_BYTES = 1 << 20
 """Wanted size of a worker's pipe: a worker goes on while the agent is busy elsewhere."""
 
 
-def worker_pipe() -> tuple[int, int]:
+def open_worker_pipe() -> tuple[int, int]:
     """
     Return (read end, write end) of a pipe; neither is inherited by accident, and reading does not
     block.
@@ -30,7 +30,7 @@ def worker_pipe() -> tuple[int, int]:
     return read, write
 
 
-class Bell:
+class Wakeup:
     """A pipe by which other threads wake the loop that polls ``fd``; -1 while it is not open."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Bell:
         """Make the pipe."""
         self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Make ``fd`` readable; from any thread, at any time."""
         with self._lock:
             try:
@@ -51,7 +51,7 @@ class Bell:
             except BlockingIOError:  # full: it is ringing
                 pass
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Make ``fd`` unreadable again."""
         try:
             os.read(self.fd, 4096)

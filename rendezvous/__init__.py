@@ -1,1 +1,5 @@
-"""The dynamic cluster: a pure membership state machine, and ZeroMQ to carry its messages."""
+"""
+The rendezvous: a pure membership state machine, and the ZeroMQ transport for its messages.
+
+Start reading here: protocol/messages.py, then membership/machine.py.
+"""

@@ -22,11 +22,10 @@ from typing import Literal, TypeVar
 
 from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.names import check_name
+from pdrun.text import check_name, plural
 from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret, find_secret
-from pdrun.text import plural
 
 __all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join_cluster", "run_scheduler"]
 

@@ -1,6 +1,5 @@
 """
-What a successor needs.
+The journal: what a successor of the scheduler needs.
 
-May import: membership, protocol.
-Start reading here: file.py.
+May import: membership, protocol. Start reading here: recovery.py.
 """

@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdrun.background_call import BackgroundCall
+from pdrun.disk import BackgroundCall, make_private_folder
 from pdrun.errors import ConfigError, RendezvousError
-from pdrun.private_folder import make_private_folder
 from pdrun.rendezvous.journal.format import (
     MAGIC,
     JournalHeader,

@@ -1,8 +1,7 @@
 """
-A scheduler's way into the job: begin it with a fresh journal, without one, or go on from where a
-predecessor died.
+The start of a scheduler: begin a job, with or without a journal, or resume one from its journal.
 
-A scheduler inside the agent has no journal, and loads none of what deals with them.
+A scheduler inside the agent has no journal, and imports none of its modules.
 """
 
 from __future__ import annotations
@@ -26,31 +25,28 @@ if TYPE_CHECKING:
 
 
 TAIL_BYTES = 1 << 18
-"""Bytes at the end of an event log that may have come after what a journal's last commit led to."""
+"""Bytes at the end of an event log that may be newer than the journal's last commit."""
 
 
 @dataclass
 class Recovery:
-    """The machine, and what keeps its successor able to go on."""
+    """The machine, and the journal from which a successor can resume it."""
 
     machine: Membership
     scheduler: str
     """Incarnation of this scheduler."""
     clock_shift: float = 0.0
-    """
-    To be added to the clock: after a start of the whole host it begins anew, and time never goes
-    back.
-    """
+    """Added to the clock. The monotonic clock restarts with the host, and time must not go back."""
     is_resumed: bool = False
     past_events: tuple[LogEvent, ...] = ()
-    """What predecessors had said for the event log, and"""
+    """Events that predecessors had emitted for the event log."""
     unwritten: tuple[LogEvent, ...] = ()
-    """those at its end which are missing in the log."""
+    """Those of them at the end that are missing in the log."""
     warning: str = ""
-    """What the user should know: a half-written end, or no journal at all."""
+    """A warning for the user: a half-written end, or no journal."""
     _writer: JournalWriter | None = None
     on_lost: Callable[[], None] = field(default=lambda: None)
-    """Called when the journal is given up, before anything is done that it does not hold."""
+    """Called when the journal is given up, before the scheduler acts on anything that it lacks."""
 
     def before_step(self, event: MembershipEvent) -> None:
         """Called before each step of the machine."""
@@ -64,11 +60,10 @@ class Recovery:
 
     def commit(self) -> str:
         """
-        Make the steps since the last call safe; return a warning when that is not possible any
-        more.
+        Make the steps since the last call safe; return a warning if that is not possible any more.
 
-        A disk that is full, gone or silent does not end a healthy job: it loses only its way back
-        from a second fault.
+        A disk that is full, gone or silent does not end a healthy job. The job only loses its way
+        back from a second fault.
         """
         if self._writer is None:
             return ""
@@ -82,13 +77,13 @@ class Recovery:
             return _unwritable_warning(path, error)
 
     def discard_journal(self) -> None:
-        """Remove the journal: the job is over, or nobody is to go on from it."""
+        """Remove the journal: the job is over, or no successor may resume it."""
         if self._writer is not None:
             self._writer.journal.discard()
             self._writer = None
 
     def close(self) -> None:
-        """Let the journal go; a successor may go on from it."""
+        """Close the journal; a successor may resume it."""
         if self._writer is not None:
             self._writer.journal.close()
             self._writer = None
@@ -118,16 +113,16 @@ def resume_job(
     config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None
 ) -> Recovery:
     """
-    Go on with the job of a journal.
+    Resume the job of a journal.
 
     Args:
-        config: as the predecessor's.
+        config: equal to the predecessor's.
         events: the event log, to complete it.
 
     Raises:
         FileNotFoundError: the journal was removed just now: the job is over.
         ConfigError: the journal is another job's, or another scheduler writes it.
-        RendezvousError: it is damaged, or cannot be read; names file and place.
+        RendezvousError: it is damaged, or cannot be read; names file and byte.
     """
     from pdrun.rendezvous.journal.file import reopen_journal
     from pdrun.rendezvous.journal.format import config_digest
@@ -174,10 +169,7 @@ def resume_job(
 def begin_or_resume(
     config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None
 ) -> Recovery:
-    """
-    Resume where there is a journal, begin where there is none or nothing stands in it. Raises as
-    `resume`.
-    """
+    """Resume if there is a journal with content, begin otherwise. Raises as `resume_job`."""
     if journal is not None and _has_content(journal):
         with contextlib.suppress(FileNotFoundError):  # while its lock was waited for
             return resume_job(config, clock, journal, events)
@@ -186,11 +178,11 @@ def begin_or_resume(
 
 def adopt_run_name(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
     """
-    Return the configuration with the run of an existing journal: for a scheduler that makes up its
-    run's name.
+    Return the configuration with the run of an existing journal, for a scheduler that invents the
+    name of its run.
 
     Raises:
-        RendezvousError: the journal is damaged, or cannot be read (a folder, say).
+        RendezvousError: the journal is damaged, or cannot be read (it is a folder, say).
     """
     from pdrun.rendezvous.journal.format import read_header
 

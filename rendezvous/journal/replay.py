@@ -1,10 +1,9 @@
 """
-From the membership machine into a journal, and back: what has an entry, and what a successor must
-still write.
+Between the membership machine and a journal: which events are kept, and how they are replayed.
 
-The machine says what a journal must keep of each step (`Membership.lasting`) and takes it again
-(`Membership.replay`). Left out here, so that a job which only runs writes nothing: viewers, the
-ends of connections that never spoke, and ticks that only told somebody how things stand.
+The machine names the events of each step that must be kept (`Membership.journal_events`) and takes
+them again (`Membership.replay`). To write nothing while a job only runs, this leaves out: viewers,
+the ends of connections without a Hello, and ticks that only sent status messages.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from pdrun.rendezvous.protocol.messages import Hello, Notice, Waiting
 
 
 class JournalWriter:
-    """Writes into a journal what the machine takes: `before` each step, `after` it."""
+    """Writes the machine's events into a journal: `before_step` and `after_step` of each step."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self._is_relevant = True
 
     def before_step(self, machine: Membership, event: MembershipEvent) -> None:
-        """Look who an event is about; its step may forget that."""
+        """Note whose event it is; the step may forget the connection."""
         self._is_relevant = _concerns_agent(machine, event)
 
     def after_step(self, machine: Membership, now: float) -> None:
-        """Collect the entries of a step that was taken."""
+        """Collect the entries of a step."""
         if self._is_relevant and machine.journal_events and not _is_status_only(machine):
             for event in machine.journal_events:
                 self.journal.add_entry(now, event)
 
 
 def _concerns_agent(machine: Membership, event: MembershipEvent) -> bool:
-    """Whether an event is an agent's, or nobody's."""
+    """Whether an event is an agent's, or of no connection."""
     match event:
         case MessageReceived(_, Hello(role=role)):
             return role == "agent"
@@ -60,7 +59,7 @@ def _concerns_agent(machine: Membership, event: MembershipEvent) -> bool:
 
 
 def _is_status_only(machine: Membership) -> bool:
-    """Whether the last step was a tick that told somebody how things stand, and no more."""
+    """Whether the last step was a tick that only sent status messages."""
     return (
         isinstance(machine.journal_events[0], Tick)
         and len(machine.journal_events) == 1
@@ -69,7 +68,7 @@ def _is_status_only(machine: Membership) -> bool:
 
 
 def _is_status_action(action: Action) -> bool:
-    """Whether an action only tells how things stand."""
+    """Whether an action only reports status."""
     match action:
         case SendMessage(_, Waiting() | Notice()) | RecordEvent("progress" | "suspect" | "warning"):
             return True
@@ -82,24 +81,24 @@ class RestoredJob:
 
     machine: Membership
     events: tuple[LogEvent, ...]
-    """What it had said for the event log."""
+    """Events that it had emitted for the event log."""
     unsure_count: int
     """
-    How many of them, at the end, may not have been written: the machine was killed while it carried
-    them out.
+    Number of events at the end that may not be written: the predecessor was killed while it carried
+    out its last actions.
     """
 
 
 def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) -> RestoredJob:
     """
-    Return the machine that a journal leads to.
+    Return the machine after the events of a journal.
 
     Args:
         config: with the run of the journal's header.
-        path: of the journal, for messages.
+        path: of the journal, for errors.
 
     Raises:
-        RendezvousError: the entries do not follow from each other.
+        RendezvousError: an entry does not follow from those before it.
     """
     machine = Membership(config, past.header.scheduler, past.header.now)
     began = past.header.wall - past.header.now
@@ -126,8 +125,8 @@ def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) ->
 
 def find_unwritten(restored: RestoredJob, written: Sequence[LogEvent]) -> list[LogEvent]:
     """
-    Return what the predecessor had decided and did not live to write into the event log, whose end
-    is given.
+    Return the events that the predecessor had emitted but not written; ``written`` is the log's
+    end.
     """
     there = {(event.kind, _event_key(event)) for event in written}
     unsure = restored.events[len(restored.events) - restored.unsure_count :]
@@ -135,5 +134,5 @@ def find_unwritten(restored: RestoredJob, written: Sequence[LogEvent]) -> list[L
 
 
 def _event_key(event: LogEvent) -> str:
-    """The event's data as the log holds it."""
+    """The event's data as the log has it."""
     return LogEvent(event.kind, 0.0, event.data).to_line()

@@ -1,12 +1,11 @@
 """
-The failure detector: who is cut off or silent, and for how long that is borne.
+The failure detector: which nodes are cut off or silent, and for how long that is accepted.
 
-It never decides about the job; it names those who are to be given up (`GivenUp`). A node is well
-when it is heard *and* hears us, which the echoes in its heartbeats prove: after a one-way cut it
-would be heard for ever, and after a connection that it gave up itself it would pass for one that
-had just been well. Its clock stands still while the scheduler itself stood still, so that a
-scheduler which was stopped for a minute does not take its own sleep for the silence of everybody
-else.
+It never decides about the job; it names nodes that are lost (`NodesLost`). A node is well if it
+sends heartbeats *and* receives the answers, which the echo numbers in its heartbeats prove.
+Otherwise a node behind a one-way cut would look alive for ever, and so would a node that gave its
+connection up itself. The detector's clock stops while the scheduler itself stands still. So a
+scheduler that was stopped for a minute does not take its own pause for the silence of all nodes.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from pdrun.rendezvous.protocol.events import LostNode, NodesLost, SchedulerConfi
 from pdrun.rendezvous.protocol.messages import Heartbeat
 
 MAX_NODES_AT_FULL_RATE = 2500
-"""Nodes that one scheduler hears each ``heartbeat``; of more, each beats less often."""
+"""Nodes that one scheduler can serve per ``heartbeat``. In a larger job each node sends fewer."""
 
 
 @dataclass(frozen=True)
 class DetectorTimes:
-    """The detector's times for a job of its size, in seconds; heartbeat 0: nobody beats."""
+    """The detector's times for a job of this size, in seconds. heartbeat 0: no heartbeats."""
 
     heartbeat: float
     suspect: float
     dead: float
     tick: float
-    """Seconds in which a Tick is due."""
+    """Longest time between two Ticks."""
 
 
 def detector_times(config: SchedulerConfig) -> DetectorTimes:
-    """Return the times for a job of at most so many nodes as it may have."""
+    """Return the times for the largest size of the job."""
     beat = config.heartbeat * max(1.0, (config.nodes + config.spares) / MAX_NODES_AT_FULL_RATE)
     tick = beat / 4 if beat else min(1.0, config.waiting_every)
     return DetectorTimes(beat, max(config.suspect, 3.0 * beat), max(config.dead, 3.5 * beat), tick)
@@ -42,8 +41,10 @@ def detector_times(config: SchedulerConfig) -> DetectorTimes:
 
 class FailureDetector:
     """
-    Keeps the detector's clock. Members carry what it knows of each (`heard`, `gone_at`, in this
-    clock's seconds).
+    The detector's clock and judgement.
+
+    Its knowledge of each node is in `Member` (`alive_at`, `answered_at`, `lost_at`), in seconds of
+    this clock.
     """
 
     def __init__(self, config: SchedulerConfig, now: float) -> None:
@@ -51,14 +52,13 @@ class FailureDetector:
         self._reconnect_seconds = config.reconnect
         self._last_event_at = now
         self._stalled_seconds = 0.0
-        """Seconds for which the scheduler stood still, altogether."""
+        """Total time for which the scheduler stood still."""
         self._stall_ended_at = float("-inf")
-        """When it last went on after standing still for longer than a node that beats is silent."""
+        """End of the last standstill that was longer than the usual silence of a node."""
 
     def advance_clock(self, now: float) -> None:
         """
-        Time has passed, or the scheduler stood still: more than a tick late is not the nodes'
-        fault.
+        Advance the clock. More than a tick late is a standstill of the scheduler, not of the nodes.
         """
         late = max(0.0, now - self._last_event_at - self.times.tick)
         self._stalled_seconds += late
@@ -67,38 +67,37 @@ class FailureDetector:
         self._last_event_at = now
 
     def set_last_event(self, now: float) -> None:
-        """Something happened then, in another life: only the gap counts from there."""
+        """Set the time of an event of the predecessor; `seconds_since_event` counts from there."""
         self._last_event_at = now
 
     def seconds_since_event(self, now: float) -> float:
-        """Seconds since the last thing that is known to have happened."""
+        """Return the seconds since the last event."""
         return max(0.0, now - self._last_event_at)
 
     def mark_alive(self, member: Member, now: float) -> None:
-        """A message has come from it."""
+        """A node has sent something."""
         member.alive_at = now - self._stalled_seconds
         member.is_suspect = False
 
     def mark_reachable(self, member: Member, now: float) -> None:
-        """It has joined, or is back on a new connection."""
+        """A node has joined or reconnected: it sends and receives."""
         self.mark_alive(member, now)
         member.answered_at = member.alive_at
 
     def on_heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """
-        It beats, and says which of its beats it has seen answered; the last answer may still be on
-        its way.
+        A node has sent a heartbeat, with the last number that it saw answered. The next answer may
+        still be on its way.
         """
         behind = max(0, beat.number - 1 - beat.echo) * self.times.heartbeat
         member.answered_at = max(member.answered_at, now - self._stalled_seconds - behind)
 
     def on_disconnect(self, member: Member, between: bool, now: float) -> None:
-        """Its connection has ended, by itself or with a relay ``between``."""
-        # An agent with which all was well a moment ago has ended, or is back at once. One that was
-        # silent before, as when its host stands still or packets are lost, has as long to be heard
-        # again as without the cut. So has everybody when the scheduler itself has just stood still:
-        # an agent may have dropped a connection that was silent, and be cut off by now with its
-        # workers running.
+        """The connection of a node has ended, or that of a relay in ``between``."""
+        # An agent that was well a moment ago has ended, or reconnects immediately. A node that was
+        # silent before (its host stands still, packets are lost) gets the time that it has without
+        # a cut. So do all nodes after a standstill of the scheduler: an agent may have dropped a
+        # silent connection, and may be cut off now with its workers running.
         time = now - self._stalled_seconds
         awake = now - self._stall_ended_at >= self.times.dead
         talking = not self.times.heartbeat or (
@@ -112,8 +111,8 @@ class FailureDetector:
 
     def reset_members(self, members: Iterable[Member], now: float) -> None:
         """
-        A successor of the scheduler begins: everybody is cut off, and has the full time to come
-        back.
+        A successor of the scheduler starts: every node is cut off and gets the full time to
+        reconnect.
         """
         self._last_event_at = now
         for member in members:
@@ -126,10 +125,9 @@ class FailureDetector:
         self, members: Iterable[Member], now: float
     ) -> tuple[NodesLost | None, list[tuple[Member, float]]]:
         """
-        Return whom to give up, or None, and who has become suspect, each with the seconds of its
-        silence.
+        Return the nodes that are lost, or None, and new suspects with the seconds of their silence.
 
-        Looks at each member once; a suspect is marked as one.
+        Looks at each node once; a suspect is marked as one.
         """
         lost = []
         suspects = []

@@ -1,7 +1,4 @@
-"""
-What is true of a membership after every step, whatever happened. For tests, and for reading as a
-specification.
-"""
+"""What is true of a membership after every step. For tests, and to read as a specification."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class InvariantError(AssertionError):
 
 
 def check_invariants(machine: Membership) -> None:
-    """Raise InvariantError when something is true of ``machine`` that never may be."""
+    """Raise InvariantError if an invariant of ``machine`` is violated."""
     for about in (_check_job, _check_waits, _check_nodes, _check_ranks, _check_connections):
         for problem in about(machine):
             raise InvariantError(
@@ -48,7 +45,7 @@ def _check_job(machine: Membership) -> Iterator[str]:
 
 
 def _check_waits(machine: Membership) -> Iterator[str]:
-    """Whatever is waited for has an end."""
+    """Every wait has an end."""
     ending = machine.state in (JobState.RESTARTING, JobState.STOPPING)
     if ending and machine.shutdown.stop is None:
         yield "workers are being ended without a deadline"
@@ -94,7 +91,7 @@ def _check_nodes(machine: Membership) -> Iterator[str]:
 
 
 def _check_ranks(machine: Membership) -> Iterator[str]:
-    """One generation at a time, each rank in it once, and none on a node that stands by."""
+    """One generation at a time, each rank once, and no rank on a node that stands by."""
     assigns = sorted(machine.generation.assigns.values(), key=lambda assign: assign.node_rank)
     if (
         machine.state not in IDLE_STATES

@@ -1,6 +1,5 @@
 """
-Nodes: what is known of each, who may come in, and in which order they stand. Pure functions over
-plain values.
+Nodes: their state, objections to a join, and the rank order. Pure functions over plain values.
 """
 
 from __future__ import annotations
@@ -9,27 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdrun.names import natural_key
+from pdrun.text import natural_key, plural
 from pdrun.rendezvous.policies.texts import rank_label, refuse_difference, refuse_same_name
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Join, Refuse
-from pdrun.text import plural
 
 MAX_WORKERS_PER_NODE = 1 << 16
-"""
-Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory
-holds.
-"""
+"""A larger number is a mistake, and would need a table of ranks that does not fit in memory."""
 
 MAX_NAMES = 16
-"""Names in one message about who is here and who is not."""
+"""Maximum names of present or missing nodes in a message."""
 
 
 class Phase(Enum):
-    """Where a node stands in the present generation."""
+    """State of a node in the present generation."""
 
     STANDBY = "standby"
-    """It has no part in it."""
+    """It does not take part."""
     JOINED = "joined"
     READY = "ready"
     RUNNING = "running"
@@ -39,46 +34,43 @@ class Phase(Enum):
 
     __hash__ = object.__hash__
     """
-    By identity, as equality is: Enum's own is a function of Python's, and phases are counted at
+    By identity, as equality is. Enum's own hash is a Python function, and phases are counted at
     every step.
     """
 
 
 @dataclass(eq=False)
 class Member:
-    """A node that is, or was, in the job. Owned and changed by the membership machine only."""
+    """A node of the job. Only the membership machine changes it."""
 
     hello: Hello
     join: Join
     peer: Peer | None
     """Its connection; None while it is cut."""
     alive_at: float
-    """When it was last heard, on the clock of the failure detector (`Watch`)."""
+    """Time of its last message, on the clock of the `FailureDetector`."""
     answered_at: float
     """
-    Since when it may not have heard the scheduler: the time of its last heartbeat that it knows to
-    be answered.
+    Time since which it may not receive the scheduler's messages: that of its last heartbeat that it
+    knows to be answered.
     """
     store: str
-    """Where it holds a socket for the store of the next generation."""
+    """Address of its socket for the store of the next generation."""
     phase: Phase = Phase.JOINED
     cut_at: float = 0.0
-    """While cut: since when, on the scheduler's clock."""
+    """While cut: time of the cut, on the scheduler's clock."""
     lost_at: float = 0.0
-    """While cut: when it will be given up, on the detector's clock."""
+    """While cut: time at which it is lost, on the detector's clock."""
     is_suspect: bool = False
     index: int = -1
-    """
-    Place in the present generation, in the last one while another is being formed; -1: it had no
-    part.
-    """
+    """Node rank in the present generation, or in the last one while another is formed; -1: none."""
     first_rank: int = 0
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """rank -> code, of the present generation."""
+    """rank -> exit code, in the present generation."""
     standby_reason: str = ""
-    """What it was told about why it has no part."""
+    """The reason that it was sent with Standby."""
     depart_reason: str = ""
-    """Why it is about to leave."""
+    """Why it is about to leave; empty: it stays."""
 
     @property
     def name(self) -> str:
@@ -87,7 +79,7 @@ class Member:
 
     @property
     def label(self) -> str:
-        """The node, and its host where that is another name."""
+        """The node's name, with its host if that differs."""
         if self.hello.host in ("", self.name):
             return self.name
         return f"{self.name} (host {self.hello.host})"
@@ -101,7 +93,7 @@ class Member:
 
     @property
     def is_present(self) -> bool:
-        """Whether it still counts: neither lost nor gone."""
+        """Whether it is a node of the job: neither lost nor left."""
         return self.phase not in (Phase.LOST, Phase.LEFT)
 
 
@@ -114,12 +106,12 @@ def find_join_objection(
     join: Join,
 ) -> Refuse | None:
     """
-    Return why a node cannot join those who are here, or None when it can.
+    Return why a node cannot join, or None if it can.
 
     Args:
-        first: one of those who are here, if any are; they agree with each other.
-        namesake: who is here and has the newcomer's name.
-        rival: who is here and asked for the place that the newcomer asks for.
+        first: any present node; present nodes agree with each other.
+        namesake: the present node with the same name.
+        rival: the present node that asked for the same node rank.
     """
     if not join.node or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
         return Refuse(
@@ -156,10 +148,10 @@ def order_by_rank(config: SchedulerConfig, members: Sequence[Member]) -> list[Me
     """
     Return the nodes in rank order.
 
-    Those who were in the last generation keep their order. The others get the node rank that they
-    asked for, where there is such a place, and fill what is free behind, in the order of the host
-    list, else of the natural sort of their names. So of a first generation the result depends on
-    who is here only, not on who came first.
+    Nodes of the last generation keep their order. The others get the node rank that they asked for,
+    if there is such a place. The rest fill the free places behind, in the order of the host list,
+    or in the natural order of their names. So the first generation depends only on which nodes are
+    present, not on the order of their joins.
     """
     given = {name: place for place, name in enumerate(config.hosts)}
     stay = sorted(
@@ -188,11 +180,11 @@ def describe_missing(
     config: SchedulerConfig, lacking: int, names: Mapping[str, Member], claims: Mapping[int, Member]
 ) -> tuple[str, ...]:
     """
-    Return who is not here: names where they are known, else node ranks, else a count.
+    Return the missing nodes: names if known, otherwise node ranks, otherwise a count.
 
     Args:
-        lacking: how many are.
-        names, claims: those who are here, by name and by the node rank that they asked for.
+        lacking: number of missing nodes.
+        names, claims: present nodes, by name and by requested node rank.
     """
     if lacking <= 0:
         return ()
@@ -212,11 +204,10 @@ def assign_ranks(
     nodes: Sequence[Member], generation: int, restarts: int, agreed_step: int
 ) -> list[Assign]:
     """
-    Number the nodes, which stand in rank order, and return each one's place. ``agreed``: see
-    `Assign.agreed_step`.
+    Number the nodes, which are in rank order, and return each one's place.
 
     Sets ``index`` and ``first_rank`` of each. Local ranks count the workers of nodes that share a
-    host.
+    host. ``agreed_step``: see `Assign.agreed_step`.
     """
     world = sum(member.join.workers for member in nodes)
     shared: dict[str, int] = {}

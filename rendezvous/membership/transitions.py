@@ -1,5 +1,5 @@
 """
-The legal life of a job, as a table.
+The legal states of a job, as a table, and the legal messages in each state.
 
     gathering --full--> assigning --ready--> running --finished--> done
       | ^  ^             |  |  ^              |    \\
@@ -7,12 +7,13 @@ The legal life of a job, as a table.
       | |           changed `--'              |               |  ^
       | |                      again     failed, changed      |  |
       | |                       ^             v               |  |
-      | `------- short ---------+------- restarting <-changed-'  |      (restarting --finished--> done: no retry helps)
-      |                                       `------ stop ------'
-      `--end--> done             (assigning --end--> done)
+      | `------- short ---------+------- restarting <-changed-'  |
+      |                                   |   `------ stop ------'
+      `--end--> done                      `--finished--> done: no restart helps
 
-What is not in the table is refused: the machine raises IllegalEvent, which names event and state,
-and changes nothing.
+    assigning --end--> done
+
+The machine raises IllegalEvent for anything else, with event and state, and changes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from pdrun.rendezvous.protocol.messages import (
 
 
 class JobState(Enum):
-    """Where a job stands."""
+    """State of a job."""
 
     GATHERING = "gathering"
     ASSIGNING = "assigning"
@@ -56,7 +57,7 @@ class JobState(Enum):
 
 
 class Trigger(Enum):
-    """What moves a job from state to state."""
+    """What changes the state of a job."""
 
     FULL = "enough nodes have joined"
     READY = "every node is ready"
@@ -108,12 +109,12 @@ MESSAGE_STATES: Mapping[type[Message], frozenset[JobState]] = {
     Stacks: _STARTED_STATES,
 }
 """
-Messages about a generation, and the states in which it has come that far. Repeats after a
-reconnection are legal and change nothing; so is everything about a generation that is over.
+Messages of the present generation, and the states in which it exists. Repeats after a reconnection
+are legal and change nothing; so are messages of an older generation.
 """
 
 GenerationMessage = Ready | Unready | WorkerExit | Finished | Progress | Hung | Stacks
-"""What a node says about its part in one generation."""
+"""Messages of a node about its part in one generation."""
 _GENERATION_MESSAGES = get_args(
     GenerationMessage
 )  # a union that is written in place is made anew at each message
@@ -122,9 +123,7 @@ _NODE_MESSAGES = (Join, Heartbeat, Leave, Depart, StopRequest, StatusQuery)
 
 
 class IllegalEvent(Exception):
-    """
-    An event that the present state does not allow. Nothing was changed; the sender is at fault.
-    """
+    """An event that the present state does not allow. Nothing was changed; the sender is wrong."""
 
     def __init__(self, event: str, state: JobState, why: str = "") -> None:
         super().__init__(
@@ -135,7 +134,7 @@ class IllegalEvent(Exception):
 
 
 def next_state(state: JobState, trigger: Trigger) -> JobState:
-    """Return the state that ``trigger`` leads to, or raise IllegalEvent."""
+    """Return the state after ``trigger``, or raise IllegalEvent."""
     try:
         return TRANSITIONS[state, trigger]
     except KeyError:
@@ -146,12 +145,12 @@ def check_message(
     message: Message, state: JobState, generation: int, hello: Hello | None, member: Member | None
 ) -> None:
     """
-    Raise IllegalEvent unless ``message`` may come now.
+    Raise IllegalEvent unless ``message`` is legal now. Nothing has been changed yet.
 
     Args:
-        generation: the job's present one; -1 before the first.
-        hello: what the connection said first, or None when it has said nothing yet.
-        member: the sender's node, when it has joined.
+        generation: number of the job's present generation; -1: before the first.
+        hello: the connection's Hello, or None before it.
+        member: the sender's node, if it has joined.
     """
     name = type(message).__name__
     if isinstance(message, Hello):

@@ -1,6 +1,5 @@
 """
-Decisions that know no Job: restart or not, first cause, stragglers, hang report, texts.
+Decisions without a Job: restart or not, first cause, stragglers, hang report, texts.
 
-May import: protocol.
-Start reading here: verdict.py.
+May import: protocol. Start reading here: verdict.py.
 """

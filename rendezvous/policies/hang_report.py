@@ -1,7 +1,4 @@
-"""
-Where is everybody? Collects the workers' stacks over all nodes when one hangs, and draws one
-picture of them.
-"""
+"""The hang report: collects the stacks of all workers when one hangs, and groups them."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from pdrun.rendezvous.policies.restart import mask_numbers
 from pdrun.rendezvous.protocol.messages import StackGroup
 
 STACK_SECONDS = 5.0
-"""Seconds that the nodes have to tell their workers' stacks."""
+"""Time for the nodes to send the stacks of their workers."""
 MAX_GROUPS = 64
-"""Different stacks that are kept; workers at further ones are only counted."""
+"""Number of different stacks that are kept; workers with further ones are only counted."""
 MAX_SHOWN_GROUPS = 6
 MAX_SHOWN_LINES = 12
 MAX_LINE_CHARS = 200
@@ -22,7 +19,7 @@ MAX_LINE_CHARS = 200
 
 @dataclass
 class HangInquiry:
-    """One hang that is being looked into."""
+    """A hang whose stacks are being collected."""
 
     rank: int
     node: str
@@ -31,23 +28,23 @@ class HangInquiry:
     waiting: dict[str, str]
     """agent -> name, of the nodes that have not answered."""
     groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """stack without what differs between processes -> (stack, ranks)"""
+    """Stack without the parts that differ between processes -> (stack, ranks)."""
     ungrouped_ranks: list[int] = field(default_factory=list)
-    """Ranks at stacks beyond MOST_GROUPS."""
+    """Ranks with stacks beyond MAX_GROUPS."""
     may_be_waiting: bool = False
-    """The worker may only be waiting for one that is at work (`Hung.waits`)."""
+    """The worker may only be waiting for one that works (`Hung.waits`)."""
     is_any_active: bool = False
-    """Whether some worker is at work."""
+    """Whether any worker works."""
 
     @property
     def is_false_alarm(self) -> bool:
-        """Whether there is no hang: who is quiet waits for who is at work."""
+        """Whether there is no hang: the idle worker waits for one that works."""
         return self.may_be_waiting and self.is_any_active
 
     def find_culprit(self) -> int:
         """
-        Return the rank to blame: the only one that is elsewhere than two or more others, else who
-        was told of.
+        Return the rank to blame: the only one with another stack than two or more others, otherwise
+        the reported one.
         """
         found = sorted((ranks for _, ranks in self.groups.values()), key=len)
         alone = len(found) == 2 and not self.ungrouped_ranks and len(found[0]) == 1 < len(found[1])
@@ -56,7 +53,7 @@ class HangInquiry:
     def add_answer(
         self, agent: str, groups: Iterable[StackGroup], ranks: range, active: Iterable[int] = ()
     ) -> None:
-        """One node answers; only its first answer, and only ``ranks``, which are its own, count."""
+        """Take a node's first answer. Only ``ranks``, which are its own, count."""
         if self.waiting.pop(agent, None) is None:
             return
         self.is_any_active = self.is_any_active or any(rank in ranks for rank in active)
@@ -76,10 +73,10 @@ class HangInquiry:
 
     def render_report(self, silent: Mapping[str, range]) -> str:
         """
-        Return the picture: the largest group of workers first, then who is elsewhere.
+        Return the report: the largest group of workers first, then the others.
 
         Args:
-            silent: the ranks of the nodes that have not answered, by the node's name.
+            silent: ranks of the nodes that have not answered, by node name.
         """
         found = sorted(self.groups.values(), key=lambda group: (-len(group[1]), min(group[1])))
         lines = []
@@ -104,7 +101,7 @@ class HangInquiry:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ``rank 3``, ``ranks 0-6, 8``; of many pieces the first ones."""
+    """Return ``rank 3`` or ``ranks 0-6, 8``; at most the first eight pieces."""
     pieces: list[list[int]] = []
     for rank in sorted(ranks):
         if pieces and rank == pieces[-1][1] + 1:

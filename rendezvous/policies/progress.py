@@ -1,7 +1,4 @@
-"""
-How far the workers are: the last step of each, the step that all have saved, and who is slower than
-the others.
-"""
+"""The progress of the workers: the last step of each, the step that all have saved, stragglers."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from pdrun.rendezvous.protocol.messages import Progress
 
 LAG_STEPS = 2
 LAG_SECONDS = 10.0
-"""A worker so many steps behind the median, for so long, is a straggler."""
+"""A worker that is LAG_STEPS behind the median for LAG_SECONDS is a straggler."""
 SLOW_FACTOR = 1.5
 SLOW_REPORTS = 5
-"""As is one whose own work takes so many times the median's, over its last reports."""
+"""So is a worker whose own work takes SLOW_FACTOR times the median's over SLOW_REPORTS reports."""
 LOOK_SECONDS = 2.0
 WARN_SECONDS = 60.0
 RECORD_SECONDS = 5.0
@@ -24,24 +21,24 @@ RECORD_SECONDS = 5.0
 
 @dataclass
 class _WorkerProgress:
-    """One worker."""
+    """The progress of one worker."""
 
     step: int
     busy: list[float] = field(default_factory=list)
     """The last reports, at most SLOW_REPORTS."""
     behind_since: float | None = None
-    """Since when it lags, seen at a look."""
+    """Time since which it lags, as of the last check."""
     warned_at: float | None = None
 
 
 class ProgressTracker:
-    """Of one generation; `Membership` makes a new one for each."""
+    """The progress of one generation; `Membership` creates one per generation."""
 
     def __init__(self, now: float) -> None:
         self.saved_steps: dict[str, int] = {}
         """agent -> the last step that all of its workers have saved."""
         self.has_reports = False
-        """Whether anything was reported."""
+        """Whether there was any report."""
         self._tracks: dict[int, _WorkerProgress] = {}
         self._look_at = now + LOOK_SECONDS
         self._record_at = now
@@ -49,8 +46,8 @@ class ProgressTracker:
 
     def add_report(self, agent: str, message: Progress, ranks: range) -> bool:
         """
-        Note a report; return whether it is one that must not be forgotten: the first, or a step
-        that was saved.
+        Note a report; return whether a journal must keep it: the first one, or one with a saved
+        step.
         """
         first = not self.has_reports
         self.has_reports = True
@@ -68,20 +65,18 @@ class ProgressTracker:
         return first
 
     def drop_worker(self, rank: int) -> None:
-        """A worker has ended: it is no straggler any more."""
+        """Drop a worker that has ended: it is not a straggler any more."""
         self._tracks.pop(rank, None)
 
     def find_agreed_step(self, agents: Iterable[str], earlier: int) -> int:
         """
-        Return the last step that the workers of all ``agents`` have saved, or the one agreed upon
+        Return the last step that the workers of all ``agents`` have saved, or the one agreed
         ``earlier``.
         """
         return max(earlier, min((self.saved_steps.get(agent, -1) for agent in agents), default=-1))
 
     def take_record(self, now: float) -> Mapping[str, int] | None:
-        """
-        Return the data of a ``progress`` event when one is due, at most every RECORD_EVERY seconds.
-        """
+        """Return the data of a ``progress`` event if one is due, at most every RECORD_SECONDS."""
         if not self._has_news or now < self._record_at or not self._tracks:
             return None
         self._has_news = False
@@ -97,8 +92,8 @@ class ProgressTracker:
 
     def find_stragglers(self, now: float) -> list[tuple[int, str]]:
         """
-        Return (rank, why) of the workers to warn about: every LOOK_EVERY seconds, each once in
-        WARN_AGAIN.
+        Return (rank, why) of the workers to warn about. Checked every LOOK_SECONDS; each worker is
+        named once in WARN_SECONDS.
         """
         if now < self._look_at or len(self._tracks) < 2:
             return []
@@ -133,7 +128,7 @@ class ProgressTracker:
         return ""
 
     def shift_times(self, seconds: float) -> None:
-        """The scheduler was away for so long: nobody fell behind in that time."""
+        """Shift all times by ``seconds`` without a scheduler, in which no worker fell behind."""
         self._look_at += seconds
         for track in self._tracks.values():
             if track.behind_since is not None:

@@ -1,10 +1,9 @@
 """
-Whether a job is tried again after a failure, and how soon. Pure: settings, what was tried before,
-and the failure.
+Whether a job is restarted after a failure, and when. Pure: settings, history and the failure.
 
-A restart is refused where it cannot help (the program is not there, an import fails everywhere, the
-same failure comes back at once), where the user's exit codes say so, and where the budget is used
-up. Membership changes of an elastic job are no restarts, and not asked for here.
+A restart is refused if it cannot help (the program is missing, an import fails on every worker, the
+same failure repeats quickly), if the user's exit codes say so, and if no restart is left.
+Membership changes of an elastic job are not restarts.
 """
 
 from __future__ import annotations
@@ -20,30 +19,32 @@ from pdrun.rendezvous.protocol.messages import Cause, Failure
 PERMANENT_ERRORS = frozenset(
     {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 )
-"""What every attempt meets again, where it is all that the workers died of."""
+"""Errors that every restart meets again, if all failed workers died of them."""
 LOOP_LENGTH = 4
-"""So often the same failure in a row, each soon after the start, is a crash loop."""
+"""
+The same failure so many times in a row, each within LOOP_SECONDS of the start, is a crash loop.
+"""
 LOOP_SECONDS = 10.0
 QUICK_SECONDS = 60.0
-"""Seconds; the restart of a generation that lived for less follows quickly upon the one before."""
+"""The restart of a generation that lived for less is a quick restart."""
 MAX_DELAY_SECONDS = 30.0
 _VARYING_TEXT = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """What was tried before. `counted` and `after_failure` return the next one."""
+    """The restarts so far. `count_restart` and `note_failure` return the next history."""
 
     restarts: int = 0
-    """All restarts of the job so far: what its workers see."""
+    """Number of restarts of the job, as its workers see it."""
     times: tuple[float, ...] = ()
-    """When those were that the budget may still count."""
+    """Times of the restarts that may still count."""
     quick_restarts: int = 0
-    """Restarts in quick succession."""
+    """Number of quick restarts in a row."""
     signature: str = ""
-    """Of the last first cause, when it came soon after a start."""
+    """Of the last first cause, if it came soon after a start."""
     repeats: int = 0
-    """How often it has come in a row."""
+    """Number of times that it has come in a row."""
 
 
 def restarts_left(config: SchedulerConfig, attempts: RestartHistory, now: float) -> int:
@@ -54,7 +55,7 @@ def restarts_left(config: SchedulerConfig, attempts: RestartHistory, now: float)
 def count_restart(
     config: SchedulerConfig, attempts: RestartHistory, lived: float, now: float
 ) -> RestartHistory:
-    """Return the attempts with one restart more, of a generation that ``lived`` so many seconds."""
+    """Return the history with one more restart, of a generation that ``lived`` so many seconds."""
     return replace(
         attempts,
         restarts=attempts.restarts + 1,
@@ -65,8 +66,8 @@ def count_restart(
 
 def restart_delay(config: SchedulerConfig, attempts: RestartHistory) -> float:
     """
-    Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... in quick
-    succession.
+    Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... for quick
+    ones.
     """
     if attempts.quick_restarts < 2:
         return 0.0
@@ -76,7 +77,7 @@ def restart_delay(config: SchedulerConfig, attempts: RestartHistory) -> float:
 def note_failure(
     attempts: RestartHistory, first: Failure, lived: float, progressed: bool
 ) -> RestartHistory:
-    """Return the attempts with the first cause of the generation that has just failed noted."""
+    """Return the history with the first cause of the failed generation."""
     if lived >= LOOP_SECONDS or progressed:
         return replace(attempts, signature="", repeats=0)
     signature = f"{first.rank} {first.cause.kind} {mask_numbers(first.cause.summary)}"
@@ -95,12 +96,12 @@ def find_refusal(
     now: float,
 ) -> str | None:
     """
-    Return None when the job is to be tried again, else why it is not, for the verdict; empty:
-    nothing need be said.
+    Return None if the job is restarted, otherwise why it is not, for the verdict; empty: no reason
+    needed.
 
     Args:
-        attempts: with this failure noted (`after_failure`).
-        failures: all of the generation.
+        attempts: the history with this failure (`note_failure`).
+        failures: all failures of the generation.
         first: the one that explains them.
     """
     if not config.max_restarts:
@@ -124,7 +125,9 @@ def find_refusal(
 
 
 def is_permanent(causes: Sequence[Cause]) -> bool:
-    """Whether every worker that failed by itself met an error that the next attempt meets again."""
+    """
+    Whether every worker with a failure of its own met an error that the next restart meets again.
+    """
     mine = [cause for cause in causes if is_own_failure(cause)]
     return bool(mine) and all(
         cause.kind == "exception"
@@ -134,10 +137,7 @@ def is_permanent(causes: Sequence[Cause]) -> bool:
 
 
 def mask_numbers(text: str) -> str:
-    """
-    Return a text without the numbers and addresses that differ from one attempt, or process, to the
-    next.
-    """
+    """Return a text without the numbers and addresses that differ between restarts or processes."""
     return _VARYING_TEXT.sub("#", text)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler says to people: refusals with their exit codes, and the data of an event."""
+"""Texts of the scheduler: refusals with their exit codes, warnings, and the data of an event."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello, Join, Refuse, Ve
 from pdrun.text import plural
 
 CLEAN_EXIT_TEXT = "had ended before, without an error"
-"""Said of ranks whose absence another one failed of."""
+"""Follows the ranks whose absence made another rank fail."""
 MAX_TRACEBACK_CHARS = 8192
-"""Characters of a traceback in the event log; the worker's own log has all of it."""
+"""Maximum characters of a traceback in the event log; the worker's own log has all of it."""
 
 
 def refuse_protocol(hello: Hello) -> Refuse:
-    """Two versions of pdrun meet."""
+    """Refuse another version of the protocol."""
     return Refuse(
         78,
         f"this scheduler speaks version {PROTOCOL} of the protocol, {hello.host or 'you'} speaks {hello.version}: "
@@ -26,9 +26,7 @@ def refuse_protocol(hello: Hello) -> Refuse:
 
 
 def describe_clean_exits(places: Mapping[int, str]) -> str:
-    """
-    Return ``rank 1 on node0 had ended before, without an error``; the empty string for no rank.
-    """
+    """Return ``rank 1 on node0 had ended before, without an error``; empty for no rank."""
     if not places:
         return ""
     first = min(places)
@@ -38,16 +36,13 @@ def describe_clean_exits(places: Mapping[int, str]) -> str:
 
 def rank_label(config: SchedulerConfig, rank: int) -> str:
     """
-    Return what a member's rank is called: ``node rank 2``; of a member that is one worker, ``rank
-    2``.
+    Return the name of a member's rank: ``node rank 2``, or ``rank 2`` if a member is one worker.
     """
     return f"node rank {rank}" if config.unit == "node" else f"rank {rank}"
 
 
 def refuse_other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
-    """
-    Two jobs meet at one address: both are named, and what they run where that is what differs.
-    """
+    """Refuse another job: name both jobs, and their commands if these differ."""
     mine, theirs = (
         (f" with `{command}`", f" with `{hello.command}`")
         if command and hello.command
@@ -68,7 +63,7 @@ def refuse_other_job(config: SchedulerConfig, job: str, command: str, hello: Hel
 
 
 def refuse_same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
-    """Two members have one name."""
+    """Refuse a second member with the same name."""
     cure = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
     return Refuse(
         78,
@@ -78,7 +73,7 @@ def refuse_same_name(config: SchedulerConfig, name: str, older: Hello, newer: He
 
 
 def refuse_difference(key: str, first: Join, join: Join) -> Refuse:
-    """Two nodes cannot be of one job, though they say so."""
+    """Refuse a node that differs in a fact that must be equal."""
     if key == "command":
         return Refuse(
             78,
@@ -89,25 +84,25 @@ def refuse_difference(key: str, first: Join, join: Join) -> Refuse:
 
 
 def describe_difference(key: str, first: Join, join: Join) -> str:
-    """Return a line about a fact in which two nodes differ, naming nodes and values."""
+    """Return a line about a fact in which two nodes differ, with names and values."""
     return (
         f"{key} differs: {first.facts[key]!r} on {first.node}, {join.facts[key]!r} on {join.node}"
     )
 
 
 def refuse_full(config: SchedulerConfig, job: str) -> Refuse:
-    """One node too many."""
+    """Refuse a node when all places are taken."""
     spares = f" and {plural(config.spares, 'spare')}" if config.spares else ""
     return Refuse(69, f"job '{job}' already has its {plural(config.nodes, config.unit)}{spares}")
 
 
 def refuse_stopping(config: SchedulerConfig, job: str) -> Refuse:
-    """Too late for an elastic job."""
+    """Refuse a node of an elastic job that is being stopped."""
     return Refuse(69, f"job '{job}' (run {config.run}) is being stopped")
 
 
 def standby_reason(config: SchedulerConfig, running: int) -> str:
-    """Why a node has no part in the generation of so many nodes that is running, or about to."""
+    """Return why a node does not take part in a generation of ``running`` nodes."""
     has = f"the job runs with {plural(running, config.unit)}"
     if running >= config.nodes:
         return f"{has}, as many as it takes: this one is a spare"
@@ -117,12 +112,12 @@ def standby_reason(config: SchedulerConfig, running: int) -> str:
 
 
 def refuse_over(config: SchedulerConfig, job: str) -> Refuse:
-    """Too late."""
+    """Refuse a node when the job is over."""
     return Refuse(69, f"job '{job}' (run {config.run}) is over")
 
 
 def with_restarts(reason: str, restarts: int) -> str:
-    """Return the reason, and how often the job was started again before."""
+    """Return the reason with the number of restarts before it."""
     if restarts:
         return f"{reason}, after {restarts} restart{'s' if restarts > 1 else ''}"
     return reason
@@ -153,10 +148,7 @@ def describe_straggler(rank: int, node: str, why: str) -> str:
 
 
 def start_instructions(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
-    """
-    Return how nodes come to a scheduler that was started by itself: the first says what the job
-    runs.
-    """
+    """Return how nodes join a scheduler without a job: the first node brings the job's command."""
     trust = " --insecure" if insecure else ""
     return (
         f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} SCRIPT ARGUMENTS; "

@@ -1,10 +1,10 @@
 """
-Who was it? Ranks the failures of a job by kind first, by time second, and words the verdict.
+The first cause: ranks the failures of a job by kind, then by time, and words the verdict.
 
-A process that dies because its peer died dies with a communication error, often *earlier* than the
-peer's own traceback is complete; so the kind of a cause says more than its time. Clocks of two
-nodes are never compared: inside a node `Cause.at` counts, between nodes the order in which the
-scheduler heard.
+A worker that dies because its peer died has a communication error, often *before* the peer's own
+traceback is complete. So the kind of a cause tells more than its time. Clocks of two nodes are
+never compared: within a node `Cause.at` counts, between nodes the order of arrival at the
+scheduler.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ _OTHER_TAIL_LINES = 5
 
 @dataclass(frozen=True)
 class ReportedFailure:
-    """A failure, and when the scheduler heard of it."""
+    """A failure and its arrival at the scheduler."""
 
     failure: Failure
     order: int
-    """Place among the failures of its generation, as they arrived."""
+    """Position among the failures of its generation, by arrival."""
     at: float
-    """When it arrived, on the scheduler's clock."""
+    """Time of arrival, on the scheduler's clock."""
     clean_exits: str = ""
-    """Which ranks had ended without an error before, where this one says that a peer is gone."""
+    """Ranks that had ended without an error, if this failure means that a peer is gone."""
 
 
 class FailureLog(Sequence[ReportedFailure]):
     """
-    The failures of one generation as they arrive, each in constant time and in little memory: only
-    the first cause so far keeps all of its text, a few others the end of theirs.
+    The failures of one generation as they arrive.
+
+    Each takes constant time and little memory: only the first cause so far keeps all of its text,
+    and a few others the end of theirs.
     """
 
     def __init__(self) -> None:
         self._all: list[ReportedFailure] = []
         self._first: int | None = None
         self._own: set[int] = set()
-        """Ranks that failed by themselves and still have some text."""
+        """Ranks with a failure of their own that still have some text."""
         self._own_since: float | None = None
 
     def add(self, failure: Failure, now: float, ended: str = "") -> None:
         """
-        One more, at its arrival (see `Reported`); a rank that hung has failed already, whatever it
-        ends with.
+        Add a failure at its arrival. A rank that hung has failed already, with any later exit.
         """
         if self.hung_rank == failure.rank:
             return
@@ -90,18 +91,18 @@ class FailureLog(Sequence[ReportedFailure]):
 
     @property
     def first(self) -> ReportedFailure | None:
-        """The one that explains the others: the same as `first_cause` of all."""
+        """The failure that explains the others, equal to `find_first_cause` of all."""
         return None if self._first is None else self._all[self._first]
 
     @property
     def hung_rank(self) -> int | None:
-        """The rank that was given up because it hung."""
+        """The rank that was stopped because it hung."""
         if self._all and self._all[0].failure.cause.kind == "hang":
             return self._all[0].failure.rank
         return None
 
     def has_own_before(self, time: float) -> bool:
-        """Whether some worker had failed by itself before ``time``."""
+        """Whether any worker had a failure of its own before ``time``."""
         return self._own_since is not None and self._own_since < time
 
     def __len__(self) -> int:
@@ -115,17 +116,17 @@ class FailureLog(Sequence[ReportedFailure]):
 
 
 def is_own_failure(cause: Cause) -> bool:
-    """Whether a worker failed by itself, not because a peer or pdrun ended it."""
+    """Whether a worker failed for a reason of its own, not because a peer or pdrun ended it."""
     return _RANK_OF_KIND[cause.kind] <= _RANK_OF_KIND["exit"]
 
 
 def is_failure(cause: Cause) -> bool:
-    """Whether a worker ended in any way but well."""
+    """Whether a worker ended with an error."""
     return cause.kind != "ok" or cause.code != 0
 
 
 def find_first_cause(failures: Sequence[ReportedFailure]) -> ReportedFailure | None:
-    """Return the failure that explains the others, or None when there is none."""
+    """Return the failure that explains the others, or None if there is none."""
     if not failures:
         return None
     best = min(_RANK_OF_KIND[item.failure.cause.kind] for item in failures)
@@ -152,14 +153,15 @@ def make_verdict(
     why_not: str = "",
 ) -> Verdict:
     """
-    Return the verdict over a job that failed.
+    Return the verdict of a job that failed.
 
     Args:
-        failures: all that was reported in the last generation.
-        restarts: how often the job was started again before.
-        code, reason: given when something other than a worker ended the job (a signal, a lost node, a limit); a
-            worker's own code is used otherwise. After the last restart too: the reason then tells the count.
-        why_not: why the job is not tried again, where that needs saying.
+        failures: all failures of the last generation.
+        restarts: number of restarts of the job before.
+        code, reason: given if something other than a worker ended the job (a signal, a lost node, a
+            limit). Otherwise the code is the worker's own, also after the last restart; the reason
+            then has the number of restarts.
+        why_not: why the job is not restarted, if that needs a reason.
     """
     first = find_first_cause(failures) if code is None else None
     others = [
@@ -175,7 +177,7 @@ def make_verdict(
             else (70, reason)
         )
     if first and first.failure.cause.kind == "communication":
-        # known of the failure that arrived first, which need not be the first in time
+        # The failure that arrived first knows it; it need not be the first in time.
         ended = next((item.clean_exits for item in failures if item.clean_exits), "")
         reason = f"{reason}; {ended}" if ended else reason
     if why_not and first:
@@ -190,7 +192,7 @@ def make_verdict(
 
 
 def _trim_failure(failure: Failure) -> Failure:
-    """Cut what a further failure carries, so that a verdict always fits in one message."""
+    """Shorten the texts of a further failure, so that a verdict always fits in one message."""
     cause = failure.cause
     return replace(
         failure,
@@ -203,5 +205,5 @@ def _trim_failure(failure: Failure) -> Failure:
 
 
 def _strip_failure(failure: Failure) -> Failure:
-    """A failure without its text: one of a hundred thousand."""
+    """Remove the texts of a failure: there may be a hundred thousand."""
     return replace(failure, cause=replace(failure.cause, traceback="", tail=()))

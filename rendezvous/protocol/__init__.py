@@ -1,6 +1,5 @@
 """
-What travels: messages, events, codec, keys.
+Messages, events, their codec, and the keys.
 
-May import: pdrun floor 0.
-Start reading here: messages.py.
+May import: pdrun's own modules (errors, endpoint, ...). Start reading here: messages.py.
 """

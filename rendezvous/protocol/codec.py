@@ -1,11 +1,10 @@
 """
-Envelope <-> bytes: JSON, read strictly against the type hints of the message dataclasses.
+Envelope <-> bytes: JSON, checked strictly against the type hints of the message dataclasses.
 
-What a peer sends is data from outside. Anything that is not exactly a message is refused with a
-CodecError that names the place: unknown, missing or mistyped fields, a bool where an int belongs,
-numbers beyond 64 bits or not finite, keys that appear twice, text above 64 KiB (but for spec,
-traceback and lines), lone surrogates, nesting deeper than 16, more than `Envelope.LIMIT` bytes.
-Nothing in it can name code.
+Received bytes are untrusted. Anything that is not exactly a message raises a CodecError that names
+the place: unknown, missing or mistyped fields, a bool instead of an int, numbers beyond 64 bits or
+not finite, duplicate keys, text above 64 KiB (except spec, traceback and lines), lone surrogates,
+nesting deeper than 16, more than `Envelope.LIMIT` bytes. Nothing in a message can name code.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators
 
 class CodecError(ValueError):
     """
-    Bytes that are no message, or a message that does not fit into bytes; the text names the place.
+    Bytes that are not a message, or a message that cannot be encoded. The text names the place.
     """
 
 
@@ -60,7 +59,7 @@ def encode(envelope: Envelope) -> bytes:
     Return the envelope as bytes. Lone surrogates (from a worker's broken output) become U+FFFD.
 
     Raises:
-        CodecError: it would be longer than `Envelope.LIMIT` bytes, or holds a number that is not
+        CodecError: it is longer than `Envelope.LIMIT` bytes, or contains a number that is not
             finite.
     """
     body = _encode_body(envelope.body)
@@ -80,10 +79,10 @@ def encode(envelope: Envelope) -> bytes:
 
 def decode(data: bytes) -> Envelope:
     """
-    Return the envelope that ``data`` holds.
+    Return the envelope in ``data``.
 
     Raises:
-        CodecError: it holds none; names the place.
+        CodecError: ``data`` is not an envelope; names the place.
     """
     value = _parse_json(data)
     if type(value) is not dict or value.keys() != _ENVELOPE_FIELDS:
@@ -107,7 +106,7 @@ def decode(data: bytes) -> Envelope:
 
 def to_plain(value: Any) -> Any:
     """
-    Return a frozen value of this package as plain JSON values; not to be changed, they may be the
+    Return a frozen value of this package as plain JSON values. Do not change them: they may be the
     value's own.
     """
     return _plain_value(value)
@@ -115,11 +114,10 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(cls: type[Any], value: Any, place: str) -> Any:
     """
-    Return the value of type ``cls``, a dataclass as a rule, that plain JSON values describe, read
-    strictly.
+    Return the value of type ``cls``, usually a dataclass, from plain JSON values, checked strictly.
 
     Raises:
-        CodecError: they describe none; ``place`` is what the text calls the value.
+        CodecError: the values do not fit; ``place`` is the name of the value in the message.
     """
     hint: Any = cls
     try:
@@ -146,7 +144,7 @@ def event_from_plain(value: Any, place: str) -> MembershipEvent:
     Inverse of `event_to_plain`.
 
     Raises:
-        CodecError: the values describe no event.
+        CodecError: the values are not an event.
     """
     kind = value.get("kind") if isinstance(value, dict) else None
     if (
@@ -174,7 +172,7 @@ def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
 # ----------------------------------------------------------------------------------------------------
 
 _last_encoded: tuple[Any, bytes] = (None, b"")
-"""The body that was written last: what all nodes are told is one object, and is written once."""
+"""The last encoded body. A message for all nodes is one object, and is encoded once."""
 
 
 def _encode_body(message: Any) -> bytes:
@@ -217,8 +215,8 @@ def _plain_value(value: Any) -> Any:
 @cache
 def _fields_of(cls: Any) -> tuple[str, ...] | None:
     """
-    Return the names of a dataclass's fields, none where their values are plain as they are; None:
-    it is no such.
+    Return the names of a dataclass's fields; empty if their values are plain already; None if it is
+    not a dataclass.
     """
     if not is_dataclass(cls):
         return None

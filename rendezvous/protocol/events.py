@@ -1,9 +1,8 @@
 """
-What goes into the membership machine and what comes out: its configuration, its events, its
-actions.
+Configuration, events and actions of the membership machine: plain frozen values.
 
-Plain frozen values. `pdrun.rendezvous.membership.machine` gives them meaning,
-`pdrun.rendezvous.scheduler.service` carries them out.
+`pdrun.rendezvous.membership.machine` takes the events and returns the actions.
+`pdrun.rendezvous.scheduler.service` carries the actions out.
 """
 
 from __future__ import annotations
@@ -15,76 +14,73 @@ from typing import Any, Literal
 from pdrun.rendezvous.protocol.messages import Message
 
 Peer = str
-"""Name that a transport gives to one connection; never used twice."""
+"""The transport's name of a connection, never used twice."""
 
 FAREWELL_SECONDS = 10.0
 """
-Seconds that agents get to hear the verdict and leave. Whoever does not hear it waits for a
-scheduler that is gone, and calls the job lost: on a network that loses a third of all packets a
-message may take as long.
+Time for agents to receive the verdict and leave. An agent that does not receive it waits for a
+scheduler that has exited, and reports the job as lost. On a network that loses a third of all
+packets a message may take this long.
 """
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """All that a scheduler is told when it starts. Times in seconds."""
+    """The settings of a scheduler. Times in seconds."""
 
     job: str
-    """Key of the job; empty: the first agent's job is adopted."""
+    """Key of the job; empty: the first agent's job."""
     run: str
     """Unique name of this run."""
     nodes: int
-    """How many nodes take part at most, at least 1."""
+    """Maximum number of nodes of a generation, at least 1."""
     spec: str = ""
-    """The job's specification as JSON, handed to joiners; empty: the first Join's is kept."""
+    """The job's specification as JSON, for joining nodes; empty: the first Join's."""
     start_timeout: float = 600.0
-    """For the nodes to come together, and again for each generation to become ready."""
+    """Limit for the nodes to join, and again for each generation to become ready."""
     grace: float = 30.0
     max_restarts: int = 0
-    """Restarts after failures, of the whole job; membership changes of an elastic job are none."""
+    """
+    Restarts of the whole job after failures. Membership changes of an elastic job do not count.
+    """
     restart_window: float | None = None
-    """Only restarts of the last so many seconds count against ``max_restarts``; None: all."""
+    """Only restarts within this time count against ``max_restarts``; None: all."""
     restart_on: tuple[int, ...] = ()
     """
     Exit codes (as a shell shows them) after which to restart; empty: all but ``no_restart_on``.
     """
     no_restart_on: tuple[int, ...] = ()
     backoff: float = 1.0
-    """
-    Seconds before the second of two restarts in quick succession, doubled for each further one, at
-    most 30.
-    """
+    """Seconds before the second of two quick restarts; doubled for each further one, at most 30."""
     min_nodes: int = 0
-    """The job runs with at least so many nodes; 0: with ``nodes`` only."""
+    """Minimum number of nodes of a generation; 0: ``nodes``."""
     gather: float = 10.0
     """
-    With fewer than ``nodes``: seconds in which nobody has joined, after which a generation is
-    formed.
+    With fewer than ``nodes``: a generation is formed when no node has joined for so many seconds.
     """
     spares: int = 0
-    """Nodes beyond ``nodes`` that may join and stand by."""
+    """Number of nodes beyond ``nodes`` that may join and stand by."""
     grow: float | None = None
     """
-    With fewer than ``nodes`` running and nodes standing by: seconds after the last of them came in
-    which a new, larger generation is opened; None: they wait for the next one.
+    With fewer than ``nodes`` running and nodes standing by: seconds after the last join until a
+    larger generation is formed; None: they wait for the next one.
     """
     relays: int | None = None
     """
-    Relay processes beside the scheduler, which take the agents in; None: as many as the job's size
-    asks for.
+    Number of relay processes that accept the agents' connections; None: chosen by the job's size.
     """
     patience: float = 60.0
-    """Handed out in Welcome: how long agents wait for a lost scheduler; 0: not at all."""
+    """Sent in Welcome: seconds that agents wait for a lost scheduler; 0: they do not wait."""
     time_limit: float | None = None
-    """Counted from the first Start, restarts included."""
+    """Counted from the first Start, with restarts."""
     command: str = ""
-    """What the job runs, for messages; empty: what the first agent says."""
+    """The job's command, for messages; empty: the first agent's."""
     unit: Literal["node", "worker"] = "node"
-    """What the members are called in messages: in a dynamic cluster each is one worker."""
+    """What a member is called in messages. In a dynamic cluster each is one worker."""
     host: str = ""
-    """Name of the host that the scheduler runs on, for messages."""
+    """Name of the scheduler's host, for messages."""
     hosts: tuple[str, ...] = ()
-    """Node names in rank order, where the user gave one."""
+    """Node names in rank order, if the user gave one."""
     must_agree: tuple[str, ...] = ("command", "pdrun")
     """Facts that must be equal on all nodes: a node that differs is refused."""
     should_agree: tuple[str, ...] = ("script", "python", "torch", "device")
@@ -92,27 +88,24 @@ class SchedulerConfig:
     waiting_every: float = 5.0
     heartbeat: float = 1.0
     """
-    Between two heartbeats of an agent, and more in a job of thousands of nodes (`watch.times`); 0:
-    nobody beats and nobody is suspected (all in one process).
+    Time between two heartbeats of an agent; more in a job of thousands of nodes (`detector_times`).
+    0: no heartbeats and no failure detector (all in one process).
     """
     suspect: float = 3.0
-    """
-    Silence after which a node is called suspect; also how long a cut connection may take to come
-    back.
-    """
+    """Silence after which a node is suspect, and time for a cut connection to come back."""
     dead: float = 10.0
     """Silence after which a node is lost."""
     reconnect: float = 0.6
     """
-    How long a node may take to come back when its connection was *closed* while it was still
-    talking: a kernel does that for a process that died, and a live agent whose connection was reset
-    comes back at once.
+    Time for a node to reconnect if its connection was *closed* while it sent heartbeats. The kernel
+    closes the connections of a process that died. A live agent whose connection was reset
+    reconnects immediately.
     """
 
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A message came in."""
+    """A message has arrived."""
 
     peer: Peer
     message: Message
@@ -121,8 +114,8 @@ class MessageReceived:
 @dataclass(frozen=True)
 class AgentsAlive:
     """
-    Connections behind a relay were heard, and hear what they are answered: in place of a Heartbeat
-    of each.
+    Connections behind a relay that have sent heartbeats and received the answers. One event
+    replaces a Heartbeat of each.
     """
 
     peers: tuple[Peer, ...]
@@ -130,21 +123,21 @@ class AgentsAlive:
 
 @dataclass(frozen=True)
 class PeerDisconnected:
-    """A connection has ended, by whichever side."""
+    """A connection has ended, from either side."""
 
     peer: Peer
     between: bool = False
-    """True: a relay between has ended, which says nothing about the node."""
+    """True: a relay in between has ended, which means nothing about the node."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. Due at least every `Membership.tick_every` seconds."""
+    """Time has passed. Sent at least every `Membership.tick_every` seconds."""
 
 
 @dataclass(frozen=True)
 class LocalStop:
-    """Somebody at the scheduler itself (a signal) stops the job, as StopRequest does from afar."""
+    """A signal to the scheduler itself stops the job, as StopRequest does from a node."""
 
     signal: int
     by: str
@@ -153,28 +146,29 @@ class LocalStop:
 
 @dataclass(frozen=True)
 class AgentLost:
-    """The agent that runs this scheduler has died; the job cannot go on."""
+    """The agent that runs this scheduler has died; the job cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class LostNode:
-    """A node that the failure detector has given up."""
+    """A node that the failure detector marks lost."""
 
     agent: str
     why: str
     cut_at: float
     """
-    When it was last known to talk, on the scheduler's clock: failures after that may be its doing.
+    Time of its last sign of life, on the scheduler's clock. A failure after that may be a
+    consequence of the loss.
     """
 
 
 @dataclass(frozen=True)
 class NodesLost:
     """
-    The failure detector has given nodes up. The machine says this to itself at a Tick; a journal
-    keeps it, since the heartbeats that it follows from are not kept.
+    The failure detector marks nodes lost. The machine creates this event at a Tick. A journal keeps
+    it, because the heartbeats that it follows from are not kept.
     """
 
     nodes: tuple[LostNode, ...]
@@ -183,8 +177,8 @@ class NodesLost:
 @dataclass(frozen=True)
 class SchedulerResumed:
     """
-    This scheduler is the successor of one that died, and has replayed its journal: every connection
-    is gone, every deadline starts afresh.
+    This scheduler is the successor of one that died, and has replayed its journal. Every connection
+    has ended, and every deadline starts again.
     """
 
     scheduler: str
@@ -220,7 +214,7 @@ exist contain them, so they do not change.
 
 @dataclass(frozen=True)
 class SendMessage:
-    """Give a message to a connection; one that is gone is no error."""
+    """Send a message to a connection. A connection that has ended is not an error."""
 
     peer: Peer
     message: Message
@@ -228,7 +222,7 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class ClosePeer:
-    """End a connection once everything sent to it is out."""
+    """End a connection after everything sent to it is out."""
 
     peer: Peer
 
@@ -242,7 +236,7 @@ class SendStatus:
 
 @dataclass(frozen=True)
 class RecordEvent:
-    """Append to the event log; kinds and data are those that `pdrun.eventlog.apply` reads."""
+    """Append to the event log. `pdrun.eventlog` reads these kinds and data."""
 
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -250,7 +244,7 @@ class RecordEvent:
 
 @dataclass(frozen=True)
 class JobDone:
-    """Everybody knows the verdict, or had time to: the scheduler can go. Said once."""
+    """Every node knows the verdict, or had time for it: the scheduler can exit. Emitted once."""
 
     code: int
 

@@ -1,31 +1,30 @@
 """
-The words that agents and the scheduler exchange: frozen dataclasses, one a message, plain values
-only.
+The messages between agents and the scheduler: one frozen dataclass per message, plain values only.
 
 A conversation, agent on the left:
 
-    Hello            ->                 who I am, which job I mean
-                     <-  Welcome        this is the run, this is its specification   (or Refuse)
+    Hello            ->                 who I am, which job I want
+                     <-  Welcome        the run and its specification          (or Refuse)
     Join             ->                 my node, my workers, my facts, my store address
-                     <-  Waiting        every few seconds: who is here, who is missing
-                     <-  Assign         generation, my place in it, where rank 0's store is
-    Ready            ->                 I can start (or: Unready, why not)
-                     <-  Start          everybody can
-    WorkerExit       ->                 one a worker, with its cause
-                     <-  StopWorkers    somebody failed, or was stopped: end yours
+                     <-  Waiting        every few seconds: present and missing nodes
+                     <-  Assign         generation, my ranks, the address of rank 0's store
+    Ready            ->                 I can start                            (or Unready)
+                     <-  Start          all nodes can
+    WorkerExit       ->                 one per worker, with its cause
+                     <-  StopWorkers    a worker failed, or the job is stopped: end your workers
     Finished         ->                 all my workers of this generation have ended
                      <-  Assign         the next generation ...
-                     <-  Verdict        ... or the end: one code for every node
+                     <-  Verdict        ... or the end: one exit code for all nodes
     Leave            ->
 
-A node that joins a job which has its nodes gets Standby and waits for a later generation. One that
-must go (its machine is to be taken away) says Depart, ends its workers as for a restart, and
-leaves; the others form a new generation.
+A node that joins a complete job gets Standby and waits for a later generation. A node that must
+leave (its machine is taken away) sends Depart, ends its workers as for a restart, and leaves; the
+others form a new generation.
 
-Heartbeat and Echo run beside it, and Progress, which carries what the workers told
-(`pdrun.progress`). A worker that hangs is reported by Hung; the scheduler asks all nodes for their
-workers' stacks (ShowStacks, Stacks) before it ends the generation. Notice is a line for the people
-at the terminals. StopRequest and StatusQuery come from agents and from viewers.
+Heartbeat and Echo are independent of this, and so is Progress, which carries what the workers
+report (`pdrun.progress`). Hung reports a worker that hangs; the scheduler asks all nodes for the
+stacks of their workers (ShowStacks, Stacks) before it ends the generation. Notice is a line for the
+terminals. StopRequest and StatusQuery come from agents and from viewers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 PROTOCOL = 2
-"""Version of this file; two sides with different versions refuse each other by name."""
+"""
+Version of this file. Two sides with different versions refuse each other and name the versions.
+"""
 
 Role = Literal["agent", "view"]
 CauseKind = Literal[
@@ -58,38 +59,38 @@ class Cause:
 
     kind: CauseKind
     """
-    ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a
-    code without a traceback. communication: an exception or abort whose text says that a peer went
-    away. startup: could not be started. lost: its node was lost. suspect: a traceback was its last
-    word, but it still ran when pdrun stopped it. stopped: ended after pdrun told it to. hang: made
-    no progress for the hang timeout.
+    ok: exit code 0. exception: the last output was a Python traceback. signal, oom: killed. exit:
+    an exit code without a traceback. communication: an exception or abort whose text means that a
+    peer is gone. startup: the worker could not be started. lost: its node was lost. suspect: the
+    last output was a traceback, but the worker still ran when pdrun stopped it. stopped: ended
+    after pdrun's order. hang: no progress for the hang timeout.
     """
     code: int
     """
-    As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 when it could not be
+    As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 if it could not be
     started.
     """
     signal: int = 0
     at: float = 0.0
     """
-    Monotonic seconds on the worker's node at which the cause was first seen (first byte of the last
-    traceback, else the exit): comparable inside a node only.
+    Monotonic seconds on the worker's node when the cause was first seen (first byte of the last
+    traceback, otherwise the exit). Comparable within a node only.
     """
     summary: str = ""
     """One line: ``ValueError: boom``, ``killed by SIGSEGV (segmentation fault)``."""
     traceback: str = ""
-    """The user's traceback, at most 64 KiB of its end; empty when there is none."""
+    """The user's traceback, at most its last 64 KiB; empty: none."""
     tail: tuple[str, ...] = ()
-    """The last lines that the worker printed (at most 20, each at most 500 characters)."""
+    """The worker's last lines of output (at most 20 lines of at most 500 characters)."""
     log: str = ""
     """Path of the worker's error log on its node."""
     retry: bool = True
-    """False when another attempt cannot help: script missing, SyntaxError, not executable."""
+    """False if a restart cannot help: script missing, SyntaxError, not executable."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cause with the place where it happened."""
+    """A cause with its rank and node."""
 
     rank: int
     node: str
@@ -98,113 +99,108 @@ class Failure:
 
 @dataclass(frozen=True)
 class Hello:
-    """First word on every connection; anything else before it is refused."""
+    """The first message of every connection; anything before it is refused."""
 
     version: int
     role: Role
     job: str
-    """
-    The job that the sender means; the empty string in a viewer's or joiner's hello means: whichever
-    you serve.
-    """
+    """The sender's job; empty (viewers and joining nodes): any job."""
     agent: str
-    """Random name of the sending process, 32 hexadecimal digits; stays over reconnects."""
+    """Random name of the sending process, 32 hexadecimal digits. Kept over reconnections."""
     incarnation: int
-    """Grows by one at each reconnect of the same process; the greatest wins."""
+    """Number of the connection of this process; the greatest is valid."""
     host: str
     pid: int
     command: str = ""
-    """What the sender runs, as Join's fact of that name: for the refusal of another job."""
+    """The sender's command, as in Join's facts: shown when another job is refused."""
 
 
 @dataclass(frozen=True)
 class Welcome:
     """
-    The scheduler's answer to Hello; said again to who has not joined once the specification is
+    The scheduler's answer to Hello. Sent again to agents without a node when the specification is
     known.
     """
 
     job: str
     run: str
-    """Unique name of this run: folder of its logs."""
+    """Unique name of this run, and of the folder of its logs."""
     spec: str
     """
-    The job's specification as JSON, opaque to the rendezvous; empty when no agent has given one
-    yet.
+    The job's specification as JSON, opaque to the rendezvous; empty: no agent has sent one yet.
     """
     scheduler: str
     """Incarnation of the scheduler, 32 hexadecimal digits."""
     heartbeat: float
     """Seconds between the heartbeats that the scheduler expects."""
     dead: float
-    """Seconds of silence after which either side counts the other as lost."""
+    """Seconds of silence after which each side treats the other as lost."""
     lease: float = 0.0
     """
     Seconds without an answer of the scheduler after which a node ends its own workers, because a
-    new generation may be formed without it; 0: never, the job cannot go on without this node.
+    new generation may be formed without it; 0: never, the job cannot continue without this node.
     """
     patience: float = 60.0
-    """
-    Seconds for which a node waits for a lost scheduler to come back before it gives the job up.
-    """
+    """Seconds that a node waits for a lost scheduler before it ends the job."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """A node asks to take part."""
+    """A node asks to join."""
 
     node: str
     """Name of the node, unique in the job."""
     node_rank: int | None
-    """The place that the user asked for, or None."""
+    """The requested node rank, or None."""
     workers: int
     facts: dict[str, str] = field(default_factory=dict)
     """
-    What must, or should, agree between nodes: command, script, python, torch, pdrun, device ...
+    Values that must, or should, be equal on all nodes: command, script, python, torch, pdrun,
+    device ...
     """
     store: str = ""
-    """
-    ``HOST:PORT`` of a listening socket that this agent holds for the store, should it get rank 0.
-    """
+    """``HOST:PORT`` of a listening socket of this agent, for the store if it gets rank 0."""
     spec: str = ""
     """The job's specification as JSON, for a scheduler that was started without one."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Sent to every joined agent while the job is gathering."""
+    """Sent to every node while the job is gathering."""
 
     present: tuple[str, ...]
-    """Names of those who are here, at most 16."""
+    """Names of present nodes, at most 16."""
     missing: tuple[str, ...]
-    """
-    Names, or descriptions (``node rank 2``, ``1 more node``), of what is not here, at most 16.
-    """
+    """Names, or descriptions (``node rank 2``, ``1 more node``), of missing nodes, at most 16."""
     expected: int
-    """Nodes that are awaited: the least of an elastic job, or the most once the least are here."""
+    """
+    Number of nodes to wait for: the minimum of an elastic job, or the maximum once that is reached.
+    """
     elapsed: float
     timeout: float
     here: int = 0
-    """How many are here; 0 where a sender does not say: as many as ``present`` names."""
+    """Number of present nodes; 0: as many as ``present`` names."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """The scheduler will not take the sender; the connection ends."""
+    """The scheduler refuses the sender; the connection ends."""
 
     code: int
-    """The exit code that the refused side should leave with."""
+    """The exit code for the refused process."""
     reason: str
     rejoin: bool = False
     """
-    True: this agent was given up, the job goes on. End the workers; then a new agent on this node
-    may join.
+    True: this agent was marked lost and the job continues. End the workers; then a new agent on
+    this node may join.
     """
 
 
 @dataclass(frozen=True)
 class Standby:
-    """You are in, but have no part in the present generation: a spare, or too late for it."""
+    """
+    The node has joined but does not take part in the present generation: a spare, or too late.
+    """
 
     reason: str
     """One line for the user."""
@@ -212,7 +208,7 @@ class Standby:
 
 @dataclass(frozen=True)
 class Assign:
-    """A node's place in a generation. Small on purpose: nobody is sent everybody's table."""
+    """A node's place in a generation. Small on purpose: no node gets a table of all nodes."""
 
     generation: int
     node_rank: int
@@ -221,19 +217,16 @@ class Assign:
     world_size: int
     restarts: int
     master: str
-    """``HOST:PORT`` of the store that rank 0's node holds."""
+    """``HOST:PORT`` of the store on rank 0's node."""
     local_rank: int = 0
     """
-    Workers of lower ranks on the same host, in other nodes; for a dynamic cluster, where a worker
-    is a node.
+    Number of workers of lower ranks in other nodes on the same host. Used in a dynamic cluster,
+    where a node is one worker.
     """
     local_world_size: int = 0
-    """All workers on the same host, over all of its nodes."""
+    """Number of workers on the same host, in all of its nodes."""
     agreed_step: int = -1
-    """
-    The last step of which every worker of an earlier generation had said that it is saved; -1:
-    none.
-    """
+    """The last step that every worker of an earlier generation had saved; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +238,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Unready:
-    """This node cannot start its workers; nothing was started anywhere."""
+    """This node cannot start its workers. No node starts any."""
 
     generation: int
     code: int
@@ -261,7 +254,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """One worker has ended, well or not."""
+    """One worker has ended, with or without an error."""
 
     generation: int
     rank: int
@@ -270,11 +263,11 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Finished:
-    """Every worker of this node has ended and every descendant is gone."""
+    """Every worker of this node has ended, and no descendant process is left."""
 
     generation: int
     store: str = ""
-    """A fresh store address for the next generation."""
+    """A new store address, for the next generation."""
 
 
 @dataclass(frozen=True)
@@ -289,22 +282,25 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of the job, the same for every node."""
+    """The end of the job, the same for all nodes."""
 
     code: int
     reason: str
     """One line."""
     first: Failure | None = None
-    """The first cause, when a worker was it."""
+    """The first cause, if it is a worker's."""
     others: tuple[Failure, ...] = ()
-    """Further failures that had a cause of their own (at most 8)."""
+    """Other failures with causes that are not consequences (at most 8)."""
     victims: int = 0
-    """How many workers ended because of the first cause."""
+    """Number of workers that ended because of the first cause."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """I am alive. ``number`` counts up; ``echo`` is the last number that the scheduler echoed."""
+    """
+    The sender is alive. ``number`` counts up; ``echo`` is the last number that the scheduler
+    echoed.
+    """
 
     number: int
     echo: int
@@ -312,14 +308,14 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Echo:
-    """The scheduler's answer to a Heartbeat, so that a one-way cut is seen on both sides."""
+    """The scheduler's answer to a Heartbeat. It shows a one-way cut to both sides."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Leave:
-    """This agent goes; sent after the Verdict, or earlier with a reason."""
+    """This agent leaves: after the Verdict, or earlier with a reason."""
 
     reason: str = ""
 
@@ -327,9 +323,9 @@ class Leave:
 @dataclass(frozen=True)
 class Depart:
     """
-    This node must go, the job may go on without it: as Leave, but in order. Its workers are ended
-    with the usual grace (StopWorkers), it says Finished, then Leave. Where the job cannot go on
-    without it, the whole job is stopped.
+    This node must leave, and the job may continue without it. Its workers are ended with the usual
+    grace (StopWorkers); it sends Finished, then Leave. If the job cannot continue without it, the
+    job is stopped.
     """
 
     reason: str
@@ -337,25 +333,24 @@ class Depart:
 
 @dataclass(frozen=True)
 class Step:
-    """How far one worker is."""
+    """The progress of one worker."""
 
     rank: int
     step: int
     busy: float = 0.0
     """
-    Seconds of its own work in the last step, without waiting for others, where the script tells;
-    else 0.
+    Seconds of the worker's own work in the last step, without waiting for others; 0: not reported.
     """
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the workers of a node are: those that have moved since the last Progress."""
+    """The progress of a node's workers: those that have changed since the last Progress."""
 
     generation: int
     steps: tuple[Step, ...] = ()
     saved: int = -1
-    """The last step that every worker of this node has said to be saved; -1: none."""
+    """The last step that every worker of this node has saved; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -368,20 +363,21 @@ class Hung:
     """One line: ``no progress for 300 s (step 1200)``."""
     waits: bool = False
     """
-    It is only quiet, as who waits for others is: no hang while a worker of another node is at work.
+    The worker is idle and may only be waiting for others: not a hang while a worker of another node
+    works.
     """
 
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Tell what your workers are doing."""
+    """Asks for the stacks of the node's workers."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class StackGroup:
-    """Workers that stand at the same place."""
+    """Workers with equal stacks."""
 
     ranks: tuple[int, ...]
     stack: str
@@ -390,47 +386,41 @@ class StackGroup:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The answer to ShowStacks: the workers of this node, grouped by equal stack."""
+    """The answer to ShowStacks: the stacks of the node's workers, grouped."""
 
     generation: int
     groups: tuple[StackGroup, ...]
     active: tuple[int, ...] = ()
-    """Ranks that are at work: within the hang timeout they printed, used CPU time or did a step."""
+    """Ranks that work: within the hang timeout they printed, used CPU time or did a step."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """
-    Something for the people at the terminals, a slow worker, a hang, a node that was lost; one line
-    or several.
-    """
+    """One or more lines for the terminals: a slow worker, a hang, a lost node."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """
-    Somebody wants the whole job to stop: ``signal`` goes to the workers, the job's code is ``128 +
-    signal``.
-    """
+    """Stops the job: the workers get ``signal``, and the job's exit code is ``128 + signal``."""
 
     signal: int
     by: str
     force: bool = False
-    """True: no grace, SIGKILL at once."""
+    """True: no grace, SIGKILL immediately."""
 
 
 @dataclass(frozen=True)
 class StatusQuery:
-    """How is the job?"""
+    """Asks for the status of the job."""
 
 
 @dataclass(frozen=True)
 class StatusReply:
     """
-    The job's status: the event log's lines so far, newest last, cut to the newest that fit in a
-    message.
+    The job's status: the event log's lines so far, newest last. The oldest are cut off if all do
+    not fit in a message.
     """
 
     lines: tuple[str, ...]
@@ -467,24 +457,24 @@ Message = (
 
 OPTIONAL_MESSAGES = (Progress, Stacks, Notice)
 """
-Said beside a job's course: one that fits into no envelope is left out. Anything else must be said:
-see `Refuse`.
+Messages that a job does not depend on. One that is too long for an envelope is not sent. A
+connection whose other messages are too long is refused (`Refuse`).
 """
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What travels: a message with everything that fencing needs."""
+    """A message with its sender and number."""
 
     sender: str
     """``agent`` of Hello, or the scheduler's incarnation."""
     incarnation: int
     sequence: int
     """
-    Counts up from 0 on each connection; a replay or a gap is refused. Heartbeat and Echo are
-    outside the count, and always 0: a relay answers them in the scheduler's place.
+    Counts up from 0 on each connection; a repeated or missing number is refused. Heartbeat and Echo
+    are not counted and have 0, because a relay answers them for the scheduler.
     """
     body: Message
 
     LIMIT: ClassVar[int] = 1 << 20
-    """Bytes of one encoded envelope, at most."""
+    """Maximum bytes of an encoded envelope."""

@@ -1,8 +1,8 @@
 """
-JSON values -> frozen dataclasses, read strictly against their type hints.
+JSON values -> frozen dataclasses, checked strictly against their type hints.
 
-A value that is not of its type is a `Misfit` that knows where it is. Reading is what a scheduler
-does most: what fits costs no more than the checks.
+A value of another type raises SchemaError with its place. The scheduler spends most of its time
+here, so a valid value costs no more than the checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdrun.rendezvous.protocol import messages
 from pdrun.rendezvous.protocol.messages import Envelope
 
 MAX_TEXT_CHARS = 64 * 1024
-"""Characters of an ordinary text."""
+"""Maximum characters of an ordinary text."""
 LONG_FIELDS = frozenset({"spec", "traceback", "lines"})
 """Fields that only the limit of the whole message bounds."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -29,8 +29,10 @@ Reader = Callable[[Any], Any]
 
 class SchemaError(Exception):
     """
-    A value that is not of its type. The place is put together on the way out, so that what fits
-    pays nothing for it.
+    A value that is not of its type.
+
+    The place is put together while the exception is raised through the readers, so valid values pay
+    nothing for it.
     """
 
     def __init__(self, why: str) -> None:
@@ -39,20 +41,20 @@ class SchemaError(Exception):
         self.place = ""
 
     def add_step(self, step: str) -> SchemaError:
-        """The misfit is inside of something: name the step from there."""
+        """Prepend a step to the place, from the enclosing value."""
         self.place = step + self.place
         return self
 
     def describe_place(self, what: str) -> str:
-        """Say it; ``what`` is the outermost value's name."""
+        """Return the message; ``what`` is the name of the outermost value."""
         return f"{what}{self.place}: {self.why}"
 
 
 @cache
 def make_reader(hint: Any, name: str) -> Reader:
     """
-    Return the function that reads one type; ``name`` is the field's, which decides how long a text
-    may be.
+    Return the function that reads one type; ``name`` is the field's name, which decides the maximum
+    length of a text.
     """
     if hint is str:
         return _text_reader(Envelope.LIMIT if name in LONG_FIELDS else MAX_TEXT_CHARS)
@@ -80,7 +82,7 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 
 def shorten_value(value: Any) -> str:
-    """Return a value from outside as a complaint shows it."""
+    """Return a received value in short, for an error."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -110,7 +112,7 @@ def _text_reader(longest: int) -> Reader:
 
 
 def read_integer(value: Any) -> int:
-    """Read a whole number of at most 64 bits."""
+    """Read an integer of at most 64 bits."""
     if type(value) is not int:
         raise SchemaError(f"expected a whole number, got {_json_kind(value)}")
     if not -(1 << 63) <= value < 1 << 63:
@@ -149,7 +151,7 @@ def _dataclass_reader(cls: Any) -> Reader:
             for key in value.keys() - names:
                 raise SchemaError("unknown field").add_step(f".{shorten_value(key)}")
             raise SchemaError("missing").add_step(f".{min(names - value.keys())}")
-        # Not by __init__, which a frozen class has set each field through object.__setattr__: five
+        # Not by __init__: a frozen class sets each field through object.__setattr__, which is five
         # times slower.
         found = object.__new__(cls)
         content = found.__dict__

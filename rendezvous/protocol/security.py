@@ -1,15 +1,14 @@
 """
-One 32-byte secret a user, and everything that is derived from it: CURVE keys, and the token text
-that people copy.
+One 32-byte secret per user, and what is derived from it: CURVE keys, and the token text to copy.
 
-HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients
-(agent, view, relay). So the scheduler's public key is itself unknown to outsiders: without the
-secret there is not even a handshake.
+HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one per role of its clients
+(agent, view, relay). So the scheduler's public key is secret, too: without the secret a client
+cannot start a handshake.
 
-Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN
-(`pdrun.process_setup` has taken it out of the environment and keeps it), the user's cookie, made on
-first need. The cookie is per user and not per job, so that two of a user's jobs that meet at one
-address can authenticate and be told about each other by name.
+The secret comes from the first of these: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN
+(`pdrun.process_setup` has removed it from the environment and keeps it), the user's cookie, which
+is created on first use. The cookie is per user and not per job: two jobs of a user that meet at one
+address can authenticate, and each is refused by the name of the other.
 
 Limits: root, and code that runs as the same user, can read the secret. It never appears on a
 command line.
@@ -32,7 +31,7 @@ from typing import Literal, NoReturn
 
 from pdrun import process_setup
 from pdrun.errors import ConfigError
-from pdrun.private_folder import make_private_folder
+from pdrun.disk import make_private_folder
 
 SECRET_BYTES = 32
 """Bytes of a secret."""
@@ -42,10 +41,7 @@ _MAX_FILE_BYTES = 4096
 
 
 class Secret:
-    """
-    32 bytes that never show: not in repr, str, pickles or copies by accident. `reveal` is the one
-    way to them.
-    """
+    """32 bytes that repr, str, pickle and copy never show. Only `reveal` returns them."""
 
     __slots__ = ("_value",)
 
@@ -56,12 +52,12 @@ class Secret:
 
     @classmethod
     def random(cls) -> Secret:
-        """Return a fresh secret."""
+        """Return a new random secret."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
     def from_hex(cls, text: str) -> Secret:
-        """Inverse of ``reveal().hex()``: how it travels on a child's stdin."""
+        """Inverse of ``reveal().hex()``, the form on a child's stdin."""
         try:
             return cls(bytes.fromhex(text))
         except ValueError:
@@ -116,7 +112,7 @@ def derive_key_pair(secret: Secret, who: Literal["server", "agent", "view", "rel
 
 def format_token(secret: Secret) -> str:
     """
-    Return the secret as text for copying: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret:
+    Return the secret as text to copy: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret:
     never log it.
     """
     body = f"{_TOKEN_PREFIX}-{_encode_base32(secret.reveal())}-{_key_fingerprint(secret)}"
@@ -128,7 +124,7 @@ def parse_token(text: str, *, where: str) -> Secret:
     Return the secret in a token text; white space around it is allowed.
 
     Raises:
-        ConfigError: truncated, mistyped or of another version; says which, and never shows the
+        ConfigError: it is truncated, mistyped or of another version. The message never contains the
             token.
     """
     parts = text.strip().split("-")
@@ -178,15 +174,14 @@ def find_secret(
     token_file: str = "", *, environ: Mapping[str, str] | None = None
 ) -> tuple[Secret, str]:
     """
-    Return the secret and where it came from, for `--explain`; the same however often it is asked
-    for.
+    Return the secret and its source, for `--explain`. Repeated calls return the same.
 
     Args:
-        token_file: from ``--token-file``; empty when it was not given.
-        environ: stands in for the process's environment, and for what was taken out of it.
+        token_file: from ``--token-file``; empty: not given.
+        environ: replaces the process's environment, and what was removed from it.
 
     Raises:
-        ConfigError: a source that was named is unusable; nothing weaker is tried instead.
+        ConfigError: the first source that is set cannot be used. No weaker source is tried.
     """
     environ = _read_environment() if environ is None else environ
     token = environ.get(process_setup.TOKEN_VARIABLE)
@@ -201,10 +196,7 @@ def find_secret(
 
 
 def is_secret_named(token_file: str = "") -> bool:
-    """
-    Whether the user has said which secret to take, so that `find_secret` need not come to the
-    cookie.
-    """
+    """Whether the user has named a secret, so that `find_secret` does not use the cookie."""
     return (
         bool(token_file)
         or process_setup.TOKEN_VARIABLE in (around := _read_environment())
@@ -217,10 +209,7 @@ def _read_environment() -> dict[str, str]:
 
 
 def read_token_file(name: str, *, where: str) -> Secret:
-    """
-    Return the secret of a file that holds a token text; it must belong to the user (or root) and be
-    private.
-    """
+    """Return the secret of a token file, which must belong to the user (or root) and be private."""
     data = _read_private(Path(name), where=where)
     try:
         return parse_token(data.decode("ascii"), where=f"{where} {name}")
@@ -245,11 +234,10 @@ def cookie_path(environ: Mapping[str, str]) -> Path:
 
 def load_cookie(path: Path) -> Secret:
     """
-    Return the user's own secret, made on first need.
+    Return the user's own secret; it is created on first use.
 
-    Of several processes that make it at once all get the same: each writes a file of its own and
-    only the first to link it to ``path`` wins, so that the file is whole from the moment at which
-    it exists.
+    Processes that create it at the same time get the same secret. Each writes a file of its own,
+    and only the first can link it to ``path``. So the file is complete from its creation.
     """
     if not os.path.lexists(path):
         _make_cookie(path)
@@ -279,7 +267,7 @@ def _make_cookie(path: Path) -> None:
             try:
                 os.link(draft, path, follow_symlinks=False)
             except FileExistsError:
-                pass  # another process was first: its cookie is the one
+                pass  # another process was first: its cookie is used
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
@@ -292,7 +280,7 @@ def _make_cookie(path: Path) -> None:
 
 def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
     """
-    Return the bytes of a small regular file that nobody else can read or change; never follows a
+    Return the bytes of a small regular file that no other user can read or change. Never follows a
     last symlink.
     """
     place = f"{where} {path}"

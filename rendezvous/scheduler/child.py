@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from pdrun.background_call import BackgroundCall
+from pdrun.disk import BackgroundCall
 from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.protocol.codec import to_plain

@@ -96,7 +96,7 @@ class RelayServer(ZmqServer):
     def watch_uplink(self, uplink: RelayUplink) -> None:
         """Have `poll` return when the scheduler has said something, too."""
         for one in (uplink.socket, uplink.monitor):
-            self._poller.register(one, self._zmq.POLLIN)
+            self._router.poller.register(one, self._zmq.POLLIN)
 
 
 class RelayUplink:

@@ -1,23 +1,26 @@
 """
-What makes a cut connection whole again: what to repeat, and which repetitions to hide. Pure.
+An agent's conversation with its scheduler across several connections. No sockets here.
 
-After a reconnection an agent says again everything of the present generation, and the scheduler
-tells again everything that holds; each side ignores what it knows. So no acknowledgements are
-needed.
+After a reconnection an agent repeats its messages of the present generation, and the scheduler
+sends the present state again. Each side ignores what it knows. So no acknowledgements are needed.
 """
 
 from __future__ import annotations
 
+from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Depart,
+    Echo,
     Finished,
+    Heartbeat,
     Hung,
     Join,
     Leave,
     Message,
     Progress,
     Ready,
+    Refuse,
     Standby,
     Start,
     StopRequest,
@@ -96,3 +99,142 @@ class DuplicateFilter:
     def last_message(self, kind: type[Message]) -> Message | None:
         """Return the last message of a kind that passed, or None."""
         return self._last.get(kind)
+
+
+class StaleGuard:
+    """
+    Holds messages that may be older than the lease, until the scheduler answers a new heartbeat.
+
+    A process that was frozen for longer than its lease may find orders in its socket that were sent
+    before it was marked lost. The answer to a heartbeat that is sent now proves that it was not.
+    """
+
+    def __init__(self) -> None:
+        self._beat_number = 0
+        """Number of the heartbeat whose answer is awaited; 0: none."""
+        self._held: list[Message] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether messages are held."""
+        return self._beat_number > 0
+
+    def start(self, beat_number: int) -> None:
+        """Hold messages until heartbeat ``beat_number`` is answered."""
+        self._beat_number = beat_number
+
+    def is_certain(self, message: Message) -> bool:
+        """Whether a message that is read now proves that the scheduler is connected now."""
+        if not self.is_active:
+            return True
+        return isinstance(message, Echo) and message.number >= self._beat_number
+
+    def hold(self, message: Message) -> None:
+        """Keep a message until `release`."""
+        self._held.append(message)
+
+    def release(self, echo_number: int) -> list[Message]:
+        """Take the answer to a heartbeat; return the held messages if it is the awaited one."""
+        if not self.is_active or echo_number < self._beat_number:
+            return []
+        held = self._held
+        self._held = []
+        self._beat_number = 0
+        return held
+
+
+class Conversation:
+    """
+    What an agent's link knows across all of its connections. No sockets, no clock.
+
+    Args:
+        endpoint: of the scheduler, for messages.
+        needs_spec: withhold the Welcome until it contains the job's specification.
+        welcome: of the conversation before, whose job and run must be the same.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, needs_spec: bool, welcome: Welcome | None = None
+    ) -> None:
+        self.needs_spec = needs_spec
+        self.welcome = welcome
+        self.resend_buffer = ResendBuffer()
+        self.stale_guard = StaleGuard()
+        self.inbox: list[Message] = []
+        self.is_over = False
+        """Whether the scheduler has refused the agent, or was replaced."""
+        self.is_replaced = False
+        """Whether a scheduler of another job or run answers at the address now."""
+        self._endpoint = endpoint
+        self._duplicate_filter = DuplicateFilter()
+        self._beat_number = 0
+        self._echo_number = 0
+        self._confirm_number = 0
+
+    def restart(self) -> Conversation:
+        """Return the conversation of a new agent with the same job and run."""
+        return Conversation(self._endpoint, self.needs_spec, self.welcome)
+
+    def next_heartbeat(self) -> Heartbeat:
+        """Return the next heartbeat."""
+        self._beat_number += 1
+        return Heartbeat(self._beat_number, self._echo_number)
+
+    def request_confirmation(self) -> None:
+        """Wait for the answer to the next heartbeat; see `is_confirmed`."""
+        self._confirm_number = self._beat_number + 1
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the heartbeat after the last `request_confirmation` was answered."""
+        return self._echo_number >= self._confirm_number
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether the verdict has arrived."""
+        return self._duplicate_filter.last_message(Verdict) is not None
+
+    def hold_until_next_heartbeat(self) -> None:
+        """Hold messages until the next heartbeat is answered."""
+        self.stale_guard.start(self._beat_number + 1)
+
+    def take_inbox(self) -> list[Message]:
+        """Return the messages for the agent since the last call."""
+        result = self.inbox
+        self.inbox = []
+        return result
+
+    def take_message(self, message: Message) -> None:
+        """Take a message of the scheduler; what is new and certain goes to the inbox."""
+        if isinstance(message, Echo):
+            self._echo_number = message.number
+            for held in self.stale_guard.release(message.number):
+                self._accept_message(held)
+        elif self.stale_guard.is_active and not isinstance(message, Welcome | Refuse):
+            self.stale_guard.hold(message)
+        else:
+            self._accept_message(message)
+
+    def _accept_message(self, message: Message) -> None:
+        if isinstance(message, Welcome):
+            if not self._accept_welcome(message):
+                return
+        elif isinstance(message, Assign):
+            self.resend_buffer.forget_before(message.generation)
+        elif isinstance(message, Refuse):
+            self.is_over = True
+        if self._duplicate_filter.is_new(message):
+            self.inbox.append(message)
+
+    def _accept_welcome(self, message: Welcome) -> bool:
+        """Note a Welcome; return whether the agent gets it."""
+        known = self.welcome
+        if known and (known.run != message.run or known.job not in ("", message.job)):
+            self.is_over = True
+            self.is_replaced = True
+            reason = f"the scheduler at {self._endpoint} is another one now"
+            self.inbox.append(Refuse(69, reason))
+            return False
+        if known is None or message.spec:
+            self.welcome = message
+        return bool(message.spec) or not self.needs_spec

@@ -1,16 +1,15 @@
 """
-The agent's link over TCP: one ZeroMQ DEALER a connection, CURVE, heartbeats, and coming back after
-a cut.
+The agent's link over TCP: ZeroMQ with CURVE, heartbeats, and reconnection after a cut.
 
-Each attempt is a socket of its own: libzmq's own reconnection would continue a conversation that the scheduler has
-closed. All attempts share one epoll descriptor, so that `fileno` stays the same. ZeroMQ's descriptors only say that
-*something* happened since they were last read empty; so every call reads until there is nothing left.
+All attempts to connect (`ZmqConnection`) share one epoll descriptor, so `fileno` stays the same.
+ZeroMQ's descriptors only report that *something* happened since they were last read empty. So every
+call reads until there is nothing left.
 
-CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for
-LONGEST_HANDSHAKE: another token, or no pdrun. Nobody at the port at all: agents may start before
-their scheduler, so that is tried again until ``start_timeout``. After the first welcome a lost
-scheduler is waited for (`pdrun.rendezvous.transport.reconnect`); a successor is known by job and
-run, and told again all that holds.
+libzmq reports a failed CURVE handshake only through the socket monitor. MAX_REFUSALS refused
+handshakes, or one for MAX_HANDSHAKE_SECONDS, mean another token, or no pdrun. If no process listens
+at the port, the link tries again until ``start_timeout``, because agents may start before their
+scheduler. After the first Welcome the link waits for a lost scheduler (`ReconnectPolicy`). A
+successor has the same job and run, and sends the present state again.
 """
 
 from __future__ import annotations
@@ -20,24 +19,19 @@ import secrets
 import select
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pdrun.clock import Clock, SystemClock
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.rendezvous.protocol import security
-from pdrun.rendezvous.protocol.codec import CodecError, decode, encode
+from pdrun.rendezvous.protocol.codec import CodecError
 from pdrun.rendezvous.protocol.messages import (
     OPTIONAL_MESSAGES,
     PROTOCOL,
-    Assign,
     Echo,
-    Envelope,
-    Heartbeat,
     Hello,
     Message,
     Refuse,
-    Verdict,
     Welcome,
 )
 from pdrun.rendezvous.protocol.security import Secret
@@ -48,33 +42,23 @@ from pdrun.rendezvous.transport.reconnect import (
     ReconnectPolicy,
 )
 from pdrun.rendezvous.transport.relay_frames import STANDALONE_RELAY_SENDER
-from pdrun.rendezvous.transport.resend import DuplicateFilter, ResendBuffer
-from pdrun.rendezvous.transport.timeouts import (
-    handshake_seconds,
-    keepalive_options,
-    probe_milliseconds,
-)
-from pdrun.rendezvous.transport.zmq_util import (
-    NEVER_RECONNECT_MS,
-    end_context,
-    open_monitor,
-    read_monitor_event,
-)
-
-if TYPE_CHECKING:
-    import zmq
+from pdrun.rendezvous.transport.resend import Conversation, StaleGuard
+from pdrun.rendezvous.transport.zmq_connection import ConnectionEvent, ZmqConnection
+from pdrun.rendezvous.transport.zmq_util import end_context
 
 RETRY_SECONDS = 0.2
+"""Time between two attempts if no process listens."""
 RETRY_UNKNOWN_NAME_SECONDS = 1.0
+"""The same, if the host's name is not known (yet)."""
 RETRY_REFUSED_SECONDS = 0.5
+"""The same, after a refused handshake."""
 RETRY_WELCOMED_SECONDS = 0.1
-"""
-Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a
-refused handshake, and when one has succeeded before.
-"""
+"""The same, once there has been a Welcome."""
 
 
 class LinkStage(Enum):
+    """State of the present connection."""
+
     IDLE = "no socket"
     CONNECTING = "TCP"
     SHAKING = "handshake"
@@ -84,7 +68,7 @@ class LinkStage(Enum):
 
 
 class ZmqLink:
-    """A Link to the scheduler at ``endpoint``. Connects by itself inside `poll`; never blocks."""
+    """A Link to the scheduler at ``endpoint``. `poll` connects and reconnects; no call blocks."""
 
     def __init__(
         self,
@@ -107,34 +91,27 @@ class ZmqLink:
     ) -> None:
         """
         Args:
-            job: key of the job; empty: whichever the scheduler serves.
-            start_timeout: seconds until a scheduler must have welcomed us.
+            job: key of the job; empty: any job.
+            start_timeout: seconds until the first Welcome.
             connect_timeout: seconds of one TCP attempt.
-            on_status: is given a line every few seconds while nobody is there.
+            on_status: called with a line every few seconds while the scheduler does not answer.
             command: what the sender runs, for the refusal of another job.
-            hint: what to do where nobody listens, if this node knows better than to start the first
-                one.
-            needs_spec: hold the welcome back until the scheduler knows what the job runs, for
-                ``start_timeout`` too.
-            crowd: connections that may come at once, this one among them.
-            patience: seconds for which a lost scheduler is waited for at least, whatever it said
-                itself.
+            hint: what the user can do if no process listens; empty: start the first node.
+            needs_spec: withhold the Welcome until it contains the job's specification, at most for
+                ``start_timeout``.
+            crowd: number of connections that may be opened at the same time, with this one.
+            patience: minimum seconds to wait for a lost scheduler, whatever its Welcome says.
         """
         import zmq
 
         if (secret is None) != insecure:
-            raise ConfigError(
-                "either a secret or --insecure, not both and not neither", where=str(endpoint)
-            )
-        self._zmq = zmq
+            raise ConfigError("give either a secret or --insecure, not both", where=str(endpoint))
         self.endpoint = endpoint
         self._secret = secret
-        self._insecure = insecure
         self._job = job
         self._role = role
         self._host = host
         self._command = command
-        self._needs_spec = needs_spec
         self._connect_timeout = connect_timeout
         self._crowd = crowd
         self._clock = clock or SystemClock()
@@ -142,59 +119,40 @@ class ZmqLink:
         self._incarnation = -1
         self._context = zmq.Context()
         self._epoll = select.epoll()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._connection: ZmqConnection | None = None
         self._stage = LinkStage.IDLE
-        self._inbox: list[Message] = []
-        self._doubted_beat = 0
-        """
-        Number of the heartbeat whose answer is awaited before anything else is believed: after a
-        silence longer than the lease an order may have lain here, as while this process was frozen,
-        until it was given up; 0: none.
-        """
-        self._doubted_messages: list[Message] = []
-        self._resend_buffer = ResendBuffer()
-        self._duplicate_filter = DuplicateFilter()
-        self._welcome: Welcome | None = None
-        self._beat_number = self._echo_number = self._confirm_number = 0
+        self._conversation = Conversation(endpoint, needs_spec)
         now = self._clock.monotonic()
         self._reconnect_policy = ReconnectPolicy(
             endpoint, start_timeout, on_status, now, hint, crowd, min_patience=patience
         )
-        self._retry_at = self._beat_at = self._attempt_at = now
+        self._retry_at = now
+        self._beat_at = now
+        self._attempt_at = now
         self._name_lookup = NameLookup(endpoint.host)
-        self._sent_count = self._received_count = 0
-        self.is_replaced = False
-        """Whether another scheduler, of another job or run, answers at the address now."""
         self._open_connection(now)
 
     # The Link protocol
     # ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """
-        A descriptor that becomes readable when `poll` may have something; the same for the link's
-        whole life.
-        """
+        """Return a descriptor that is readable when `poll` may return something. It stays the same."""
         return self._epoll.fileno()
 
     def send(self, message: Message) -> None:
-        """
-        Queue a message; what is said before the welcome, or while the connection is cut, goes out
-        afterwards.
-        """
-        self._resend_buffer.add_message(message)
+        """Send a message: now, or after the next Welcome if there is no connection."""
+        self._conversation.resend_buffer.add_message(message)
         if self._stage is LinkStage.UP:
             self._send_message(message)
             self._read_socket(self._clock.monotonic())
 
     def poll(self) -> Sequence[Message]:
         """
-        Return what has arrived and keep the connection alive.
+        Return the messages that have arrived, and keep the connection alive.
 
         Raises:
-            AuthenticationError: the scheduler holds another token, or it is none.
-            RendezvousError: nobody answered, or the scheduler was lost.
+            AuthenticationError: the scheduler has another token, or is no pdrun scheduler.
+            RendezvousError: no scheduler answered, or the scheduler was lost.
         """
         now = self._clock.monotonic()
         self._reconnect_policy.on_turn(now)
@@ -202,79 +160,66 @@ class ZmqLink:
         self._read_socket(now)
         if self._stage is LinkStage.IDLE and now >= self._retry_at:
             self._open_connection(now)
-        if self._stage is LinkStage.UP and self._welcome and now >= self._beat_at:
-            self._beat_number += 1
-            self._send_message(Heartbeat(self._beat_number, self._echo_number))
-            self._beat_at = now + (self._welcome.heartbeat or 1.0)
+        welcome = self._conversation.welcome
+        if self._stage is LinkStage.UP and welcome and now >= self._beat_at:
+            self._send_message(self._conversation.next_heartbeat())
+            self._beat_at = now + (welcome.heartbeat or 1.0)
             self._read_socket(now)
-        if (
-            self._stage is LinkStage.UP
-            and self._welcome
-            and self._reconnect_policy.is_silent(self._welcome, now)
-        ):
+        is_up = self._stage is LinkStage.UP
+        if is_up and welcome and self._reconnect_policy.is_silent(welcome, now):
             self._lose_connection(now, 0.0)
-        result = self._inbox
-        self._inbox = []
+        result = self._conversation.take_inbox()
         if not result:
             self._check_absence(now)
         return result
 
     def silent_for(self) -> float:
-        """
-        Seconds since the scheduler was last heard, without those in which this process itself stood
-        still.
-        """
+        """Return the seconds since the scheduler's last message, without this process's stalls."""
         return self._reconnect_policy.silent_for(self._clock.monotonic())
 
     def cut_off_for(self) -> float:
-        """
-        Seconds for which nothing of the scheduler's machine was heard, not even that it took a
-        connection.
-        """
+        """Return the seconds since the scheduler's machine last sent anything or took a connection."""
         return self._reconnect_policy.cut_off_for(self._clock.monotonic())
 
     def renew(self) -> None:
         """
-        Begin again as a new agent, after the old one was given up: another name, nothing to repeat,
-        nothing known.
+        Start again as a new agent, after this one was marked lost: a new name, nothing to repeat.
 
-        The next `poll` has a Welcome, as the first one had. Only a scheduler of the same job and
-        run is accepted.
+        The next `poll` returns a Welcome, as the first one did. Only a scheduler of the same job
+        and run is accepted.
         """
         now = self._clock.monotonic()
-        self._drop_socket()
+        self._drop_connection()
         self._agent = secrets.token_hex(16)
         self._incarnation = -1
-        self._resend_buffer, self._duplicate_filter, self._inbox = (
-            ResendBuffer(),
-            DuplicateFilter(),
-            [],
-        )
-        self._beat_number = self._echo_number = self._confirm_number = 0
+        self._conversation = self._conversation.restart()
         self._stage = LinkStage.IDLE
         self._retry_at = now
         self._reconnect_policy.on_disconnect(now)
 
     def request_confirmation(self) -> None:
-        """
-        Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some
-        `poll`.
-        """
-        self._confirm_number = self._beat_number + 1
+        """Ask the scheduler to confirm all messages sent so far; see `is_confirmed`."""
+        self._conversation.request_confirmation()
         self._beat_at = self._clock.monotonic()
 
     @property
     def is_confirmed(self) -> bool:
         """
-        Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in
-        their order.
+        Whether the scheduler has read all messages sent before `request_confirmation`.
+
+        It has if it answered a later heartbeat, because messages are read in order.
         """
-        return self._echo_number >= self._confirm_number
+        return self._conversation.is_confirmed
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a scheduler of another job or run answers at the address now."""
+        return self._conversation.is_replaced
 
     def deadline(self) -> float | None:
-        """Monotonic time at which `poll` wants to be called although nothing arrived."""
+        """Return the monotonic time at which `poll` is due even if nothing arrives."""
         now = self._clock.monotonic()
-        if self._inbox:
+        if self._conversation.inbox:
             return now
         if self._stage is LinkStage.OVER:
             return None
@@ -285,12 +230,12 @@ class ZmqLink:
         return now + 0.5
 
     def close(self, timeout: float = 1.0) -> None:
-        """Hand over what is queued, for at most ``timeout`` seconds, and close."""
+        """Close, after at most ``timeout`` seconds for queued messages."""
         if self._epoll.closed:
             return
         linger = timeout if self._stage in (LinkStage.UP, LinkStage.OVER) else 0.0
         self._stage = LinkStage.OVER
-        self._drop_socket(int(linger * 1000))
+        self._drop_connection(linger)
         end_context(self._context, linger)
         self._epoll.close()
 
@@ -298,42 +243,22 @@ class ZmqLink:
     # ---------------------------------------------------------------------------------------------------
 
     def _open_connection(self, now: float) -> None:
-        zmq = self._zmq
-        probe = probe_milliseconds(self._crowd)
         self._incarnation += 1
-        sock = self._socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.RECONNECT_IVL, NEVER_RECONNECT_MS),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, Envelope.LIMIT),
-            (zmq.SNDHWM, 0),
-            (zmq.HANDSHAKE_IVL, int(handshake_seconds(self._crowd) * 1000)),
-            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
-            *keepalive_options(zmq),
-            (zmq.HEARTBEAT_IVL, probe),
-            (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
-        ):
-            sock.setsockopt(option, value)
-        # A name is looked up by libzmq, in its own thread, for one family an attempt.
-        name_again = (
-            self._reconnect_policy.no_listener_since is not None and self._incarnation % 2 == 1
+        # A name that leads to no listener may have an address of the other family.
+        is_retry = self._reconnect_policy.no_listener_since is not None
+        self._connection = ZmqConnection(
+            self._context,
+            self._epoll,
+            self.endpoint,
+            self._secret,
+            self._role,
+            crowd=self._crowd,
+            connect_timeout=self._connect_timeout,
+            use_ipv6=is_retry and self._incarnation % 2 == 1,
         )
-        sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
-        if self._secret:
-            keys = security.derive_key_pair(self._secret, self._role)
-            sock.curve_publickey = keys.public
-            sock.curve_secretkey = keys.private
-            sock.curve_serverkey = security.derive_key_pair(self._secret, "server").public
-        self._monitor = open_monitor(sock)
-        sock.connect(self.endpoint.zmq_url)
-        for one in (sock, self._monitor):
-            self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
         self._stage = LinkStage.CONNECTING
-        self._sent_count = 0
-        self._received_count = 0
         self._attempt_at = now
-        self._doubted_beat = 0
-        self._doubted_messages = []
+        self._conversation.stale_guard = StaleGuard()
         self._send_message(
             Hello(
                 PROTOCOL,
@@ -347,207 +272,149 @@ class ZmqLink:
             )
         )
 
-    def _drop_socket(self, linger: int = 0) -> None:
-        for one in (self._socket, self._monitor):
-            if one is not None:
-                self._epoll.unregister(int(one.getsockopt(self._zmq.FD)))
-        if self._socket is not None and self._monitor is not None:
-            self._socket.monitor(None, 0)
-            self._monitor.close(linger=0)
-            self._socket.close(linger=linger)
-        self._socket = self._monitor = None
+    def _drop_connection(self, linger: float = 0.0) -> None:
+        if self._connection is not None:
+            self._connection.close(linger)
+        self._connection = None
 
     def _lose_connection(self, now: float, wait: float) -> None:
-        """
-        The connection is over; try again in ``wait`` seconds, unless nothing is to be said any
-        more.
-        """
+        """The connection has ended: try again in ``wait`` seconds, unless the link is over."""
         if self._stage is not LinkStage.OVER:
-            if self._welcome is not None:
+            if self._conversation.welcome is not None:
                 self._reconnect_policy.on_disconnect(now)
-            self._drop_socket()
+            self._drop_connection()
             self._stage = LinkStage.IDLE
             self._retry_at = now + wait
 
     def _send_message(self, message: Message) -> None:
-        if self._socket is not None:
-            counted = not isinstance(message, Heartbeat)
-            try:
-                data = encode(
-                    Envelope(
-                        self._agent, self._incarnation, self._sent_count if counted else 0, message
-                    )
-                )
-            except CodecError as error:
-                if not isinstance(message, OPTIONAL_MESSAGES):
-                    self._stage = LinkStage.OVER
-                    self._inbox.append(Refuse(70, f"this node cannot say what comes next: {error}"))
-                return
-            self._sent_count += counted
-            try:
-                self._socket.send(data, self._zmq.NOBLOCK)
-            except self._zmq.Again:
-                # Its pipe is gone already: a peer that closed at once. The monitor knows how;
-                # nothing said is lost.
-                now = self._clock.monotonic()
-                self._read_monitor(now)
-                if self._socket is not None:
-                    self._lose_connection(now, RETRY_SECONDS)
+        if self._connection is None:
+            return
+        try:
+            is_sent = self._connection.send(self._agent, self._incarnation, message)
+        except CodecError as error:
+            if not isinstance(message, OPTIONAL_MESSAGES):
+                self._stage = LinkStage.OVER
+                reason = f"this node cannot send its next message: {error}"
+                self._conversation.inbox.append(Refuse(70, reason))
+            return
+        if not is_sent:
+            # The scheduler closed the connection right away; the monitor has the reason. Nothing
+            # is lost: the next connection repeats the message.
+            now = self._clock.monotonic()
+            self._read_monitor(now)
+            if self._connection is not None:
+                self._lose_connection(now, RETRY_SECONDS)
 
-    # What happened
+    # What arrives
     # ----------------------------------------------------------------------------------------------------
 
     def _read_monitor(self, now: float) -> None:
-        zmq = self._zmq
-        failed = (
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-        )
-        while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event, _ = read_monitor_event(self._monitor)
-            if event == zmq.EVENT_CONNECTED:
-                self._stage = LinkStage.SHAKING
-                self._attempt_at = now
-                self._reconnect_policy.on_connected(now)
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stage = LinkStage.GREETING
-                self._reconnect_policy.on_handshake()
-            elif event in failed:
-                self._on_handshake_refused(now)
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._on_disconnect(now)
-            elif (
-                event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
-                and self._stage is LinkStage.CONNECTING
-            ):
-                self._reconnect_policy.on_no_listener(now)
-                self._name_lookup.start_lookup()
-                named = (
-                    event == zmq.EVENT_CLOSED
-                )  # else there was no address to open a connection to
-                self._lose_connection(
-                    now,
-                    RETRY_WELCOMED_SECONDS
-                    if self._welcome
-                    else RETRY_SECONDS
-                    if named
-                    else RETRY_UNKNOWN_NAME_SECONDS,
-                )
+        while self._connection is not None and (event := self._connection.read_event()) is not None:
+            match event:
+                case ConnectionEvent.CONNECTED:
+                    self._stage = LinkStage.SHAKING
+                    self._attempt_at = now
+                    self._reconnect_policy.on_connected(now)
+                case ConnectionEvent.HANDSHAKE_DONE:
+                    self._stage = LinkStage.GREETING
+                    self._reconnect_policy.on_handshake()
+                case ConnectionEvent.HANDSHAKE_FAILED:
+                    self._on_handshake_refused(now)
+                case ConnectionEvent.DISCONNECTED:
+                    self._on_disconnect(now)
+                case ConnectionEvent.CLOSED | ConnectionEvent.NO_ADDRESS:
+                    if self._stage is LinkStage.CONNECTING:
+                        self._on_no_listener(event, now)
+
+    def _on_no_listener(self, event: ConnectionEvent, now: float) -> None:
+        self._reconnect_policy.on_no_listener(now)
+        self._name_lookup.start_lookup()
+        if self._conversation.welcome:
+            wait = RETRY_WELCOMED_SECONDS
+        elif event is ConnectionEvent.NO_ADDRESS:
+            wait = RETRY_UNKNOWN_NAME_SECONDS
+        else:
+            wait = RETRY_SECONDS
+        self._lose_connection(now, wait)
 
     def _on_disconnect(self, now: float) -> None:
         if self._stage is LinkStage.SHAKING:
-            return self._on_handshake_refused(now)
+            self._on_handshake_refused(now)
+            return
         self._read_socket(now)
         if self._stage is LinkStage.OVER:
-            return self._drop_socket()
-        return self._lose_connection(now, 0.0 if self._stage is LinkStage.UP else RETRY_SECONDS)
+            self._drop_connection()
+        else:
+            self._lose_connection(now, 0.0 if self._stage is LinkStage.UP else RETRY_SECONDS)
 
     def _on_handshake_refused(self, now: float) -> None:
         self._reconnect_policy.on_handshake_refused(now, self._attempt_at)
-        self._lose_connection(
-            now, RETRY_REFUSED_SECONDS if self._welcome is None else RETRY_WELCOMED_SECONDS
-        )
+        is_known = self._conversation.welcome is not None
+        self._lose_connection(now, RETRY_WELCOMED_SECONDS if is_known else RETRY_REFUSED_SECONDS)
 
     def _read_socket(self, now: float) -> None:
-        zmq = self._zmq
-        while self._socket is not None:
+        while self._connection is not None:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
-                if self._socket.getsockopt(zmq.RCVMORE):
-                    raise CodecError("a message has one frame")
-                envelope = decode(data)
-            except zmq.Again:
-                return None
+                envelope = self._connection.receive()
             except CodecError:
-                return self._lose_connection(now, RETRY_SECONDS)
-            counted = not isinstance(envelope.body, Echo)
-            if envelope.sequence != (self._received_count if counted else 0):
-                return self._lose_connection(now, RETRY_SECONDS)
-            self._received_count += counted
-            stale = (
-                self._welcome
-                and self._stage is LinkStage.UP
-                and self._reconnect_policy.is_stale(self._welcome.lease, now)
-            )
-            if stale and not self._doubted_beat:
-                self._doubted_beat = self._beat_number + 1
+                self._lose_connection(now, RETRY_SECONDS)
+                return
+            if envelope is None:
+                return
+            message = envelope.body
+            if self._may_be_stale(now) and not self._conversation.stale_guard.is_active:
+                self._conversation.hold_until_next_heartbeat()
                 self._beat_at = now
-            body = envelope.body
-            certain = not self._doubted_beat or (
-                isinstance(body, Echo) and body.number >= self._doubted_beat
-            )
-            self._reconnect_policy.on_message(
-                now, is_certain=certain
-            )  # else what lay there would renew a lease that is over
-            if not counted and envelope.sender == STANDALONE_RELAY_SENDER:
+            # A message that waited here must not renew a lease that is over.
+            is_certain = self._conversation.stale_guard.is_certain(message)
+            self._reconnect_policy.on_message(now, is_certain=is_certain)
+            if isinstance(message, Echo) and envelope.sender == STANDALONE_RELAY_SENDER:
                 self._reconnect_policy.is_through_relay = True
-            self._on_message(envelope.body, now)
-        return None
+            self._on_message(message, now)
+
+    def _may_be_stale(self, now: float) -> bool:
+        """Whether a message that is read now may be older than the lease."""
+        welcome = self._conversation.welcome
+        if welcome is None or self._stage is not LinkStage.UP:
+            return False
+        return self._reconnect_policy.is_stale(welcome.lease, now)
 
     def _on_message(self, message: Message, now: float) -> None:
-        if isinstance(message, Echo):
-            self._echo_number = message.number
-            if self._doubted_beat and self._echo_number >= self._doubted_beat:
-                held = self._doubted_messages
-                self._doubted_messages = []
-                self._doubted_beat = 0
-                for each in held:
-                    self._on_message(each, now)
-            return
-        if self._doubted_beat and not isinstance(message, Welcome | Refuse):
-            self._doubted_messages.append(message)
-            return
-        if isinstance(message, Welcome):
-            known = self._welcome
-            if known and (known.run != message.run or known.job not in ("", message.job)):
-                self._stage = LinkStage.OVER
-                self.is_replaced = True
-                self._inbox.append(
-                    Refuse(69, f"the scheduler at {self.endpoint} is another one now")
-                )
-                return
-            if self._welcome is None or message.spec:
-                self._welcome = message
-            if self._stage is not LinkStage.UP:
-                self._stage = LinkStage.UP
-                self._beat_at = now
-                self._reconnect_policy.on_welcome(now)
-                for again in self._resend_buffer.messages_to_repeat():
-                    self._send_message(again)
-            if self._needs_spec and not message.spec:
-                return
-        elif isinstance(message, Assign):
-            self._resend_buffer.forget_before(message.generation)
-        if self._duplicate_filter.is_new(message):
-            self._inbox.append(message)
-        if isinstance(message, Refuse):
+        conversation = self._conversation
+        conversation.take_message(message)
+        if conversation.is_over:
             self._stage = LinkStage.OVER
+        elif isinstance(message, Welcome) and self._stage is not LinkStage.UP:
+            self._stage = LinkStage.UP
+            self._beat_at = now
+            self._reconnect_policy.on_welcome(now)
+            for repeated in conversation.resend_buffer.messages_to_repeat():
+                self._send_message(repeated)
 
-    # Patience
+    # A scheduler that does not answer
     # ---------------------------------------------------------------------------------------------------------
 
     def _check_absence(self, now: float) -> None:
-        """Raise what time has made certain."""
-        if self._stage is LinkStage.OVER or isinstance(
-            self._duplicate_filter.last_message(Verdict), Verdict
-        ):
+        """Raise if the scheduler does not answer in time."""
+        conversation = self._conversation
+        if self._stage is LinkStage.OVER or conversation.has_verdict:
             return
-        if self._welcome is None:
+        welcome = conversation.welcome
+        if welcome is None:
             self._reconnect_policy.check_start(self._name_lookup.fault, now)
             return
-        self._reconnect_policy.check_lost(self._welcome, now)
-        if self._needs_spec and not self._welcome.spec:
+        self._reconnect_policy.check_lost(welcome, now)
+        if conversation.needs_spec and not welcome.spec:
             self._reconnect_policy.check_spec(now)
 
     @property
     def absence_reason(self) -> str:
-        """Why nobody answers, as far as that is known."""
-        return self._name_lookup.fault or (
-            NO_LISTENER_TEXT if self.is_port_closed else SILENT_LISTENER_TEXT
-        )
+        """Why the scheduler does not answer, as far as known."""
+        if self._name_lookup.fault:
+            return self._name_lookup.fault
+        return NO_LISTENER_TEXT if self.is_port_closed else SILENT_LISTENER_TEXT
 
     @property
     def is_port_closed(self) -> bool:
-        """Whether the last attempt to connect was refused, or led nowhere."""
+        """Whether the last attempt to connect found no listener."""
         return self._reconnect_policy.no_listener_since is not None

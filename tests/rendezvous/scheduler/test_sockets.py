@@ -100,7 +100,7 @@ def test_with_many_connections_the_server_rests_before_it_looks(
         monkeypatch.setattr(zmq_server, "MAX_CONNECTIONS_WITHOUT_REST", 1)
         assert (
             server._rest_briefly(5.0) == 2 * zmq_server.REST_SECONDS_PER_CONNECTION
-            and server._rest(1e-6) == 1e-6
+            and server._rest_briefly(1e-6) == 1e-6
         )
         assert server._rest_briefly(0.0) == 0.0, "who does not wait does not rest either"
         monkeypatch.setattr(zmq_server, "REST_SECONDS_PER_CONNECTION", 1.0)
@@ -328,7 +328,7 @@ def test_a_joiner_waits_until_somebody_says_what_the_job_runs(
     ):
         until(lambda: joiner.turn() or heard, "a line about what it waits for")
         assert "does not know yet what the job runs" in heard[0] and not joiner.inbox
-        first.link._needs_spec = False
+        first.link._conversation.needs_spec = False
         first.join("a", spec="{}")
         assert joiner.expect(Welcome).spec == "{}"
         joiner.link.send(Join("b", None, 1))
@@ -566,13 +566,15 @@ def test_the_key_decides_the_role_not_the_word(
     scheduler: Start, secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pdrun.rendezvous.protocol import security
-    from pdrun.rendezvous.transport import zmq_client
+    from pdrun.rendezvous.transport import zmq_connection
 
     child = scheduler()
     view = security.derive_key_pair(secret, "view")
     real = security.derive_key_pair
     monkeypatch.setattr(
-        zmq_client.security, "key_pair", lambda one, who: view if who == "agent" else real(one, who)
+        zmq_connection.security,
+        "derive_key_pair",
+        lambda one, who: view if who == "agent" else real(one, who),
     )
     with agents(child.endpoint, secret, "job") as (liar,):
         assert "a view's key does not make a connection of role agent" in liar.expect(Refuse).reason

@@ -41,7 +41,7 @@ def quick_disk() -> Iterator[None]:
 
 
 class _Inline:
-    """As `pdrun.background_call.Attempt`: what it was given has been tried."""
+    """As `pdrun.disk.BackgroundCall`: what it was given has been tried."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._error: BaseException | None = None

@@ -92,11 +92,14 @@ def test_replaced_after_every_question_it_lets_the_same_in(
         assert not first & heard(
             server, 20
         )  # some are refused between two handlers, and come again
-        assert server._authenticator is not None
+        assert server._router.authenticator is not None
 
         def closed() -> bool:
             server.poll(0.02)
-            return server._authenticator is not None and server._authenticator._old is None
+            return (
+                server._router.authenticator is not None
+                and server._router.authenticator._old is None
+            )
 
         until(closed, "the old handler is closed")
         for socket in (*early, *later):
@@ -121,8 +124,8 @@ def test_without_its_handler_nobody_is_let_in(
 ) -> None:
     """By default libzmq would let everybody in then."""
     with serving(secret) as server:
-        assert server._authenticator is not None
-        server._authenticator._current.unbind(door.ZAP_ADDRESS)
+        assert server._router.authenticator is not None
+        server._router.authenticator._current.unbind(door.ZAP_ADDRESS)
         socket = client(context, server, secret)
         seen = open_monitor(socket)
         heard: list[object] = []

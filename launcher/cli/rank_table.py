@@ -21,8 +21,8 @@ from pdrun.launcher.hosts import hostfile as hostfiles
 from pdrun.launcher.hosts import selection
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.ranktables import files, make, write
-from pdrun.launcher.ranktables.check import check
-from pdrun.launcher.ranktables.model import WRITTEN, Fault, RankTable
+from pdrun.launcher.ranktables.check import check_table
+from pdrun.launcher.ranktables.model import WRITABLE_DIALECTS, Fault, RankTable
 
 HCCN_FILE = "/etc/hccn.conf"
 """Addresses of this machine's network cards, written by Ascend's driver."""
@@ -162,11 +162,11 @@ def check_tables(files: Sequence[str]) -> int:
 def _check_file(path: str) -> bool:
     """Print the verdict of one file; return whether a job can use it."""
     try:
-        loaded = files.load(path)
+        loaded = files.load_table(path)
     except PdrunError as error:
         print(f"{path}: refused\n  {error}")
         return False
-    is_good = not loaded.wrong
+    is_good = not loaded.errors
     if is_good and loaded.table is not None:
         print(f"{path}: good: {_describe_table(loaded.table)}")
     else:
@@ -176,12 +176,12 @@ def _check_file(path: str) -> bool:
     return is_good
 
 
-def _fault_lines(loaded: files.Loaded, faults: Sequence[Fault]) -> list[str]:
+def _fault_lines(loaded: files.LoadedTable, faults: Sequence[Fault]) -> list[str]:
     """Return the first faults as lines, and the number of the others."""
     lines = []
     for fault in faults[:MAX_FAULTS_SHOWN]:
-        prefix = "warning: " if fault.mild else ""
-        lines.append(prefix + loaded.line(fault))
+        prefix = "warning: " if fault.is_warning else ""
+        lines.append(prefix + loaded.format_fault(fault))
     if len(faults) > MAX_FAULTS_SHOWN:
         lines.append(f"... and {len(faults) - MAX_FAULTS_SHOWN} more")
     return lines
@@ -200,9 +200,9 @@ def show_table(file: str) -> int:
     table = _load_table(file, lenient=False)
     print(_describe_table(table))
     rows = [("rank", "server", "device", "address", "reached at")]
-    for server in table.ordered:
+    for server in table.servers_by_rank:
         name = server.names[0] if server.names else ""
-        address = server.named("container_ip", "pod_ip", "host_ip") or name or "-"
+        address = server.first_text("container_ip", "pod_ip", "host_ip") or name or "-"
         for device in sorted(server.devices, key=lambda device: device.rank):
             rows.append(
                 (
@@ -222,9 +222,9 @@ def show_table(file: str) -> int:
 
 def convert_table(file: str, to: str, out: str, lossy: bool) -> int:
     """Write a table in another dialect; numbers of the wrong JSON type are corrected."""
-    dialect = parsers.choice_parser(*WRITTEN)(to, "--to")
+    dialect = parsers.choice_parser(*WRITABLE_DIALECTS)(to, "--to")
     table = _load_table(file, lenient=True)
-    converted, lost = write.convert(table, dialect)
+    converted, lost = write.convert_table(table, dialect)
     if lost and not lossy:
         raise UsageError(
             f"{Path(file).name}: dialect {dialect} does not support {', '.join(lost[:8])}",
@@ -244,7 +244,7 @@ def convert_table(file: str, to: str, out: str, lossy: bool) -> int:
 def merge_tables(files: Sequence[str], out: str) -> int:
     """Write one table with the servers of several."""
     tables = [(Path(path).name, _load_table(path, lenient=True)) for path in files]
-    return _write_table(make.merge(tables), out)
+    return _write_table(make.merge_tables(tables), out)
 
 
 def make_table(
@@ -260,7 +260,7 @@ def make_table(
     count = None
     if devices is not None:
         count = int(parsers.int_parser(1, selection.MAX_DEVICES)(devices, "--devices"))
-    return _write_table(make.make(found, _read_addresses(hccn, found), count), out)
+    return _write_table(make.make_table(found, _read_addresses(hccn, found), count), out)
 
 
 def _find_hosts(hosts: str, hostfile: str, job: str) -> tuple[Host, ...]:
@@ -293,10 +293,10 @@ def _read_addresses(hccn: Iterable[str], hosts: Sequence[Host]) -> dict[str, Map
             raise UsageError(f"{name} is not in the list of hosts", where="--hccn")
         if name in addresses:
             raise UsageError(f"{name} is given twice", where="--hccn")
-        addresses[name] = make.addresses(read_text(path, MAX_HCCN_BYTES), Path(path).name)
+        addresses[name] = make.parse_addresses(read_text(path, MAX_HCCN_BYTES), Path(path).name)
     if not addresses and len(hosts) == 1 and Path(HCCN_FILE).is_file():
         text = read_text(HCCN_FILE, MAX_HCCN_BYTES)
-        addresses[hosts[0].name] = make.addresses(text, HCCN_FILE)
+        addresses[hosts[0].name] = make.parse_addresses(text, HCCN_FILE)
     return addresses
 
 
@@ -320,23 +320,23 @@ def _hosts_of_job(job: str) -> tuple[Host, ...]:
 
 def _load_table(path: str, *, lenient: bool) -> RankTable:
     """Return a valid table, or raise its first fault. Warnings go to stderr."""
-    loaded = files.load(path, lenient=lenient)
-    if loaded.wrong or loaded.table is None:
-        raise loaded.error(loaded.wrong[0])
-    for line in _fault_lines(loaded, loaded.mild):
+    loaded = files.load_table(path, lenient=lenient)
+    if loaded.errors or loaded.table is None:
+        raise loaded.make_error(loaded.errors[0])
+    for line in _fault_lines(loaded, loaded.warnings):
         print(f"pdrun: {line}", file=sys.stderr)
     return loaded.table
 
 
 def _write_table(table: RankTable, out: str) -> int:
     """Check a table and write it to a file, or to stdout."""
-    for fault in check(table):
-        if not fault.mild:
+    for fault in check_table(table):
+        if not fault.is_warning:
             raise ConfigError(f"the table would be invalid: {fault.what}", hint=fault.hint)
-    text = write.text_of(table)
+    text = write.format_table(table)
     if out in ("", "-"):
         sys.stdout.write(text)
     else:
-        files.write(out, text)
+        files.write_file(out, text)
         print(f"{out}: {_describe_table(table)}", file=sys.stderr)
     return EXIT_OK

@@ -46,7 +46,7 @@ def apply_rank_table(
         Policy().start_timeout,
     )
     try:
-        table = files.usable(chosen.value, wait, _print_progress)
+        table = files.wait_for_table(chosen.value, wait, _print_progress)
     except UsageError as error:
         raise chosen.source.convert_file_error(error) from None
     source = replace(chosen.source, text=Path(path).name)
@@ -61,7 +61,7 @@ def apply_rank_table(
         for setting in settings
         if setting.path == "hosts.all" and setting.source.priority < Priority.DETECTED
     ]
-    servers = table.ordered
+    servers = table.servers_by_rank
     if listed:
         hosts = _match_hosts(listed[0], servers, chosen.source)
         derived.append(Setting("hosts.all", hosts, listed[0].source))
@@ -95,8 +95,8 @@ def _devices_by_rank(server: Server) -> list[Device]:
 
 def _make_host(server: Server, source: Source) -> Host:
     """Return a host with the address for ssh and, if it differs, the address for the rendezvous."""
-    name = server.named("host_ip", "server_ip", "server_id", "pod_ip", "container_ip")
-    meet = server.named("container_ip", "pod_ip", "host_ip", "server_ip")
+    name = server.first_text("host_ip", "server_ip", "server_id", "pod_ip", "container_ip")
+    meet = server.first_text("container_ip", "pod_ip", "host_ip", "server_ip")
     try:
         check_host_name(name, source.label)
     except PdrunError:

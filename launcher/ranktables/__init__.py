@@ -1,6 +1,5 @@
 """
-Ascend's rank tables: every dialect read, checked, written and converted; values only, no device is
-asked.
+Ascend's rank tables: every dialect is read, checked, written and converted. No device is asked.
 
 May import: hosts, common.
 Start reading here: read.py.

@@ -1,9 +1,9 @@
 """
-Rank tables as files: read whole even while somebody writes them, waited for while they are
-"initializing", written at once.
+Rank tables as files.
 
-Kubernetes' controllers write with truncation, and swap links of mounted ConfigMaps: a file that
-changed while it was read, or that is cut off and still grows, is read again.
+Kubernetes' controllers truncate a file and write it, or swap the links of a mounted ConfigMap.
+Therefore a file that changed while it was read is read again, and so is one that is cut off and
+still grows. A table that is "initializing" is waited for. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -13,185 +13,209 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from pdrun.errors import ConfigError, DeadlineExceeded
-from pdrun.launcher.common.textfile import read_text
+from pdrun.launcher.common.files import read_text
 from pdrun.launcher.ranktables import jsontext
-from pdrun.launcher.ranktables.check import check
+from pdrun.launcher.ranktables.check import check_table
 from pdrun.launcher.ranktables.model import Fault, RankTable
-from pdrun.launcher.ranktables.read import read
+from pdrun.launcher.ranktables.read import read_table
 
-LIMIT = 64 << 20
-"""Bytes of a table, at most; 65,536 ranks of dialect 1.2 take about 12 MB."""
-FRESH = 2.0
+MAX_TABLE_BYTES = 64 << 20
+"""65,536 ranks of dialect 1.2 take about 12 MB."""
+SETTLED_SECONDS = 2.0
 """
-Seconds without a change after which a file that cannot be read is not in the making; no clock of a
-server counts.
+An invalid file that has not changed for this time is not being written. The time is measured here:
+the clock of a file server may differ.
 """
-POLL = 1.0
+POLL_SECONDS = 1.0
+MESSAGE_SECONDS = 10.0
+"""Between two messages about what is waited for."""
+MAX_READS = 10
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A file and everything that is to be said about it."""
+class LoadedTable:
+    """A file, its table and its faults."""
 
     name: str
     text: str
     table: RankTable | None
     faults: tuple[Fault, ...]
 
-    def line(self, fault: Fault) -> str:
+    def format_fault(self, fault: Fault) -> str:
         """
-        Return one fault as a line: ``hccl.json:14: server_list[0].device[3].device_ip: WHAT;
-        HINT``.
+        Return a fault as a line:
+        ``hccl.json:14: server_list[0].device[3].device_ip: WHAT; HINT``.
         """
-        error = self.error(fault)
-        return str(error)
+        return str(self.make_error(fault))
 
-    def error(self, fault: Fault) -> ConfigError:
+    def make_error(self, fault: Fault) -> ConfigError:
         """
-        Return a fault as an error with its place; of what is missing, the place is the object that
-        lacks it.
+        Return a fault as an error with its line.
+
+        The line of a missing entry is that of the object that lacks it.
         """
         path = fault.path
         offset = 0
         while path and not offset:
-            offset = jsontext.locate(self.text, path)
+            offset = jsontext.find_offset(self.text, path)
             path = path[:-1]
-        where = f"{self.name}:{jsontext.line_of(self.text, offset)}" if fault.path else self.name
-        what = f"{jsontext.path_text(fault.path)}: {fault.what}" if fault.path else fault.what
+        where = self.name
+        what = fault.what
+        if fault.path:
+            where += f":{jsontext.line_of_offset(self.text, offset)}"
+            what = f"{jsontext.format_path(fault.path)}: {what}"
         return ConfigError(what, where=where, hint=fault.hint)
 
     @property
-    def wrong(self) -> tuple[Fault, ...]:
-        """What makes the table useless."""
-        return tuple(fault for fault in self.faults if not fault.mild)
+    def errors(self) -> tuple[Fault, ...]:
+        """Faults with which the table cannot be used."""
+        return tuple(fault for fault in self.faults if not fault.is_warning)
 
     @property
-    def mild(self) -> tuple[Fault, ...]:
-        """Warnings."""
-        return tuple(fault for fault in self.faults if fault.mild)
+    def warnings(self) -> tuple[Fault, ...]:
+        """Faults with which the table can be used."""
+        return tuple(fault for fault in self.faults if fault.is_warning)
 
 
-def load(path: str, *, lenient: bool = False) -> Loaded:
+def load_table(path: str, *, lenient: bool = False) -> LoadedTable:
     """
-    Read a file once, and say what is in it.
+    Read and check a file once.
+
+    Args:
+        path: the file.
+        lenient: numbers in the place of text, and text in the place of numbers, are warnings.
 
     Raises:
-        UsageError: there is no such file, or it is no regular one. ConfigError: it is no JSON.
+        UsageError: the file does not exist, or is not a regular one.
+        ConfigError: it is not JSON.
     """
-    name = FilePath(path).name
-    text = _steady(path)
-    table, faults = read(jsontext.parse(text, name), lenient=lenient)
-    usable = table is not None and all(fault.mild for fault in faults)
-    more = check(table) if table is not None and usable else []
-    return Loaded(name, text, table, (*faults, *more, *_permissions(path)))
+    name = Path(path).name
+    text = _read_unchanged(path)
+    table, faults = read_table(jsontext.parse_json(text, name), lenient=lenient)
+    if table is not None and all(fault.is_warning for fault in faults):
+        faults = [*faults, *check_table(table)]
+    return LoadedTable(name, text, table, (*faults, *_check_permissions(path)))
 
 
-def usable(
+def wait_for_table(
     path: str,
     wait: float = 0.0,
-    say: Callable[[str], None] = lambda text: None,
+    print_line: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RankTable:
     """
-    Return a table that a job can use; one that is "initializing", or cut off while it still
-    changes, is waited for.
+    Return a table that a job can use.
+
+    A table that is "initializing", or cut off while it still changes, is waited for.
 
     Args:
-        wait: seconds to wait, at most.
-        say: is told what is waited for, and every warning.
+        path: the file.
+        wait: longest time to wait, in seconds.
+        print_line: called with what is waited for, and with every warning.
+        clock: monotonic seconds.
+        sleep: waits for so many seconds.
 
     Raises:
-        ConfigError: the table cannot be used; the first thing that is wrong, with file and line.
-        DeadlineExceeded: it was still initializing at the end of the wait.
+        ConfigError: the table cannot be used; its first fault, with file and line.
+        DeadlineExceeded: it was not complete at the end of the wait.
     """
-    end = clock() + wait
-    told = -1e9
-    seen = _identity(path)
-    since = clock()
-    while True:
-        try:
-            loaded = load(path)
-            if loaded.table is None or loaded.table.status != "initializing":
-                break
-            what = f"{loaded.name} is initializing"
-        except ConfigError:
-            if seen != (seen := _identity(path)):
-                since = clock()
-            if clock() >= min(end, since + FRESH):
-                raise
-            what = f"{FilePath(path).name} is being written"
-        if clock() >= end:
-            raise DeadlineExceeded(
-                f"still after {wait:g} s: whoever writes this rank table has not completed it",
-                where=path,
-                hint="see why its job's pods are not all there, or give more --start-timeout",
-            )
-        if clock() - told >= 10:
-            say(f"waiting for the rank table: {what}")
-            told = clock()
-        sleep(min(POLL, max(0.0, end - clock())))
-    for fault in loaded.mild:
-        say(f"warning: {loaded.line(fault)}")
-    if loaded.wrong or loaded.table is None:
-        error = loaded.error(loaded.wrong[0])
-        if len(loaded.wrong) > 1:
-            error.hint = (
-                f"{error.hint}; " * bool(error.hint)
-                + f"{len(loaded.wrong) - 1} more: pdrun rank-table check"
-            )
+    loaded = _load_complete(path, wait, print_line, clock, sleep)
+    for fault in loaded.warnings:
+        print_line(f"warning: {loaded.format_fault(fault)}")
+    errors = loaded.errors
+    if errors or loaded.table is None:
+        error = loaded.make_error(errors[0])
+        if len(errors) > 1:
+            more = f"{len(errors) - 1} more: pdrun rank-table check"
+            error.hint = f"{error.hint}; {more}" if error.hint else more
         raise error
     return loaded.table
 
 
-def _steady(path: str) -> str:
-    """Read a file until it was the same one before and after."""
-    for _ in range(10):
-        before = _identity(path)
-        text = read_text(path, LIMIT)
-        if before == _identity(path):
+def _load_complete(
+    path: str,
+    wait: float,
+    print_line: Callable[[str], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> LoadedTable:
+    """Load a file again and again until its table is complete."""
+    deadline = clock() + wait
+    next_message = float("-inf")
+    identity = _file_identity(path)
+    unchanged_since = clock()
+    while True:
+        try:
+            loaded = load_table(path)
+            if loaded.table is None or loaded.table.status != "initializing":
+                return loaded
+            what = f"{loaded.name} is initializing"
+        except ConfigError:
+            current = _file_identity(path)
+            if current != identity:
+                identity = current
+                unchanged_since = clock()
+            if clock() >= min(deadline, unchanged_since + SETTLED_SECONDS):
+                raise
+            what = f"{Path(path).name} is being written"
+        if clock() >= deadline:
+            raise DeadlineExceeded(
+                f"the rank table is not complete after {wait:g} s",
+                where=path,
+                hint="see why not all pods of its job run, or increase --start-timeout",
+            )
+        if clock() >= next_message:
+            print_line(f"waiting for the rank table: {what}")
+            next_message = clock() + MESSAGE_SECONDS
+        sleep(min(POLL_SECONDS, max(0.0, deadline - clock())))
+
+
+def _read_unchanged(path: str) -> str:
+    """Read a file until it was the same before and after."""
+    for _ in range(MAX_READS):
+        before = _file_identity(path)
+        text = read_text(path, MAX_TABLE_BYTES)
+        if before == _file_identity(path):
             return text
     raise ConfigError("changes faster than it can be read", where=path)
 
 
-def _identity(path: str) -> tuple[int, int, int, int] | None:
+def _file_identity(path: str) -> tuple[int, int, int, int] | None:
     try:
-        found = FilePath(path).stat()
+        found = Path(path).stat()
     except (OSError, ValueError):
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _permissions(path: str) -> list[Fault]:
+def _check_permissions(path: str) -> list[Fault]:
     try:
-        mode = FilePath(path).stat().st_mode
+        mode = Path(path).stat().st_mode
     except OSError:
         return []
-    if mode & stat.S_IWOTH:
-        return [
-            Fault(
-                (), "every user of this machine may write this file", f"chmod o-w {path}", mild=True
-            )
-        ]
-    return []
+    if not mode & stat.S_IWOTH:
+        return []
+    what = "every user of this machine can write this file"
+    return [Fault((), what, f"chmod o-w {path}", is_warning=True)]
 
 
-def write(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
     """
-    Put a text into a file, whole or not at all.
+    Write a file atomically.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    target = FilePath(path)
+    target = Path(path)
     if not target.name:  # ".", "/"
         raise ConfigError("is a folder", where=path, hint="name a file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,5 @@
 """
-What a rank table says, whatever its dialect: servers with devices, each with a rank; and its
-faults.
+A rank table, independent of its dialect: servers with devices, each with a rank. And its faults.
 """
 
 from __future__ import annotations
@@ -9,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdrun.launcher.ranktables.jsontext import Path
+from pdrun.launcher.ranktables.jsontext import JsonPath
 
 Dialect = Literal["1.0", "1.1", "1.2", "2.0", "group", "lab"]
 """
-1.0, 1.2: server_list (1.2 with super pods). 1.1: heterogeneous, node_list. 2.0: a flat rank_list. group: the template
-of the first hccl-controller, in which the order gives the rank. lab: its older form, one instance a device.
+1.0, 1.2: server_list (1.2 with super pods).
+1.1: heterogeneous, node_list.
+2.0: a flat rank_list.
+group: template of the first hccl-controller; the order gives the ranks.
+lab: its older form, one instance per device.
 """
 DIALECTS: tuple[Dialect, ...] = ("1.0", "1.1", "1.2", "2.0", "group", "lab")
-WRITTEN: tuple[Dialect, ...] = ("1.0", "1.2", "2.0", "group", "lab")
-"""Dialects that can be written."""
+WRITABLE_DIALECTS: tuple[Dialect, ...] = ("1.0", "1.2", "2.0", "group", "lab")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Device:
     device_id: int
     """Physical: N of /dev/davinciN."""
     ips: tuple[str, ...] = ()
-    """Of its network card; several in a fixed order; none where one server needs none."""
+    """Addresses of its network card, in a fixed order; may be empty in a table of one server."""
     super_device_id: str = ""
     """Its id in a super pod (SDID); dialect 1.2."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else stands there, kept as it is: ports, backup addresses, the levels of 2.0."""
-    path: Path = ()
+    """All other entries, unchanged: ports, backup addresses, the levels of 2.0."""
+    path: JsonPath = ()
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,24 @@ class Server:
     """One host and its devices, in rank order."""
 
     id: str
-    """An identity, not necessarily an address; empty in dialect 2.0, which names no hosts."""
+    """An identity, not necessarily an address; empty in dialect 2.0, which has no host names."""
     devices: tuple[Device, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    path: Path = ()
+    path: JsonPath = ()
 
-    def named(self, *keys: str) -> str:
-        """
-        Return the first of these entries that is there as a text that is not empty; ``server_id``
-        is the id.
-        """
-        values = (self.id if key == "server_id" else self.extra.get(key) for key in keys)
-        return next((value for value in values if isinstance(value, str) and value), "")
+    def first_text(self, *keys: str) -> str:
+        """Return the first of these entries that is non-empty text; ``server_id`` is the id."""
+        for key in keys:
+            value = self.id if key == "server_id" else self.extra.get(key)
+            if isinstance(value, str) and value:
+                return value
+        return ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name or address by which this host may be known."""
+        """Every name or address of this host."""
         keys = ("server_id", "host_ip", "server_ip", "pod_ip", "container_ip", "pod_name")
-        return tuple(dict.fromkeys(filter(None, (self.named(key) for key in keys))))
+        return tuple(dict.fromkeys(filter(None, (self.first_text(key) for key in keys))))
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,7 @@ class SuperPod:
 
 @dataclass(frozen=True)
 class RankTable:
-    """
-    A whole table; servers in the order of their ranks once it has passed
-    `pdrun.launcher.ranktables.check`.
-    """
+    """A complete table. `pdrun.launcher.ranktables.check` checks it."""
 
     dialect: Dialect
     status: str
@@ -87,26 +85,25 @@ class RankTable:
     @property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in rank order."""
-        return tuple(
-            sorted(
-                (one for server in self.servers for one in server.devices), key=lambda one: one.rank
-            )
-        )
+        devices = [device for server in self.servers for device in server.devices]
+        return tuple(sorted(devices, key=lambda device: device.rank))
 
     @property
-    def ordered(self) -> tuple[Server, ...]:
+    def servers_by_rank(self) -> tuple[Server, ...]:
         """The servers in the order of their ranks."""
-        return tuple(
-            sorted(self.servers, key=lambda server: min(one.rank for one in server.devices))
-        )
+        return tuple(sorted(self.servers, key=_first_rank))
+
+
+def _first_rank(server: Server) -> int:
+    return min(device.rank for device in server.devices)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, where, and what would be right."""
+    """One fault of a table: where it is, what is wrong and what to do."""
 
-    path: Path
+    path: JsonPath
     what: str
     hint: str = ""
-    mild: bool = False
-    """A warning: the table can be used."""
+    is_warning: bool = False
+    """The table can be used."""

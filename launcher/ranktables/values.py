@@ -1,6 +1,5 @@
 """
-Scalars of a rank table: dialects 1.x write every one as text, 2.0 writes numbers; each complaint
-has its path.
+Reads the scalars of a rank table. Dialects 1.x write them as text, dialect 2.0 writes numbers.
 """
 
 from __future__ import annotations
@@ -10,162 +9,175 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pdrun.launcher.ranktables.jsontext import Path
+from pdrun.launcher.ranktables.jsontext import JsonPath
 from pdrun.launcher.ranktables.model import Fault
 
-MOST = 65536
-"""Ranks of a table, at most, as HCCL has it."""
+MAX_RANKS = 65536
+"""HCCL's limit."""
+MAX_FAULTS = 1000
+MAX_TEXT_CHARACTERS = 64
+MAX_ADDRESSES_CHARACTERS = 1024
 
 
-class Reader:
+class ValueReader:
     """
-    Takes values out of objects and notes what is wrong with them; the value returned then is a
-    harmless one.
+    Reads values and records their faults.
+
+    A method returns a harmless value in the place of a faulty one.
+
+    Args:
+        lenient: numbers in the place of text, and text in the place of numbers, are warnings.
     """
 
     def __init__(self, *, lenient: bool = False) -> None:
-        """``lenient``: numbers where text belongs are a warning."""
         self.lenient = lenient
         self.faults: list[Fault] = []
 
-    def fault(self, path: Path, what: str, hint: str = "", *, mild: bool = False) -> None:
-        """Note something that is wrong."""
-        if len(self.faults) < 1000:
-            self.faults.append(Fault(path, what, hint, mild))
+    def add_fault(
+        self, path: JsonPath, what: str, hint: str = "", *, is_warning: bool = False
+    ) -> None:
+        """Record a fault."""
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(Fault(path, what, hint, is_warning))
 
-    def objects(
-        self, data: Mapping[str, Any], key: str, path: Path
-    ) -> list[tuple[Path, dict[str, Any]]]:
-        """Return the objects of a list that must be there and not be empty."""
+    def read_objects(
+        self, data: Mapping[str, Any], key: str, path: JsonPath
+    ) -> list[tuple[JsonPath, dict[str, Any]]]:
+        """Return (path, object) of a list that is required and not empty."""
         items = data.get(key)
-        if not isinstance(items, list) or not items:
-            what = (
-                "is missing"
-                if key not in data
-                else "is no list"
-                if not isinstance(items, list)
-                else "is empty"
-            )
-            self.fault((*path, key), what)
+        if key not in data:
+            self.add_fault((*path, key), "is missing")
             return []
-        if len(items) > MOST:
-            self.fault((*path, key), f"has {len(items)} entries; HCCL takes {MOST}")
+        if not isinstance(items, list):
+            self.add_fault((*path, key), "must be a list")
             return []
-        found = []
+        if not items:
+            self.add_fault((*path, key), "is empty")
+            return []
+        if len(items) > MAX_RANKS:
+            what = f"has {len(items)} entries; HCCL supports {MAX_RANKS}"
+            self.add_fault((*path, key), what)
+            return []
+        objects: list[tuple[JsonPath, dict[str, Any]]] = []
         for index, item in enumerate(items):
             if isinstance(item, dict):
-                found.append(((*path, key, index), item))
+                objects.append(((*path, key, index), item))
             else:
-                self.fault((*path, key, index), "is no object")
-        return found
+                self.add_fault((*path, key, index), "must be an object")
+        return objects
 
-    def text(
+    def read_text(
         self,
         data: Mapping[str, Any],
         key: str,
-        path: Path,
+        path: JsonPath,
         *,
-        needed: bool = True,
-        longest: int = 64,
+        required: bool = True,
+        max_characters: int = MAX_TEXT_CHARACTERS,
     ) -> str:
-        """Return a text of a dialect 1.x."""
-        value = data.get(key)
+        """Return a text."""
         if key not in data:
-            if needed:
-                self.fault((*path, key), "is missing")
+            if required:
+                self.add_fault((*path, key), "is missing")
             return ""
+        value: object = data[key]
         if isinstance(value, int) and not isinstance(value, bool):
-            self.fault(
+            self.add_fault(
                 (*path, key),
-                f"{value} is a number, and HCCL takes text only",
+                f"must be text, got the number {value}",
                 f'write "{value}"',
-                mild=self.lenient,
+                is_warning=self.lenient,
             )
             return str(value)
         if not isinstance(value, str):
-            self.fault((*path, key), "is no text", 'write it in "..."')
+            self.add_fault((*path, key), "must be text", 'write it in "..."')
             return ""
-        if not value and needed:
-            self.fault((*path, key), "is empty")
-        if len(value) > longest:
-            self.fault((*path, key), f"has {len(value)} characters; HCCL takes {longest}")
+        if not value and required:
+            self.add_fault((*path, key), "is empty")
+        if len(value) > max_characters:
+            what = f"has {len(value)} characters; HCCL supports {max_characters}"
+            self.add_fault((*path, key), what)
         if "*" in value:
-            self.fault((*path, key), f"{value!r} holds a *: a sample of a manual, not filled in")
+            what = f"{value!r} contains a *: a sample value that was not filled in"
+            self.add_fault((*path, key), what)
         elif re.fullmatch(r"\{.*\}|\$\{?\w+\}?", value):
-            self.fault((*path, key), f"{value!r} is a placeholder, not filled in")
+            self.add_fault((*path, key), f"{value!r} is a placeholder that was not filled in")
         return value
 
-    def count(
+    def read_count(
         self,
         data: Mapping[str, Any],
         key: str,
-        path: Path,
+        path: JsonPath,
         *,
-        needed: bool = True,
-        most: int = MOST,
+        required: bool = True,
+        maximum: int = MAX_RANKS,
     ) -> int:
-        """Return a number of a dialect 1.x, which stands there as text; -1 where there is none."""
-        before = len(self.faults)
-        value = self.text(data, key, path, needed=needed)
-        if key not in data or any(not fault.mild for fault in self.faults[before:]):
+        """Return a number that a dialect 1.x writes as text; -1 if there is none."""
+        earlier_faults = len(self.faults)
+        value = self.read_text(data, key, path, required=required)
+        is_faulty = any(not fault.is_warning for fault in self.faults[earlier_faults:])
+        if key not in data or is_faulty:
             return -1
         if not re.fullmatch(r"0|[1-9][0-9]{0,8}", value):
-            self.fault(
-                (*path, key), f"{value!r} is not a whole number in text", 'write "0", "1" ...'
-            )
+            what = f"must be a whole number as text, got {value!r}"
+            self.add_fault((*path, key), what, 'write "0", "1" ...')
             return -1
-        if int(value) > most:
-            self.fault((*path, key), f"{value} is above {most}")
+        if int(value) > maximum:
+            self.add_fault((*path, key), f"must be at most {maximum}, got {value}")
         return int(value)
 
-    def number(
+    def read_number(
         self,
         data: Mapping[str, Any],
         key: str,
-        path: Path,
+        path: JsonPath,
         *,
-        needed: bool = True,
-        most: int = MOST,
+        required: bool = True,
+        maximum: int = MAX_RANKS,
     ) -> int:
-        """
-        Return a number of dialect 2.0, which stands there as a number; -1 where there is none.
-        """
-        value = data.get(key)
+        """Return a number of dialect 2.0; -1 if there is none."""
         if key not in data:
-            if needed:
-                self.fault((*path, key), "is missing")
+            if required:
+                self.add_fault((*path, key), "is missing")
             return -1
+        value = data[key]
         if isinstance(value, bool) or not isinstance(value, int):
-            digits = isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value)
-            hint = f"write {value} without quotes" if digits else "write a number"
-            self.fault(
-                (*path, key),
-                f"{str(value)[:40]!r} is no number, and dialect 2.0 takes numbers only",
-                hint,
-                mild=bool(self.lenient and digits),
-            )
-            return int(str(value)) if digits else -1
-        if not 0 <= value <= most:
-            self.fault((*path, key), f"{value} is not between 0 and {most}")
+            return self._read_number_of_text(value, (*path, key))
+        if not 0 <= value <= maximum:
+            self.add_fault((*path, key), f"must be between 0 and {maximum}, got {value}")
             return -1
         return value
 
-    def addresses(
-        self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool
+    def _read_number_of_text(self, value: object, path: JsonPath) -> int:
+        """Return the number that a text contains; -1 if it contains no number."""
+        is_digits = isinstance(value, str) and bool(re.fullmatch("[0-9]{1,9}", value))
+        self.add_fault(
+            path,
+            f"must be a number in dialect 2.0, got {str(value)[:40]!r}",
+            f"write {value} without quotes" if is_digits else "write a number",
+            is_warning=self.lenient and is_digits,
+        )
+        return int(str(value)) if is_digits else -1
+
+    def read_addresses(
+        self, data: Mapping[str, Any], key: str, path: JsonPath, *, required: bool
     ) -> tuple[str, ...]:
-        """Return the IP addresses of a text with commas."""
-        text = self.text(data, key, path, needed=needed, longest=1024)
+        """Return the IP addresses of a comma-separated text."""
+        text = self.read_text(
+            data, key, path, required=required, max_characters=MAX_ADDRESSES_CHARACTERS
+        )
         if not text or "*" in text:
             return ()
-        found = tuple(part.strip() for part in text.split(","))
-        for part in found:
+        addresses = tuple(part.strip() for part in text.split(","))
+        for address in addresses:
             try:
-                ipaddress.ip_address(part)
+                ipaddress.ip_address(address)
             except ValueError:
-                self.fault((*path, key), f"{part[:60]!r} is no IP address")
-        return found
+                self.add_fault((*path, key), f"{address[:60]!r} is not an IP address")
+        return addresses
 
 
-def rest(data: Mapping[str, Any], *known: str) -> dict[str, Any]:
-    """Return the entries that have no field of their own."""
-    return {key: value for key, value in data.items() if key not in known}
+def without_keys(data: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the entries with other keys than these."""
+    return {key: value for key, value in data.items() if key not in keys}

@@ -11,7 +11,9 @@ from tests.launcher.adapters.golden import HERE, environ_of, load, probes
 def shown(name: str, **more: str) -> str:
     """Return the report's part about the launcher and what follows, for a case."""
     case = load(HERE / "cases" / f"{name}.yaml")
-    return report_environment({**environ_of(case), **more}, probes(case)).partition("\nlauncher:\n")[2]
+    return report_environment({**environ_of(case), **more}, probes(case)).partition(
+        "\nlauncher:\n"
+    )[2]
 
 
 def test_what_is_found_has_its_variable_and_what_is_ignored_its_reason() -> None:

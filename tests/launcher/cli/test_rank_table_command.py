@@ -10,7 +10,6 @@ from pdrun.eventlog import JobStatus, NodeStatus
 from pdrun.launcher.jobs import status as job_status
 from tests.launcher.cli.conftest import Outcome
 from tests.launcher.cli.conftest import folder as folder  # a fixture, which the next one needs
-from tests.launcher.cli.conftest import pdrun
 from tests.launcher.ranktables.test_verdicts import GOOD, REFUSED, TABLES
 
 Call = Callable[..., Outcome]
@@ -33,7 +32,7 @@ def test_convert_sets_the_json_types_right(pdrun: Call, tmp_path: Path) -> None:
     out = tmp_path / "right.json"
     outcome = pdrun("rank-table", "convert", bad, "--to", "1.0", "-o", str(out))
     assert outcome.code == 0
-    assert outcome.err.count("is a number, and HCCL takes text only") == 5
+    assert outcome.err.count("must be text, got the number") == 5
     assert "... and 11 more" in outcome.err
     assert pdrun("rank-table", "check", str(out)).code == 0
     assert json.loads(out.read_text())["server_list"][1]["device"][7]["rank_id"] == "15"
@@ -77,7 +76,7 @@ def test_a_table_of_a_job_that_runs(pdrun: Call, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(job_status, "list_statuses", lambda job: [JobStatus(job=job, nodes=nodes)])
     outcome = pdrun("rank-table", "make", "--job", "mine")
     assert outcome.code == 2
-    assert "nobody gives an address for device 0 of n2" in outcome.err
+    assert "the address of device 0 of n2 is missing" in outcome.err
     nodes.pop("n1")
     made = json.loads(pdrun("rank-table", "make", "--job", "mine").out)
     assert [server["server_id"] for server in made["server_list"]] == ["n2"]
@@ -88,7 +87,7 @@ def test_a_table_of_a_job_that_runs(pdrun: Call, monkeypatch: pytest.MonkeyPatch
     ("argv", "code", "words"),
     [
         (("make", "--hosts", "a:2", "--hostfile", "x"), 2, "exclude each other"),
-        (("make", "--hosts", "a:2,b:2"), 2, "nobody gives an address for device 0 of a"),
+        (("make", "--hosts", "a:2,b:2"), 2, "the address of device 0 of a is missing"),
         (("make", "--hosts", "a,b", "--hccn", "x"), 2, "must be HOST=FILE"),
         (("make", "--hosts", "a,b", "--hccn", "c=x"), 2, "c is not in the list of hosts"),
         (("make", "--hosts", "a;b"), 2, "is neither a host name"),

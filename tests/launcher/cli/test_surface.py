@@ -140,7 +140,9 @@ def test_commands() -> None:
 
 
 def test_variables() -> None:
-    assert {name for row in RUN_OPTIONS for name in row.env if name.startswith("PDRUN_")} == VARIABLES
+    assert {
+        name for row in RUN_OPTIONS for name in row.env if name.startswith("PDRUN_")
+    } == VARIABLES
     assert not VARIABLES & set(OTHER_VARIABLES)
 
 

@@ -39,8 +39,8 @@ def path(tmp_path: Path) -> Path:
 def test_a_table_in_the_making_is_waited_for(path: Path) -> None:
     path.write_text(INITIALIZING)
     said: list[str] = []
-    time = Time({25.0: lambda: files.write(str(path), json.dumps(table()))})
-    found = files.usable(str(path), 60.0, said.append, time, time.sleep)
+    time = Time({25.0: lambda: files.write_file(str(path), json.dumps(table()))})
+    found = files.wait_for_table(str(path), 60.0, said.append, time, time.sleep)
     assert len(found.devices) == 4
     assert time.now < 127
     assert said == ["waiting for the rank table: hccl.json is initializing"] * 3
@@ -49,8 +49,8 @@ def test_a_table_in_the_making_is_waited_for(path: Path) -> None:
 def test_one_that_never_completes_is_a_deadline(path: Path) -> None:
     path.write_text(INITIALIZING)
     time = Time({})
-    with pytest.raises(DeadlineExceeded, match="still after 5 s") as caught:
-        files.usable(str(path), 5.0, clock=time, sleep=time.sleep)
+    with pytest.raises(DeadlineExceeded, match="not complete after 5 s") as caught:
+        files.wait_for_table(str(path), 5.0, clock=time, sleep=time.sleep)
     assert caught.value.exit_code == 124
     assert time.now == pytest.approx(105.0)
 
@@ -59,18 +59,20 @@ def test_a_fresh_file_that_is_cut_off_is_read_again(path: Path) -> None:
     whole = json.dumps(table())
     path.write_text(whole[:100])
     time = Time({1.0: lambda: path.write_text(whole)})
-    assert len(files.usable(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
+    assert len(files.wait_for_table(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
 
 
 def test_a_file_that_is_cut_off_and_stays_as_it_is_is_refused(path: Path) -> None:
     path.write_text(json.dumps(table())[:100])
     time = Time({})
     with pytest.raises(ConfigError, match="ends in the middle"):
-        files.usable(str(path), 60.0, clock=time, sleep=time.sleep)
-    assert time.now == 100.0 + files.FRESH
+        files.wait_for_table(str(path), 60.0, clock=time, sleep=time.sleep)
+    assert time.now == 100.0 + files.SETTLED_SECONDS
     with pytest.raises(ConfigError, match="ends in the middle"):
-        files.usable(str(path), clock=time, sleep=time.sleep)
-    assert time.now == 100.0 + files.FRESH, "without any time to wait it is refused at once"
+        files.wait_for_table(str(path), clock=time, sleep=time.sleep)
+    assert time.now == 100.0 + files.SETTLED_SECONDS, (
+        "without any time to wait it is refused at once"
+    )
 
 
 def test_the_clock_of_a_file_server_does_not_count(path: Path) -> None:
@@ -84,7 +86,7 @@ def test_the_clock_of_a_file_server_does_not_count(path: Path) -> None:
     time = Time(
         {1.0: lambda: grow(100), 2.5: lambda: grow(200), 4.0: lambda: path.write_text(whole)}
     )
-    assert len(files.usable(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
+    assert len(files.wait_for_table(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_whole(path: Path) -> None:
@@ -107,11 +109,11 @@ def test_a_file_that_changes_while_it_is_read_is_read_whole(path: Path) -> None:
     try:
         for _ in range(300):
             try:
-                found = files.load(str(path))
+                found = files.load_table(str(path))
             except ConfigError:  # empty, cut off or changing too fast: said, and never half a table
                 refused += 1
                 continue
-            assert found.wrong == ()
+            assert found.errors == ()
             assert found.table is not None
             assert len(found.table.devices) in (2, 16)
             taken += 1
@@ -127,32 +129,32 @@ def test_a_mounted_link_may_be_swapped(tmp_path: Path) -> None:
         (tmp_path / f"v{number}" / "hccl.json").write_text(json.dumps(table(number)))
     (tmp_path / "data").symlink_to("v1")
     (tmp_path / "hccl.json").symlink_to("data/hccl.json")
-    assert len(files.usable(str(tmp_path / "hccl.json")).servers) == 1
+    assert len(files.wait_for_table(str(tmp_path / "hccl.json")).servers) == 1
     (tmp_path / "new").symlink_to("v2")
     (tmp_path / "new").rename(tmp_path / "data")
-    assert len(files.usable(str(tmp_path / "hccl.json")).servers) == 2
+    assert len(files.wait_for_table(str(tmp_path / "hccl.json")).servers) == 2
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "nope", "."):
         with pytest.raises(UsageError):
-            files.load(str(tmp_path / name))
+            files.load_table(str(tmp_path / name))
     with pytest.raises(UsageError, match="is not a regular file"):
-        files.load("/dev/zero")
+        files.load_table("/dev/zero")
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    files.write(str(path), "one\n")
-    files.write(str(path), "two\n")
+    files.write_file(str(path), "one\n")
+    files.write_file(str(path), "two\n")
     assert path.read_text() == "two\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
     with pytest.raises(ConfigError, match="cannot be written"):
-        files.write(str(tmp_path / "no" / "t.json"), "x")
+        files.write_file(str(tmp_path / "no" / "t.json"), "x")
     for folder in (".", "/", "", "..", str(tmp_path)):
         with pytest.raises(ConfigError, match=r"is a folder|cannot be written"):
-            files.write(folder, "x")
+            files.write_file(folder, "x")
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
 
 
@@ -163,7 +165,7 @@ def test_the_first_fault_is_said_and_the_others_counted(path: Path) -> None:
             device["rank_id"] = int(device["rank_id"])
     path.write_text(json.dumps(data, indent=1))
     with pytest.raises(ConfigError, match="3 more: pdrun rank-table check") as caught:
-        files.usable(str(path))
+        files.wait_for_table(str(path))
     assert caught.value.where.startswith("hccl.json:")
 
 
@@ -174,4 +176,4 @@ def test_a_large_table_is_read_in_reasonable_time(path: Path) -> None:
         for at, device in enumerate(server["device"]):
             device["device_ip"] = f"10.{number // 256}.{number % 256}.{at + 1}"
     path.write_text(json.dumps(data))
-    assert len(files.usable(str(path)).devices) == 8192
+    assert len(files.wait_for_table(str(path)).devices) == 8192

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.ranktables import files, jsontext
-from pdrun.launcher.ranktables.check import check
-from pdrun.launcher.ranktables.read import read
+from pdrun.launcher.ranktables.check import check_table
+from pdrun.launcher.ranktables.read import read_table
 
 Data = dict[str, Any]
 
@@ -61,9 +61,9 @@ def pods(data: Data) -> None:
 
 def faults_of(data: Any) -> str:
     """Return the first fault of a table, its path in front; empty for a good one."""
-    found, faults = read(data)
-    faults = faults or (check(found) if found is not None else [])
-    return f"{jsontext.path_text(faults[0].path)}: {faults[0].what}" if faults else ""
+    found, faults = read_table(data)
+    faults = faults or (check_table(found) if found is not None else [])
+    return f"{jsontext.format_path(faults[0].path)}: {faults[0].what}" if faults else ""
 
 
 def set_to(*path: Any) -> Callable[[Data], None]:
@@ -86,15 +86,23 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
     ("good", lambda data: None, ""),
     ("good super pod", pods, ""),
     ("version missing", set_to("version", None), "version: is missing"),
-    ("version unknown", set_to("version", "9.9"), "version: '9.9' is no version"),
-    ("version as number", set_to("version", 1), "version: '1' is no version"),
+    ("version unknown", set_to("version", "9.9"), "version: '9.9' is not a version"),
+    ("version as number", set_to("version", 1), "version: '1' is not a version"),
     ("status missing", set_to("status", None), "status: is missing"),
-    ("status unknown", set_to("status", "done"), "status: 'done' is neither"),
-    ("count differs", set_to("server_count", "3"), "server_count: 3, but server_list has 2"),
-    ("count as number", set_to("server_count", 2), "server_count: 2 is a number"),
+    (
+        "status unknown",
+        set_to("status", "done"),
+        "status: must be completed or initializing, got 'done'",
+    ),
+    (
+        "count differs",
+        set_to("server_count", "3"),
+        "server_count: is 3, but server_list has 2 entries",
+    ),
+    ("count as number", set_to("server_count", 2), "server_count: must be text, got the number 2"),
     ("no servers", set_to("server_list", []), "server_list: is empty"),
-    ("servers no list", set_to("server_list", {}), "server_list: is no list"),
-    ("server no object", set_to("server_list", 0, "x"), "server_list[0]: is no object"),
+    ("servers no list", set_to("server_list", {}), "server_list: must be a list"),
+    ("server no object", set_to("server_list", 0, "x"), "server_list[0]: must be an object"),
     (
         "server id long",
         set_to("server_list", 0, "server_id", "x" * 65),
@@ -108,36 +116,52 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
     (
         "server id twice",
         set_to("server_list", 1, "server_id", "10.0.0.1"),
-        "[1].server_id: 10.0.0.1 stands twice",
+        "[1].server_id: 10.0.0.1 is listed twice",
     ),
     ("no devices", set_to("server_list", 0, "device", []), "server_list[0].device: is empty"),
     ("rank missing", set_to(*D, "rank_id", None), "server_list[1].device[0].rank_id: is missing"),
     ("rank gap", set_to(*D, "rank_id", "7"), "rank_id: 3 follows 1: rank 2 is missing"),
-    ("rank twice", set_to(*D, "rank_id", "0"), "server_list[1].device[0].rank_id: 0 stands twice"),
-    ("rank negative", set_to(*D, "rank_id", "-1"), "rank_id: '-1' is not a whole number"),
-    ("rank padded", set_to(*D, "rank_id", "02"), "rank_id: '02' is not a whole number"),
-    ("rank bool", set_to(*D, "rank_id", True), "rank_id: is no text"),
-    ("rank digits of another script", set_to(*D, "rank_id", "\u0662"), "is not a whole number"),
-    ("device id high", set_to(*D, "device_id", "64"), "device_id: 64 is above 63"),
+    (
+        "rank twice",
+        set_to(*D, "rank_id", "0"),
+        "server_list[1].device[0].rank_id: 0 is listed twice",
+    ),
+    (
+        "rank negative",
+        set_to(*D, "rank_id", "-1"),
+        "rank_id: must be a whole number as text, got '-1'",
+    ),
+    (
+        "rank padded",
+        set_to(*D, "rank_id", "02"),
+        "rank_id: must be a whole number as text, got '02'",
+    ),
+    ("rank bool", set_to(*D, "rank_id", True), "rank_id: must be text"),
+    ("rank digits of another script", set_to(*D, "rank_id", "\u0662"), "must be a whole number"),
+    ("device id high", set_to(*D, "device_id", "64"), "device_id: must be at most 63, got 64"),
     (
         "device twice",
         set_to(*D, "device_id", "1"),
-        "server_list[1].device[1].device_id: 1 stands twice",
+        "server_list[1].device[1].device_id: 1 is listed twice",
     ),
     (
         "ip twice",
         set_to(*D, "device_ip", "10.1.0.1"),
-        "server_list[1].device[0].device_ip: 10.1.0.1 stands twice",
+        "server_list[1].device[0].device_ip: 10.1.0.1 is listed twice",
     ),
     (
         "ip missing",
         set_to(*D, "device_ip", None),
-        "server_list[1].device[0].device_ip: is missing, and several",
+        "server_list[1].device[0].device_ip: is missing, but several",
     ),
-    ("ip none", set_to(*D, "device_ip", "-.-.-.-"), "device_ip: '-.-.-.-' is no IP address"),
+    ("ip none", set_to(*D, "device_ip", "-.-.-.-"), "device_ip: '-.-.-.-' is not an IP address"),
     ("ip family", set_to(*D, "device_ip", "fd00::1"), "device_ip: is of another family"),
-    ("ip number", set_to(*D, "device_ip", "10.1.0.1,10.1.9.9"), "device_ip: 10.1.0.1 stands twice"),
-    ("port zero", set_to(*D, "device_port", "0"), "device_port: is no port"),
+    (
+        "ip number",
+        set_to(*D, "device_ip", "10.1.0.1,10.1.9.9"),
+        "device_ip: 10.1.0.1 is listed twice",
+    ),
+    ("port zero", set_to(*D, "device_port", "0"), "device_port: must be a port"),
     ("placeholder", set_to("server_list", 0, "server_id", "${HOST}"), "'${HOST}' is a placeholder"),
 ]
 
@@ -152,23 +176,23 @@ def test_a_fault_is_named_with_its_path(
     assert bool(words) == bool(faults_of(data))
 
 
-def test_ranks_of_a_server_stand_together() -> None:
+def test_ranks_of_a_server_are_consecutive() -> None:
     data = table()
     for (server, at), rank in {(0, 0): "0", (0, 1): "3", (1, 0): "1", (1, 1): "2"}.items():
         device(data, server, at)["rank_id"] = rank
     assert "server_list[0]: has the ranks 0,3" in faults_of(data)
 
 
-def test_servers_may_stand_in_any_order() -> None:
+def test_servers_may_be_listed_in_any_order() -> None:
     data = table()
     data["server_list"].reverse()
-    found, faults = read(data)
+    found, faults = read_table(data)
     assert found is not None
-    assert not faults and not check(found)
-    assert [server.id for server in found.ordered] == ["10.0.0.1", "10.0.0.2"]
+    assert not faults and not check_table(found)
+    assert [server.id for server in found.servers_by_rank] == ["10.0.0.1", "10.0.0.2"]
 
 
-def test_one_server_needs_no_addresses_and_host_ip_stands_in_for_them() -> None:
+def test_one_server_needs_no_addresses_and_host_ip_replaces_them() -> None:
     data = table(1, 2)
     for at in range(2):
         del device(data, 0, at)["device_ip"]
@@ -182,7 +206,11 @@ def test_one_server_needs_no_addresses_and_host_ip_stands_in_for_them() -> None:
 
 
 SUPER_PODS: list[tuple[str, Callable[[Data], None], str]] = [
-    ("sdid twice", set_to(*D, "super_device_id", "0"), "super_device_id: ('0', '0') stands twice"),
+    (
+        "sdid twice",
+        set_to(*D, "super_device_id", "0"),
+        "super_device_id: ('0', '0') is listed twice",
+    ),
     ("sdid empty", set_to(*D, "super_device_id", ""), "super_device_id: is empty"),
     ("sdid missing", set_to(*D, "super_device_id", None), "super_device_id: is missing"),
     (
@@ -201,7 +229,7 @@ SUPER_PODS: list[tuple[str, Callable[[Data], None], str]] = [
 @pytest.mark.parametrize(
     ("name", "change", "words"), SUPER_PODS, ids=[case[0] for case in SUPER_PODS]
 )
-def test_super_pods_are_whole(name: str, change: Callable[[Data], None], words: str) -> None:
+def test_super_pods_are_complete(name: str, change: Callable[[Data], None], words: str) -> None:
     data = table()
     pods(data)
     change(data)
@@ -243,16 +271,19 @@ def flat(**changes: Any) -> Data:
     ("changes", "words"),
     [
         ({}, ""),
-        ({"rank_id": "1"}, "rank_list[1].rank_id: '1' is no number"),
-        ({"rank_id": 0}, "rank_list[1].rank_id: 0 stands twice"),
-        ({"rank_id": True}, "rank_id: 'True' is no number"),
-        ({"device_id": 65}, "device_id: 65 is not between 0 and 64"),
+        ({"rank_id": "1"}, "rank_list[1].rank_id: must be a number in dialect 2.0, got '1'"),
+        ({"rank_id": 0}, "rank_list[1].rank_id: 0 is listed twice"),
+        ({"rank_id": True}, "rank_id: must be a number in dialect 2.0, got 'True'"),
+        ({"device_id": 65}, "device_id: must be between 0 and 64, got 65"),
         ({"level_list": []}, "rank_list[1].level_list: is empty"),
         (
             {"level_list": [{"net_layer": 0, "net_type": "CLOS"}]},
-            "net_type: of layer 0 is not TOPO_FILE_DESC",
+            "net_type: must be TOPO_FILE_DESC in layer 0",
         ),
-        ({"level_list": [{"net_layer": 1, "net_type": "X"}]}, "net_type: 'X' is neither"),
+        (
+            {"level_list": [{"net_layer": 1, "net_type": "X"}]},
+            "net_type: must be TOPO_FILE_DESC or CLOS, got 'X'",
+        ),
         ({"level_list": [{"level": 0}]}, "level_list[0].level: is a name of a draft"),
     ],
 )
@@ -266,22 +297,22 @@ HOSTILE = {
     "   ": "t.json: is empty",
     "{": "t.json:1:2: ends in the middle",
     '{"a": [1, 2': "ends in the middle",
-    '{"a": 1,}': "a comma stands before }",
-    '{"a": [1,]}': "a comma stands before ]",
+    '{"a": 1,}': "there is a comma before }",
+    '{"a": [1,]}': "there is a comma before ]",
     '{"a": 1} x': "is not JSON",
-    '// table\n{"a": 1}': "t.json:1:1: a comment",
-    "{\n# x\n}": "a comment",
+    '// table\n{"a": 1}': "t.json:1:1: JSON has no comments",
+    "{\n# x\n}": "JSON has no comments",
     "{'a': 1}": "single quotes",
-    '{"a": 1, "b": 2, "a": 3}': "t.json:1: the key 'a' stands twice",
-    '{"a": NaN}': "NaN is no number of JSON",
-    '{"a": Infinity}': "Infinity is no number of JSON",
-    '{"a": 1e999}': "1e999 is not a whole number",
-    '{"a": 1.5}': "1.5 is not a whole number",
-    '{"a": ' + "9" * 5000 + "}": "a number of 5000 digits",
+    '{"a": 1, "b": 2, "a": 3}': "t.json:1: the key 'a' is twice in an object",
+    '{"a": NaN}': "NaN is not a number of JSON",
+    '{"a": Infinity}': "Infinity is not a number of JSON",
+    '{"a": 1e999}': "must be whole numbers, got 1e999",
+    '{"a": 1.5}': "must be whole numbers, got 1.5",
+    '{"a": ' + "9" * 5000 + "}": "at most 18 digits, got 5000",
     "[" * 100_000: "is nested too deeply",
     '{"a":' * 100_000: "is nested too deeply",
-    '{"a": "\\ud800"}': "is no valid Unicode",
-    '{"\\udfff": "x"}': "is no valid Unicode",
+    '{"a": "\\ud800"}': "is not valid Unicode",
+    '{"\\udfff": "x"}': "is not valid Unicode",
     '{"n": "{count}", "l": [{items}]}': "{items} is not filled in",
     '{"a": "\t"}': "is not JSON",
 }
@@ -290,7 +321,7 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:16])
 def test_hostile_json_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        jsontext.parse(text, "t.json")
+        jsontext.parse_json(text, "t.json")
     assert HOSTILE[text] in str(caught.value)
     assert len(str(caught.value)) < 300
 
@@ -328,18 +359,18 @@ def test_no_shape_crashes_the_reader(version: str | None, key: str, inner: Any, 
     data = {"status": "completed", key: inner, "super_pod_list": other}
     if version is not None:
         data["version"] = version
-    found, faults = read(data)
+    found, faults = read_table(data)
     assert found is not None or faults
     if found is not None and not faults:
-        check(found)
+        check_table(found)
 
 
 @given(JSON)
 def test_the_place_of_every_value_is_found(data: Any) -> None:
     text = json.dumps(data, indent=1)
 
-    def walk(value: Any, path: jsontext.Path) -> None:
-        at = jsontext.locate(text, path)
+    def walk(value: Any, path: jsontext.JsonPath) -> None:
+        at = jsontext.find_offset(text, path)
         assert text[at:].startswith(json.dumps(value)[:1])
         pairs = (
             value.items()
@@ -358,6 +389,6 @@ def test_a_table_that_others_may_write_is_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(table()))
     path.chmod(0o666)
-    loaded = files.load(str(path))
-    assert loaded.wrong == ()
-    assert "every user of this machine may write" in loaded.line(loaded.mild[0])
+    loaded = files.load_table(str(path))
+    assert loaded.errors == ()
+    assert "every user of this machine can write" in loaded.format_fault(loaded.warnings[0])

@@ -1,4 +1,4 @@
-"""torchrun's and msrun's spellings: the same job as in pdrun's own words."""
+"""The options of torchrun and msrun give the same job as pdrun's own options."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_same_job(theirs: str, ours: str) -> None:
 
 
 REFUSED = [
-    ("-r 3 -t 0:1 x", "hides stderr alone"),
+    ("-r 3 -t 0:1 x", "hiding only stderr is not supported"),
     ("-r 3 -t 0:3 --nnodes 2 x", "names local ranks of several nodes"),
     ("--worker_num 8 --local_worker_num 4 --nodes 3 x", "--worker_num 8 contradicts --nodes 3"),
     (
@@ -102,7 +102,7 @@ REFUSED = [
     ),
     ("--nproc-per-node cpu --backend cuda x", "contradicts"),
     ("-r 3 --show-ranks 0 x", "contradicts"),
-    ("--nnodes 2 --log-name {local_rank} x", "is the same on every node"),
+    ("--nnodes 2 --log-name {local_rank} x", "gives the same file names on every node"),
 ]
 
 
@@ -185,4 +185,4 @@ def test_msruns_rows_are_spelt_as_msrun_spells_them() -> None:
 def test_an_endpoint_that_standalone_passes_over_is_named() -> None:
     asked = ask("--standalone --rdzv-endpoint localhost:0 x")
     assert asked.spec.place.scheduler is None
-    assert "--rdzv-endpoint localhost:0 is not used: --standalone meets nobody" in asked.notes
+    assert "--rdzv-endpoint localhost:0 is not used: --standalone runs one node" in asked.notes

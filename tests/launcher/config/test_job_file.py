@@ -1,4 +1,4 @@
-"""Job files: read strictly, every complaint with file and line."""
+"""Job files are read strictly. Every error names file and line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.launcher.config import job_file as specfile
+from pdrun.launcher.config import job_file
 from pdrun.launcher.config.resolve import resolve_spec
 from pdrun.launcher.config.spec import JobSpec, list_field_paths
 from tests.launcher.cli.conftest import Outcome
@@ -20,26 +20,26 @@ HEAD = "program:\n  script: train.py\n"
 
 BAD = [
     ("", "job.yaml: is empty"),
-    ("- a\n", "job.yaml:1: the file must be written as KEY: VALUE lines"),
-    ("resources: 3\n", "job.yaml:1: resources must be written as KEY: VALUE lines"),
+    ("- a\n", "job.yaml:1: the file must be a mapping of KEY: VALUE lines"),
+    ("resources: 3\n", "job.yaml:1: resources must be a mapping of KEY: VALUE lines"),
     (
         HEAD + "resources:\n  nodez: 2\n",
         "job.yaml:4: unknown key 'nodez' in resources; did you mean 'nodes'?",
     ),
-    (HEAD + "nodes: 2\n", "job.yaml:3: unknown key 'nodes'; it belongs under resources"),
+    (HEAD + "nodes: 2\n", "job.yaml:3: unknown key 'nodes'; it belongs to resources"),
     (
         HEAD + "resources:\n  nodes: 2\n  nodes: 2\n",
-        "job.yaml:5: 'nodes' stands twice; first on line 4",
+        "job.yaml:5: 'nodes' is set twice; first on line 4",
     ),
-    (HEAD + "program:\n  script: x.py\n", "job.yaml:3: 'program' stands twice"),
+    (HEAD + "program:\n  script: x.py\n", "job.yaml:3: 'program' is set twice"),
     (
         HEAD + "resources:\n  nodes: no\n",
-        "job.yaml:4: nodes: YAML reads no as true or false; write 'no' in quotes",
+        "job.yaml:4: nodes: YAML reads no as true or false; quote it: 'no'",
     ),
     (HEAD + "job: no\n", "job.yaml:3: job: YAML reads no as true or false"),
     (
         HEAD + "job: 22:30\n",
-        "job.yaml:3: job: YAML reads 22:30 as another number; write '22:30' in quotes",
+        "job.yaml:3: job: YAML reads 22:30 as another number; quote it: '22:30'",
     ),
     (HEAD + "resources:\n  nodes: 010\n", "job.yaml:4: nodes: YAML reads 010 as another number"),
     (HEAD + "resources:\n  nodes: 0x10\n", "job.yaml:4: nodes: YAML reads 0x10 as another number"),
@@ -51,34 +51,34 @@ BAD = [
     (HEAD + "resources:\n  nodes: [2]\n", "job.yaml:4: nodes must be one value"),
     (HEAD + "resources:\n  nodes:\n", "job.yaml:4: nodes has no value"),
     (HEAD + "job: 2026-01-01\n", "job.yaml:3: job: YAML reads 2026-01-01 as a timestamp"),
-    (HEAD + "place:\n  local: yes\n", "job.yaml:4: local: 'yes' must be written true or false"),
-    (HEAD + "place:\n  local: 1\n", "job.yaml:4: '1' is neither true nor false"),
-    (HEAD + "place:\n  insecure: true\n", "job.yaml:4: insecure must be said on the command line"),
+    (HEAD + "place:\n  local: yes\n", "job.yaml:4: local must be true or false, got 'yes'"),
+    (HEAD + "place:\n  local: 1\n", "job.yaml:4: must be true or false, got '1'"),
+    (HEAD + "place:\n  insecure: true\n", "job.yaml:4: insecure must be set on the command line"),
     (HEAD + "place:\n  scheduler: host\n", "job.yaml:4: 'host' has no port"),
     (HEAD + "policy:\n  grace: .inf\n", "job.yaml:4: grace: YAML reads .inf as another number"),
-    (HEAD + "env: [A=1]\n", "job.yaml:3: env must be written as KEY: VALUE lines"),
+    (HEAD + "env: [A=1]\n", "job.yaml:3: env must be a mapping of KEY: VALUE lines"),
     (HEAD + "env:\n  A-B: x\n", "job.yaml:4: 'A-B' is not a variable's name"),
-    (HEAD + "env:\n  A=B: x\n", "job.yaml:4: 'A=B' is not a variable's name"),
+    (HEAD + "env:\n  A=B: x\n", "job.yaml:4: 'A=B' is not the name of a variable"),
     (HEAD + "env:\n  A: on\n", "job.yaml:4: A: YAML reads on as true or false"),
     ("program:\n  script: a.py\n  module: b\n", "contradicts"),
     ("program:\n  script: a.py\n  args: --lr 3\n", "job.yaml:3: args must be a list"),
     ("program:\n  script: a.py\n  args: [[x]]\n", "job.yaml:3: an argument must be one value"),
-    ("program:\n  kind: script\n", "job.yaml:2: kind follows from the key"),
-    ("program: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a tag"),
-    ("program: !script x\n", "job.yaml:1: a tag ('!script') is not allowed"),
+    ("program:\n  kind: script\n", "job.yaml:2: kind is derived from the key"),
+    ("program: !!python/object/apply:os.system [ls]\n", "job.yaml:1: tag"),
+    ("program: !script x\n", "job.yaml:1: tag '!script' is not allowed"),
     ("job: &a x\n", "job.yaml:1: anchors and aliases"),
     ("&a [*a]\n", "job.yaml:1: anchors and aliases"),
     ("a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n", "job.yaml:1: anchors and aliases"),
     ("base: &b {nodes: 2}\nresources:\n  <<: *b\n", "job.yaml:1: anchors and aliases"),
     (HEAD + "resources:\n  <<: {nodes: 2}\n", "job.yaml:4: unknown key '<<' in resources"),
-    (HEAD + "---\njob: x\n", "job.yaml:3: a second document begins here"),
+    (HEAD + "---\njob: x\n", "job.yaml:3: must have one document, got a second one"),
     ("job: " + "[" * 2000 + "]" * 2000, "job.yaml:1: is nested too deeply or too large"),
     ("job: [" + "x, " * 30000 + "x]\n", "job.yaml:1: is nested too deeply or too large"),
-    ("program:\n\tscript: a.py\n", "job.yaml:2: a tab"),
+    ("program:\n\tscript: a.py\n", "job.yaml:2: tabs are not allowed"),
     ("program: [a\n", "is not YAML"),
     ("{: : :\n", "is not YAML"),
     ("job: \x07\n", "is not YAML"),
-    ("? [a]\n: b\n", "a key must be a word"),
+    ("? [a]\n: b\n", "a key must be text"),
     ("job: x\n", "no program to run"),
 ]
 
@@ -97,13 +97,13 @@ def test_a_bad_file_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"job: x\0\n", "holds NUL bytes or is UTF-16"),
-        ("job: x\n".encode("utf-16"), "holds NUL bytes or is UTF-16"),
+        (b"job: x\0\n", "contains NUL bytes or is UTF-16"),
+        ("job: x\n".encode("utf-16"), "contains NUL bytes or is UTF-16"),
         (b"a: b\njob: \xff\n", "job.yaml:2: is not UTF-8"),
-        (b"#" * (specfile.MAX_FILE_BYTES + 1), "is larger than"),
+        (b"#" * (job_file.MAX_FILE_BYTES + 1), "is larger than"),
     ],
 )
-def test_bytes_that_are_no_text(pdrun: Call, folder: Path, data: bytes, message: str) -> None:
+def test_files_that_are_not_text_are_refused(pdrun: Call, folder: Path, data: bytes, message: str) -> None:
     (folder / "job.yaml").write_bytes(data)
     outcome = pdrun("job.yaml")
     assert message in outcome.err
@@ -113,10 +113,10 @@ def test_bytes_that_are_no_text(pdrun: Call, folder: Path, data: bytes, message:
 def read(folder: Path, text: str | bytes) -> JobSpec:
     path = folder / "job.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return resolve_spec(specfile.load_job_file(str(path))).spec
+    return resolve_spec(job_file.load_job_file(str(path))).spec
 
 
-def test_values_mean_what_stands_there(folder: Path) -> None:
+def test_values_are_the_text_in_the_file(folder: Path) -> None:
     spec = read(
         folder,
         (
@@ -136,7 +136,7 @@ def test_values_mean_what_stands_there(folder: Path) -> None:
     assert spec.env == {"A": "1", "B": "yes", "C": ""}
 
 
-def test_the_command_line_counts_before_the_file(pdrun: Call, folder: Path) -> None:
+def test_the_command_line_overrides_the_file(pdrun: Call, folder: Path) -> None:
     (folder / "job.yaml").write_text(HEAD + "  args: [a]\nresources:\n  nodes: 3\n  devices: 2\n")
     outcome = pdrun("--dry-run", "--explain", "--nodes", "1", "job.yaml", "b", "--nodes", "9")
     assert outcome.code == 0, outcome.err
@@ -146,33 +146,33 @@ def test_the_command_line_counts_before_the_file(pdrun: Call, folder: Path) -> N
     assert "job.yaml:6" in outcome.out
 
 
-def test_the_example_that_ships_holds_every_key(folder: Path) -> None:
+def test_the_template_has_every_key(folder: Path) -> None:
     text = (Path(__file__).parents[3] / "templates" / "job.yaml").read_text()
     spec = read(folder, text)
     assert spec.resources == JobSpec(spec.program).resources
     assert spec.policy == JobSpec(spec.program).policy
     assert spec.output == JobSpec(spec.program).output
-    for group, keys in specfile.KEY_PARSERS.items():
+    for group, keys in job_file.KEY_PARSERS.items():
         for key in keys:
             assert f"{key}:" in text, f"{group}.{key}"
     everything = re.sub(r"(?m)^( *)# (\w+: )", r"\1\2", text)
     assert read(folder, everything).place.scheduler == Endpoint("node0", 29400)
 
 
-def test_every_field_of_the_specification_has_its_key() -> None:
-    keys = {f"{group}.{key}" for group, known in specfile.KEY_PARSERS.items() for key in known}
-    apart = {"program.script", "program.module", "program.command", *specfile.FIELD_PATHS}
-    keys = (keys - apart) | {"program.args", "env", "place.hosts", *specfile.TOP_LEVEL_PARSERS}
-    assert keys | set(specfile.REFUSAL_REASONS) == set(list_field_paths())
+def test_every_field_of_the_specification_has_a_key() -> None:
+    keys = {f"{group}.{key}" for group, known in job_file.KEY_PARSERS.items() for key in known}
+    apart = {"program.script", "program.module", "program.command", *job_file.FIELD_PATHS}
+    keys = (keys - apart) | {"program.args", "env", "place.hosts", *job_file.TOP_LEVEL_PARSERS}
+    assert keys | set(job_file.REFUSAL_REASONS) == set(list_field_paths())
 
 
 def test_a_file_that_cannot_be_opened_names_itself(folder: Path) -> None:
     (folder / "dir.yaml").mkdir()
     for name, words in (("nope.yaml", "no such file"), ("dir.yaml", "is not a regular file")):
         with pytest.raises(Exception, match=words):
-            specfile.load_job_file(str(folder / name))
+            job_file.load_job_file(str(folder / name))
 
 
-def test_a_complaint_of_the_parsers_is_one_of_set_up(folder: Path) -> None:
+def test_an_error_of_a_parser_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"job\.yaml:3"):
         read(folder, HEAD + "job: a/b\n")

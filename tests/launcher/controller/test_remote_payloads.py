@@ -250,7 +250,11 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     )
     fake.chmod(0o755)
     hosts = tuple(Host(f"n{number}") for number in range(30))
-    spec = JobSpec(Program("script", "x.py"), place=ClusterOptions(hosts=hosts), reach=RemoteOptions(ssh=str(fake)))
+    spec = JobSpec(
+        Program("script", "x.py"),
+        place=ClusterOptions(hosts=hosts),
+        reach=RemoteOptions(ssh=str(fake)),
+    )
     facts = Facts(
         "here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0
     )
@@ -362,9 +366,13 @@ def test_the_words_of_each_mpirun(family: mpicommand.MpiFamily, words: str) -> N
 
 def test_what_an_mpirun_cannot_be_told() -> None:
     with pytest.raises(UsageError, match="has a port"):
-        mpicommand.build_mpirun_command(MpirunProgram("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False)
+        mpicommand.build_mpirun_command(
+            MpirunProgram("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False
+        )
     with pytest.raises(UsageError, match="has a user"):
-        mpicommand.build_mpirun_command(MpirunProgram("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
+        mpicommand.build_mpirun_command(
+            MpirunProgram("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False
+        )
     found = mpicommand.build_mpirun_command(
         MpirunProgram("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False
     )
@@ -432,7 +440,8 @@ def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
 ) -> None:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     plan = SimpleNamespace(
-        through=ExternalLaunch("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
+        external_launch=ExternalLaunch("mpirun", "", "", argv, {}, {}),
+        spec=JobSpec(Program("script", "x.py")),
     )
     tending = ExternalJob(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):

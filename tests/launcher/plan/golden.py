@@ -28,7 +28,7 @@ from pdrun.backends.base import ToolAnswer, TorchBuild
 from pdrun.errors import PdrunError
 from pdrun.launcher.adapters.mpirun_command import identify_mpirun
 from pdrun.launcher.cli.run import parse_request, run_command
-from pdrun.launcher.plan import render as show
+from pdrun.launcher.plan import render
 from pdrun.launcher.plan.model import BackendFacts, ExternalLauncher, Facts
 from pdrun.launcher.plan.plan import make_plan, plan_simulated_nodes
 from pdrun.topology import CpuSet
@@ -65,7 +65,7 @@ def outcome(case: dict[str, Any], root: Path) -> str:
     except PdrunError as error:
         return f"exit {error.exit_code}\npdrun: error: {error}\n"
     why = [f"  {note}" for note in (*made.notes, f"backend: {made.backend_reason}")]
-    lines = [show.format_plan(made, nodes), "why:", *why, ""]
+    lines = [render.format_plan(made, nodes), "why:", *why, ""]
     said = [f"  {path} by {source}" for path, source in made.sources.items() if source != "default"]
     compared = " ".join(f"{key}={value}" for key, value in made.compared.items())
     return "\n".join([*lines, "sources:", *said, "", f"compared: {compared}"]) + "\n"

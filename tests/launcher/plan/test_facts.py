@@ -37,7 +37,7 @@ def test_one_node_asks_nothing_of_the_network(
     def asked(*args: object) -> None:
         raise AssertionError("the network was asked")
 
-    for name in ("addresses", "route", "is_here", "resolve"):
+    for name in ("list_addresses", "find_local_address", "is_this_machine", "resolve_host"):
         monkeypatch.setattr(network, name, asked)
     for one in (spec(), spec(2, local=True), spec(2, simulated=(0, 2), node_rank=0)):
         found = facts.gather_facts(one, {"PATH": "/bin"})
@@ -194,7 +194,7 @@ def test_a_closed_folder_is_not_there_and_no_fault(
     found = program.check_program(Program("command", "/closed/x"), "/", {})
     assert (found.exit_code, found.error) == (
         126,
-        "'/closed/x' cannot be reached: Permission denied",
+        "'/closed/x' cannot be accessed: Permission denied",
     )  # as a shell says
 
 

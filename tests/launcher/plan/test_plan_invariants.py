@@ -30,7 +30,7 @@ FACTS = Facts(
     torch_version="2.13.0",
     pdrun_version="0.1.0",
     cpus=CpuSet(tuple(range(8))),
-    backends=(BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),),
+    backends=(BackendFacts("cpu", True, "always available", (Device("cpu", 0),)),),
     addresses=(("lo", "127.0.0.1"),),
     uid=1000,
     route_address="127.0.0.1",
@@ -101,7 +101,7 @@ def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
 
 @given(st.text(min_size=1, max_size=80), st.lists(st.text(max_size=20), max_size=4))
 def test_every_program_has_a_key_that_is_a_name(target: str, args: list[str]) -> None:
-    from pdrun.names import check_name
+    from pdrun.text import check_name
 
     key = make_job_key(JobSpec(Program("script", target, tuple(args))))
     assert check_name(key, where="test") == key
@@ -149,21 +149,21 @@ def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
     assert all(text.isprintable() and len(text) < 500 for text in texts)
 
 
-def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> None:
+def test_several_nodes_on_the_schedulers_machine_have_different_names() -> None:
     def name(local: bool, **place: object) -> str:
         spec = JobSpec(
             SCRIPT, Resources(nodes=3), place=ClusterOptions(scheduler=Endpoint("host1", 5), **place)
         )  # type: ignore[arg-type]
-        return choose_node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
+        return choose_node_name(spec, dataclasses.replace(FACTS, is_scheduler_local=local))
 
     assert [name(True, node_rank=rank) for rank in (0, 1, 2)] == ["host1", "host1-1", "host1-2"]
     assert [name(False, node_rank=rank) for rank in (0, 1)] == ["host1", "host1"]
     assert (name(True), name(True, node_rank=1, node_name="mine")) == ("host1", "mine")
 
 
-def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
+def test_an_unknown_scheduler_name_is_the_error_and_not_the_route() -> None:
     facts = dataclasses.replace(
-        FACTS, route_address="", local_endpoint=False, scheduler_fault="the name is unknown"
+        FACTS, route_address="", is_scheduler_local=False, scheduler_error="the name is unknown"
     )
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(scheduler=Endpoint("n", 5)))
     with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
@@ -186,7 +186,7 @@ def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
     ],
 )
 @pytest.mark.parametrize("env", [False, True])
-def test_what_no_node_could_be_told_is_refused_before_anything_starts(
+def test_a_specification_too_large_for_a_message_is_refused(
     place: ClusterOptions, env: bool
 ) -> None:
     long = '"' * (
@@ -196,7 +196,7 @@ def test_what_no_node_could_be_told_is_refused_before_anything_starts(
     nodes = 1 if place.serve or place.launcher else 2
     spec = JobSpec(program, Resources(nodes=nodes), place=place, env={"LONG": long} if env else {})
     with pytest.raises(
-        PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"
+        PdrunError, match=r"--env variables .* must be at most 983,040 bytes, got 98\d,\d{3}"
     ):
         make_plan(spec, FACTS, {})
     alone = dataclasses.replace(spec, place=ClusterOptions(), resources=Resources(nodes=1))
@@ -226,7 +226,7 @@ KEPT = """
 """
 
 
-def test_words_of_launchers_go_and_the_rest_stays() -> None:
+def test_variables_of_launchers_are_removed() -> None:
     kept, gone = remove_launcher_variables(dict.fromkeys([*LAUNCHERS.split(), *KEPT.split()], "x"))
     assert set(gone) == set(LAUNCHERS.split())
     assert set(kept) == set(KEPT.split())
@@ -249,17 +249,17 @@ def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
 
 
 @pytest.mark.parametrize("bind", ["cores", "numa"])
-def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) -> None:
+def test_an_impossible_binding_is_refused(bind: str) -> None:
     facts = machine(2, None, 0)
     sources = {"resources.bind": "--bind"}
     spec = JobSpec(SCRIPT, Resources(devices=4, bind=bind))  # type: ignore[arg-type]
     with pytest.raises(
         PdrunError,
-        match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto",
+        match=rf"--bind: {bind} is not possible: 2 usable core\(s\) for 4 worker\(s\); .*--bind auto",
     ):
         make_plan(spec, facts, sources)
     local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=ClusterOptions(local=True))  # type: ignore[arg-type]
-    with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
+    with pytest.raises(PdrunError, match=rf"{bind} is not possible"):
         make_plan(local, facts, sources)
     assert not any(
         worker.cpus for worker in make_plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
@@ -272,25 +272,25 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
     ("local", "serve", "mode"),
     [(True, None, "head"), (False, None, "join"), (False, True, "head")],
 )
-def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
+def test_node_0_runs_a_scheduler_with_a_foreign_address_only_with_serve(
     local: bool, serve: bool | None, mode: str
 ) -> None:
-    """Else two hosts that both claim rank 0 would not hear of each other."""
+    """Otherwise two hosts that both claim rank 0 would run a scheduler each."""
     place = ClusterOptions(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
-    facts = dataclasses.replace(FACTS, local_endpoint=local)
+    facts = dataclasses.replace(FACTS, is_scheduler_local=local)
     made = make_plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
     assert made.mode == mode
-    assert any("--serve: run it here" in note for note in made.notes) == (mode == "join")
+    assert any("--serve: run the scheduler here" in note for note in made.notes) == (mode == "join")
 
 
 @pytest.mark.parametrize("serve", [True, False])
-def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(serve: bool) -> None:
+def test_a_scheduler_whose_name_is_loopback_uses_an_address_of_the_network(serve: bool) -> None:
     """
     Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the
     same address.
     """
     facts = dataclasses.replace(
-        FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5"
+        FACTS, is_scheduler_local=True, is_loopback_name=True, route_address="10.0.0.5"
     )
     place = ClusterOptions(scheduler=Endpoint("here", 7777), serve=serve)
     made = make_plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})

@@ -10,9 +10,9 @@ import pytest
 from pdrun.errors import UsageError
 from pdrun.launcher.config.spec import JobSpec, Program
 from pdrun.launcher.plan.model import Facts
-from pdrun.launcher.plan.script_scan import told
-from pdrun.launcher.plan.start_method import starting
-from pdrun.launcher.stdlib_only.import_env import frozen, importing, late_assignment, needs_exec
+from pdrun.launcher.plan.script_scan import scan_script
+from pdrun.launcher.plan.start_method import choose_start_method
+from pdrun.launcher.stdlib_only.import_env import is_import_variable, import_environment, find_late_assignment, why_exec_needed
 from pdrun.topology import CpuSet
 
 FIT = Facts(
@@ -27,21 +27,21 @@ FIT = Facts(
     backends=(),
     addresses=(),
     uid=0,
-    wants_torch=True,
+    imports_torch=True,
 )
 
 
 def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=None, visible=None):
     spec = JobSpec(Program(kind, "train.py", start=start))  # type: ignore[arg-type]
-    return starting(spec, facts, {"program.start": "--start"}, env or {}, visible or {})
+    return choose_start_method(spec, facts, {"program.start": "--start"}, env or {}, visible or {})
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"wants_torch": False}, "does not import torch"),
+        ({"imports_torch": False}, "does not import torch"),
         ({"torch_version": ""}, "not installed"),
-        ({"unforkable": "a folder"}, "a folder"),
+        ({"exec_reason": "a folder"}, "a folder"),
         ({"late_variable": "a.py:3 sets OMP_NUM_THREADS"}, "a.py:3 sets"),
     ],
 )
@@ -68,14 +68,14 @@ def test_environments_that_count_at_the_start_of_a_process(env: dict[str, str]) 
 def test_fork_and_exec_as_asked() -> None:
     assert decided().how == "fork" and not decided().strict
     assert decided(start="exec").how == "exec"
-    assert decided(replace(FIT, wants_torch=False), "fork").strict
-    with pytest.raises(UsageError, match="a command is executed"):
+    assert decided(replace(FIT, imports_torch=False), "fork").strict
+    with pytest.raises(UsageError, match="a command runs without Python"):
         decided(start="fork", kind="command")
 
 
 def test_optimizers_bring_what_they_import() -> None:
     assert "torch._dynamo" not in decided().modules
-    assert "torch._dynamo" in decided(replace(FIT, optimizes=True)).modules
+    assert "torch._dynamo" in decided(replace(FIT, uses_optimizer=True)).modules
 
 
 def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() -> None:
@@ -113,13 +113,13 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
     ],
 )
 def test_assignments_that_come_too_late(text: str, found: tuple[int, str] | None) -> None:
-    assert late_assignment(text) == found
+    assert find_late_assignment(text) == found
 
 
 def test_names() -> None:
     assert all(
         map(
-            frozen,
+            is_import_variable,
             (
                 "OMP_NUM_THREADS",
                 "PYTHONPATH",
@@ -131,11 +131,11 @@ def test_names() -> None:
     )
     assert not any(
         map(
-            frozen,
+            is_import_variable,
             ("RANK", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME"),
         )
     )
-    assert needs_exec({"OMP_NUM_THREADS": "4"}) == ""
+    assert why_exec_needed({"OMP_NUM_THREADS": "4"}) == ""
 
 
 def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
         ("import pdrun\n", False),
     ):
         script.write_text(text)
-        assert told(script, text.encode()).torch is torch, text
-    found = told(script, b"import pkg\n")
-    assert found.optimizes and found.late == "model.py:2 sets OMP_X"
+        assert scan_script(script, text.encode()).imports_torch is torch, text
+    found = scan_script(script, b"import pkg\n")
+    assert found.uses_optimizer and found.late_variable == "model.py:2 sets OMP_X"
 
 
 def test_the_import_itself_has_one_thread_whatever_was_asked_for() -> None:
-    found = importing({"OMP_NUM_THREADS": "8", "OTHER": "x"})
+    found = import_environment({"OMP_NUM_THREADS": "8", "OTHER": "x"})
     assert found == {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

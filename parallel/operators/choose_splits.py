@@ -237,7 +237,10 @@ def _describe_kind(operator: Operator) -> str:
 def missing_rule_error(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
     what = f"no rule for splitting {operator.kind} ({operator.display_name})"
-    hint = f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it in full on every rank'
+    hint = (
+        f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it in full on every'
+        " rank"
+    )
     return UsageError(what, where=operator.source or OPERATORS_API, hint=hint)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,10 +102,12 @@ class OperatorEngine:
         key = (stage, _call_key(args, kwargs, model.training))
         if key not in self.programs:
             plan = self.plan_call(args, kwargs, model.training)
-            part = stage_plans(plan)[stage]
-            held = str if self._split is None else functools.partial(self._local_name, model, part)
+            stage_plan = stage_plans(plan)[stage]
+            local_name: Callable[[str], str] = str
+            if self._split is not None:
+                local_name = functools.partial(self._local_name, model, stage_plan)
             self.programs[key] = build_local_program(
-                plan, self.axes, part, find_called_modules(model), held
+                plan, self.axes, stage_plan, find_called_modules(model), local_name
             )
         return self.programs[key]
 
@@ -120,17 +122,17 @@ class OperatorEngine:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         self.stages = stages
 
-    def _local_name(self, model: nn.Module, part: StagePlan, first_name: str) -> str:
+    def _local_name(self, model: nn.Module, stage_plan: StagePlan, first_name: str) -> str:
         """
         Return the name of a weight or buffer on this rank. In the full model it can have several.
         """
         for name in self.all_names[first_name]:
-            path, _, own = name.rpartition(".")
+            path, _, key = name.rpartition(".")
             module = model.get_submodule(path)
-            if own in module._parameters or own in module._buffers:
+            if key in module._parameters or key in module._buffers:
                 return name
-        what = f"stage {part.stage} uses {first_name}, which for the first batch it did not"
-        hint = f"Pipeline(shared={{{first_name!r}: [{part.stage}]}})"
+        what = f"stage {stage_plan.stage} uses {first_name}, but not for the first batch"
+        hint = f"Pipeline(shared={{{first_name!r}: [{stage_plan.stage}]}})"
         raise UsageError(what, where=OPERATORS_API, hint=hint)
 
 
@@ -161,8 +163,8 @@ def plan_graph(
     if not gather:
         plan.keep_results_sharded()
         if not plan.sharded_results and grid.size > 1:
-            what = "gather=False, and no result of the model is cut along its last dim"
-            hint = 'cut the head by words: {"head.weight": pdrun.L("tp", None)}'
+            what = "gather=False, but no result of the model is sharded on its last dim"
+            hint = 'shard the head over the vocabulary: {"head.weight": pdrun.L("tp", None)}'
             raise UsageError(what, where=OPERATORS_API, hint=hint)
     return plan
 
@@ -190,44 +192,42 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy on the meta device. Tied weights stay tied."""
     memo = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        bare = tensor.detach().to("meta")
-        memo[id(tensor)] = (
-            nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-        )
+        meta_tensor = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta_tensor = nn.Parameter(meta_tensor, tensor.requires_grad)
+        memo[id(tensor)] = meta_tensor
     return copy.deepcopy(model, memo)
 
 
 def on_meta(values: Any) -> Any:
     """Return nested values with their tensors on the meta device."""
-    return pytree.tree_map(
-        lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, values
-    )
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
 
 
 def _names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each weight and buffer, by the first name."""
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for kind in (
+    first_names: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for tensors in (
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     ):
-        for name, tensor in kind:
-            found.setdefault(first.setdefault(id(tensor), name), []).append(name)
-    return found
+        for name, tensor in tensors:
+            names.setdefault(first_names.setdefault(id(tensor), name), []).append(name)
+    return names
 
 
 def find_weight_layouts(model: nn.Module) -> dict[str, LayoutSpec]:
     """
     Return the layouts of weights that `shard` set on modules, by the first name of the weight.
     """
-    first = {id(param): name for name, param in model.named_parameters()}
-    found = {}
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    layouts = {}
     for module in model.modules():
         sharding = getattr(module, "_pdrun_sharding", None)
         if isinstance(sharding, ModuleSharding):
             params = dict(module.named_parameters())
-            found.update(
-                {first[id(params[name])]: layout for name, layout in sharding.weights.items()}
+            layouts.update(
+                {first_names[id(params[name])]: layout for name, layout in sharding.weights.items()}
             )
-    return found
+    return layouts

@@ -48,14 +48,14 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
         stage: only those of one pipeline stage; default: all.
     """
     if stage is None:
-        for one in stage_plans(plan):
-            yield from list_moves(plan, one)
+        for stage_plan in stage_plans(plan):
+            yield from list_moves(plan, stage_plan)
         return
     graph = plan.graph
     seen = set()
 
-    def new(
-        place: int,
+    def new_moves(
+        position: int,
         index: int,
         source: L,
         target: L,
@@ -63,39 +63,40 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
         shares: tuple[str, ...] = (),
     ) -> Iterator[MoveTraffic]:
         tensor = graph.tensors[index]
-        done: tuple[LayoutMove, ...] = ()
+        path: tuple[LayoutMove, ...] = ()
         for move in redistribution_path(source, target, fans, shares):
-            done = (*done, move)
-            if (index, source, done) not in seen:
-                seen.add((index, source, done))
+            path = (*path, move)
+            if (index, source, path) not in seen:
+                seen.add((index, source, path))
                 sent = move.count_bytes(
                     plan.grid, tensor.shape, tensor.dtype.itemsize, tensor.requires_grad
                 )
-                yield MoveTraffic(place, index, move, *sent)
+                yield MoveTraffic(position, index, move, *sent)
 
-    for place in stage.operators:
-        operator = graph.operators[place]
-        choice = plan.shardings[place]
-        for at, index in enumerate(operator.inputs):
-            target = choice.input_layout(at, len(graph.shape_of(index)))
+    for position in stage.operators:
+        operator = graph.operators[position]
+        sharding = plan.shardings[position]
+        for slot, index in enumerate(operator.inputs):
+            target = sharding.input_layout(slot, len(graph.shape_of(index)))
             source = stage.source_layout(plan, index)
-            yield from new(
-                place,
+            yield from new_moves(
+                position,
                 index,
                 source,
                 target,
-                plan.grad_sum_axes(place, at),
-                plan.grad_share_axes(place, at),
+                plan.grad_sum_axes(position, slot),
+                plan.grad_share_axes(position, slot),
             )
-        for at, index in enumerate(operator.outputs):
+        for slot, index in enumerate(operator.outputs):
             if index in plan.out_layouts:
-                raw = choice.output_layout(at, len(graph.shape_of(index)))
-                yield from new(place, index, raw, plan.out_layouts[index])
+                made_layout = sharding.output_layout(slot, len(graph.shape_of(index)))
+                yield from new_moves(position, index, made_layout, plan.out_layouts[index])
     for index, layout in stage.sent.items():
-        yield from new(len(graph.operators), index, stage.source_layout(plan, index), layout)
-    for value in graph.results if stage.is_last else ():
+        yield from new_moves(len(graph.operators), index, stage.source_layout(plan, index), layout)
+    results = graph.results if stage.is_last else []
+    for value in results:
         if isinstance(value, TensorRef):
-            yield from new(
+            yield from new_moves(
                 len(graph.operators),
                 value.index,
                 stage.source_layout(plan, value.index),
@@ -105,15 +106,15 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
 
 def explain_plan(plan: OperatorPlan) -> str:
     """Return a plan as text, stage by stage in a pipeline."""
-    every = list[MoveTraffic]()
+    all_moves = list[MoveTraffic]()
     lines = [f"operators over ({plan.grid})"]
-    for part in stage_plans(plan):
-        mine = list(list_moves(plan, part))
-        every += mine
+    for stage_plan in stage_plans(plan):
+        moves = list(list_moves(plan, stage_plan))
+        all_moves += moves
         if plan.graph.stage_count:
-            lines.append(f"stage {part.stage}")
-        lines += _operator_lines(plan, part, mine)
-    return "\n".join([*lines, *_weight_lines(plan), *_total_lines(plan, every), *plan.notes])
+            lines.append(f"stage {stage_plan.stage}")
+        lines += _operator_lines(plan, stage_plan, moves)
+    return "\n".join([*lines, *_weight_lines(plan), *_total_lines(plan, all_moves), *plan.notes])
 
 
 def _operator_lines(
@@ -123,38 +124,47 @@ def _operator_lines(
     Yield a line per operator of a stage, with the moves before it, and the lines of its results.
     """
     graph = plan.graph
-    found: dict[int, list[MoveTraffic]] = {}
-    for moved in moves:
-        found.setdefault(moved.position, []).append(moved)
-    for place in stage.operators:
-        operator = graph.operators[place]
-        choice = plan.shardings[place]
-        for moved in found.get(place, ()):
-            yield f"    {_describe_move(plan, moved)}"
+    moves_before: dict[int, list[MoveTraffic]] = {}
+    for move in moves:
+        moves_before.setdefault(move.position, []).append(move)
+    for position in stage.operators:
+        operator = graph.operators[position]
+        sharding = plan.shardings[position]
+        for move in moves_before.get(position, ()):
+            yield f"    {_describe_move(plan, move)}"
         ins = ", ".join(
-            _format_layout(choice.input_layout(at, len(graph.shape_of(index))))
-            for at, index in enumerate(operator.inputs)
+            _format_layout(sharding.input_layout(slot, len(graph.shape_of(index))))
+            for slot, index in enumerate(operator.inputs)
         )
         outs = ", ".join(
-            _format_layout(choice.output_layout(at, len(graph.shape_of(index))))
-            for at, index in enumerate(operator.outputs)
+            _format_layout(sharding.output_layout(slot, len(graph.shape_of(index))))
+            for slot, index in enumerate(operator.outputs)
         )
-        said = "  (as configured)" if choice.fixed_axes else ""
-        yield f"{operator.name}: {ins} -> {outs}{said}"
-    for moved in found.get(len(graph.operators), ()):
-        yield f"    {'result ' if stage.is_last else ''}{_describe_move(plan, moved)}"
+        line = f"{operator.name}: {ins} -> {outs}"
+        if sharding.fixed_axes:
+            line += "  (as configured)"
+        yield line
+    for move in moves_before.get(len(graph.operators), ()):
+        prefix = "    result" if stage.is_last else "   "
+        yield f"{prefix} {_describe_move(plan, move)}"
     for index, layout in stage.sent.items():
-        yield f"    to stage {stage.stage + 1}: {_describe_tensor(plan, index)} as {_format_layout(layout)} {_describe_sent(plan, index, layout)}"
-    for value in graph.results if stage.is_last else ():
+        tensor = f"{_describe_tensor(plan, index)} as {_format_layout(layout)}"
+        yield f"    to stage {stage.stage + 1}: {tensor} {_describe_sent(plan, index, layout)}"
+    if not stage.is_last:
+        return
+    for value in graph.results:
         if isinstance(value, TensorRef) and value.index in plan.sharded_results:
-            yield f"    result {_describe_tensor(plan, value.index)} stays {_format_layout(plan.sharded_results[value.index])}"
+            layout = plan.sharded_results[value.index]
+            yield f"    result {_describe_tensor(plan, value.index)} stays {_format_layout(layout)}"
 
 
 def _describe_sent(plan: OperatorPlan, index: int, layout: L) -> str:
     """Return the bytes that a rank sends of a tensor, and receives of its gradient, as text."""
     tensor = plan.graph.tensors[index]
     nbytes = largest_shard_numel(plan.grid, layout, tensor.shape) * tensor.dtype.itemsize
-    return f"({format_bytes(nbytes)} forward{f', {format_bytes(nbytes)} backward' if tensor.requires_grad else ''})"
+    if tensor.requires_grad:
+        return f"({format_bytes(nbytes)} forward, {format_bytes(nbytes)} backward)"
+    return f"({format_bytes(nbytes)} forward)"
 
 
 def _describe_tensor(plan: OperatorPlan, index: int) -> str:
@@ -162,9 +172,9 @@ def _describe_tensor(plan: OperatorPlan, index: int) -> str:
     return f"{tensor.name} {list(tensor.shape)}"
 
 
-def _describe_move(plan: OperatorPlan, moved: MoveTraffic) -> str:
-    told = moved.move.describe(plan.graph.tensors[moved.tensor].requires_grad)
-    return f"{_describe_tensor(plan, moved.tensor)}: {told} {_format_traffic(moved)}".rstrip()
+def _describe_move(plan: OperatorPlan, move: MoveTraffic) -> str:
+    text = move.move.describe(plan.graph.tensors[move.tensor].requires_grad)
+    return f"{_describe_tensor(plan, move.tensor)}: {text} {_format_traffic(move)}".rstrip()
 
 
 def _format_layout(layout: L) -> str:
@@ -173,35 +183,39 @@ def _format_layout(layout: L) -> str:
     return f"[{dims}]" + "".join(f"+{axis}" for axis in layout.sums)
 
 
-def _format_traffic(moved: MoveTraffic) -> str:
-    told = [
-        f"{format_bytes(count)} {way}"
-        for way, count in (("forward", moved.forward_bytes), ("backward", moved.backward_bytes))
+def _format_traffic(move: MoveTraffic) -> str:
+    texts = [
+        f"{format_bytes(count)} {direction}"
+        for direction, count in (("forward", move.forward_bytes), ("backward", move.backward_bytes))
         if count
     ]
-    return f"({', '.join(told)})" if told else ""
+    if not texts:
+        return ""
+    return f"({', '.join(texts)})"
 
 
 def _weight_lines(plan: OperatorPlan) -> Iterator[str]:
-    cut = {index: layout for index, layout in plan.weights.items() if layout.axes}
-    if cut:
-        yield "weights that are cut"
-        for index, layout in cut.items():
+    sharded = {index: layout for index, layout in plan.weights.items() if layout.axes}
+    if sharded:
+        yield "sharded weights"
+        for index, layout in sharded.items():
             yield f"    {_describe_tensor(plan, index)} {_format_layout(layout)}"
     for axis in plan.grid.names:
         summed = [index for index, axes in plan.grad_sums.items() if axis in axes]
         if summed:
             nbytes = sum(plan.graph.tensors[index].nbytes for index in summed)
             names = ", ".join(plan.graph.tensors[index].name for index in summed)
-            yield f"gradients added up over {axis} once a step ({format_bytes(nbytes)}): {names}"
+            size = format_bytes(nbytes)
+            yield f"gradients all-reduced over {axis} once per step ({size}): {names}"
 
 
 def _total_lines(plan: OperatorPlan, moves: list[MoveTraffic]) -> Iterator[str]:
     for axis in plan.grid.names:
-        mine = [moved for moved in moves if moved.move.axis == axis]
-        forward = sum(moved.forward_bytes for moved in mine)
-        backward = sum(moved.backward_bytes for moved in mine)
-        yield f"over {axis}: {format_bytes(forward)} forward, {format_bytes(backward)} backward a pass"
+        own_moves = [move for move in moves if move.move.axis == axis]
+        forward = sum(move.forward_bytes for move in own_moves)
+        backward = sum(move.backward_bytes for move in own_moves)
+        total = f"{format_bytes(forward)} forward, {format_bytes(backward)} backward"
+        yield f"over {axis}: {total} per pass"
 
 
 def format_bytes(count: int) -> str:
@@ -211,4 +225,6 @@ def format_bytes(count: int) -> str:
         if amount < 1024 or unit == "GiB":
             break
         amount /= 1024
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+    if unit == "B":
+        return f"{amount:.0f} B"
+    return f"{amount:.1f} {unit}"

@@ -67,16 +67,16 @@ class Operators:
         if entries is not None and not (
             isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
         ):
-            hint = '{"fc1.weight": pdrun.L("tp", None)}'
             raise UsageError(
-                f"{entries!r} is no dict of layouts and cuts by name",
+                f"entries must be a dict of layouts by name, got {entries!r}",
                 where=OPERATORS_API,
-                hint=hint,
+                hint='{"fc1.weight": pdrun.L("tp", None)}',
             )
         if not isinstance(gather, bool):
-            hint = "gather=False leaves logits cut by words, for pdrun.cross_entropy"
             raise UsageError(
-                f"gather={gather!r} is neither True nor False", where=OPERATORS_API, hint=hint
+                f"gather must be True or False, got {gather!r}",
+                where=OPERATORS_API,
+                hint="gather=False leaves logits sharded, for pdrun.cross_entropy",
             )
         self.entries = dict(entries or {})
         self.gather = gather
@@ -100,9 +100,11 @@ class Operators:
             UsageError: the model does not export, an operator has no rule, or an entry is
                 impossible.
         """
-        shadow = meta_copy(model)
+        meta_model = meta_copy(model)
         args, kwargs = on_meta((args, kwargs or {}))
-        return self.plan_of(export_graph(shadow, args, kwargs), mesh, find_weight_layouts(model))
+        return self.plan_of(
+            export_graph(meta_model, args, kwargs), mesh, find_weight_layouts(model)
+        )
 
     def plan_of(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
@@ -122,9 +124,11 @@ class Operators:
                 parallel, or for stages without a `pdrun.Pipeline`.
         """
         if axes.grid.degree("pp") > 1:
-            told = f"pp={axes.grid.degree('pp')} without a pipeline that says which module is on which stage"
             raise UsageError(
-                told, where=OPERATORS_API, hint="pipeline=pdrun.Pipeline(microbatches=8)"
+                f"the mesh has pp={axes.grid.degree('pp')}, but no pipeline= assigns modules to"
+                " stages",
+                where=OPERATORS_API,
+                hint="pipeline=pdrun.Pipeline(microbatches=8)",
             )
         return self._check_and_cut(model, axes, sample, None)
 
@@ -140,15 +144,17 @@ class Operators:
         """Check the mesh and the sample, then shard the model."""
         parts = axes.grid.degree("cp")
         if parts > 1:
-            told = f"cp={parts} beside a strategy of operators, which cuts sequences over tensor axes itself"
-            hint = (
-                f"leave context= out, name the axis as you like, mesh(..., sp={parts}), and lay the sequence out over"
-                ' it: {"emb": (None, pdrun.L("dp", "sp"))}, or pdrun.constrain(x, pdrun.L("dp", "sp", None)) in forward'
+            raise UsageError(
+                f"cp={parts} is not supported here: pdrun.Operators shards sequences over tensor"
+                " axes",
+                where=OPERATORS_API,
+                hint=f"remove context=, use an axis of another name, mesh(..., sp={parts}), and"
+                ' shard the sequence over it: {"emb": (None, pdrun.L("dp", "sp"))}, or'
+                ' pdrun.constrain(x, pdrun.L("dp", "sp", None)) in forward',
             )
-            raise UsageError(told, where=OPERATORS_API, hint=hint)
         if sample is None:
             raise UsageError(
-                "a strategy of operators needs a batch to see shapes",
+                "sample must be a batch, got None: pdrun.Operators needs its shapes",
                 where=OPERATORS_API,
                 hint="give sample=batch",
             )
@@ -168,15 +174,15 @@ class Operators:
         params = dict(model.named_parameters())
         for index, layout in plan.weights.items():
             tensor = plan.graph.tensors[index]
-            sums = plan.grad_sums[index]
-            if layout.axes or sums:
-                cut = make_shard(tensor.shape, layout, axes.grid, axes.rank, sums)
+            grad_sums = plan.grad_sums[index]
+            if layout.axes or grad_sums:
+                shard = make_shard(tensor.shape, layout, axes.grid, axes.rank, grad_sums)
                 param = params[tensor.name]
                 if param.device.type == "meta":
-                    param.data = torch.empty(cut.local_shape, dtype=param.dtype, device="meta")
+                    param.data = torch.empty(shard.local_shape, dtype=param.dtype, device="meta")
                 else:
-                    param.data = cut.take_from(param.data)
-                set_shard(param, cut)
+                    param.data = shard.take_from(param.data)
+                set_shard(param, shard)
         derive_class(model, PartitionedModule)
         accept_segments(model)
         model._pdrun_engine = engine
@@ -198,11 +204,11 @@ class PartitionedModule(nn.Module):
             program = engine.program_for(self, args, kwargs)
             results = program.run(self, leaves)
         else:
-            one = engine.stages.require_running()
-            program = engine.program_for(self, args, kwargs, one.stage)
-            results = one.run_graph(functools.partial(program.run, self, leaves))
-        for place, words in program.vocab_shards.items():
-            mark_sharded_logits(results[place], words)
+            stage = engine.stages.require_running()
+            program = engine.program_for(self, args, kwargs, stage.stage)
+            results = stage.run_graph(functools.partial(program.run, self, leaves))
+        for position, vocab_shard in program.vocab_shards.items():
+            mark_sharded_logits(results[position], vocab_shard)
         return pytree.tree_unflatten(results, program.plan.graph.result_structure)
 
     def explain(self) -> str:
@@ -222,13 +228,17 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
     See `pdrun.parallel.training.loss.call_model`.
     """
     if isinstance(batch, Mapping):
-        known = inspect.signature(model.forward).parameters
-        takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())
-        return (), {key: value for key, value in batch.items() if takes_all or key in known}
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
+        return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
     if isinstance(batch, (tuple, list)) and not batch:
         raise UsageError(
-            "the sample is empty",
+            f"sample must be a batch, got an empty {type(batch).__name__}",
             where=OPERATORS_API,
             hint="sample= is a batch as run.step takes it",
         )
-    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
+    if isinstance(batch, (tuple, list)):
+        return (batch[0],), {}
+    return (batch,), {}

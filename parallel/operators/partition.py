@@ -88,34 +88,35 @@ class _ProgramBuilder:
         """Build the local graph."""
         self.local_graph.placeholder("model")
         names = self._add_placeholders()
-        for place in self.stage.operators:
-            before = self.local_graph._root.prev
-            self._add_operator(place, self.graph.operators[place])
-            self._mark_unit(before, find_unit(self.graph.operators[place].module, self.units))
+        for position in self.stage.operators:
+            last_node = self.local_graph._root.prev
+            self._add_operator(position, self.graph.operators[position])
+            self._mark_unit(last_node, find_unit(self.graph.operators[position].module, self.units))
         self.local_graph.output(self._build_results())
         self.local_graph.eliminate_dead_code(_is_impure)
-        graph, names = (
-            extract_segments(self.root, self.local_graph, names)
-            if self.units
-            else (self.local_graph, names)
-        )
+        graph = self.local_graph
+        if self.units:
+            graph, names = extract_segments(self.root, graph, names)
         graph.lint()
-        words = {
-            place: self._vocab_shard(value.index)
-            for place, value in enumerate(self.graph.results if self.stage.is_last else ())
-            if isinstance(value, TensorRef) and value.index in self.plan.sharded_results
-        }
-        return LocalProgram(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names, words)
+        vocab_shards = {}
+        if self.stage.is_last:
+            vocab_shards = {
+                position: self._vocab_shard(value.index)
+                for position, value in enumerate(self.graph.results)
+                if isinstance(value, TensorRef) and value.index in self.plan.sharded_results
+            }
+        module = fx.GraphModule(self.root, graph, "LocalGraph")
+        return LocalProgram(self.plan, module, names, vocab_shards)
 
     def _build_results(self) -> list[Any]:
         if not self.stage.is_last:
             return [self._in_layout(index, layout, ()) for index, layout in self.stage.sent.items()]
-        return [
-            self._in_layout(value.index, self.plan.result_layout(value.index), ())
-            if isinstance(value, TensorRef)
-            else value
-            for value in self.graph.results
-        ]
+        results = list(self.graph.results)
+        for position, value in enumerate(results):
+            if isinstance(value, TensorRef):
+                layout = self.plan.result_layout(value.index)
+                results[position] = self._in_layout(value.index, layout, ())
+        return results
 
     def _vocab_shard(self, index: int) -> VocabShard:
         layout = self.plan.sharded_results[index]
@@ -124,22 +125,21 @@ class _ProgramBuilder:
             self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1]
         )
 
-    def _mark_unit(self, before: fx.Node, unit: str) -> None:
+    def _mark_unit(self, last_node: fx.Node, unit: str) -> None:
         """Set the submodule of all nodes after one."""
-        node = before.next
+        node = last_node.next
         while unit and node is not self.local_graph._root:
             node.meta[UNIT_KEY] = unit
             node = node.next
 
     def _add_placeholders(self) -> list[str]:
         used = {
-            index for place in self.stage.operators for index in self.graph.operators[place].inputs
+            index
+            for position in self.stage.operators
+            for index in self.graph.operators[position].inputs
         }
-        used |= (
-            {value.index for value in self.graph.results if isinstance(value, TensorRef)}
-            if self.stage.is_last
-            else set()
-        )
+        if self.stage.is_last:
+            used |= {value.index for value in self.graph.results if isinstance(value, TensorRef)}
         used |= set(self.stage.sent)
         names: list[str] = []
         for index, tensor in enumerate(self.graph.tensors):
@@ -156,12 +156,12 @@ class _ProgramBuilder:
                     f"c_{index}", self.graph.constants[index].to(self.axes.device)
                 )
                 self.nodes[index, ()] = self.local_graph.get_attr(f"c_{index}")
-        for place, known in enumerate(self.graph.inputs):
-            node = self.local_graph.placeholder(f"x_{place}")
-            if known is not None:
-                self.nodes[known, ()] = node
-        for place, index in enumerate(self.stage.received):
-            self.nodes[index, ()] = self.local_graph.placeholder(f"t_{place}")
+        for position, tensor_index in enumerate(self.graph.inputs):
+            node = self.local_graph.placeholder(f"x_{position}")
+            if tensor_index is not None:
+                self.nodes[tensor_index, ()] = node
+        for position, index in enumerate(self.stage.received):
+            self.nodes[index, ()] = self.local_graph.placeholder(f"t_{position}")
         return names
 
     def _in_layout(
@@ -207,49 +207,45 @@ class _ProgramBuilder:
     # ---- operators ----------------------------------------------------------
 
     def _add_operator(self, position: int, operator: Operator) -> None:
-        choice = self.plan.shardings[position]
+        sharding = self.plan.shardings[position]
         inputs = []
-        for at, index in enumerate(operator.inputs):
-            wanted = choice.input_layout(at, len(self.graph.shape_of(index)))
+        for slot, index in enumerate(operator.inputs):
+            wanted = sharding.input_layout(slot, len(self.graph.shape_of(index)))
             inputs.append(
                 self._in_layout(
                     index,
                     wanted,
-                    self.plan.grad_sum_axes(position, at),
-                    self.plan.grad_share_axes(position, at),
+                    self.plan.grad_sum_axes(position, slot),
+                    self.plan.grad_share_axes(position, slot),
                 )
             )
         if operator.kind in NO_OP_KINDS:
-            made: Any = (
-                inputs[0]
-                if operator.kind == "constrain"
-                else self.local_graph.call_method("detach", (inputs[0],))
-            )
+            result = inputs[0]
+            if operator.kind != "constrain":
+                result = self.local_graph.call_method("detach", (result,))
         else:
-            made = self._call_operator(position, operator, inputs)
-        for at, index in enumerate(operator.outputs):
-            node = (
-                self.local_graph.call_function(get_item, (made, at))
-                if operator.returns_list
-                else made
-            )
-            raw = choice.output_layout(at, len(self.graph.shape_of(index)))
+            result = self._call_operator(position, operator, inputs)
+        for slot, index in enumerate(operator.outputs):
+            node = result
+            if operator.returns_list:
+                node = self.local_graph.call_function(get_item, (result, slot))
+            made_layout = sharding.output_layout(slot, len(self.graph.shape_of(index)))
             self.nodes[index, ()] = node
             if index in self.plan.out_layouts:
-                moves = redistribution_path(raw, self.plan.out_layouts[index])
+                moves = redistribution_path(made_layout, self.plan.out_layouts[index])
                 self.nodes[index, ()] = self._apply_moves(index, (), moves)
 
     def _call_operator(self, position: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
         target, args, kwargs = make_local_call(
             local_context(self.plan, position, self.grid, self.axes.rank)
         )
-        rest = dict(zip(_ref_ids(operator), inputs, strict=True))
+        node_of_ref = dict(zip(_ref_ids(operator), inputs, strict=True))
 
-        def take(ref: TensorRef) -> fx.Node:
-            return rest[id(ref)]
+        def node_of(ref: TensorRef) -> fx.Node:
+            return node_of_ref[id(ref)]
 
         args, kwargs = (
-            _on_device(replace_refs(some, take), self.axes.device) for some in (args, kwargs)
+            _on_device(replace_refs(some, node_of), self.axes.device) for some in (args, kwargs)
         )
         return self.local_graph.call_function(target, tuple(args), dict(kwargs))
 
@@ -276,25 +272,25 @@ def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> L
     """Return one rank's part of an operator."""
     graph = plan.graph
     operator = plan.graph.operators[position]
-    choice = plan.shardings[position]
+    sharding = plan.shardings[position]
     ins = tuple(graph.shape_of(index) for index in operator.inputs)
     outs = tuple(graph.shape_of(index) for index in operator.outputs)
-    here = grid.coordinate(rank)
+    coordinate = grid.coordinate(rank)
     return LocalContext(
         operator,
-        choice.splits,
+        sharding.splits,
         ins,
         outs,
         tuple(
-            choice.input_layout(at, len(shape)).box(grid, shape, rank)
+            sharding.input_layout(at, len(shape)).box(grid, shape, rank)
             for at, shape in enumerate(ins)
         ),
         tuple(
-            choice.output_layout(at, len(shape)).box(grid, shape, rank)
+            sharding.output_layout(at, len(shape)).box(grid, shape, rank)
             for at, shape in enumerate(outs)
         ),
-        {axis: here[axis] for axis in choice.splits},
-        {axis: grid.degree(axis) for axis in choice.splits},
+        {axis: coordinate[axis] for axis in sharding.splits},
+        {axis: grid.degree(axis) for axis in sharding.splits},
     )
 
 

@@ -74,6 +74,8 @@ class LocalProgram:
 
 
 class _ScaleGradient(torch.autograd.Function):
+    """The identity; backward it divides the gradient by the number of ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
         ctx.size = size
@@ -98,7 +100,9 @@ class MoveModule(nn.Module):
         move = self.move
         axis = self.axis
         if move.kind == COPY_TO_AXIS:
-            return copy_to_axis(x, axis) if x.requires_grad else x
+            if not x.requires_grad:
+                return x
+            return copy_to_axis(x, axis)
         if move.kind == SCALE_GRAD:
             return _ScaleGradient.apply(x, axis.size)
         if move.kind == ALL_REDUCE:

@@ -65,7 +65,7 @@ class LayoutMove:
         )
         gathered = large - small
         summed = 2 * (large - large // n)
-        ways = {
+        costs = {
             COPY_TO_AXIS: (0, summed),
             SCALE_GRAD: (0, 0),
             ALL_REDUCE: (summed, 0),
@@ -75,8 +75,10 @@ class LayoutMove:
             REDUCE_SCATTER: (gathered, gathered),
             ALL_TO_ALL: (small - small // n, small - small // n),
         }
-        forward, backward = ways[self.kind]
-        return forward, backward if has_grad else 0
+        forward, backward = costs[self.kind]
+        if not has_grad:
+            return forward, 0
+        return forward, backward
 
     def describe(self, has_grad: bool = True) -> str:
         """Return the move as text, including its backward pass if there is one."""
@@ -91,13 +93,15 @@ class LayoutMove:
             ALL_TO_ALL: ("all-to-all", "all-to-all"),
         }
         forward, backward = names[self.kind]
-        dim = f" dim {self.dim}" if self.dim >= 0 else ""
-        said = [
-            text
-            for text in (forward, f"backward {backward}" if backward and has_grad else "")
-            if text
-        ]
-        return f"{', '.join(said)} over {self.axis}{dim}"
+        passes = []
+        if forward:
+            passes.append(forward)
+        if backward and has_grad:
+            passes.append(f"backward {backward}")
+        text = f"{', '.join(passes)} over {self.axis}"
+        if self.dim >= 0:
+            text += f" dim {self.dim}"
+        return text
 
 
 def largest_shard_numel(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:

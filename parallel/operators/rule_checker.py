@@ -50,14 +50,14 @@ class RuleCase:
 
     example: OperatorExample
     grid: Grid
-    choice: OperatorSharding
+    sharding: OperatorSharding
 
     def __str__(self) -> str:
-        ways = ", ".join(
-            f"{axis}: {describe_split(split)}" for axis, split in self.choice.splits.items()
+        splits = ", ".join(
+            f"{axis}: {describe_split(split)}" for axis, split in self.sharding.splits.items()
         )
-        shapes = [list(one.shape) for one in _example_tensors(self.example)]
-        return f"{self.example.kind}{shapes} on ({self.grid}), {ways}"
+        shapes = [list(tensor.shape) for tensor in _example_tensors(self.example)]
+        return f"{self.example.kind}{shapes} on ({self.grid}), {splits}"
 
 
 def list_cases(example: OperatorExample) -> Iterator[RuleCase]:
@@ -91,36 +91,40 @@ def _compare_case(case: RuleCase) -> str:
     """Simulate the ranks of a case and compare with the operator on full tensors."""
     operator, view = _view_example(case.example)
     leaves = [
-        one.detach().clone().requires_grad_(one.is_floating_point() and place < case.example.grads)
-        for place, one in enumerate(_example_tensors(case.example))
+        tensor.detach()
+        .clone()
+        .requires_grad_(tensor.is_floating_point() and position < case.example.grads)
+        for position, tensor in enumerate(_example_tensors(case.example))
     ]
     torch.manual_seed(0)
-    whole = _as_list(_call_target(operator.target, operator.args, operator.kwargs, leaves))
-    others = [one.detach().clone().requires_grad_(one.requires_grad) for one in leaves]
-    held = [_shard_input(one, case, place) for place, one in enumerate(others)]
+    expected = _as_list(_call_target(operator.target, operator.args, operator.kwargs, leaves))
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in leaves]
+    shards = [_shard_input(tensor, case, position) for position, tensor in enumerate(inputs)]
     results: list[list[torch.Tensor]] = []
     for rank in range(case.grid.size):
         target, args, kwargs = make_local_call(_local_context(operator, view, case, rank))
         torch.manual_seed(0)
-        results.append(_as_list(_call_target(target, args, kwargs, [one[rank] for one in held])))
-    for place, wanted in enumerate(whole):
-        states = {axis: split.out_states[place] for axis, split in case.choice.splits.items()}
-        found = _join_shards([one[place] for one in results], case, states)
-        told = _describe_difference(found, wanted, f"result {place}")
-        if told:
-            return told
-        whole[place], results[0][place] = wanted, found
-    return _compare_gradients(whole, results[0], leaves, others)
+        results.append(
+            _as_list(_call_target(target, args, kwargs, [tensor[rank] for tensor in shards]))
+        )
+    for position, full in enumerate(expected):
+        states = {axis: split.out_states[position] for axis, split in case.sharding.splits.items()}
+        joined = _join_shards([tensor[position] for tensor in results], case, states)
+        difference = _describe_difference(joined, full, f"result {position}")
+        if difference:
+            return difference
+        expected[position], results[0][position] = full, joined
+    return _compare_gradients(expected, results[0], leaves, inputs)
 
 
 def _compare_gradients(
-    whole: list[Any], found: list[Any], leaves: list[Any], others: list[Any]
+    expected: list[Any], found: list[Any], leaves: list[Any], inputs: list[Any]
 ) -> str:
     """Compare the gradients of all inputs."""
-    pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.requires_grad]
-    if not pairs:
+    result_pairs = [(a, b) for a, b in zip(expected, found, strict=True) if a.requires_grad]
+    if not result_pairs:
         return ""
-    for a, b in pairs:
+    for a, b in result_pairs:
         if not b.requires_grad:
             return "a result lost its gradient"
         weight = torch.linspace(0.5, 1.5, a.numel(), dtype=a.dtype).view(a.shape)
@@ -129,25 +133,24 @@ def _compare_gradients(
         except RuntimeError:  # the operator itself has no derivative
             return ""
         (b * weight).sum().backward(retain_graph=True)
-    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
+    for position, (a, b) in enumerate(zip(leaves, inputs, strict=True)):
         if a.grad is not None:
-            told = _describe_difference(
-                torch.zeros_like(b) if b.grad is None else b.grad,
-                a.grad,
-                f"gradient of input {place}",
-            )
-            if told:
-                return told
+            found_grad = torch.zeros_like(b) if b.grad is None else b.grad
+            difference = _describe_difference(found_grad, a.grad, f"gradient of input {position}")
+            if difference:
+                return difference
     return ""
 
 
 def _describe_difference(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
     if found.shape != wanted.shape:
-        return f"{what} is {list(found.shape)}, not {list(wanted.shape)}"
+        return f"{what} must be {list(wanted.shape)}, got {list(found.shape)}"
     found = found.detach()
     wanted = wanted.detach()
-    tight = 1e-5 if wanted.dtype == torch.float32 else 1e-9
-    if torch.allclose(found.double(), wanted.double(), rtol=tight, atol=tight, equal_nan=True):
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 1e-9
+    if torch.allclose(
+        found.double(), wanted.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+    ):
         return ""
     return f"{what} differs by {float((found.double() - wanted.double()).abs().max()):.3g}"
 
@@ -156,15 +159,22 @@ def _view_example(example: OperatorExample) -> tuple[Operator, OperatorView]:
     """Return an example as an operator of a graph."""
     tensors = _example_tensors(example)
     count = itertools.count()
-    mark = lambda _: TensorRef(next(count))  # noqa: E731
-    args = _replace_tensors(example.args, mark)
-    kwargs = _replace_tensors(example.kwargs, mark)
+    new_ref = lambda _: TensorRef(next(count))  # noqa: E731
+    args = _replace_tensors(example.args, new_ref)
+    kwargs = _replace_tensors(example.kwargs, new_ref)
     torch.manual_seed(0)
     outs = _as_list(_call_target(example.target, args, kwargs, tensors))
-    places = tuple(range(len(tensors)))
-    made = tuple(range(len(tensors), len(tensors) + len(outs)))
+    in_indices = tuple(range(len(tensors)))
+    out_indices = tuple(range(len(tensors), len(tensors) + len(outs)))
     operator = Operator(
-        example.kind, example.kind, example.target, args, kwargs, places, made, len(outs) > 1
+        example.kind,
+        example.kind,
+        example.target,
+        args,
+        kwargs,
+        in_indices,
+        out_indices,
+        len(outs) > 1,
     )
     return operator, OperatorView(
         operator, tuple(tuple(x.shape) for x in tensors), tuple(tuple(x.shape) for x in outs)
@@ -195,31 +205,33 @@ def _call_target(target: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
 
 
 def _as_list(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return list(value)
 
 
 def _local_context(
     operator: Operator, view: OperatorView, case: RuleCase, rank: int
 ) -> LocalContext:
-    choice = case.choice
-    here = case.grid.coordinate(rank)
+    sharding = case.sharding
+    coordinate = case.grid.coordinate(rank)
     ins = [
-        choice.input_layout(at, len(shape)).box(case.grid, shape, rank)
-        for at, shape in enumerate(view.in_shapes)
+        sharding.input_layout(slot, len(shape)).box(case.grid, shape, rank)
+        for slot, shape in enumerate(view.in_shapes)
     ]
     outs = [
-        choice.output_layout(at, len(shape)).box(case.grid, shape, rank)
-        for at, shape in enumerate(view.out_shapes)
+        sharding.output_layout(slot, len(shape)).box(case.grid, shape, rank)
+        for slot, shape in enumerate(view.out_shapes)
     ]
-    sizes = {axis: case.grid.degree(axis) for axis in choice.splits}
+    sizes = {axis: case.grid.degree(axis) for axis in sharding.splits}
     return LocalContext(
         operator,
-        choice.splits,
+        sharding.splits,
         view.in_shapes,
         view.out_shapes,
         tuple(ins),
         tuple(outs),
-        here,
+        coordinate,
         sizes,
     )
 
@@ -228,33 +240,33 @@ _TERM_FACTORS = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
 """The factors of the ranks' terms of a sum, of both signs. They add up to 1."""
 
 
-def _shard_input(x: torch.Tensor, case: RuleCase, place: int) -> list[torch.Tensor]:
+def _shard_input(x: torch.Tensor, case: RuleCase, position: int) -> list[torch.Tensor]:
     """Return each rank's shard of an input. Terms of a sum differ."""
-    layout = case.choice.input_layout(place, x.dim())
-    found = []
+    layout = case.sharding.input_layout(position, x.dim())
+    shards = []
     for rank in range(case.grid.size):
-        share = 1.0
-        here = case.grid.coordinate(rank)
+        factor = 1.0
+        coordinate = case.grid.coordinate(rank)
         for axis in layout.sums:
-            share *= _TERM_FACTORS[case.grid.degree(axis)][here[axis]]
-        part = x * share if layout.sums else x
-        found.append(
-            part[
+            factor *= _TERM_FACTORS[case.grid.degree(axis)][coordinate[axis]]
+        term = x * factor if layout.sums else x
+        shards.append(
+            term[
                 tuple(slice(low, high) for low, high in layout.box(case.grid, tuple(x.shape), rank))
             ]
         )
-    return found
+    return shards
 
 
 def _join_shards(
-    parts: list[torch.Tensor], case: RuleCase, states: dict[str, State]
+    shards: list[torch.Tensor], case: RuleCase, states: dict[str, State]
 ) -> torch.Tensor:
     """Return the full tensor of the ranks' shards, inner axes first."""
     for axis in reversed(case.grid.names):
         n = case.grid.degree(axis)
-        groups = [parts[start : start + n] for start in range(0, len(parts), n)]
-        parts = [_join_group(group, states.get(axis)) for group in groups]
-    return parts[0]
+        groups = [shards[start : start + n] for start in range(0, len(shards), n)]
+        shards = [_join_group(group, states.get(axis)) for group in groups]
+    return shards[0]
 
 
 def _join_group(group: list[torch.Tensor], state: State) -> torch.Tensor:
@@ -272,22 +284,26 @@ def _join_group(group: list[torch.Tensor], state: State) -> torch.Tensor:
 
 def main() -> int:
     """Print the result for each kind; return 1 if a rule is wrong."""
-    table: dict[str, list[str]] = {kind: [] for kind in RULES}
+    failures: dict[str, list[str]] = {kind: [] for kind in RULES}
     counts = dict.fromkeys(RULES, 0)
-    ways: dict[str, dict[OpSplit, None]] = {kind: {} for kind in RULES}
+    splits: dict[str, dict[OpSplit, None]] = {kind: {} for kind in RULES}
     for example in all_examples():
         for case in list_cases(example):
             counts[example.kind] += 1
-            ways[example.kind].update(dict.fromkeys(case.choice.splits.values()))
-            told = check_case(case)
-            if told:
-                table[example.kind].append(f"{case}: {told}")
+            splits[example.kind].update(dict.fromkeys(case.sharding.splits.values()))
+            failure = check_case(case)
+            if failure:
+                failures[example.kind].append(f"{case}: {failure}")
     for kind in sorted(RULES):
-        said = "WRONG" if table[kind] else "proven" if ways[kind] else "whole only"
-        print(f"{kind:40} {len(ways[kind]):3} ways {counts[kind]:5} cases  {said}")
-        for line in table[kind]:
+        verdict = "proven"
+        if failures[kind]:
+            verdict = "WRONG"
+        elif not splits[kind]:
+            verdict = "replicated only"
+        print(f"{kind:40} {len(splits[kind]):3} splits {counts[kind]:5} cases  {verdict}")
+        for line in failures[kind]:
             print(f"    {line}")
-    wrong = sum(bool(lines) for lines in table.values())
+    wrong = sum(bool(lines) for lines in failures.values())
     print(f"{len(RULES)} kinds, {sum(counts.values())} cases, {wrong} wrong")
     return int(wrong > 0)
 

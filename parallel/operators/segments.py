@@ -2,8 +2,8 @@
 Calls of submodules in a local graph.
 
 Some features work on a submodule's forward: optimizer level 3 gathers a unit's weights around it,
-recomputation repeats it. A local graph calls no submodules. So the part of the graph that comes
-from such a module becomes a graph of its own, a segment, and the module is called with it. The
+recomputation repeats it. A local graph calls no submodules. So the part of the graph that
+is from such a module becomes a separate graph, a segment, and the module is called with it. The
 module's hooks run. Its forward, recomputed or not, takes its weights from the module and computes
 the segment. A module that is called several times has several segments.
 """
@@ -67,8 +67,8 @@ class SegmentCall(nn.Module):
 def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """Return a weight or buffer by its path."""
     path, _, key = name.rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(path), key)
-    return found
+    tensor: torch.Tensor = getattr(module.get_submodule(path), key)
+    return tensor
 
 
 def derive_class(module: nn.Module, base: type[nn.Module]) -> None:
@@ -106,12 +106,12 @@ def find_called_modules(model: nn.Module) -> list[str]:
     Return the paths of the submodules that must be called: the outermost with hooks or a replaced
     forward.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
+        inside = any(name.startswith(f"{other}.") for other in paths)
         if name and not inside and ("forward" in module.__dict__ or _has_user_hooks(module)):
-            found.append(name)
-    return found
+            paths.append(name)
+    return paths
 
 
 def _has_user_hooks(module: nn.Module) -> bool:
@@ -122,9 +122,12 @@ def _has_user_hooks(module: nn.Module) -> bool:
 
 def find_unit(module: str, paths: list[str]) -> str:
     """
-    Return the path that an operator's module is, or is inside; the empty string if there is none.
+    Return the path that an operator's module is, or is inside; the empty string without one.
     """
-    return next((path for path in paths if module == path or module.startswith(f"{path}.")), "")
+    for path in paths:
+        if module == path or module.startswith(f"{path}."):
+            return path
+    return ""
 
 
 def extract_segments(
@@ -163,44 +166,46 @@ class _Segmenter:
 
     def build_graph(self) -> tuple[fx.Graph, list[str]]:
         """Copy node by node, segment by segment."""
-        at = 0
-        while at < len(self.nodes):
-            unit = self.nodes[at].meta.get(UNIT_KEY, "")
-            end = at + 1
+        start = 0
+        while start < len(self.nodes):
+            unit = self.nodes[start].meta.get(UNIT_KEY, "")
+            end = start + 1
             while unit and end < len(self.nodes) and self.nodes[end].meta.get(UNIT_KEY, "") == unit:
                 end += 1
             if unit:
-                self._add_segment(unit, self.nodes[at:end])
+                self._add_segment(unit, self.nodes[start:end])
             else:
-                self.made[self.nodes[at]] = self.main_graph.node_copy(
-                    self.nodes[at], self.made.__getitem__
+                self.made[self.nodes[start]] = self.main_graph.node_copy(
+                    self.nodes[start], self.made.__getitem__
                 )
-            at = end
-        left = []
+            start = end
+        remaining = []
         for node, name in self.weights.items():
             if self.made[node].users:
-                left.append(name)
+                remaining.append(name)
             else:
                 self.main_graph.erase_node(self.made[node])
-        return self.main_graph, left
+        return self.main_graph, remaining
 
     def _add_segment(self, unit: str, nodes: list[fx.Node]) -> None:
         """Replace a segment by a call of its submodule."""
         inside = set(nodes)
         entering = dict.fromkeys(
-            one for node in nodes for one in node.all_input_nodes if one not in inside
+            node_in for node in nodes for node_in in node.all_input_nodes if node_in not in inside
         )
-        own = [one for one in entering if self.weights.get(one, "").startswith(f"{unit}.")]
-        others = [one for one in entering if one not in own]
+        own = [
+            node_in for node_in in entering if self.weights.get(node_in, "").startswith(f"{unit}.")
+        ]
+        others = [node_in for node_in in entering if node_in not in own]
         leaving = [node for node in nodes if any(user not in inside for user in node.users)]
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
-        for place, one in enumerate((*own, *others)):
-            made[one] = graph.placeholder(f"a_{place}")
+        copies: dict[fx.Node, fx.Node] = {}
+        for position, node_in in enumerate((*own, *others)):
+            copies[node_in] = graph.placeholder(f"a_{position}")
         for node in nodes:
-            made[node] = graph.node_copy(node, made.__getitem__)
-        graph.output(tuple(made[node] for node in leaving))
-        names = tuple(self.weights[one][len(unit) + 1 :] for one in own)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in leaving))
+        names = tuple(self.weights[node_in][len(unit) + 1 :] for node_in in own)
         name = f"call_{self.call_count}"
         self.call_count += 1
         key = self._graph_key(graph)
@@ -209,16 +214,18 @@ class _Segmenter:
         segment = GraphSegment(self.segment_graphs[key], names)
         self.root.add_module(name, SegmentCall(unit, segment))
         result = self.main_graph.call_module(
-            name, (self.made[self.model], *(self.made[one] for one in others))
+            name, (self.made[self.model], *(self.made[node_in] for node_in in others))
         )
-        for place, node in enumerate(leaving):
-            self.made[node] = self.main_graph.call_function(get_item, (result, place))
+        for position, node in enumerate(leaving):
+            self.made[node] = self.main_graph.call_function(get_item, (result, position))
 
     def _graph_key(self, graph: fx.Graph) -> tuple[Any, ...]:
         """Return a key that is equal only for graphs that compute the same."""
-        numbers = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
+        numbers = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
 
         def target(node: fx.Node) -> Any:
+            if node.op == "placeholder":
+                return ""  # its name says nothing about what the graph computes
             if node.op != "call_module":
                 return node.target
             module = self.root.get_submodule(str(node.target))
@@ -227,13 +234,13 @@ class _Segmenter:
         return tuple(
             (
                 node.op,
-                "" if node.op == "placeholder" else target(node),
+                target(node),
                 repr(fx.node.map_arg((node.args, node.kwargs), lambda one: numbers[one])),
             )
             for node in graph.nodes
         )
 
 
-def get_item(values: Any, place: int) -> Any:
+def get_item(values: Any, position: int) -> Any:
     """Return one of several results."""
-    return values[place]
+    return values[position]

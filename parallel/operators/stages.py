@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import StageSplit
 
 OPERATORS_IN_STAGES = "pdrun.Operators in stages"
-ORDER_HINT = "Pipeline(stages={glob: stage}) in the order in which values flow"
+ORDER_HINT = "give Pipeline(stages={glob: stage}) in the order in which values flow"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class StagePlan:
 
     def source_layout(self, plan: OperatorPlan, index: int) -> L:
         """Return the layout in which this stage receives or makes a tensor."""
-        return self.received[index] if index in self.received else plan.source_layout(index)
+        if index in self.received:
+            return self.received[index]
+        return plan.source_layout(index)
 
 
 def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
@@ -66,23 +68,26 @@ def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
     """
     graph.stage_count = split.stage_count
     for index, tensor in enumerate(graph.tensors):
-        unit = _enclosing_unit(tensor.name, split.unit_stages) if tensor.kind == "buffer" else None
-        if unit is not None:
-            graph.tensor_stages[index] = split.unit_stages[unit]
-    dropped = 0
-    for place, operator in enumerate(graph.operators):
+        if tensor.kind == "buffer":
+            unit = _enclosing_unit(tensor.name, split.unit_stages)
+            if unit is not None:
+                graph.tensor_stages[index] = split.unit_stages[unit]
+    dropout_stage = 0
+    for position, operator in enumerate(graph.operators):
         stage = _operator_stage(graph, operator, split)
         if _draws_mask(operator):
-            stage = 0 if stage is None else stage
-            if stage < dropped:
-                what = f"{operator.name} of stage {stage} drops after a dropout of stage {dropped}"
+            # masks are counted in the order of the model: a dropout has one stage
+            if stage is None:
+                stage = 0
+            if stage < dropout_stage:
                 raise UsageError(
-                    f"{what}: its mask would not be that of one process",
+                    f"{operator.name} of stage {stage} draws its mask after a dropout of stage"
+                    f" {dropout_stage}: the mask would differ from one process",
                     where=OPERATORS_IN_STAGES,
                     hint=ORDER_HINT,
                 )
-            dropped = stage
-        graph.operators[place] = replace(operator, stage=stage)
+            dropout_stage = stage
+        graph.operators[position] = replace(operator, stage=stage)
         if stage is not None:
             graph.tensor_stages.update(dict.fromkeys(operator.outputs, stage))
     for stage in range(split.stage_count):
@@ -98,18 +103,22 @@ def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
 def _operator_stage(graph: OperatorGraph, operator: Operator, split: StageSplit) -> int | None:
     """Return the stage of an operator; None if every stage that needs it computes it."""
     unit = _enclosing_unit(operator.module, split.unit_stages)
-    found = [
+    stages_of_inputs = [
         (graph.tensor_stages[index], index)
         for index in operator.inputs
         if index in graph.tensor_stages
     ]
-    latest, index = max(found, default=(None, -1))
+    latest, index = max(stages_of_inputs, default=(None, -1))
     if unit is None:
         return latest
     stage = split.unit_stages[unit]
     if latest is not None and latest > stage:
-        what = f"{operator.name} of stage {stage} takes {graph.tensors[index].name}, which stage {latest} computes"
-        raise UsageError(what, where=operator.source or OPERATORS_IN_STAGES, hint=ORDER_HINT)
+        raise UsageError(
+            f"{operator.name} of stage {stage} takes {graph.tensors[index].name},"
+            f" which stage {latest} computes",
+            where=operator.source or OPERATORS_IN_STAGES,
+            hint=ORDER_HINT,
+        )
     return stage
 
 
@@ -131,7 +140,7 @@ def _draws_mask(operator: Operator) -> bool:
     )
 
 
-# ---- what each stage computes, takes and gives ------------------------------
+# ---- what each stage computes, receives and sends ---------------------------
 
 
 def stage_plans(plan: OperatorPlan) -> tuple[StagePlan, ...]:
@@ -139,53 +148,67 @@ def stage_plans(plan: OperatorPlan) -> tuple[StagePlan, ...]:
     graph = plan.graph
     if not graph.stage_count:
         return (StagePlan(0, tuple(range(len(graph.operators))), {}, {}),)
-    makers = graph.tensor_producers()
+    producers = graph.tensor_producers()
     results = [value.index for value in graph.results if isinstance(value, TensorRef)]
-    places: list[tuple[int, ...]] = []
-    until: dict[int, int] = {}
+    operators: list[tuple[int, ...]] = []
+    last_stages: dict[int, int] = {}
     layouts: dict[int, L] = {}
     for stage in range(graph.stage_count):
-        ends = stage == graph.stage_count - 1
-        own = [place for place, operator in enumerate(graph.operators) if operator.stage == stage]
-        places.append(_add_common_operators(graph, makers, own, results if ends else ()))
-        for index, wanted in _wanted_layouts(plan, places[-1], results if ends else ()):
+        is_last = stage == graph.stage_count - 1
+        own_operators = [
+            position for position, operator in enumerate(graph.operators) if operator.stage == stage
+        ]
+        own_results = results if is_last else []
+        operators.append(_add_common_operators(graph, producers, own_operators, own_results))
+        for index, wanted in _wanted_layouts(plan, operators[-1], own_results):
             if graph.tensor_stages.get(index, stage) < stage:
-                until[index] = stage
+                last_stages[index] = stage
                 if index not in layouts:
                     layouts[index] = _sent_layout(plan, index, wanted)
-    found: list[StagePlan] = []
-    taken: dict[int, L] = {}
-    for stage, some in enumerate(places):
+    found_plans: list[StagePlan] = []
+    received: dict[int, L] = {}
+    for stage, stage_operators in enumerate(operators):
         crossing = sorted(
-            index for index, end in until.items() if graph.tensor_stages[index] <= stage < end
+            index for index, end in last_stages.items() if graph.tensor_stages[index] <= stage < end
         )
-        given = {index: layouts[index] for index in crossing}
-        found.append(StagePlan(stage, some, taken, given, stage == graph.stage_count - 1))
-        taken = given
-    return tuple(found)
+        sent = {index: layouts[index] for index in crossing}
+        found_plans.append(
+            StagePlan(stage, stage_operators, received, sent, stage == graph.stage_count - 1)
+        )
+        received = sent
+    return tuple(found_plans)
 
 
 def _add_common_operators(
-    graph: OperatorGraph, makers: Mapping[int, int], own: Iterable[int], results: Iterable[int]
+    graph: OperatorGraph,
+    producers: Mapping[int, int],
+    own_operators: Iterable[int],
+    results: Iterable[int],
 ) -> tuple[int, ...]:
     """Return operators, with the operators of every stage that they, or results, need."""
-    found = set(own)
-    todo = [index for place in found for index in graph.operators[place].inputs] + list(results)
+    found = set(own_operators)
+    todo = [index for position in found for index in graph.operators[position].inputs]
+    todo += results
     while todo:
-        place = makers.get(todo.pop())
-        if place is not None and place not in found and graph.operators[place].stage is None:
-            found.add(place)
-            todo += graph.operators[place].inputs
+        position = producers.get(todo.pop())
+        if (
+            position is not None
+            and position not in found
+            and graph.operators[position].stage is None
+        ):
+            found.add(position)
+            todo += graph.operators[position].inputs
     return tuple(sorted(found))
 
 
 def _wanted_layouts(
-    plan: OperatorPlan, places: Iterable[int], results: Iterable[int]
+    plan: OperatorPlan, operators: Iterable[int], results: Iterable[int]
 ) -> Iterator[tuple[int, L]]:
     """Yield the tensors that operators and results take, with the layouts that they need."""
-    for place in places:
-        for at, index in enumerate(plan.graph.operators[place].inputs):
-            yield index, plan.shardings[place].input_layout(at, len(plan.graph.shape_of(index)))
+    for position in operators:
+        for slot, index in enumerate(plan.graph.operators[position].inputs):
+            ndim = len(plan.graph.shape_of(index))
+            yield index, plan.shardings[position].input_layout(slot, ndim)
     for index in results:
         yield index, plan.result_layout(index)
 
@@ -204,7 +227,7 @@ def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
     return layout
 
 
-# ---- who holds which weight -------------------------------------------------
+# ---- weights per stage ------------------------------------------------------
 
 
 def assign_weights(
@@ -219,17 +242,17 @@ def assign_weights(
         names: all names of a weight, by its first name.
     """
     loose: dict[str, Any] = dict(split.loose_weights)
-    every = tuple(range(split.stage_count))
+    all_stages = tuple(range(split.stage_count))
     used: dict[str, set[int]] = {}
-    for part in stage_plans(plan):
-        for place in part.operators:
-            for index in plan.graph.operators[place].inputs:
+    for stage_plan in stage_plans(plan):
+        for position in stage_plan.operators:
+            for index in plan.graph.operators[position].inputs:
                 if plan.graph.tensors[index].kind == "param":
-                    used.setdefault(plan.graph.tensors[index].name, set()).add(part.stage)
+                    used.setdefault(plan.graph.tensors[index].name, set()).add(stage_plan.stage)
     for first, stages in used.items():
-        own = {stage for name in names[first] for stage in split.holders_of(name)}
-        if all(loose.get(name) == every for name in names[first]):
+        own_stages = {stage for name in names[first] for stage in split.holders_of(name)}
+        if all(loose.get(name) == all_stages for name in names[first]):
             loose |= dict.fromkeys(names[first], tuple(sorted(stages)))
-        elif stages - own:
-            loose[first] = tuple(sorted({*split.holders_of(first), *(stages - own)}))
+        elif stages - own_stages:
+            loose[first] = tuple(sorted({*split.holders_of(first), *(stages - own_stages)}))
     return replace(split, loose_weights=loose)

@@ -160,7 +160,10 @@ class _EntryResolver:
             fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
         ):
             what = f"{pattern} is an operator: {entry!r} does not describe its inputs"
-            hint = "give a tuple with one entry per input, such as ((2, 4),), or OpLayout(in_=..., out=...)"
+            hint = (
+                "give a tuple with one entry per input, such as ((2, 4),), or"
+                " OpLayout(in_=..., out=...)"
+            )
             raise UsageError(what, where=OPERATORS_API, hint=hint)
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
             what = f"{pattern} is a weight: its entry must be a layout, got {entry!r}"

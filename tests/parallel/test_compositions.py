@@ -160,14 +160,14 @@ REFUSED = [
     (
         Place(pp=2, tp=2, accumulate=2, kind="operators"),
         {"sample": None},
-        "a strategy of operators needs a batch",
+        "pdrun.Operators needs its shapes",
     ),
     (
         Place(cp=2, tp=2, kind="operators"),
         {},
-        'mesh(..., sp=2), and lay the sequence out over it: {"emb": (None',
+        'mesh(..., sp=2), and shard the sequence over it: {"emb": (None',
     ),
-    (Place(tp=2, kind="operators"), {"sample": None}, "a strategy of operators needs a batch"),
+    (Place(tp=2, kind="operators"), {"sample": None}, "pdrun.Operators needs its shapes"),
     (Place(tp=2), {"strategy": None}, "tp would only repeat each other; strategy= says"),
     (Place(tp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, tp=2)"),
     (Place(cp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, cp=2)"),

@@ -536,8 +536,8 @@ def test_hooks_on_modules_whose_operators_are_cut(hook: str, worlds: Worlds) -> 
     run = pdrun.parallelize(model, sgd, loss, accumulate=2)
     want = [run.step(rows(step, count)).loss for step, count in enumerate((8, 8, 5))]
     told = {
-        "layer": "0 has a hook that changes what it is given",
-        "input": "0 has a hook that changes what",
+        "layer": "0 has a hook that changes its input or output",
+        "input": "0 has a hook that changes its input or output",
         "backward": "pdrun.Operators: 0 has a backward hook",
     }
     for found in worlds(2).run(by_operators, hook):
@@ -579,7 +579,7 @@ def depends(what: str) -> tuple[bool, str]:
     model = nn.Sequential(mlp(), nn.Dropout(0.5)) if what == "plain" else mlp()
     run = pdrun.parallelize(model, sgd, judges[what], forward=forward, accumulate=2)
     report = run.verify([rows(0), rows(1, 3)])
-    return bool(report.across), str(report)
+    return bool(report.row_dependence), str(report)
 
 
 @pytest.mark.parametrize(
@@ -588,7 +588,7 @@ def depends(what: str) -> tuple[bool, str]:
 def test_verify_says_what_depends_on_the_slices(what: str, told: bool, worlds: Worlds) -> None:
     """Each number of ranks had trained another model, and `verify` had been content."""
     for across, text in [depends(what), *worlds(2).run(depends, what)]:
-        assert across == told and ("two slices at once have another loss" in text) == told
+        assert across == told and ("two slices computed as one have another loss" in text) == told
 
 
 def by_closure(level: int) -> str:

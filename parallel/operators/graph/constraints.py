@@ -56,11 +56,11 @@ def encode_layout(layout: LayoutSpec) -> str:
     """Return a layout as text, the form in which it passes through an export."""
     if isinstance(layout, tuple):
         return json.dumps({"counts": layout})
-    plain = layout.layout if isinstance(layout, DeviceMatrixLayout) else layout
-    found: dict[str, Any] = {"dims": plain.dims, "sums": plain.sums}
-    if isinstance(layout, DeviceMatrixLayout):
-        found["grid"] = [layout.grid.names, layout.grid.sizes]
-    return json.dumps(found)
+    if isinstance(layout, L):
+        return json.dumps({"dims": layout.dims, "sums": layout.sums})
+    plain = layout.layout
+    grid = [layout.grid.names, layout.grid.sizes]
+    return json.dumps({"dims": plain.dims, "sums": plain.sums, "grid": grid})
 
 
 def decode_layout(text: str) -> LayoutSpec:
@@ -78,7 +78,9 @@ def decode_layout(text: str) -> LayoutSpec:
 def _count_dims(layout: LayoutSpec) -> int:
     if isinstance(layout, DeviceMatrixLayout):
         return len(layout.layout.dims)
-    return len(layout.dims) if isinstance(layout, L) else len(layout)
+    if isinstance(layout, L):
+        return len(layout.dims)
+    return len(layout)
 
 
 def constrain(x: torch.Tensor, layout: LayoutSpec) -> torch.Tensor:
@@ -90,18 +92,18 @@ def constrain(x: torch.Tensor, layout: LayoutSpec) -> torch.Tensor:
     """
     if not is_layout(layout):
         raise UsageError(
-            f"{layout!r} is no layout",
+            f"layout must be an L, a pdrun.Layout or a tuple of counts, got {layout!r}",
             where="pdrun.constrain",
             hint='for example L("dp", None, "tp")',
         )
     if not isinstance(x, torch.Tensor):
         raise UsageError(
-            f"a {type(x).__name__} has no layout",
+            f"x must be a tensor, got {type(x).__name__}",
             where="pdrun.constrain",
             hint="constrain(tensor, L(...))",
         )
     if _count_dims(layout) != x.dim():
-        what = f"{layout} is for {_count_dims(layout)} dims, the tensor is {list(x.shape)}"
+        what = f"{layout} is for {_count_dims(layout)} dims, but x is {list(x.shape)}"
         raise UsageError(what, where="pdrun.constrain")
     if not torch.compiler.is_exporting():
         return x
@@ -126,7 +128,10 @@ class ModuleSharding:
 
     def constrain_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: constrain the arguments."""
-        return _constrain_each(args, self.in_) if torch.compiler.is_exporting() else args
+        if not torch.compiler.is_exporting():
+            return args
+        constrained: tuple[Any, ...] = _constrain_each(args, self.in_)
+        return constrained
 
     def constrain_results(
         self, module: nn.Module | None, args: tuple[Any, ...], result: Any
@@ -143,14 +148,21 @@ def _constrain_each(values: Any, layouts: tuple[LayoutSpec | None, ...]) -> Any:
     wanted = iter(layouts)
     found = []
     for value in flat:
-        layout = next(wanted, None) if isinstance(value, torch.Tensor) else None
-        found.append(value if layout is None else constrain(value, layout))
+        if isinstance(value, torch.Tensor):
+            layout = next(wanted, None)
+            if layout is not None:
+                value = constrain(value, layout)
+        found.append(value)
     return pytree.tree_unflatten(found, structure)
 
 
 def _as_layouts(value: Any) -> tuple[LayoutSpec | None, ...]:
     """Return a layout per tensor. A tuple of counts is one layout."""
-    return () if value is None else (value,) if is_layout(value) else tuple(value)
+    if value is None:
+        return ()
+    if is_layout(value):
+        return (value,)
+    return tuple(value)
 
 
 def shard(
@@ -173,17 +185,19 @@ def shard(
         UsageError: a module lacks such a parameter, or a parameter is given for a function.
     """
     for name, value in (("in_", in_), ("out", out), *weights.items()):
-        several = (
+        has_several = (
             isinstance(value, (tuple, list)) and name in ("in_", "out") and not is_layout(value)
         )
-        each: Any = value if several else (value,)
-        if not all(one is None or is_layout(one) for one in each):
-            what = f"{name}={value!r} is no layout"
+        specs: Any = value if has_several else (value,)
+        if not all(spec is None or is_layout(spec) for spec in specs):
+            what = f"{name} must be a layout, got {value!r}"
             raise UsageError(
                 what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them'
             )
     if not callable(target):
-        raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
+        raise UsageError(
+            f"target must be a module or a function, got {target!r}", where="pdrun.shard"
+        )
     sharding = ModuleSharding(
         _as_layouts(in_), None if out is None else _as_layouts(out), dict(weights)
     )
@@ -191,9 +205,9 @@ def shard(
         known = dict(target.named_parameters())
         for name in weights:
             if name not in known:
-                told = ", ".join(known) or "none"
+                names = ", ".join(known) or "none"
                 what = f"{type(target).__name__} has no parameter {name!r}"
-                raise UsageError(what, where="pdrun.shard", hint=f"it has {told}")
+                raise UsageError(what, where="pdrun.shard", hint=f"it has {names}")
         target.register_forward_pre_hook(sharding.constrain_inputs)
         target.register_forward_hook(sharding.constrain_results)
         target._pdrun_sharding = sharding

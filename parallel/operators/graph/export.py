@@ -39,10 +39,8 @@ def export_graph(
         UsageError: the model does not export.
     """
     if fold:
-        with (
-            contextlib.suppress(Exception),
-            fold_equal_layers(model) as folded,
-        ):  # what is wrong is said without folding
+        # an error is raised by the second export, without folding
+        with contextlib.suppress(Exception), fold_equal_layers(model) as folded:
             if folded:
                 return _export_once(model, args, kwargs or {}, True)
     try:
@@ -51,7 +49,7 @@ def export_graph(
         raise
     except Exception as error:
         what = f"{type(model).__name__} does not export: {str(error).strip().splitlines()[0]}"
-        hint = "control flow that depends on data has to go, or give a strategy of module styles instead"
+        hint = "remove control flow that depends on data, or use a strategy of module styles"
         raise UsageError(what, where=OPERATOR_ENGINE, hint=hint) from error
 
 
@@ -63,9 +61,7 @@ def _export_once(
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):
             if folded:
-                raise FoldError(
-                    "what is written in place can't be followed through a layer that isn't there"
-                )
+                raise FoldError("the model writes in place, which folded layers would hide")
             _stop_gradients(program)
             program = program.run_decompositions({})
     return ExportReader(model, program).read_graph()
@@ -80,11 +76,13 @@ def _unpatched_torch() -> Iterator[None]:
     Export the model as written, also in the middle of a step: with torch's dropout, without
     autocast, with gradients.
     """
-    placed = {name: getattr(functional, name) for name in _TORCH_DROPOUTS}
+    patched = {name: getattr(functional, name) for name in _TORCH_DROPOUTS}
     for name, function in _TORCH_DROPOUTS.items():
         setattr(functional, name, function)
     accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    kinds = ["cpu"]
+    if accelerator is not None:
+        kinds.append(accelerator.type)
     try:
         with ExitStack() as stack:
             for kind in kinds:
@@ -92,7 +90,7 @@ def _unpatched_torch() -> Iterator[None]:
             stack.enter_context(torch.enable_grad())
             yield
     finally:
-        for name, function in placed.items():
+        for name, function in patched.items():
             setattr(functional, name, function)
 
 

@@ -33,47 +33,50 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     Raises:
         UsageError: a submodule has a backward hook, or a hook that changes its input or output.
     """
-    kept: list[tuple[nn.Module, str, Any]] = []
+    saved: list[tuple[nn.Module, str, Any]] = []
     changed: list[str] = []
     try:
         for name, module in model.named_modules():
             for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
                 hooks = getattr(module, kind)
                 if name and hooks and kind in BACKWARD_HOOKS:
-                    what = f"{name} has a backward hook; the backward of operators has no modules"
                     raise UsageError(
-                        what,
+                        f"{name} has a backward hook, which pdrun.Operators does not support: the"
+                        " backward pass of a graph calls no modules",
                         where=OPERATORS_API,
-                        hint="a hook on a tensor in forward, or pdrun.Strategy",
+                        hint="use a hook on a tensor in forward, or pdrun.Strategy",
                     )
-                kept.append((module, kind, hooks))
-                ours = {
+                saved.append((module, kind, hooks))
+                own_keys = {
                     key
                     for key, hook in hooks.items()
                     if isinstance(getattr(hook, "__self__", None), ModuleSharding)
                 }
-                some = ((key, hook) for key, hook in hooks.items() if name or key in ours)
-                watched = (
-                    (key, hook if key in ours else _watch_hook(hook, name, changed))
-                    for key, hook in some
-                )
-                setattr(module, kind, OrderedDict(watched))
+                watched: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+                for key, hook in hooks.items():
+                    if key in own_keys:
+                        watched[key] = hook
+                    elif name:
+                        watched[key] = _watch_hook(hook, name, changed)
+                setattr(module, kind, watched)
         yield
     finally:
-        for module, kind, hooks in kept:
+        for module, kind, hooks in saved:
             setattr(module, kind, hooks)
     if changed:
-        what = f"{changed[0]} has a hook that changes what it is given or returns: operators call hooks around theirs"
         raise UsageError(
-            what, where=OPERATORS_API, hint="write it into forward; hooks may look at tensors"
+            f"{changed[0]} has a hook that changes its input or output, which pdrun.Operators does"
+            " not support",
+            where=OPERATORS_API,
+            hint="move the change into forward; hooks can only look at tensors",
         )
 
 
 def _watch_hook(hook: Callable[..., Any], name: str, changed: list[str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def watched_hook(*args: Any, **kwargs: Any) -> Any:
         found = hook(*args, **kwargs)
         if found is not None:
             changed.append(name)
         return found
 
-    return call
+    return watched_hook

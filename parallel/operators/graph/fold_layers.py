@@ -54,10 +54,11 @@ _first_layers: dict[str, _FirstLayer] = {}
 
 
 def _mark_layer(tensors: list[torch.Tensor], path: str) -> None:
-    return None
+    """Mark the start or the end of the first layer: its inputs, then its results."""
 
 
 def _repeat_layer(tensors: list[torch.Tensor], path: str, first: str) -> list[torch.Tensor]:
+    """Stand-ins for the results of an equal layer."""
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         for x in _first_layers[first].results
@@ -97,49 +98,53 @@ def fold_equal_layers(model: nn.Module) -> Iterator[bool]:
 def _wrap_forward(
     module: nn.Module, forward: Callable[..., Any], path: str, first: _FirstLayer
 ) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def folded_forward(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        call = _call_signature(leaves, structure)
-        held = _object_state(module)
-        call = None if call is None else (call, held)
+        call_key = _call_signature(leaves, structure)
+        state = _object_state(module)
+        if call_key is not None:
+            call_key = (call_key, state)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if call is not None and path != first.path and call == first.call:
-            made = iter(torch.ops.pdrun.repeat_layer(tensors, path, first.path))
+        if call_key is not None and path != first.path and call_key == first.call:
+            new_tensors = iter(torch.ops.pdrun.repeat_layer(tensors, path, first.path))
             results = [
-                next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
+                next(new_tensors) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in first.leaves
             ]
             return pytree.tree_unflatten(results, first.structure)
-        if call is None or path != first.path or first.call is not None:
+        if call_key is None or path != first.path or first.call is not None:
             return forward(*args, **kwargs)
         torch.ops.pdrun.mark_layer(tensors, path)
         output = forward(*args, **kwargs)
-        found, form = pytree.tree_flatten(output)
-        results = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        result_leaves, result_structure = pytree.tree_flatten(output)
+        results = [leaf for leaf in result_leaves if isinstance(leaf, torch.Tensor)]
         torch.ops.pdrun.mark_layer(results, path)
-        if _object_state(module) == held and all(
-            isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found
+        if _object_state(module) == state and all(
+            isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in result_leaves
         ):
-            first.call, first.results = call, tuple(results)
-            first.leaves = tuple(found)
-            first.structure = form
+            first.call, first.results = call_key, tuple(results)
+            first.leaves = tuple(result_leaves)
+            first.structure = result_structure
         return output
 
-    return run
+    return folded_forward
 
 
 def _call_signature(leaves: list[Any], structure: Any) -> Any:
     """Return a key of the arguments of a call; None if a value cannot be compared."""
-    found: list[Any] = [structure]
+    parts: list[Any] = [structure]
     seen: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            same = seen.setdefault(id(leaf), len(seen))
-            found.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, same))
+            first_index = seen.setdefault(id(leaf), len(seen))
+            parts.append(
+                (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, first_index)
+            )
         elif _is_plain(leaf):
-            found.append((type(leaf), leaf))
+            parts.append((type(leaf), leaf))
         else:
             return None
-    return found, torch.is_grad_enabled()
+    return parts, torch.is_grad_enabled()
 
 
 def _object_state(module: nn.Module) -> Any:
@@ -163,8 +168,12 @@ def _state_key(value: Any, depth: int) -> Any:
         return value
     if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value):
         return id(value)
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    items = list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
+    inside = getattr(value, "__dict__", {})
+    if isinstance(value, dict):
+        inside = value
+    items: list[Any] = []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = list(value)
     named = [
         (_state_key(key, depth - 1), _state_key(one, depth - 1))
         for key, one in list(inside.items())
@@ -193,7 +202,7 @@ def find_equal_layers(model: nn.Module) -> list[list[str]]:
     ):
         for name, tensor in kind:
             names.setdefault(id(tensor), []).append(name)
-    found: list[list[str]] = []
+    layer_groups: list[list[str]] = []
 
     def walk(module: nn.Module, path: str) -> None:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < MIN_GROUP_SIZE:
@@ -202,18 +211,16 @@ def find_equal_layers(model: nn.Module) -> list[list[str]]:
             return
         groups: dict[Any, list[str]] = {}
         for name, child in module.named_children():
-            inner = f"{path}.{name}" if path else name
-            key = (
-                None
-                if "forward" in child.__dict__ or not _owns_its_tensors(child, inner, names)
-                else _module_key(child, inner, names)
-            )
-            if key is not None and child._modules:
-                groups.setdefault(key, []).append(inner)
-        found.extend(paths for paths in groups.values() if len(paths) >= MIN_GROUP_SIZE)
+            child_path = f"{path}.{name}" if path else name
+            if "forward" in child.__dict__ or not _owns_its_tensors(child, child_path, names):
+                continue
+            key = _module_key(child, child_path, names)
+            if child._modules:
+                groups.setdefault(key, []).append(child_path)
+        layer_groups.extend(paths for paths in groups.values() if len(paths) >= MIN_GROUP_SIZE)
 
     walk(model, "")
-    return found
+    return layer_groups
 
 
 def _owns_its_tensors(module: nn.Module, path: str, names: dict[int, list[str]]) -> bool:
@@ -248,11 +255,11 @@ def _module_key(
             tensor.requires_grad,
             _relative_name(names[id(tensor)][0], path),
         )
-        for held in (module._parameters, module._buffers)
-        for name, tensor in held.items()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
         if tensor is not None
     )
-    more = tuple(
+    attributes = tuple(
         (name, _attribute_key(value))
         for name, value in sorted(module.__dict__.items())
         if name not in _MODULE_ATTRIBUTES
@@ -261,7 +268,7 @@ def _module_key(
         (name, None if child is None else _module_key(child, path, names, True))
         for name, child in module._modules.items()
     )
-    return type(module), module.training, states, more, children
+    return type(module), module.training, states, attributes, children
 
 
 def _relative_name(name: str, path: str) -> str:

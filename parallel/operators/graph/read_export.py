@@ -41,8 +41,7 @@ class ExportReader:
         self.layer_marks: dict[str, list[tuple[int, list[TensorRef]]]] = {}
         """
         By path of the first of equal layers: the index of its first operator and what it takes,
-        then the
-        index after its last operator and what it returns.
+        then the index after its last operator and what it returns.
         """
 
     def read_graph(self) -> OperatorGraph:
@@ -59,9 +58,10 @@ class ExportReader:
         for spec in signature.output_specs:
             if spec.kind != OutputKind.USER_OUTPUT:
                 raise UsageError(
-                    f"the model writes into its {spec.target} while it runs",
+                    f"the model writes to {spec.target} in forward, which is not supported",
                     where=OPERATOR_ENGINE,
-                    hint="batch statistics and caches have no rule: use evaluation mode, or module styles",
+                    hint="batch statistics and caches have no rule: use evaluation mode, or a"
+                    " strategy of module styles",
                 )
         specs = iter(signature.input_specs)
         for node in self.program.graph.nodes:
@@ -83,7 +83,7 @@ class ExportReader:
     def _read_placeholder(self, node: torch.fx.Node, spec: Any, kinds: dict[Any, str]) -> None:
         if spec.kind not in kinds:
             raise UsageError(
-                f"the input {node.name} is no tensor, weight or buffer", where=OPERATOR_ENGINE
+                f"input {node.name} must be a tensor, weight or buffer", where=OPERATOR_ENGINE
             )
         kind = kinds[spec.kind]
         value = node.meta.get("val")
@@ -92,16 +92,18 @@ class ExportReader:
             self.found[node] = value
             return
         name = node.name if kind == "input" else spec.target
-        grad = False
+        requires_grad = False
         if kind in ("param", "buffer"):
-            holder = self.params.get(name, self.buffers.get(name))
-            name = self.first.get(id(holder), name)
+            tensor = self.params.get(name, self.buffers.get(name))
+            name = self.first.get(id(tensor), name)
             if name in self.weight_indices:  # a weight with several names
                 self.found[node] = TensorRef(self.weight_indices[name])
                 return
-            grad = kind == "param" and bool(holder is not None and holder.requires_grad)
+            requires_grad = kind == "param" and bool(tensor is not None and tensor.requires_grad)
         assert value is not None
-        index = self._add_tensor(GraphTensor(kind, name, tuple(value.shape), value.dtype, grad))
+        index = self._add_tensor(
+            GraphTensor(kind, name, tuple(value.shape), value.dtype, requires_grad)
+        )
         if kind in ("param", "buffer"):
             self.weight_indices[name] = index
         elif kind == "constant":
@@ -114,9 +116,9 @@ class ExportReader:
         """Return a value of the exported graph with references in place of nodes."""
         if isinstance(value, torch.fx.Node):
             found = self.found[value]
-            return (
-                TensorRef(found.index) if isinstance(found, TensorRef) else found
-            )  # each use is an object of its own
+            if isinstance(found, TensorRef):
+                return TensorRef(found.index)  # each use is a separate object
+            return found
         if isinstance(value, (list, tuple)):
             return type(value)(self._replace_nodes(one) for one in value)
         if isinstance(value, dict):
@@ -145,24 +147,20 @@ class ExportReader:
         value = node.meta.get("val")
         module = _module_path(node)
         source = _source_line(node)
-        values = (
-            [value]
-            if isinstance(value, torch.Tensor)
-            else list(value)
-            if isinstance(value, (list, tuple))
-            else None
-        )
-        if values is None:
-            raise UsageError(f"{kind} returns no tensor", where=source or OPERATOR_ENGINE)
-        many = not isinstance(value, torch.Tensor)
-        forms = [(tuple(one.shape), one.dtype) for one in values]
-        made = tuple(
+        returns_list = isinstance(value, (list, tuple))
+        if not returns_list and not isinstance(value, torch.Tensor):
+            raise UsageError(f"{kind} must return tensors", where=source or OPERATOR_ENGINE)
+        values = list(value) if returns_list else [value]
+        output_types = [(tuple(tensor.shape), tensor.dtype) for tensor in values]
+        outputs = tuple(
             map(
                 TensorRef,
-                self._add_operator(kind, target, args, kwargs, forms, many, module, source),
+                self._add_operator(
+                    kind, target, args, kwargs, output_types, returns_list, module, source
+                ),
             )
         )
-        self.found[node] = made if many else made[0]
+        self.found[node] = outputs if returns_list else outputs[0]
 
     def _add_operator(
         self,
@@ -182,13 +180,13 @@ class ExportReader:
             output_types: shape and dtype of each output.
         """
         inputs = tuple(ref.index for ref in iter_refs(args, kwargs))
-        flows = kind not in ("detach", "stop") and any(
+        requires_grad = kind not in ("detach", "stop") and any(
             self.graph.tensors[index].requires_grad for index in inputs
         )
         name = self._unique_name(module, kind)
         outputs = tuple(
             self._add_tensor(
-                GraphTensor("op", name, shape, dtype, flows and dtype.is_floating_point)
+                GraphTensor("op", name, shape, dtype, requires_grad and dtype.is_floating_point)
             )
             for shape, dtype in output_types
         )
@@ -203,47 +201,56 @@ class ExportReader:
         self, inputs: list[TensorRef], path: str, first: str
     ) -> tuple[TensorRef, ...]:
         """Insert the operators of an equal layer in place of this one; return its results."""
-        (begin, taken), (end, returned) = self.layer_marks[first]
-        here: dict[int, int] = {}
-        for ref, given in zip(taken, inputs, strict=True):
-            if here.setdefault(ref.index, given.index) != given.index:
+        (start, first_inputs), (end, first_results) = self.layer_marks[first]
+        counterparts: dict[int, int] = {}
+        for ref, given in zip(first_inputs, inputs, strict=True):
+            if counterparts.setdefault(ref.index, given.index) != given.index:
                 raise FoldError(f"{first} takes one tensor twice, {path} two")
 
         def counterpart(index: int) -> int:
             tensor = self.graph.tensors[index]
-            if index in here:
-                return here[index]
+            if index in counterparts:
+                return counterparts[index]
             if tensor.kind in ("op", "input"):
-                raise FoldError(
-                    f"{first} takes {tensor.name} from somewhere else than its arguments"
-                )
+                raise FoldError(f"{first} takes {tensor.name}, which is not one of its arguments")
             if tensor.kind in ("param", "buffer") and tensor.name.startswith(f"{first}."):
                 return self.weight_indices[path + tensor.name[len(first) :]]
             return index
 
-        def swapped(ref: TensorRef) -> TensorRef:
+        def replace_ref(ref: TensorRef) -> TensorRef:
             return TensorRef(counterpart(ref.index))
 
-        for old in self.graph.operators[begin:end]:
-            forms = [
+        for original in self.graph.operators[start:end]:
+            output_types = [
                 (self.graph.shape_of(index), self.graph.tensors[index].dtype)
-                for index in old.outputs
+                for index in original.outputs
             ]
-            args = replace_refs(old.args, swapped)
-            kwargs = replace_refs(old.kwargs, swapped)
-            inside = old.module == first or old.module.startswith(f"{first}.")
-            module = path + old.module[len(first) :] if inside else old.module
-            made = self._add_operator(
-                old.kind, old.target, args, kwargs, forms, old.returns_list, module, old.source
+            args = replace_refs(original.args, replace_ref)
+            kwargs = replace_refs(original.kwargs, replace_ref)
+            is_inside = original.module == first or original.module.startswith(f"{first}.")
+            module = original.module
+            if is_inside:
+                module = path + module.removeprefix(first)
+            outputs = self._add_operator(
+                original.kind,
+                original.target,
+                args,
+                kwargs,
+                output_types,
+                original.returns_list,
+                module,
+                original.source,
             )
-            here.update(zip(old.outputs, made, strict=True))
-        return tuple(map(swapped, returned))
+            counterparts.update(zip(original.outputs, outputs, strict=True))
+        return tuple(map(replace_ref, first_results))
 
     def _unique_name(self, module: str, kind: str) -> str:
-        plain = f"{module}.{kind}" if module else kind
-        count = self.name_counts.get(plain, 0)
-        self.name_counts[plain] = count + 1
-        return f"{plain}_{count}" if count else plain
+        base = f"{module}.{kind}" if module else kind
+        count = self.name_counts.get(base, 0)
+        self.name_counts[base] = count + 1
+        if count == 0:
+            return base
+        return f"{base}_{count}"
 
 
 _CHECK_KINDS = (
@@ -269,7 +276,11 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)
 def _source_line(node: torch.fx.Node) -> str:
     """Return the innermost line of a node's stack trace that is not in torch."""
     frames = _FRAME_PATTERN.findall(node.meta.get("stack_trace") or "")
-    own = [
+    frames_of_user = [
         frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]
     ] or frames
-    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""
+    return (
+        f"{frames_of_user[-1][0]}:{frames_of_user[-1][1]}: {frames_of_user[-1][2].strip()}"
+        if frames_of_user
+        else ""
+    )

@@ -1,8 +1,8 @@
 """
-One rule per kind of ATen operator; importing this package registers all of them.
+One rule per kind of ATen operator. Importing this package registers all of them.
 
 May import: operators/graph, layouts.
-Start reading here: rule.py.
+Start reading here: rule.py, then matrix.py.
 """
 
 from pdrun.parallel.operators.rules import (

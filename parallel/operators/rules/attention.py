@@ -1,4 +1,4 @@
-"""Attention: batch dims and heads are cut; so are queries, where each sees all keys."""
+"""Attention: batch dims and heads are sharded, and queries if each of them sees all keys."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def local_attention(
     box: Any,
 ) -> torch.Tensor:
     """
-    Return this rank's part of attention with dropout, in the open: the mask is that of the whole.
+    Return this rank's part of attention with dropout, step by step: the mask is that of the full
+    tensor.
 
     Args:
-        shape: of the whole matrix of weights, [..., heads, queries, keys].
+        shape: of the full matrix of weights, [..., heads, queries, keys].
         box: this rank's (low, high) in it.
     """
     if enable_gqa:
@@ -67,11 +68,11 @@ def _call_attention(context: LocalContext) -> LocalCall:
         operator.kwargs.get("enable_gqa", False),
     )
     if not context.splits:
-        more = {"scale": options[1], "enable_gqa": options[2]}
+        kwargs = {"scale": options[1], "enable_gqa": options[2]}
         return (
             functional.scaled_dot_product_attention,
             (query, key, operator.args[2], mask, p, options[0]),
-            more,
+            kwargs,
         )
     shape = (*context.in_shapes[0][:-1], context.in_shapes[1][-2])
     box = (*context.in_boxes[0][:-1], (0, context.in_shapes[1][-2]))
@@ -81,34 +82,38 @@ def _call_attention(context: LocalContext) -> LocalCall:
 @register_rule("scaled_dot_product_attention", local_call=_call_attention)
 def split_attention(view: OperatorView) -> list[OpSplit]:
     """
-    query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]; G divides
-    H.
+    query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]: split
+    batch dims and H (at most into G), S without a causal mask.
+
+    G divides H.
     """
     query, key, _, *masks = view.in_shapes
     lead: list[Hashable] = list(range(len(query) - 2))
     causal = view.get_arg(5, "is_causal", False)
-    rows = None if causal else "s"
-    heads = len(query) - 3
+    query_label = None if causal else "s"
+    head_dim = len(query) - 3
     divides: dict[Hashable, int] = {}
-    if heads >= 0 and query[heads] != key[heads]:
-        divides[heads] = gcd(query[heads], key[heads])
+    if head_dim >= 0 and query[head_dim] != key[head_dim]:
+        divides[head_dim] = gcd(query[head_dim], key[head_dim])
     if any(
-        a != b for dim, (a, b) in enumerate(zip(query[:-2], key[:-2], strict=True)) if dim != heads
+        a != b
+        for dim, (a, b) in enumerate(zip(query[:-2], key[:-2], strict=True))
+        if dim != head_dim
     ):
         return []
     ins: list[list[Hashable | None]] = [
-        [*lead, rows, None],
+        [*lead, query_label, None],
         [*lead, None, None],
         [*lead, None, None],
     ]
     for mask in masks:
-        whole = (*query[:-1], key[-2])
-        names = [*lead, rows, None]
-        skip = len(whole) - len(mask)
+        full_shape = (*query[:-1], key[-2])
+        names = [*lead, query_label, None]
+        skip = len(full_shape) - len(mask)
         ins.append(
             [
-                names[skip + dim] if size == whole[skip + dim] else None
+                names[skip + dim] if size == full_shape[skip + dim] else None
                 for dim, size in enumerate(mask)
             ]
         )
-    return splits_by_labels(view, ins, [[*lead, rows, None]], divides)
+    return splits_by_labels(view, ins, [[*lead, query_label, None]], divides)

@@ -1,11 +1,11 @@
 """
-Convolutions and pooling: rows, channels out, channels in (terms of a sum), groups; space stays
-whole.
+Convolutions and pooling: rows, output channels, input channels (partial sums) and groups are
+sharded. Spatial dims stay replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -22,11 +22,13 @@ CONVOLUTION_KINDS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 def _group_count(view: OperatorView | LocalContext) -> int:
-    return int(
-        view.get_arg(8, "groups", 1)
-        if view.operator.kind == "convolution"
-        else view.get_arg(6, "groups", 1)
-    )
+    return int(view.get_arg(_groups_position(view), "groups", 1))
+
+
+def _groups_position(view: OperatorView | LocalContext) -> int:
+    if view.operator.kind == "convolution":
+        return 8
+    return 6
 
 
 def _is_transposed(view: OperatorView) -> bool:
@@ -40,10 +42,11 @@ def _call_convolution(context: LocalContext) -> LocalCall:
     if _group_count(context) > 1:
         parts = 1
         for axis, split in context.splits.items():
-            parts *= context.axis_size[axis] if split.in_states[0] == 1 else 1
-        where = 8 if operator.kind == "convolution" else 6
-        if where < len(args):
-            args[where] = args[where] // parts
+            if split.in_states[0] == 1:
+                parts *= context.axis_size[axis]
+        position = _groups_position(context)
+        if position < len(args):
+            args[position] = args[position] // parts
         else:
             kwargs["groups"] = kwargs["groups"] // parts
     if not context.is_partial_sum() or len(context.in_shapes) < 3:
@@ -52,7 +55,7 @@ def _call_convolution(context: LocalContext) -> LocalCall:
 
 
 def local_convolution(
-    target: object,
+    target: Callable[..., torch.Tensor],
     factor: float,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -61,20 +64,24 @@ def local_convolution(
     **kwargs: object,
 ) -> torch.Tensor:
     """Return a convolution with a factor for its bias."""
-    result: torch.Tensor = target(x, weight, bias * factor, *args, **kwargs)  # type: ignore[operator]
-    return result
+    return target(x, weight, bias * factor, *args, **kwargs)
 
 
 @register_rule(*CONVOLUTION_KINDS, local_call=_call_convolution)
 def split_convolution(view: OperatorView) -> list[OpSplit]:
-    """x [N, C, ...], weight [O, C / groups, ...], bias [O]."""
+    """
+    x [N, C, ...], weight [O, C / groups, ...], bias [O]: split N, O or C (partial sums); with
+    groups N or the groups.
+    """
     space: list[Hashable | None] = [None] * (len(view.in_shapes[1]) - 2)
     if _is_transposed(view) or len(view.in_shapes[0]) != len(view.in_shapes[1]):
         return []
-    many = _group_count(view)
-    if many > 1:
+    group_count = _group_count(view)
+    if group_count > 1:
         ins: list[Labels] = [["n", "c", *space], ["c", None, *space], ["c"]]
-        return splits_by_labels(view, ins[: len(view.in_shapes)], [["n", "c", *space]], {"c": many})
+        return splits_by_labels(
+            view, ins[: len(view.in_shapes)], [["n", "c", *space]], {"c": group_count}
+        )
     ins = [["n", "c", *space], ["o", "c", *space], ["o"]]
     return splits_by_labels(view, ins[: len(view.in_shapes)], [["n", "o", *space]], summed=["c"])
 
@@ -97,7 +104,7 @@ _SPACE_DIMS = {"1d": 1, "2d": 2, "3d": 3}
     "adaptive_max_pool2d",
 )
 def split_pooling(view: OperatorView) -> list[OpSplit]:
-    """x [N, C, ...]: cut N or C."""
+    """x [N, C, ...]: split N or C."""
     space = next(count for name, count in _SPACE_DIMS.items() if name in view.operator.kind)
     labels = [*range(len(view.in_shapes[0]) - space), *[None] * space]
     return splits_by_labels(view, [labels], [labels] * len(view.out_shapes))
@@ -105,6 +112,6 @@ def split_pooling(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
 def split_resizing(view: OperatorView) -> list[OpSplit]:
-    """x [N, C, H, W]: cut N."""
+    """x [N, C, H, W]: split N."""
     labels = ["n", *[None] * (len(view.in_shapes[0]) - 1)]
     return splits_by_labels(view, [labels], [labels])

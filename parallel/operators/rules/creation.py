@@ -1,6 +1,4 @@
-"""
-Tensors from nothing: each rank makes its part; counters are made whole, and parts of them taken.
-"""
+"""Creation of tensors: each rank makes its shard. Counters are made in full, and sliced."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from pdrun.parallel.operators.rules.rule import (
 
 
 def _call_constant(context: LocalContext) -> LocalCall:
-    """Replace the shape among the arguments."""
+    """Replace the shape among the arguments by the local shape."""
     args = list(context.operator.args)
-    at = 1 if context.operator.kind.startswith("new_") else 0
-    args[at] = list(context.local_out_shape())
+    position = 1 if context.operator.kind.startswith("new_") else 0
+    args[position] = list(context.local_out_shape())
     return context.operator.target, tuple(args), context.operator.kwargs
 
 
@@ -26,7 +24,7 @@ def _call_constant(context: LocalContext) -> LocalCall:
     "full", "ones", "zeros", "new_full", "new_ones", "new_zeros", local_call=_call_constant
 )
 def split_constant(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim."""
+    """Split any dim."""
     return splits_by_labels(
         view,
         [[None] * len(shape) for shape in view.in_shapes],
@@ -36,5 +34,5 @@ def split_constant(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("arange", "linspace", "scalar_tensor", "eye", "tril_indices", "triu_indices")
 def replicate_counter(view: OperatorView) -> list[OpSplit]:
-    """All ranks make all of it."""
+    """All ranks make the full tensor."""
     return []

@@ -1,4 +1,4 @@
-"""An example of every kind of operator that has a rule: what the checker proves rules with."""
+"""Examples of every kind of operator with a rule. The rule checker uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OperatorExample:
 
     @property
     def target(self) -> Any:
-        """What is called."""
+        """The function to call."""
         library = torch.ops.pdrun if self.kind in ("constrain", "stop") else torch.ops.aten
         packet = getattr(library, self.kind)
         return getattr(packet, self.overload) if self.overload else packet
@@ -64,7 +64,7 @@ _TERNARY_KINDS = ("addcdiv", "addcmul", "lerp")
 
 
 def all_examples() -> Iterator[OperatorExample]:
-    """Return all examples; several of one kind where shapes or arguments matter."""
+    """Yield all examples; several of one kind if shapes or arguments matter."""
     for part in (
         _pointwise_examples,
         _matrix_examples,
@@ -86,13 +86,11 @@ def all_examples() -> Iterator[OperatorExample]:
 
 def _pointwise_examples() -> Iterator[OperatorExample]:
     for kind in UNARY_KINDS:
-        x = (
-            _integers(5, 4, 6)
-            if kind in _INTEGER_KINDS
-            else _floats(4, 6) + 1
-            if kind == "acosh"
-            else _floats(4, 6)
-        )
+        x = _floats(4, 6)
+        if kind in _INTEGER_KINDS:
+            x = _integers(5, 4, 6)
+        elif kind == "acosh":
+            x = x + 1
         yield OperatorExample(kind, (x, *_EXTRA_ARGS.get(kind, ())))
     for kind in BROADCAST_KINDS:
         if kind in _INTEGER_KINDS:
@@ -348,15 +346,13 @@ def _loss_examples() -> Iterator[OperatorExample]:
         yield OperatorExample("nll_loss_nd", (logits, target, None, reduction, 3))
         yield OperatorExample("nll_loss", (logits, target, None, reduction))
         for kind in ELEMENTWISE_LOSSES:
-            between = (
-                (None,)
-                if kind == "binary_cross_entropy"
-                else (None, None)
-                if kind.endswith("logits")
-                else ()
-            )
+            weights: tuple[None, ...] = ()
+            if kind == "binary_cross_entropy":
+                weights = (None,)
+            elif kind == "binary_cross_entropy_with_logits":
+                weights = (None, None)
             yield OperatorExample(
-                kind, (_floats(4, 6), _floats(4, 6, seed=1), *between, reduction), grads=1
+                kind, (_floats(4, 6), _floats(4, 6, seed=1), *weights, reduction), grads=1
             )
     yield OperatorExample(
         "cross_entropy_loss",

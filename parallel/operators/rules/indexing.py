@@ -1,5 +1,5 @@
 """
-Looking up: tables are cut by columns, or by rows with masked look-ups that leave terms of a sum.
+Lookups: tables are sharded by columns, or by rows with masked lookups that return partial sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.labels import Labels, partial_sum_splits, splits_by_labels
+from pdrun.parallel.operators.rules.labels import (
+    Labels,
+    labels_except,
+    partial_sum_splits,
+    splits_by_labels,
+)
 from pdrun.parallel.operators.rules.rule import (
     PARTIAL,
     REPLICATED,
@@ -26,10 +31,10 @@ def local_embedding(
     weight: torch.Tensor, index: torch.Tensor, low: int, padding: int
 ) -> torch.Tensor:
     """
-    Look up in rows ``low`` and following of a table; what lies elsewhere is 0.
+    Look up in a table that has the rows from ``low`` on. Other rows give 0.
 
     Args:
-        padding: row of this part that gets no gradient; -1: none.
+        padding: row of this shard without a gradient; -1: none.
     """
     local = index - low
     outside = (local < 0) | (local >= weight.shape[0])
@@ -56,17 +61,17 @@ def _call_embedding(context: LocalContext) -> LocalCall:
 
 @register_rule("embedding", local_call=_call_embedding)
 def split_embedding(view: OperatorView) -> list[OpSplit]:
-    """weight [V, H], index [...]: cut V, H or any dim of the index."""
+    """weight [V, H], index [...]: split V, H or any dim of the index."""
     lead: list[Hashable] = list(range(len(view.in_shapes[1])))
-    found = splits_by_labels(view, [["v", "h"], lead], [[*lead, "h"]], summed=["v"])
+    splits = splits_by_labels(view, [["v", "h"], lead], [[*lead, "h"]], summed=["v"])
     if view.get_arg(3, "scale_grad_by_freq", False) or view.get_arg(4, "sparse", False):
-        found = [split for split in found if split.in_states[0] != 0]
-    return found + [OpSplit((PARTIAL, REPLICATED), (PARTIAL,))]
+        splits = [split for split in splits if split.in_states[0] != 0]
+    return splits + [OpSplit((PARTIAL, REPLICATED), (PARTIAL,))]
 
 
 @register_rule("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
 def split_embedding_bag(view: OperatorView) -> list[OpSplit]:
-    """weight [V, H], index and offsets: cut H."""
+    """weight [V, H], index and offsets: split H."""
     outs: list[Labels] = [[None, "h"], *[[None] * len(out) for out in view.out_shapes[1:]]]
     if view.get_arg(4, "mode", 0) == 2:  # the largest: its fourth result is as wide as the table
         return []
@@ -77,12 +82,10 @@ def split_embedding_bag(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("index_select")
 def split_index_select(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims, or the index."""
-    over = view.get_arg(1, "dim") % len(view.in_shapes[0])
-    labels: list[Hashable | None] = [
-        None if dim == over else dim for dim in range(len(view.in_shapes[0]))
-    ]
-    outs = [*labels[:over], "i", *labels[over + 1 :]]
+    """Split all other dims, or the index."""
+    indexed = view.get_arg(1, "dim") % len(view.in_shapes[0])
+    labels = labels_except(len(view.in_shapes[0]), indexed)
+    outs = [*labels[:indexed], "i", *labels[indexed + 1 :]]
     return splits_by_labels(
         view, [labels, ["i"] if len(view.in_shapes[1]) else []], [outs]
     ) + partial_sum_splits(view, [0])
@@ -90,25 +93,25 @@ def split_index_select(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("gather", "take_along_dim")
 def split_gather(view: OperatorView) -> list[OpSplit]:
-    """Cut the other dims that are as long in the index, or the dim itself in index and result."""
+    """Split the other dims that are as long in the index, or the dim itself in index and result."""
     rank = len(view.in_shapes[0])
-    over = view.get_arg(2 if view.operator.kind == "take_along_dim" else 1, "dim") % rank
+    indexed = view.get_arg(2 if view.operator.kind == "take_along_dim" else 1, "dim") % rank
     x: list[Hashable | None] = [
-        dim if dim != over and view.in_shapes[0][dim] == view.in_shapes[1][dim] else None
+        dim if dim != indexed and view.in_shapes[0][dim] == view.in_shapes[1][dim] else None
         for dim in range(rank)
     ]
-    index = [name if dim != over else "i" for dim, name in enumerate(x)]
+    index = [name if dim != indexed else "i" for dim, name in enumerate(x)]
     return splits_by_labels(view, [x, index], [index]) + partial_sum_splits(view, [0])
 
 
 @register_rule("scatter", "scatter_add", "index_add", "index_copy")
 def split_scatter(view: OperatorView) -> list[OpSplit]:
-    """Cut the other dims, where all tensors are as long."""
+    """Split the other dims, if all tensors are as long."""
     rank = len(view.in_shapes[0])
-    over = view.get_arg(1, "dim") % rank
-    full = [shape for shape in view.in_shapes if len(shape) == rank]
+    indexed = view.get_arg(1, "dim") % rank
+    full_shapes = [shape for shape in view.in_shapes if len(shape) == rank]
     labels = [
-        dim if dim != over and len({shape[dim] for shape in full}) == 1 else None
+        dim if dim != indexed and len({shape[dim] for shape in full_shapes}) == 1 else None
         for dim in range(rank)
     ]
     ins: list[Labels] = [
@@ -120,39 +123,42 @@ def split_scatter(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("index")
 def split_index(view: OperatorView) -> list[OpSplit]:
-    """x[i, j, :, k]: cut the dims that aren't indexed, or those of a lone index."""
-    given: list[Any] = list(view.get_arg(1, "indices"))
+    """
+    x[i, j, :, k]: split the dims that are not indexed, or the dims of the indices if all have the
+    same shape.
+    """
+    indices: list[Any] = list(view.get_arg(1, "indices"))
     rank = len(view.in_shapes[0])
-    places = [dim for dim, one in enumerate(given) if one is not None]
-    if not places or any(len(shape) != len(view.in_shapes[1]) for shape in view.in_shapes[1:]):
+    indexed = [dim for dim, one in enumerate(indices) if one is not None]
+    if not indexed or any(len(shape) != len(view.in_shapes[1]) for shape in view.in_shapes[1:]):
         return []
-    x: list[Hashable | None] = [None if dim in places else dim for dim in range(rank)]
-    wide = len(view.out_shapes[0]) - (rank - len(places))  # dims of the indices together
-    if places != list(
-        range(places[0], places[-1] + 1)
+    x = labels_except(rank, *indexed)
+    index_ndim = len(view.out_shapes[0]) - (rank - len(indexed))  # dims of the indices together
+    if indexed != list(
+        range(indexed[0], indexed[-1] + 1)
     ):  # apart: the dims of the indices come first
-        outs = [*["?"] * wide, *[name for name in x if name is not None]]
+        outs = [*["?"] * index_ndim, *[name for name in x if name is not None]]
     else:
-        outs = [*x[: places[0]], *["?"] * wide, *x[places[-1] + 1 :]]
+        outs = [*x[: indexed[0]], *["?"] * index_ndim, *x[indexed[-1] + 1 :]]
     if (
         any(shape != view.in_shapes[1] for shape in view.in_shapes[1:])
-        or len(view.in_shapes[1]) != wide
+        or len(view.in_shapes[1]) != index_ndim
     ):
         ins: list[Labels] = [x, *[[None] * len(shape) for shape in view.in_shapes[1:]]]
         return splits_by_labels(
             view, ins, [[None if name == "?" else name for name in outs]]
         ) + partial_sum_splits(view, [0])
-    count = iter(range(wide))
-    named = [f"i{next(count)}" if name == "?" else name for name in outs]
-    same = [f"i{dim}" for dim in range(wide)]
+    count = iter(range(index_ndim))
+    out_labels = [f"i{next(count)}" if name == "?" else name for name in outs]
+    index_labels = [f"i{dim}" for dim in range(index_ndim)]
     return splits_by_labels(
-        view, [x, *[same] * (len(view.in_shapes) - 1)], [named]
+        view, [x, *[index_labels] * (len(view.in_shapes) - 1)], [out_labels]
     ) + partial_sum_splits(view, [0])
 
 
 @register_rule("one_hot")
 def split_one_hot(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim of the index, where the number of classes is given."""
+    """Split any dim of the index, if the number of classes is given."""
     labels = list(range(len(view.in_shapes[0])))
     if view.get_arg(1, "num_classes", -1) > 0:
         return splits_by_labels(view, [labels], [[*labels, None]])
@@ -161,7 +167,7 @@ def split_one_hot(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("bucketize")
 def split_bucketize(view: OperatorView) -> list[OpSplit]:
-    """Cut the values; the borders stay whole."""
+    """Split the values; the boundaries stay replicated."""
     if len(view.in_shapes) < 2:
         return []
     labels = list(range(len(view.in_shapes[0])))

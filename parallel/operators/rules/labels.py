@@ -1,8 +1,8 @@
 """
-How rules are written: by a label for each dim of the inputs and outputs.
+How rules are written: with a label for each dim of the inputs and outputs.
 
-Dims of the same label are cut together. `linear` adds the splits in which partial sums pass
-through.
+Dims with the same label are sharded together. `partial_sum_splits` adds the splits in which partial
+sums pass through.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OperatorVie
 
 Labels = Sequence[Hashable | None]
 """
-A name for each dim of a tensor: dims of equal name are cut together; None for one that has to be
-whole.
+A label for each dim of a tensor. Dims with equal labels are sharded together. A dim with None stays
+replicated.
 """
+
+
+def labels_except(ndim: int, *replicated: int) -> list[Hashable | None]:
+    """Return the number of each dim as its label; the dims in ``replicated`` have none."""
+    labels: list[Hashable | None] = list(range(ndim))
+    for dim in replicated:
+        labels[dim] = None
+    return labels
 
 
 def splits_by_labels(
@@ -28,89 +36,94 @@ def splits_by_labels(
     summed: Iterable[Hashable] = (),
 ) -> list[OpSplit]:
     """
-    Return a split for each name of a dim.
+    Return a split for each label.
 
     Args:
-        ins, outs: the names of the dims of every input and output.
-        divides: see `Split`.
-        lost: names that may be missing in an output, which is partial then (contracted or summed
-            dims). A name that
-            an output lacks and that isn't here makes the output whole, which is right only for what doesn't depend on
-            the cut.
+        in_labels, out_labels: the labels of the dims of every input and output.
+        must_divide: see `OpSplit`.
+        summed: labels that can be missing in an output, which is a partial sum then (contracted or
+            summed dims). A label that an output lacks and that is not listed here makes the output
+            replicated. That is right only for outputs that do not depend on the split.
     """
-    sums = set(summed)
-    found = []
-    names = dict.fromkeys(
-        name for labels in (*in_labels, *out_labels) for name in labels if name is not None
+    summed_labels = set(summed)
+    splits = []
+    labels = dict.fromkeys(
+        label
+        for dim_labels in (*in_labels, *out_labels)
+        for label in dim_labels
+        if label is not None
     )
-    for name in names:
-        if (
-            max(
-                _label_size(name, in_labels, view.in_shapes),
-                _label_size(name, out_labels, view.out_shapes),
-            )
-            <= 1
-        ):
+    for label in labels:
+        in_size = _label_size(label, in_labels, view.in_shapes)
+        out_size = _label_size(label, out_labels, view.out_shapes)
+        if max(in_size, out_size) <= 1:
             continue
-        missing: State = PARTIAL if name in sums else REPLICATED
-        found.append(
+        missing_state: State = PARTIAL if label in summed_labels else REPLICATED
+        splits.append(
             OpSplit(
-                tuple(_label_state(name, labels, REPLICATED) for labels in in_labels),
-                tuple(_label_state(name, labels, missing) for labels in out_labels),
-                (must_divide or {}).get(name, 0),
+                tuple(_label_state(label, dim_labels, REPLICATED) for dim_labels in in_labels),
+                tuple(_label_state(label, dim_labels, missing_state) for dim_labels in out_labels),
+                (must_divide or {}).get(label, 0),
             )
         )
-    return found
+    return splits
 
 
 def _label_state(name: Hashable, labels: Labels, otherwise: State) -> State:
-    return list(labels).index(name) if name in labels else otherwise
+    if name not in labels:
+        return otherwise
+    return list(labels).index(name)
 
 
 def _label_size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> int:
     sizes = [
-        shape[list(some).index(name)]
-        for some, shape in zip(labels, shapes, strict=True)
-        if name in some
+        shape[list(dim_labels).index(name)]
+        for dim_labels, shape in zip(labels, shapes, strict=True)
+        if name in dim_labels
     ]
     return max(sizes, default=0)
 
 
 def partial_sum_splits(view: OperatorView, *sets: Iterable[int]) -> list[OpSplit]:
     """
-    Return the splits in which the inputs of one set are terms of sums, others are whole, and
-    results are terms.
+    Return splits in which inputs and results are partial sums.
+
+    Args:
+        sets: for each split the inputs that are partial sums; the others are replicated.
     """
-    found = []
-    for some in sets:
-        chosen = set(some)
+    splits = []
+    for positions in sets:
+        chosen = set(positions)
         ins = tuple(
-            PARTIAL if place in chosen else REPLICATED for place in range(len(view.in_shapes))
+            PARTIAL if position in chosen else REPLICATED for position in range(len(view.in_shapes))
         )
-        found.append(OpSplit(ins, (PARTIAL,) * len(view.out_shapes)))
-    return found
+        splits.append(OpSplit(ins, (PARTIAL,) * len(view.out_shapes)))
+    return splits
 
 
 def broadcast_labels(
     shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable] | None = None
 ) -> list[Hashable | None]:
     """
-    Return the names of the dims of an input that is broadcast to ``out``; None where it has one
-    element for many.
+    Return the labels of an input that is broadcast to ``out``; None for dims that are broadcast.
     """
-    names = range(len(out)) if names is None else names
+    if names is None:
+        names = range(len(out))
     skip = len(out) - len(shape)
-    return [
-        names[skip + dim] if size == out[skip + dim] else None for dim, size in enumerate(shape)
-    ]
+    labels: list[Hashable | None] = [None] * len(shape)
+    for dim, size in enumerate(shape):
+        if size == out[skip + dim]:
+            labels[dim] = names[skip + dim]
+    return labels
 
 
 def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
-    """Return dims as numbers from 0; None means all."""
+    """Return dims as numbers from 0; None means all dims."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return tuple(range(ndim))
-    some = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(dim % ndim if ndim else 0 for dim in some)
+    if not isinstance(value, (list, tuple)):
+        value = (value,)
+    return tuple(dim % max(ndim, 1) for dim in value)
 
 
 def count_elements(shape: Iterable[int]) -> int:
@@ -122,33 +135,33 @@ def group_reshaped_dims(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> list[tuple[list[int], list[int]]]:
     """
-    Return which dims of a reshaped tensor come from which: the shortest runs of dims with equal
+    Return which dims of a reshaped tensor belong together: the shortest runs of dims with equal
     products.
 
-    Dims of size 1 belong to no group.
+    Dims of size 1 belong to no group. If the runs do not match, there are no groups.
     """
     left = [dim for dim, size in enumerate(before) if size != 1]
     right = [dim for dim, size in enumerate(after) if size != 1]
-    found = []
+    groups = []
     i = 0
     j = 0
     while i < len(left) and j < len(right):
-        some = [left[i]]
-        others = [right[j]]
-        a = before[left[i]]
-        b = after[right[j]]
+        left_group = [left[i]]
+        right_group = [right[j]]
+        left_size = before[left[i]]
+        right_size = after[right[j]]
         i = i + 1
         j = j + 1
-        while a != b:
-            if a < b and i < len(left):
-                a *= before[left[i]]
-                some.append(left[i])
+        while left_size != right_size:
+            if left_size < right_size and i < len(left):
+                left_size *= before[left[i]]
+                left_group.append(left[i])
                 i += 1
             elif j < len(right):
-                b *= after[right[j]]
-                others.append(right[j])
+                right_size *= after[right[j]]
+                right_group.append(right[j])
                 j += 1
             else:
                 return []
-        found.append((some, others))
-    return found
+        groups.append((left_group, right_group))
+    return groups

@@ -1,14 +1,21 @@
-"""Losses: rows are cut; sums and means over rows leave terms of a sum. Classes stay whole."""
+"""
+Losses: rows are sharded. Sums and means over rows return partial sums. Classes stay replicated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.labels import Labels, count_elements, splits_by_labels
+from pdrun.parallel.operators.rules.labels import (
+    Labels,
+    count_elements,
+    labels_except,
+    splits_by_labels,
+)
 from pdrun.parallel.operators.rules.rule import (
     LocalCall,
     LocalContext,
@@ -26,15 +33,17 @@ REDUCE_SUM = 2
 @register_rule("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
 def split_cross_entropy(view: OperatorView) -> list[OpSplit]:
     """
-    logits [N, C, ...], targets [N, ...] (or like logits): cut rows, unless a mean weighs them by
-    what is ignored.
+    logits [N, C, ...], targets [N, ...] (or like logits): split rows, unless the reduction is a
+    mean.
+
+    The weight of a mean depends on the targets that are ignored on all ranks.
     """
     logits = view.in_shapes[0]
     target = view.in_shapes[1]
     reduction = view.get_arg(3, "reduction", REDUCE_MEAN)
     if reduction == REDUCE_MEAN or len(logits) < 2 or len(view.out_shapes) > 1:
         return []
-    first: list[Hashable | None] = [dim if dim != 1 else None for dim in range(len(logits))]
+    first = labels_except(len(logits), 1)
     second = (
         first
         if len(target) == len(logits)
@@ -79,11 +88,11 @@ def _call_loss(context: LocalContext) -> LocalCall:
     operator = context.operator
     if not context.is_partial_sum() or _loss_reduction(context) != REDUCE_MEAN:
         return operator.target, operator.args, operator.kwargs
-    at = _REDUCTION_POSITIONS.get(operator.kind, 2)
+    position = _REDUCTION_POSITIONS.get(operator.kind, 2)
     args = list(operator.args)
     kwargs = dict(operator.kwargs)
-    if at < len(args):
-        args[at] = REDUCE_SUM
+    if position < len(args):
+        args[position] = REDUCE_SUM
     else:
         kwargs["reduction"] = REDUCE_SUM
     return local_mean_loss, (operator.target, count_elements(context.in_shapes[0]), *args), kwargs
@@ -91,14 +100,14 @@ def _call_loss(context: LocalContext) -> LocalCall:
 
 @register_rule(*ELEMENTWISE_LOSSES, local_call=_call_loss)
 def split_elementwise_loss(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim, of inputs of one shape."""
+    """Split any dim, for inputs of one shape."""
     if any(shape != view.in_shapes[0] for shape in view.in_shapes[1:]):
         return []
     labels = list(range(len(view.in_shapes[0])))
-    reduced = _loss_reduction(view) != REDUCE_NONE
+    is_reduced = _loss_reduction(view) != REDUCE_NONE
     return splits_by_labels(
         view,
         [labels] * len(view.in_shapes),
-        [[] if reduced else labels],
-        summed=labels if reduced else (),
+        [[] if is_reduced else labels],
+        summed=labels if is_reduced else (),
     )

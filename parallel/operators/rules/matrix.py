@@ -1,6 +1,7 @@
 """
-Products: a dim of the result is cut with the factor that it comes from; cutting a contracted dim
-leaves terms of a sum.
+Products: a dim of the result is sharded with the dim of the factor that it is from. A contracted
+dim
+that is sharded leaves partial sums.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pdrun.parallel.operators.rules.rule import (
 
 @register_rule("mm", "bmm", "matmul", "mv", "dot")
 def split_matmul(view: OperatorView) -> list[OpSplit]:
-    """[..., I, K] x [..., K, J]; vectors have no I or no J."""
+    """[..., I, K] x [..., K, J]: split any dim, K for partial sums; vectors have no I or no J."""
     a, b = view.in_shapes
     (out,) = view.out_shapes
     tail = (["i"] if len(a) > 1 else []) + (["j"] if len(b) > 1 else [])
@@ -42,8 +43,9 @@ def split_matmul(view: OperatorView) -> list[OpSplit]:
 
 def _call_biased(context: LocalContext) -> LocalCall:
     """
-    Leave the bias to the first rank where results are added up; it takes part everywhere, with
-    weight 0.
+    Add the bias on the first rank only if results are partial sums.
+
+    The other ranks use it with factor 0, so that it has a gradient everywhere.
     """
     is_linear = context.operator.kind == "linear"
     if not context.is_partial_sum() or len(context.in_shapes) < 3:
@@ -57,8 +59,8 @@ def local_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Return what ``torch.nn.functional.linear`` does now: a pipeline may have put off the product for
-    the weight.
+    Return what ``torch.nn.functional.linear`` returns. The name is looked up at each call: a
+    pipeline can replace the function to defer the product for the weight.
     """
     return functional.linear(x, weight, bias)
 
@@ -73,22 +75,22 @@ def local_partial_linear(
 def local_partial_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float
 ) -> torch.Tensor:
-    """Return `torch.addmm` with a factor for what is added."""
+    """Return `torch.addmm` with a factor for the added matrix."""
     return torch.addmm(bias * factor, x, weight)
 
 
 @register_rule("linear", local_call=_call_biased)
 def split_linear(view: OperatorView) -> list[OpSplit]:
-    """x [..., K], weight [J, K], bias [J]."""
+    """x [..., K], weight [J, K], bias [J]: split any dim, K for partial sums."""
     lead: list[Hashable] = list(range(len(view.in_shapes[0]) - 1))
     ins: list[Labels] = [[*lead, "k"], ["j", "k"], ["j"]]
-    found = splits_by_labels(view, ins[: len(view.in_shapes)], [[*lead, "j"]], summed=["k"])
-    return found + ([] if len(view.in_shapes) > 2 else partial_sum_splits(view, [0], [1]))
+    splits = splits_by_labels(view, ins[: len(view.in_shapes)], [[*lead, "j"]], summed=["k"])
+    return splits + ([] if len(view.in_shapes) > 2 else partial_sum_splits(view, [0], [1]))
 
 
 @register_rule("addmm", local_call=_call_biased)
 def split_addmm(view: OperatorView) -> list[OpSplit]:
-    """added [I, J] (broadcast), x [I, K], weight [K, J]."""
+    """added [I, J] (broadcast), x [I, K], weight [K, J]: split any dim, K for partial sums."""
     added = broadcast_labels(view.in_shapes[0], view.out_shapes[0], ["i", "j"])
     if view.operator.kwargs:  # factors
         return []
@@ -97,24 +99,27 @@ def split_addmm(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("einsum")
 def split_einsum(view: OperatorView) -> list[OpSplit]:
-    """As the equation says; an ellipsis or a repeated index leaves all whole."""
+    """
+    Split any index of the equation; with an ellipsis or a repeated index everything stays
+    replicated.
+    """
     equation = str(view.get_arg(0, "equation")).replace(" ", "")
     if "." in equation:
         return []
     left, arrow, right = equation.partition("->")
     ins = left.split(",")
-    if any(len(set(some)) < len(some) for some in ins):
+    if any(len(set(names)) < len(names) for names in ins):
         return []
     if not arrow:
-        every = left.replace(",", "")
-        right = "".join(sorted(name for name in set(every) if every.count(name) == 1))
+        all_names = left.replace(",", "")
+        right = "".join(sorted(name for name in set(all_names) if all_names.count(name) == 1))
     if any(
-        shape[some.index(name)] == 1 != _largest_size(view, ins, name)
-        for some, shape in zip(ins, view.in_shapes, strict=True)
-        for name in some
+        shape[names.index(name)] == 1 != _largest_size(view, ins, name)
+        for names, shape in zip(ins, view.in_shapes, strict=True)
+        for name in names
     ):
         return []
-    labels = [list(some) for some in ins]
+    labels = [list(names) for names in ins]
     return splits_by_labels(
         view, labels, [list(right)], summed=set("".join(ins)) - set(right)
     ) + partial_sum_splits(view, *([place] for place in range(len(ins))))

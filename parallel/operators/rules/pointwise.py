@@ -1,4 +1,4 @@
-"""Element by element: any dim may be cut, and terms of sums pass through what is linear."""
+"""Pointwise operators: any dim can be sharded. Partial sums pass through linear ones."""
 
 from __future__ import annotations
 
@@ -142,34 +142,34 @@ def _split_any_dim(view: OperatorView) -> list[OpSplit]:
 
 @register_rule(*UNARY_KINDS, *BROADCAST_KINDS)
 def split_elementwise(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim, of all that isn't broadcast along it."""
+    """Split any dim, of all inputs that are not broadcast along it."""
     return _split_any_dim(view)
 
 
 @register_rule(*LINEAR_KINDS)
 def split_linear_elementwise(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; a term of a sum stays one."""
+    """As `elementwise`; a partial sum stays one."""
     return _split_any_dim(view) + partial_sum_splits(view, [0])
 
 
 @register_rule(*CAST_KINDS)
 def split_cast(view: OperatorView) -> list[OpSplit]:
     """
-    As `elementwise`; terms of sums pass from one floating type to another of no less precision.
+    As `elementwise`; partial sums do not pass.
     """
     return _split_any_dim(view)
 
 
 @register_rule("add", "sub")
 def split_addition(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; the sum of terms of sums is a term of the sum."""
-    both = len(view.in_shapes) == 2
-    return _split_any_dim(view) + (partial_sum_splits(view, [0, 1]) if both else [])
+    """As `elementwise`; the sum of two partial sums is a partial sum."""
+    has_both = len(view.in_shapes) == 2
+    return _split_any_dim(view) + (partial_sum_splits(view, [0, 1]) if has_both else [])
 
 
 @register_rule("mul", "multiply")
 def split_multiplication(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; one factor may be a term of a sum."""
+    """As `elementwise`; one factor can be a partial sum."""
     return _split_any_dim(view) + partial_sum_splits(
         view, *([place] for place in range(len(view.in_shapes)))
     )
@@ -177,28 +177,28 @@ def split_multiplication(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("div", "divide", "true_divide")
 def split_division(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; what is divided may be a term of a sum, unless the result is rounded."""
-    rounded = view.operator.kwargs.get("rounding_mode") is not None
-    return _split_any_dim(view) + ([] if rounded else partial_sum_splits(view, [0]))
+    """As `elementwise`; the dividend can be a partial sum, unless the result is rounded."""
+    is_rounded = view.operator.kwargs.get("rounding_mode") is not None
+    return _split_any_dim(view) + ([] if is_rounded else partial_sum_splits(view, [0]))
 
 
 @register_rule("where")
 def split_where(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; both choices may be terms of sums."""
-    both = len(view.in_shapes) == 3
-    return _split_any_dim(view) + (partial_sum_splits(view, [1, 2]) if both else [])
+    """As `elementwise`; both choices can be partial sums."""
+    has_both = len(view.in_shapes) == 3
+    return _split_any_dim(view) + (partial_sum_splits(view, [1, 2]) if has_both else [])
 
 
 @register_rule("masked_fill")
 def split_masked_fill(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; a term of a sum may be filled with zeros."""
-    zero = len(view.in_shapes) == 2 and view.get_arg(2, "value") == 0
-    return _split_any_dim(view) + (partial_sum_splits(view, [0]) if zero else [])
+    """As `elementwise`; a partial sum can be filled with zeros."""
+    is_zero = len(view.in_shapes) == 2 and view.get_arg(2, "value") == 0
+    return _split_any_dim(view) + (partial_sum_splits(view, [0]) if is_zero else [])
 
 
 @register_rule("fill")
 def split_fill(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`; the value is one for all."""
+    """As `elementwise`; the value is replicated."""
     return _split_any_dim(view)
 
 
@@ -209,12 +209,13 @@ def local_dropout(
     x: torch.Tensor, p: float, training: bool, shape: tuple[int, ...], box: Any
 ) -> torch.Tensor:
     """
-    Return this rank's part of a dropped tensor: the mask is drawn for the whole one, so that it
-    doesn't depend on the cut.
+    Return this rank's shard of a tensor after dropout.
+
+    The mask is drawn for the full tensor, so that it does not depend on the split.
 
     Args:
-        shape: of the whole tensor (of this slice of the batch).
-        box: (low, high) of this rank's part in every dim.
+        shape: of the full tensor (of this data rank).
+        box: (low, high) of this rank's shard in every dim.
     """
     if not training or p == 0:
         return x
@@ -237,12 +238,12 @@ def _call_dropout(context: LocalContext) -> LocalCall:
 
 @register_rule("dropout", local_call=_call_dropout)
 def split_dropout(view: OperatorView) -> list[OpSplit]:
-    """As `elementwise`, with the mask of the whole tensor; a term of a sum stays one."""
+    """As `elementwise`, with the mask of the full tensor; a partial sum stays one."""
     return _split_any_dim(view) + partial_sum_splits(view, [0])
 
 
 def local_native_dropout(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `dropped`, and where it isn't 0."""
+    """Return `local_dropout`, and where it is not 0."""
     result = local_dropout(x, *args)
     return result, result != 0
 
@@ -254,5 +255,5 @@ def _call_native_dropout(context: LocalContext) -> LocalCall:
 
 @register_rule("native_dropout", local_call=_call_native_dropout)
 def split_native_dropout(view: OperatorView) -> list[OpSplit]:
-    """As `dropout`, without terms of sums: the second result is no sum."""
+    """As `dropout`, without partial sums: the second result is not a sum."""
     return _split_any_dim(view)

@@ -1,4 +1,4 @@
-"""Reductions: the dims that stay are cut; a sum over a cut dim leaves terms of a sum."""
+"""Reductions: dims that stay are sharded. A sum over a sharded dim leaves partial sums."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from pdrun.parallel.operators.rules.labels import (
     Labels,
     count_elements,
+    labels_except,
     normalize_dims,
     partial_sum_splits,
     splits_by_labels,
@@ -24,7 +25,7 @@ from pdrun.parallel.operators.rules.rule import (
 
 
 def _reduced_dims(view: OperatorView | LocalContext) -> tuple[int, ...]:
-    """Return the dims that a reduction goes over."""
+    """Return the reduced dims."""
     rank = len(view.in_shapes[0])
     value = view.get_arg(1, "dim")
     if isinstance(value, (int, list, tuple)) and not isinstance(value, bool):
@@ -36,24 +37,26 @@ def _reduction_labels(
     view: OperatorView, reduced: tuple[int, ...], is_named: bool
 ) -> tuple[Labels, Labels]:
     """
-    Return names of the dims of the input and of an output; those that are reduced have one if
-    ``named``.
+    Return labels of the dims of the input and of an output.
+
+    Args:
+        is_named: reduced dims have a label, too.
     """
     rank = len(view.in_shapes[0])
     ins: list[Hashable | None] = [
         dim if dim not in reduced or is_named else None for dim in range(rank)
     ]
     if len(view.out_shapes[0]) == rank:
-        return ins, [dim if dim not in reduced else None for dim in range(rank)]
+        return ins, labels_except(rank, *reduced)
     return ins, [dim for dim in range(rank) if dim not in reduced]
 
 
 @register_rule("sum")
 def split_sum(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim."""
-    over = _reduced_dims(view)
-    ins, outs = _reduction_labels(view, over, is_named=True)
-    return splits_by_labels(view, [ins], [outs], summed=over) + partial_sum_splits(view, [0])
+    """Split any dim."""
+    reduced = _reduced_dims(view)
+    ins, outs = _reduction_labels(view, reduced, is_named=True)
+    return splits_by_labels(view, [ins], [outs], summed=reduced) + partial_sum_splits(view, [0])
 
 
 def local_mean(
@@ -68,19 +71,19 @@ def local_mean(
 def _call_mean(context: LocalContext) -> LocalCall:
     if not context.is_partial_sum():
         return context.operator.target, context.operator.args, context.operator.kwargs
-    over = _reduced_dims(context)
-    count = count_elements(context.in_shapes[0][dim] for dim in over)
-    keep = bool(over) and len(context.out_shapes[0]) == len(context.in_shapes[0])
+    reduced = _reduced_dims(context)
+    count = count_elements(context.in_shapes[0][dim] for dim in reduced)
+    keepdim = bool(reduced) and len(context.out_shapes[0]) == len(context.in_shapes[0])
     return (
         local_mean,
-        (context.operator.args[0], over, keep, count, context.operator.kwargs.get("dtype")),
+        (context.operator.args[0], reduced, keepdim, count, context.operator.kwargs.get("dtype")),
         {},
     )
 
 
 @register_rule("mean", local_call=_call_mean)
 def split_mean(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim; each rank divides its sum by the count of the whole."""
+    """Split any dim; each rank divides its sum by the count of the full tensor."""
     return split_sum(view)
 
 
@@ -112,18 +115,18 @@ OTHER_REDUCTION_KINDS = (
 
 @register_rule(*OTHER_REDUCTION_KINDS)
 def split_other_reduction(view: OperatorView) -> list[OpSplit]:
-    """Cut the dims that stay."""
+    """Split the dims that stay."""
     kind = view.operator.kind
     rank = len(view.in_shapes[0])
     if len(view.in_shapes) > 1:  # max(x, y)
         return []
     if kind in ("sort", "argsort", "topk"):
-        place, name, otherwise = {"topk": (2, "dim", -1)}.get(kind, (1, "dim", -1))
-        over: tuple[int, ...] = normalize_dims(view.get_arg(place, name, otherwise), rank)
+        position, name, default = {"topk": (2, "dim", -1)}.get(kind, (1, "dim", -1))
+        reduced: tuple[int, ...] = normalize_dims(view.get_arg(position, name, default), rank)
     elif kind in ("norm", "linalg_vector_norm"):
         value = view.get_arg(2, "dim")
-        over = normalize_dims(value, rank)
+        reduced = normalize_dims(value, rank)
     else:
-        over = _reduced_dims(view)
-    ins, outs = _reduction_labels(view, over, is_named=False)
+        reduced = _reduced_dims(view)
+    ins, outs = _reduction_labels(view, reduced, is_named=False)
     return splits_by_labels(view, [ins], [outs] * len(view.out_shapes))

@@ -1,18 +1,21 @@
 """
-Rules: in which ways an operator may be cut along one axis of the mesh.
+Rules: the ways to split an operator along one axis of the mesh.
 
-A rule looks at an operator (its kind, arguments and shapes) and returns its `Split`s, each of which
-says for every input and output what the ranks along the axis hold of it: a part along one dim,
-everything, or a term of a sum. The rule of a matrix product of [I, K] and [K, J] has three, beside
-the one in which all ranks compute everything:
+A rule takes an operator (its kind, arguments and shapes) and returns its splits. A split has a
+state
+for every input and output: what the ranks along the axis have of the tensor. The rule of a matrix
+product of [I, K] and [K, J] has three splits, in addition to the one in which all ranks compute
+everything:
 
-    cut I   (0, WHOLE) -> 0          cut J   (WHOLE, 1) -> 1          cut K   (1, 0) -> PARTIAL
+    shard I   (0, REPLICATED) -> 0
+    shard J   (REPLICATED, 1) -> 1
+    shard K   (1, 0) -> PARTIAL
 
-Along several axes the splits are chosen one by one and hold together. What a rank computes is the
-same operator on its parts, unless the rule names a function that says otherwise (`Place`): global
-shapes among the arguments, offsets.
+On several axes, the splits of the axes are chosen one by one and combine. A rank computes the same
+operator on its shards, unless the rule registers another call (`LocalContext`): global shapes among
+the arguments, offsets.
 
-`checker` proves every split of every rule against the operator itself.
+`rule_checker` proves every split of every rule against the operator.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph, Tensor
 
 State = int | None
 """
-What the ranks along an axis hold of a tensor: their part along a dim (its number), all (`WHOLE`),
-or `PARTIAL`.
+The state of a tensor along an axis: sharded on a dim (its number), `REPLICATED` (each rank has the
+full tensor), or `PARTIAL` (each rank has a term of the sum).
 """
 REPLICATED: State = None
 PARTIAL: State = -1
@@ -36,11 +39,11 @@ Box = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class OpSplit:
     """
-    One way to cut an operator along one axis.
+    One way to split an operator along one axis.
 
     Attributes:
-        ins, outs: the state of every input and output.
-        divides: 0, or a number that the number of parts has to divide (all axes with this split
+        in_states, out_states: the state of every input and output.
+        must_divide: 0, or a number that the number of shards must divide (all axes with this split
             together).
     """
 
@@ -54,11 +57,11 @@ class OpSplit:
         return all(state is None for state in (*self.in_states, *self.out_states))
 
     def takes_partial(self) -> bool:
-        """Whether some input is a term of a sum."""
+        """Return whether some input is a partial sum."""
         return PARTIAL in self.in_states
 
     def makes_partial(self) -> bool:
-        """Whether the results have to be added up, though no input was a term of a sum."""
+        """Return whether the results are partial sums although no input is."""
         return PARTIAL in self.out_states and PARTIAL not in self.in_states
 
 
@@ -71,27 +74,22 @@ class OperatorView:
     out_shapes: tuple[tuple[int, ...], ...]
 
     def get_arg(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument that is no tensor, by place or by name."""
+        """Return an argument that is not a tensor, by position or by name."""
         return self.operator.get_arg(position, name, default)
 
     def input_index(self, position: int, name: str) -> int | None:
-        """Return which of the inputs a tensor argument is; None where it isn't given."""
+        """Return the index of a tensor argument among the inputs; None if it is not given."""
         value = self.operator.get_arg(position, name)
         if not isinstance(value, TensorRef):
             return None
-        before = (
-            [one for one in self.operator.args[:position] if one is not None]
-            if position < len(self.operator.args)
-            else []
-        )
-        at = sum(_count_refs(one) for one in before)
-        if position >= len(self.operator.args):
-            at = sum(_count_refs(one) for one in self.operator.args)
-            for key, one in self.operator.kwargs.items():
-                if key == name:
-                    break
-                at += _count_refs(one)
-        return at
+        if position < len(self.operator.args):
+            return sum(_count_refs(before) for before in self.operator.args[:position])
+        index = sum(_count_refs(before) for before in self.operator.args)
+        for key, before in self.operator.kwargs.items():
+            if key == name:
+                break
+            index += _count_refs(before)
+        return index
 
 
 def _count_refs(value: Any) -> int:
@@ -111,14 +109,14 @@ def view_operator(graph: OperatorGraph, operator: Operator) -> OperatorView:
 @dataclass(frozen=True)
 class LocalContext:
     """
-    One rank's share of an operator.
+    One rank's part of an operator.
 
     Attributes:
-        operator: the operator with its whole shapes.
-        splits: the split along each axis that cuts it, and along no other.
-        ins, outs: the whole shapes.
+        operator: the operator with its full shapes.
+        splits: the split along each axis that splits it, and along no other.
+        in_shapes, out_shapes: the full shapes.
         in_boxes, out_boxes: this rank's (low, high) in every dim.
-        index, size: this rank's place along each axis, and how many there are.
+        axis_index, axis_size: this rank's index along each axis, and the size of the axis.
     """
 
     operator: Operator
@@ -131,25 +129,26 @@ class LocalContext:
     axis_size: dict[str, int] = field(default_factory=dict)
 
     def get_arg(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument by place or by name."""
+        """Return an argument by position or by name."""
         return self.operator.get_arg(position, name, default)
 
     def local_out_shape(self, which: int = 0) -> tuple[int, ...]:
-        """Return the shape of this rank's part of an output."""
+        """Return the shape of this rank's shard of an output."""
         return tuple(high - low for low, high in self.out_boxes[which])
 
     def local_in_shape(self, which: int = 0) -> tuple[int, ...]:
-        """Return the shape of this rank's part of an input."""
+        """Return the shape of this rank's shard of an input."""
         return tuple(high - low for low, high in self.in_boxes[which])
 
     def is_partial_sum(self) -> bool:
-        """Whether this rank computes a term of a sum from whole or cut inputs."""
+        """Return whether this rank computes a term of a sum from inputs that are not partial."""
         return any(split.makes_partial() for split in self.splits.values())
 
     def is_first_term(self) -> bool:
         """
-        Whether this rank is the first of those whose results are added up: it alone adds what is to
-        count once.
+        Return whether this rank computes the first term of the sum.
+
+        Only that rank adds what must count once, such as a bias.
         """
         return all(
             self.axis_index[axis] == 0
@@ -174,8 +173,10 @@ def register_rule(
     *kinds: str, local_call: LocalCallFunction | None = None
 ) -> Callable[[RuleFunction], RuleFunction]:
     """
-    Register the rule of some kinds of operators, and what a rank computes where that isn't the same
-    call.
+    Register the rule of some kinds of operators.
+
+    Args:
+        local_call: what a rank computes, if it is not the same call.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -189,7 +190,7 @@ def register_rule(
 
 
 def list_splits(view: OperatorView) -> list[OpSplit] | None:
-    """Return the ways to cut an operator, the whole first; None where there is no rule."""
+    """Return the ways to split an operator, the replicated one first; None without a rule."""
     function = RULES.get(view.operator.kind)
     if function is None:
         return None

@@ -1,6 +1,6 @@
 """
-What only moves elements: dims that keep their meaning are cut; shapes among the arguments become
-local ones.
+Operators that only move elements: dims that keep their meaning are sharded. Shapes among the
+arguments become local ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from pdrun.parallel.operators.rules.labels import (
     Labels,
     group_reshaped_dims,
+    labels_except,
     normalize_dims,
     partial_sum_splits,
     splits_by_labels,
@@ -32,7 +33,7 @@ def _linear_splits(
     outs: list[Labels],
     divides: dict[Hashable, int] | None = None,
 ) -> list[OpSplit]:
-    """Moving elements is linear in all inputs together."""
+    """Return the splits by labels, and the one in which all tensors are partial sums."""
     return splits_by_labels(view, ins, outs, divides) + partial_sum_splits(
         view, range(len(view.in_shapes))
     )
@@ -42,7 +43,7 @@ def _linear_splits(
 
 
 def local_reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `x` in another shape, as a view where that is possible."""
+    """Return `x` in another shape, as a view if possible."""
     return x.reshape(shape)
 
 
@@ -65,8 +66,7 @@ def _call_reshape(context: LocalContext) -> LocalCall:
 )
 def split_reshape(view: OperatorView) -> list[OpSplit]:
     """
-    Cut a dim that stays, or the first of dims that are folded or unfolded, if parts end where rows
-    do.
+    Split a dim that stays, or the first of folded or unfolded dims if shards end where rows end.
     """
     before = view.in_shapes[0]
     after = view.out_shapes[0]
@@ -78,8 +78,8 @@ def split_reshape(view: OperatorView) -> list[OpSplit]:
         if len(left) > 1 or len(right) > 1:
             divides[name] = gcd(before[left[0]], after[right[0]])
     others: list[Labels] = [[None] * len(shape) for shape in view.in_shapes[1:]]
-    found = splits_by_labels(view, [ins, *others], [outs], divides)
-    return found + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
+    splits = splits_by_labels(view, [ins, *others], [outs], divides)
+    return splits + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
 
 
 # ---- dims in another order --------------------------------------------------
@@ -92,9 +92,9 @@ def _dim_order(view: OperatorView) -> list[int]:
     if kind in ("t", "numpy_T"):
         return order[::-1]
     if kind in ("transpose", "swapaxes", "swapdims"):
-        a = view.get_arg(1, "dim0") % rank
-        b = view.get_arg(2, "dim1") % rank
-        order[a], order[b] = order[b], order[a]
+        first = view.get_arg(1, "dim0") % rank
+        second = view.get_arg(2, "dim1") % rank
+        order[first], order[second] = order[second], order[first]
         return order
     if kind == "permute":
         return list(normalize_dims(view.get_arg(1, "dims"), rank))
@@ -112,7 +112,7 @@ def _dim_order(view: OperatorView) -> list[int]:
     "permute", "transpose", "t", "movedim", "moveaxis", "numpy_T", "swapaxes", "swapdims"
 )
 def split_permute(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim."""
+    """Split any dim."""
     return _linear_splits(view, [list(range(len(view.in_shapes[0])))], [_dim_order(view)])
 
 
@@ -130,19 +130,19 @@ def _call_expand(context: LocalContext) -> LocalCall:
 
 @register_rule("expand", "expand_as", "broadcast_to", local_call=_call_expand)
 def split_expand(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim: those that are new, or had one element, in the result only."""
+    """Split any dim; a dim that is new, or had one element, in the result only."""
     before = view.in_shapes[0]
     after = view.out_shapes[0]
     skip = len(after) - len(before)
     ins = [skip + dim if size == after[skip + dim] else None for dim, size in enumerate(before)]
     others: list[Labels] = [[None] * len(shape) for shape in view.in_shapes[1:]]
-    found = splits_by_labels(view, [ins, *others], [list(range(len(after)))])
-    return found + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
+    splits = splits_by_labels(view, [ins, *others], [list(range(len(after)))])
+    return splits + (partial_sum_splits(view, [0]) if len(view.in_shapes) == 1 else [])
 
 
 @register_rule("repeat", "tile")
 def split_repeat(view: OperatorView) -> list[OpSplit]:
-    """Cut dims that aren't repeated."""
+    """Split dims that are not repeated."""
     before = view.in_shapes[0]
     after = view.out_shapes[0]
     skip = len(after) - len(before)
@@ -154,7 +154,7 @@ def split_repeat(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("repeat_interleave")
 def split_repeat_interleave(view: OperatorView) -> list[OpSplit]:
-    """Cut any dim; each element of one becomes several that stay together."""
+    """Split any dim; the copies of an element stay together."""
     if len(view.in_shapes) > 1 or view.get_arg(2, "dim") is None:
         return []
     before = view.in_shapes[0]
@@ -171,9 +171,9 @@ def split_repeat_interleave(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("select")
 def split_select(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims."""
+    """Split all other dims."""
     (over,) = normalize_dims(view.get_arg(1, "dim"), len(view.in_shapes[0]))
-    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    labels = labels_except(len(view.in_shapes[0]), over)
     return _linear_splits(
         view, [labels], [[name for dim, name in enumerate(labels) if dim != over]]
     )
@@ -181,7 +181,7 @@ def split_select(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("slice", "narrow")
 def split_slice(view: OperatorView) -> list[OpSplit]:
-    """Cut the dims of which everything is taken."""
+    """Split the dims that are taken in full."""
     before = view.in_shapes[0]
     after = view.out_shapes[0]
     labels = [dim if size == after[dim] else None for dim, size in enumerate(before)]
@@ -194,17 +194,17 @@ def split_slice(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 def split_chunks(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims."""
+    """Split all other dims."""
     over = view.get_arg(2, "dim", 0) % len(view.in_shapes[0])
-    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    labels = labels_except(len(view.in_shapes[0]), over)
     return _linear_splits(view, [labels], [labels] * len(view.out_shapes))
 
 
 @register_rule("unbind")
 def split_unbind(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims."""
+    """Split all other dims."""
     over = view.get_arg(1, "dim", 0) % len(view.in_shapes[0])
-    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    labels = labels_except(len(view.in_shapes[0]), over)
     return _linear_splits(
         view,
         [labels],
@@ -214,10 +214,10 @@ def split_unbind(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("cat", "concat")
 def split_cat(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims."""
+    """Split all other dims."""
     rank = len(view.out_shapes[0])
     over = view.get_arg(1, "dim", 0) % rank
-    labels = [None if dim == over else dim for dim in range(rank)]
+    labels = labels_except(rank, over)
     if any(
         len(shape) != rank for shape in view.in_shapes
     ):  # empty tensors of one dim are let through by torch
@@ -227,7 +227,7 @@ def split_cat(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("stack")
 def split_stack(view: OperatorView) -> list[OpSplit]:
-    """Cut all dims that were there before."""
+    """Split all dims of the inputs."""
     over = view.get_arg(1, "dim", 0) % len(view.out_shapes[0])
     labels = list(range(len(view.in_shapes[0])))
     return _linear_splits(
@@ -237,10 +237,10 @@ def split_stack(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("select_scatter", "slice_scatter")
 def split_view_scatter(view: OperatorView) -> list[OpSplit]:
-    """x and what is put into it: cut all dims but the one that is indexed."""
+    """x and the values for a part of it: split all dims but the indexed one."""
     rank = len(view.in_shapes[0])
     over = view.get_arg(2, "dim", 0) % rank
-    labels = [None if dim == over else dim for dim in range(rank)]
+    labels = labels_except(rank, over)
     source = (
         [name for dim, name in enumerate(labels) if dim != over]
         if len(view.in_shapes[1]) < rank
@@ -254,35 +254,35 @@ def split_view_scatter(view: OperatorView) -> list[OpSplit]:
 
 @register_rule("flip", "roll")
 def split_flip(view: OperatorView) -> list[OpSplit]:
-    """Cut the dims along which nothing moves."""
+    """Split the dims along which nothing moves."""
     place, name = (1, "dims") if view.operator.kind == "flip" else (2, "dims")
     over = normalize_dims(view.get_arg(place, name), len(view.in_shapes[0]))
-    labels = [None if dim in over else dim for dim in range(len(view.in_shapes[0]))]
+    labels = labels_except(len(view.in_shapes[0]), *over)
     return _linear_splits(view, [labels], [labels])
 
 
 @register_rule("pad", "constant_pad_nd")
 def split_pad(view: OperatorView) -> list[OpSplit]:
-    """Cut the dims that aren't padded."""
+    """Split the dims that are not padded."""
     rank = len(view.in_shapes[0])
-    touched = (len(view.get_arg(1, "pad")) + 1) // 2
-    labels = [dim if dim < rank - touched else None for dim in range(rank)]
-    found = splits_by_labels(view, [labels], [labels])
+    padded_dims = (len(view.get_arg(1, "pad")) + 1) // 2
+    labels = labels_except(rank, *range(max(rank - padded_dims, 0), rank))
+    splits = splits_by_labels(view, [labels], [labels])
     value = view.get_arg(3, "value") if view.operator.kind == "pad" else view.get_arg(2, "value")
-    return found + (partial_sum_splits(view, [0]) if not value else [])
+    return splits + (partial_sum_splits(view, [0]) if not value else [])
 
 
 @register_rule("tril", "triu")
 def split_triangle(view: OperatorView) -> list[OpSplit]:
-    """Cut the dims in front of the matrices."""
+    """Split the dims before the matrices."""
     rank = len(view.in_shapes[0])
-    labels = [dim if dim < rank - 2 else None for dim in range(rank)]
+    labels = labels_except(rank, rank - 2, rank - 1)
     return _linear_splits(view, [labels], [labels])
 
 
 @register_rule("cumsum")
 def split_cumsum(view: OperatorView) -> list[OpSplit]:
-    """Cut all other dims."""
+    """Split all other dims."""
     (over,) = normalize_dims(view.get_arg(1, "dim"), len(view.in_shapes[0]))
-    labels = [None if dim == over else dim for dim in range(len(view.in_shapes[0]))]
+    labels = labels_except(len(view.in_shapes[0]), over)
     return _linear_splits(view, [labels], [labels])

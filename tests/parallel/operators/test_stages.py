@@ -286,7 +286,7 @@ def test_a_run_tells_of_its_stages_and_of_what_is_cut(worlds: Any) -> None:
         assert "pipeline: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches" in text
         assert f"stage {rank // 2} of 2: " in text
         assert "shared by stages 0, 1: emb.weight" in text
-        assert f"cut by L('tp', None): {'emb.weight, ' if rank < 2 else ''}" in text
+        assert f"sharded by L('tp', None): {'emb.weight, ' if rank < 2 else ''}" in text
 
 
 # ---- what is told -----------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_plan_that_fails_names_stage_and_operator() -> None:
     ):
         located(Strange(), {}, 2, words())
     with pytest.raises(
-        UsageError, match=r"layer_norm \(blocks.3.norm1.layer_norm of stage 1\) at .* can't take"
+        UsageError, match=r"layer_norm \(blocks.3.norm1.layer_norm of stage 1\) at .* cannot take"
     ):
         located(piped.Tiny(layers=4), {"blocks.3.norm1.weight": L("tp")}, 2, words())
 
@@ -358,7 +358,7 @@ class Beside(nn.Module):
 
 def test_dropouts_in_another_order_than_that_of_the_stages_are_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"drop.dropout of stage 0 drops after a dropout of stage 1"
+        UsageError, match=r"drop.dropout of stage 0 draws its mask after a dropout of stage 1"
     ):
         located(Beside(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
     plan, _ = located(Beside().eval(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
@@ -409,8 +409,8 @@ def test_logits_may_stay_cut_over_two_axes(worlds: Any) -> None:
 
 def test_results_that_are_not_cut_cannot_stay_so() -> None:
     with pytest.raises(
-        UsageError, match="gather=False, and no result of the model is cut along its last dim"
+        UsageError, match="gather=False, but no result of the model is sharded on its last dim"
     ):
         Operators({}, gather=False).plan(piped.Tiny(), Grid(("tp",), (2,)), (words(),))
-    with pytest.raises(UsageError, match="gather='no' is neither True nor False"):
+    with pytest.raises(UsageError, match="gather must be True or False, got 'no'"):
         Operators({}, gather="no")  # type: ignore[arg-type]

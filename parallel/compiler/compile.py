@@ -1,13 +1,14 @@
 """
-torch.compile, module by module.
+torch.compile, per module.
 
     True                    each unit (member of a ModuleList or Sequential)
     ["blocks.*"]            the modules of these names
-    {"mode": "max-autotune-no-cudagraphs", "modules": ["blocks.*"]}     options of torch.compile, and which modules
+    {"mode": "max-autotune-no-cudagraphs", "modules": ["blocks.*"]}
+                            options of torch.compile, and the modules
 
-Compiling happens on this rank's part of the model, once everything is cut, and inside of what
-happens around a unit: hooks, recomputation, gathered weights. Collectives of tensor axes are
-operators in the graph (see `traced`). Modules of one kind share their code.
+Compilation applies to this rank's part of the model, after it is partitioned, and inside of what
+wraps a unit: hooks, recomputation, gathered weights. Collectives of tensor axes are operators in
+the graph (see `custom_ops`). Modules of one kind share their code.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 def parse_options(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] | None:
     """
-    Return globs (None: units) and torch.compile's options; None where nothing is to be compiled.
+    Return globs (None: units) and torch.compile's options; None if nothing is compiled.
 
     Raises:
-        UsageError: the value is neither of the forms above.
+        UsageError: the value has none of the forms above.
     """
     if value is None or value is False:
         return None
@@ -46,35 +47,35 @@ def parse_options(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] |
     globs = given.pop("modules", None)
     wrong = [str(key) for key in given if key not in COMPILE_OPTIONS]
     if wrong:
-        what = f"compile={value!r}: torch.compile has no {', '.join(wrong)}"
-        raise UsageError(what, where=PARALLELIZE, hint=f"modules, {', '.join(COMPILE_OPTIONS)}")
+        what = f"compile={value!r}: unknown options: {', '.join(wrong)}"
+        raise UsageError(what, where=PARALLELIZE, hint=f"use modules, {', '.join(COMPILE_OPTIONS)}")
     more = given.get("options")
     if more is not None and not isinstance(more, Mapping):
-        what = f"compile={value!r}: options={more!r} is no dict"
+        what = f"compile={value!r}: options must be a dict, got {more!r}"
         raise UsageError(what, where=PARALLELIZE, hint='{"options": {"max_autotune": True}}')
     if (
         given.get("mode") in CUDA_GRAPH_MODES
         or given.get("backend") == "cudagraphs"
         or (more or {}).get("triton.cudagraphs")
     ):
-        what = f"compile={value!r}: CUDA graphs keep the places of weights, which move when they are gathered"
+        what = f"compile={value!r}: CUDA graphs are not supported: gathered weights move in memory"
         raise UsageError(
-            what, where=PARALLELIZE, hint="mode='default' or 'max-autotune-no-cudagraphs'"
+            what, where=PARALLELIZE, hint="use mode='default' or 'max-autotune-no-cudagraphs'"
         )
     return _require_names(None if globs is None else check_globs("compile's modules", globs)), given
 
 
 def _require_names(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if globs == ():
-        hint = 'compile=True for each unit, or ["blocks.*"]'
-        raise UsageError("compile= names no modules", where=PARALLELIZE, hint=hint)
+        hint = 'use compile=True for each unit, or ["blocks.*"]'
+        raise UsageError("compile must name at least one module", where=PARALLELIZE, hint=hint)
     return globs
 
 
 def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
     """
-    Return options by which torch's own compiler puts collectives beside computation (see
-    `overlap`).
+    Return options with which torch's compiler overlaps collectives with computation (see
+    `overlap_pass`).
     """
     if options.get("backend", "inductor") != "inductor":
         return options
@@ -82,7 +83,7 @@ def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
 
     from pdrun.parallel.compiler.overlap_pass import OVERLAP_PASS
 
-    # torch takes a mode or options, not both; an order for less memory would undo ours
+    # torch accepts a mode or options, not both; reordering for peak memory would undo the pass
     chosen = {
         **list_mode_options(options.get("mode") or "default"),
         **(options.get("options") or {}),
@@ -96,18 +97,18 @@ def check_combination(
     compiled: list[str], recompute: Any, recomputed: list[str], splits: bool
 ) -> None:
     """
-    Refuse what cannot go together with compiled modules.
+    Refuse options that compiled modules do not support.
 
     Args:
-        splits: whether the pipeline's schedule leaves gradients of weights for later.
+        splits: whether the pipeline's schedule defers gradients of weights.
     """
     if not compiled:
         return
     inner = [name for name in recomputed if any(name.startswith(f"{outer}.") for outer in compiled)]
     if inner:
-        what = f"recompute={recompute!r} has {inner[0]}, which lies in a compiled module, computed again"
+        what = f"recompute={recompute!r} includes {inner[0]}, which is inside a compiled module"
         raise UsageError(
-            what, where=PARALLELIZE, hint="recompute what is compiled, or something around it"
+            what, where=PARALLELIZE, hint="recompute the compiled module, or one around it"
         )
     selective = recompute == "selective" or (
         isinstance(recompute, tuple) and recompute[1:] == ("selective",)
@@ -115,19 +116,19 @@ def check_combination(
     if selective and any(
         f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled
     ):
-        what = "recompute='selective' in compiled modules: a compiler chooses by itself what is computed again"
-        raise UsageError(what, where=PARALLELIZE, hint="leave recompute= out, or recompute='full'")
+        what = "recompute='selective' is not supported in compiled modules: the compiler chooses"
+        raise UsageError(what, where=PARALLELIZE, hint="leave recompute= out, or use 'full'")
     if splits:
-        what = "compile= beside a schedule that leaves gradients of weights for later, which a compiled backward cannot"
-        raise UsageError(what, where=PARALLELIZE, hint="schedule='1f1b' or 'interleaved'")
+        what = "compile= is not supported with a schedule that defers gradients of weights"
+        raise UsageError(what, where=PARALLELIZE, hint="use schedule='1f1b' or 'interleaved'")
 
 
 def compile_modules(model: nn.Module, value: Any) -> list[str]:
     """
-    Have modules compiled when they are first called; return their names.
+    Compile modules when they are first called; return their names.
 
     Raises:
-        UsageError: see `parse`; or a glob that matches no module.
+        UsageError: see `parse_options`; or a glob matches no module.
     """
     parsed = parse_options(value)
     if parsed is None:

@@ -1,11 +1,11 @@
 """
-Products of matrices joined with the collective beside them, in the graphs that torch.compile makes:
-see `products`.
+Matrix products fused with a neighbouring collective, in the graphs of torch.compile: see
+`pdrun.parallel.comm.overlapped_matmul`.
 
-    whole = all_gather(x)   y = mm(whole, w)          y = gathered_products(x, whole on its way, w)
-    part = reduce_scatter(mm(h, w) + mm(g, v))        part = product_scatter([h, g], [w, v])
+    whole = all_gather(x)   y = mm(whole, w)          y = all_gather_matmul(x, whole, w)
+    part = reduce_scatter(mm(h, w) + mm(g, v))        part = matmul_reduce_scatter([h, g], [w, v])
 
-`overlap` does it where it parts collectives into start and wait.
+`overlap_pass` calls it when it splits collectives into start and wait.
 """
 
 from __future__ import annotations
@@ -20,50 +20,48 @@ from torch import fx
 from pdrun.parallel.comm import custom_ops
 
 MIN_BYTES = 1 << 22
-"""Bytes of the whole from which on a product is taken apart for a collective."""
+"""Bytes of the full tensor from which a product is split for a collective."""
 ATEN = torch.ops.aten
 VIEWS = (ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default)
 WEIGHT_VIEWS = (*VIEWS, ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)
-"""What a weight goes through before a product."""
+"""Operators between a weight and a product."""
 MATMULS = (ATEN.mm.default, ATEN.addmm.default)
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """Return the tensor without contents that a node's result is known to be like."""
+    """Return the fake tensor that describes a node's result."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def count_bytes(value: torch.Tensor) -> float:
-    """Return the bytes of a tensor, about."""
+    """Return the approximate bytes of a tensor."""
     return count_elements(value) * float(value.element_size())
 
 
 def count_elements(value: torch.Tensor) -> float:
-    """Return the elements of a tensor, about."""
+    """Return the approximate number of elements of a tensor."""
     return math.prod(size_hint(size) for size in value.shape)
 
 
 def size_hint(size: Any) -> float:
-    """Return a size; one that is a symbol counts as large."""
+    """Return a size; a symbolic size counts as large."""
     if isinstance(size, int):
         return float(size)
     return float(getattr(size.node, "hint", None) or 1024)
 
 
 def is_worth_splitting(node: fx.Node) -> bool:
-    """
-    Whether a product is taken apart for a collective: on an accelerator, where it may hide enough.
-    """
+    """Whether a product is split for a collective: on an accelerator, if it can hide enough."""
     value = value_of(node)
     return value is not None and value.is_cuda and count_bytes(value) >= MIN_BYTES
 
 
 def find_readers(node: fx.Node) -> list[fx.Node]:
     """
-    Return the products that read what a node gathers, and could begin before it has come.
+    Return the products that read what a node gathers, and could start before it has arrived.
 
-    These have it as rows of their left side, and a weight on the right.
+    These have it as rows of their left operand, and a weight on the right.
     """
     value = value_of(node)
     if (
@@ -91,14 +89,14 @@ def find_readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_row(product: fx.Node) -> bool:
-    """Whether what a product is added to, if anything, is a bias."""
+    """Whether the term that a product is added to, if any, is a bias."""
     return len(product.args) == 2 or getattr(value_of(product.args[0]), "ndim", 0) == 1
 
 
 def weight_chain(node: Any) -> list[fx.Node]:
     """
-    Return a node and what it is a view of, up to an input of the graph; empty: it is something
-    else.
+    Return a node and the nodes that it is a view of, up to an input of the graph; empty for other
+    nodes.
     """
     chain = []
     while isinstance(node, fx.Node):
@@ -115,7 +113,8 @@ def fuse_gather(
     graph: fx.Graph, started: fx.Node, products: list[fx.Node], first: fx.Node
 ) -> list[fx.Node]:
     """
-    Have products begin with this rank's part, before ``first``; return what has their results.
+    Make products start with this rank's part, before ``first``; return the nodes with their
+    results.
     """
     part, axis, dim = started.args[:3]
     with graph.inserting_before(first):
@@ -140,7 +139,7 @@ def fuse_gather(
 
 
 def fuse_scatters(graph: fx.Graph) -> None:
-    """Have sums over the ranks of products, of which nobody needs the whole, made part by part."""
+    """Replace sums over ranks of products by partial products, if only this rank's part is read."""
     for node in list(graph.nodes):
         if node.target is not custom_ops.REDUCE_SCATTER_OP or not is_worth_splitting(node.args[0]):
             continue
@@ -168,24 +167,20 @@ def fuse_scatters(graph: fx.Graph) -> None:
 
 def _copy_meta(node: fx.Node, other: fx.Node) -> None:
     """
-    Say of a node's result what is known of another's; what is known of its arguments is another
-    matter.
+    Copy the description of a node's result to another node; arguments differ and are not copied.
     """
     node.meta.update({key: other.meta[key] for key in ("val", "stack_trace") if key in other.meta})
 
 
 def _nested_sums(node: Any) -> list[fx.Node]:
-    """Return a sum and the sums that it is of, outer ones first."""
+    """Return a sum and the sums that it consists of, outer ones first."""
     if node.target is not ATEN.add.Tensor:
         return []
     return [node, *(each for arg in node.args[:2] for each in _nested_sums(arg))]
 
 
 def _sum_terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
-    """
-    Return the products that a node is the sum of, each with the view of it; empty: it is something
-    else.
-    """
+    """Return the products that a node is the sum of, each with its view; empty for other nodes."""
     if not isinstance(node, fx.Node) or list(node.users) != [user]:
         return []
     if node.target is ATEN.mm.default:

@@ -1,20 +1,23 @@
 """
-Collectives of compiled layers beside computation: a pass over the graphs that torch.compile makes.
+Overlaps collectives of compiled layers with computation: a pass over the graphs of torch.compile.
 
-    before      dx = mm(dy, w)   dw = mm(dy.t, x)   part = reduce_scatter(dx)   ... part ...
-    after       dx = mm(dy, w)   part = start(dx)   dw = mm(dy.t, x)   wait(part)   ... part ...
+    before   dx = mm(dy, w)  dw = mm(dy.t, x)  part = reduce_scatter(dx)  ... part ...
+    after    dx = mm(dy, w)  part = start(dx)  dw = mm(dy.t, x)  wait(part)  ... part ...
 
-In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits
-for them. So they are put off until a collective is on its way, as many as it takes to hide it; each
-collective is started as soon as its input is there, and waited for where its result is first used.
-(Megatron-LM does so by hand for its linear layers.) Nothing passes a node that writes into a
+In the backward of a sharded layer, gradients of weights depend on no collective, and nothing in the
+layer depends on them. They are deferred until a collective runs, as many as are needed to hide it.
+Each collective starts as soon as its input exists, and is waited for before its first use.
+(Megatron-LM does that by hand for its linear layers.) Nothing moves past a node that writes into a
 tensor.
 
-    before      whole = all_gather(x)   y = mm(whole, w)        y = mm(h, w)   part = reduce_scatter(y)
-    after       whole = start(x)   y = gathered_products(x, whole, w)          part = product_scatter(h, w)
+    before   whole = all_gather(x)  y = mm(whole, w)
+    after    whole = start(x)  y = all_gather_matmul(x, whole, w)
 
-In a forward little can be put off. There the product that reads what is gathered begins with this
-rank's part, and the product that is added up over the ranks ends with it: `products`.
+    before   y = mm(h, w)  part = reduce_scatter(y)
+    after    part = matmul_reduce_scatter(h, w)
+
+In a forward little can be deferred. There the product that reads a gathered tensor starts with this
+rank's part, and the product that is summed over the ranks ends with it: see `overlapped_matmul`.
 """
 
 from __future__ import annotations
@@ -44,11 +47,10 @@ from pdrun.parallel.compiler.matmul_pass import (
 FLOPS_PER_SECOND = 7e14
 BYTES_PER_SECOND = 2e11
 """
-Operations a second and device, and bytes a second between two, at which the balance is struck:
-those seen of an H200.
+Operations per second and device, and bytes per second between two devices: those of an H200.
 
-A collective that finds all processors taken starts when the product before it ends: rather a
-product too many beside it than one too few.
+A collective that finds all processors busy starts when the product before it ends. One product too
+many beside it is better than one too few.
 """
 MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -57,7 +59,7 @@ class OverlapPass(CustomGraphPass):
     """The pass; see `torch._inductor.config.post_grad_custom_post_pass`."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Reorder a graph, and part its collectives into start and wait."""
+        """Reorder a graph, and split its collectives into start and wait."""
         if not any(node.target in custom_ops.START_OPS for node in graph.nodes):
             return
         fuse_scatters(graph)
@@ -74,8 +76,7 @@ class OverlapPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """
-        Return what compiled code is stored under: it depends on these files, and on what counts as
-        worth it.
+        Return the cache key of compiled code: the contents of these files, and the cost threshold.
         """
         return get_hash_for_files(
             (__file__, matmul_pass.__file__, custom_ops.__file__, axis_members.__file__),
@@ -84,16 +85,16 @@ class OverlapPass(CustomGraphPass):
 
 
 OVERLAP_PASS = OverlapPass()
-"""The one that all compiled modules have: what was compiled with it is found again."""
+"""One instance for all compiled modules, so that compiled code is found in the cache."""
 
 
 def _order_nodes(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
     """
-    Yield the nodes in their new order: each as before, but what can wait beside a collective, or at
-    the end.
+    Yield the nodes in their new order: unchanged, but for nodes that can run beside a collective,
+    or at the end.
 
     Args:
-        collectives: of each, what is computed beside it is put into the list.
+        collectives: for each collective, the list to which nodes that run beside it are added.
     """
     nodes = list(graph.nodes)
     loose = _find_deferrable(nodes)
@@ -120,7 +121,7 @@ def _order_nodes(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> 
             collectives[started] += beside(on_way[started])
             yield from collectives[started]
             del on_way[started]
-        if node.op == "output" or _is_mutating(node):  # which may change what a product reads
+        if node.op == "output" or _is_mutating(node):  # it may change what a product reads
             on_way.clear()
             yield from beside(math.inf)
         yield node
@@ -130,13 +131,13 @@ def _order_nodes(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> 
 
 def _find_deferrable(nodes: list[fx.Node]) -> set[fx.Node]:
     """
-    Return the products that only the output needs, with what they are made into, and what only they
-    need.
+    Return the products that only the output needs, with the nodes that depend on them or that only
+    they need.
     """
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "output":
-            continue  # it needs everything
+            continue  # it needs all nodes
         if (
             node.op != "call_function"
             or node.target in custom_ops.START_OPS
@@ -179,10 +180,10 @@ def _matmul_seconds(node: fx.Node) -> float:
 
 def _exposed_seconds(node: fx.Node, products: list[fx.Node]) -> float:
     """
-    Return the seconds of a collective that something else has to hide.
+    Return the seconds of a collective that other nodes must hide.
 
     Args:
-        products: those that begin before it has come, with this rank's part.
+        products: those that start before it has arrived, with this rank's part.
     """
     size = axis_size_of(cast(int, node.args[1]))
     if (
@@ -207,11 +208,11 @@ def _split_collective(
     graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]
 ) -> None:
     """
-    Replace a collective by its start, and wait before its first use, after what is computed beside
-    it.
+    Replace a collective by its start, and wait before its first use, after the nodes that run
+    beside it.
 
     Args:
-        products: those that are to begin before its result has come.
+        products: those that start before its result has arrived.
     """
     position = {each: place for place, each in enumerate(graph.nodes)}
     first = min(node.users, key=position.__getitem__, default=None)
@@ -225,9 +226,8 @@ def _split_collective(
             if position[each] > position[first]:
                 first.prepend(each)
     made = fuse_gather(graph, started, products, first) if products else []
-    # What is sent has to stay as it is until then. The code's own order is made anew, by what needs
-    # what: the wait is said to need the products, since kernels that need it may be put before
-    # them.
+    # What is sent must not change until then. The compiler reorders the code by dependencies:
+    # without these, kernels that need the wait could move before the products.
     after = [*_nodes_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
     with graph.inserting_before(first):
         graph.call_function(custom_ops.WAIT_OP, (started, after, node.args[1]))

@@ -1,10 +1,10 @@
 """
-Which rows of a batch each rank computes, and how a batch is cut: integers and pytrees, no network.
+Slices a global batch into the rows of each rank: integers and pytrees, no network.
 
 The rows of one step's global batch are cut into ``world * accumulate`` slices of nearly equal size,
-in order. Slice ``a * world + r`` is micro-batch ``a`` of rank ``r``; so a step on 4 ranks and one
-on 2 ranks with twice the accumulation work on the same slices. A batch with fewer rows than slices
-leaves some slices empty.
+in order. Slice ``a * world + r`` is micro-batch ``a`` of rank ``r``. A step on 4 ranks and a step
+on 2 ranks with twice the accumulation therefore have the same slices. A batch with fewer rows than
+slices leaves some slices empty.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def ranges_of_sizes(sizes: Sequence[int]) -> list[range]:
 @dataclass(frozen=True)
 class BatchSlicing:
     """
-    How the leaves of a batch are cut: for each leaf a dim, or None for one that every rank gets
-    whole.
+    How the leaves of a batch are sliced: a dim for each leaf, or None for a leaf that is not
+    sliced.
     """
 
     dims: tuple[int | None, ...] | None = None
     """
-    In the order of the leaves; None cuts every tensor along dim 0, and what has as many entries.
+    In the order of the leaves. None: every tensor along dim 0, and other leaves with as many
+    entries.
     """
     data_parallel: bool = False
-    """The batches that the user hands over are this rank's own rows already."""
+    """The user's batches are this rank's own rows."""
     full_batch: bool = False
     """Every rank computes all rows."""
 
     def dims_of(self, leaves: Sequence[Any]) -> list[int | None]:
         """
-        Return the dim along which each leaf is cut, or None.
+        Return the dim along which each leaf is sliced, or None.
 
-        Tensors say how many rows there are. Arrays and lists of strings may be something else than
-        rows: without a word about them they are cut where they have as many entries, or where there
-        is no tensor.
+        Tensors define the number of rows. Arrays and lists of strings may not be rows: they are
+        sliced if they have as many entries, or if the batch has no tensor.
         """
         if self.full_batch:
             return [None] * len(leaves)
@@ -74,16 +74,16 @@ class BatchSlicing:
             ]
         rows = _rows_of_first(leaves)
         lengths = [_length_of(leaf) for leaf in leaves]
-        return [
-            0 if length is not None and (length == rows or isinstance(leaf, torch.Tensor)) else None
-            for leaf, length in zip(leaves, lengths, strict=True)
-        ]
+        dims: list[int | None] = []
+        for leaf, length in zip(leaves, lengths, strict=True):
+            is_sliced = length is not None and (length == rows or isinstance(leaf, torch.Tensor))
+            dims.append(0 if is_sliced else None)
+        return dims
 
 
 def is_string_list(value: Any) -> bool:
     """
-    Whether something is a list or tuple of strings, as torch's collate makes of the strings of
-    samples.
+    Whether a value is a list or tuple of strings, which torch's collate makes of string samples.
     """
     return (
         type(value) in (list, tuple)
@@ -93,17 +93,19 @@ def is_string_list(value: Any) -> bool:
 
 
 def _flatten_batch(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Take a batch apart into tensors, arrays, lists of strings and whatever else there is."""
+    """Take a batch apart into leaves: tensors, arrays, lists of strings and other values."""
     leaves, form = pytree.tree_flatten(batch, is_leaf=is_string_list)
     return leaves, form
 
 
 def _shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """Return the shape of what can be cut, None of anything else."""
+    """Return the shape of a leaf that can be sliced, None of any other."""
     numpy = sys.modules.get("numpy")
     if isinstance(leaf, torch.Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray)):
         return tuple(leaf.shape) or None
-    return (len(leaf),) if is_string_list(leaf) else None
+    if is_string_list(leaf):
+        return (len(leaf),)
+    return None
 
 
 def _length_of(leaf: Any) -> int | None:
@@ -113,30 +115,28 @@ def _length_of(leaf: Any) -> int | None:
 
 def _rows_of_first(leaves: Sequence[Any]) -> int | None:
     """
-    Return the rows of the first tensor, or of the first array or list of strings where there is no
-    tensor.
+    Return the rows of the first tensor, or of the first array or list of strings without a tensor.
     """
     sized = [leaf for leaf in leaves if _shape_of(leaf) is not None]
-    first = next(
-        (leaf for leaf in sized if isinstance(leaf, torch.Tensor)), sized[0] if sized else None
-    )
-    return _length_of(first)
+    tensors = [leaf for leaf in sized if isinstance(leaf, torch.Tensor)]
+    for leaf in [*tensors, *sized]:
+        return _length_of(leaf)
+    return None
 
 
 def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
     """
-    Return the strategy that a user's ``dataset_strategy`` means.
+    Return the meaning of a user's ``dataset_strategy``.
 
     Args:
-        value: None or "sliced": every rank is handed the same global batch, and each tensor is cut
-            along dim 0;
-            "data_parallel": every rank is handed its own rows; "full_batch": every rank computes all rows;
-            or one entry a tensor of the batch, in order: a dim, None (whole), or a tuple of counts a dim, ``(4, 1)``.
+        value: None or "sliced": every rank gets the same global batch, each tensor is sliced along
+            dim 0; "data_parallel": every rank gets its own rows; "full_batch": every rank computes
+            all rows; or one entry per tensor of the batch, in order: a dim, None (not sliced), or a
+            tuple of counts per dim, ``(4, 1)``.
         world: degree of the data axis.
 
     Raises:
-        UsageError: an unknown word, or counts that are neither 1 nor ``world``, or that cut two
-            dims.
+        UsageError: another value, counts that are neither 1 nor ``world``, or two sliced dims.
     """
     if value is None or value == "sliced":
         return BatchSlicing()
@@ -146,15 +146,15 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
         )
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(
-            f"{value!r} is no way to cut a batch",
+            f"must be a text or a list of dims, got {value!r}",
             where=DATASET_STRATEGY,
-            hint="sliced, data_parallel, full_batch or dims",
+            hint="use 'sliced', 'data_parallel', 'full_batch' or dims",
         )
     return BatchSlicing(tuple(_parse_entry(entry, world) for entry in value))
 
 
 def _parse_entry(entry: Any, world: int) -> int | None:
-    """Return the dim that one entry cuts."""
+    """Return the dim that one entry slices."""
     if entry is None or (isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0):
         return entry
     if (
@@ -164,13 +164,15 @@ def _parse_entry(entry: Any, world: int) -> int | None:
     ):
         cut = [dim for dim, count in enumerate(entry) if count != 1]
         if len(cut) <= 1 and all(entry[dim] == world for dim in cut):
-            return cut[0] if cut else (0 if world == 1 and entry else None)
+            if cut:
+                return cut[0]
+            return 0 if world == 1 and entry else None
         raise UsageError(
-            f"{entry!r}: one dim may be cut, into {world} (the degree of dp)",
+            f"{entry!r} must slice at most one dim, into {world} (the degree of dp)",
             where=DATASET_STRATEGY,
         )
     raise UsageError(
-        f"{entry!r} is neither a dim, None nor a tuple of counts", where=DATASET_STRATEGY
+        f"entries must be a dim, None or a tuple of counts, got {entry!r}", where=DATASET_STRATEGY
     )
 
 
@@ -179,7 +181,7 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     Return the number of rows of a batch.
 
     Raises:
-        UsageError: it has no tensor to cut, or its tensors disagree.
+        UsageError: it has no tensor to slice, or its tensors disagree.
     """
     leaves, _ = _flatten_batch(batch)
     if strategy.full_batch:
@@ -187,7 +189,7 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
         return 1 if rows is None else rows
     if strategy.dims is not None and len(strategy.dims) != len(leaves):
         raise UsageError(
-            f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves",
+            f"has {len(strategy.dims)} entries, the batch has {len(leaves)} leaves",
             where=DATASET_STRATEGY,
         )
     found = {}
@@ -197,15 +199,15 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
         shape = _shape_of(leaf) or ()
         if dim >= len(shape):
             raise UsageError(
-                f"leaf {index} has {len(shape)} dims, none of them dim {dim}",
+                f"leaf {index} has {len(shape)} dims and no dim {dim}",
                 where=DATASET_STRATEGY,
             )
         found[index] = shape[dim]
     if not found:
         raise UsageError(
-            "the batch has no tensor to cut",
+            "the batch has no tensor to slice",
             where=DATASET_STRATEGY,
-            hint="a batch is a tensor, or tensors in a tuple or dict",
+            hint="pass a tensor, or tensors in a tuple or dict",
         )
     if len(set(found.values())) > 1:
         row_counts = ", ".join(f"{rows} in leaf {index}" for index, rows in found.items())
@@ -218,8 +220,7 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
 
 def take_rows(batch: Any, rows: range, strategy: BatchSlicing) -> Any:
     """
-    Return the rows of a batch, without copies of tensors and arrays; leaves that are not cut are
-    passed on.
+    Return some rows of a batch without copying tensors and arrays; other leaves are unchanged.
     """
     leaves, form = _flatten_batch(batch)
     dims = strategy.dims_of(leaves)
@@ -235,13 +236,14 @@ def _narrow_leaf(leaf: Any, dim: int, rows: range) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.narrow(dim, rows.start, len(rows))
     part = slice(rows.start, rows.stop)
-    return leaf[part] if is_string_list(leaf) else leaf[(slice(None),) * dim + (part,)]
+    if is_string_list(leaf):
+        return leaf[part]
+    return leaf[(slice(None),) * dim + (part,)]
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """
-    Move the tensors of a batch to a device, and its floating point ones to a type where one is
-    given.
+    Move the tensors of a batch to a device, and floating point tensors to a type if one is given.
     """
 
     def move(leaf: Any) -> Any:

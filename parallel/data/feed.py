@@ -1,9 +1,8 @@
 """
-What `Run.data` yields: the batches of sources, one after the other, and the run's position in its
-training data.
+The batches that `Run.data` yields, and the run's position in its training data.
 
-A batch of a `Loader` holds this rank's rows only. That is known of the very object that a loop has
-yielded last; `Feed.check` refuses another one in a step of that loop, for its rows would be cut a
+A batch of a `Loader` has this rank's rows only. pdrun recognises it by object identity.
+`DataFeed.check_batch` refuses another object in a step of that loop: its rows would be sliced a
 second time.
 """
 
@@ -28,9 +27,9 @@ from pdrun.parallel.data.loader import (
 )
 
 MAX_NESTED_LOOPS = 4
-"""Loops over Loaders that may lie in one another, each with a batch that can still be computed."""
+"""Nested loops over Loaders; the last batch of each is remembered."""
 EVALUATE_HINT = (
-    "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
+    "use run.data(source, training=False) in loops that evaluate: they do not move the position"
 )
 RUN_DATA = "pdrun.Run.data"
 
@@ -40,24 +39,24 @@ class DataFeed:
     The sources of one run.
 
     Attributes:
-        position: where the run stands in its training data.
-        source: the loader that was last given for training.
+        position: the run's position in its training data.
+        source: the last loader of a training loop.
     """
 
     def __init__(self) -> None:
         self.position = Position()
         self.source: Loader | None = None
         self._bound_source: Any = None
-        """What the position is one of: what was last given for training, as it was given."""
+        """The source that the position belongs to: the last one of a training loop."""
         self._loop: object | None = None
-        """The loop over training data that is under way."""
+        """The current loop over training data."""
         self._unused_position: Position | None = None
         """
-        Where the batch at hand lies, as long as no step has used it: a run that is resumed begins
-        with it.
+        Position of the current batch until a step has used it; a resumed run starts with that
+        batch.
         """
         self._recent_batches: deque[tuple[object, Any, BatchShard]] = deque(maxlen=MAX_NESTED_LOOPS)
-        """The last batch of each loop over a Loader, and what of it is this rank's."""
+        """The last batch of each loop over a Loader, and this rank's part of it."""
 
     def iter_epoch(
         self,
@@ -73,18 +72,19 @@ class DataFeed:
 
         Args:
             seed: of the order.
-            ranks: how many share the rows of a batch, and which of them this is.
-            accumulate: micro-batches of each.
-            strategy: how the user's batches are cut.
+            ranks: number of ranks that share the rows of a batch, and the index of this rank.
+            accumulate: micro-batches per batch.
+            strategy: how the user's batches are sliced.
 
         Raises:
-            UsageError: an epoch of another source is under way, or another loop has gone on with
-                this one.
+            UsageError: an epoch of another source is in progress, or another loop has moved the
+                position.
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
         if isinstance(loader, Loader) and strategy != BatchSlicing():
             raise UsageError(
-                "a Loader cuts along rows: it takes no dataset_strategy", where=RUN_DATA
+                "dataset_strategy is not supported with a Loader, which slices along rows",
+                where=RUN_DATA,
             )
         batches = source if loader is None else loader
         if not training:
@@ -98,46 +98,46 @@ class DataFeed:
                 self._unused_position = before
                 yield batch
                 if self._loop is not loop:
-                    what = "another loop over training data has begun inside this one, and has moved its position"
+                    what = (
+                        "another loop over training data started in this one and moved the position"
+                    )
                     raise UsageError(what, where=RUN_DATA, hint=EVALUATE_HINT)
                 before = replace(self.position)
                 self._unused_position = None
         finally:
-            if (
-                self._loop is loop
-            ):  # left with a batch that no step has used: the next loop begins with it
+            if self._loop is loop:
+                # no step has used the current batch: the next loop starts with it
                 self._loop = None
                 self.position.epoch, self.position.batch = self.next_position()
                 self._unused_position = None
 
     def shard_of(self, batch: Any) -> BatchShard | None:
-        """Return which rows a batch has that was read for this rank; None of any other."""
+        """Return the rows of a batch that was read for this rank; None for any other batch."""
         return next((shard for _, handed, shard in self._recent_batches if handed is batch), None)
 
     def check_batch(self, batch: Any) -> None:
         """
-        Refuse to step on another batch than the one that the loop over a training Loader has just
-        yielded.
+        Refuse another batch than the one that a loop over a training Loader has yielded last.
 
         Raises:
-            UsageError: it was changed, kept for later, or comes from elsewhere.
+            UsageError: the batch was changed, kept for later, or has another source.
         """
         if self.shard_of(batch) is None and any(
             loop is self._loop for loop, _, _ in self._recent_batches
         ):
             raise UsageError(
-                "this is not the batch that run.data has just yielded: of that one each rank has its own rows, and of "
-                "any other they would be cut once more",
+                "step must get the batch that run.data yielded last: each rank has its own rows of "
+                "it, another batch would be sliced again",
                 where="pdrun.Run.step",
-                hint="give step the very batch; what changes it belongs into the dataset, collate or forward=",
+                hint="change batches in the dataset, its collate function or forward=",
             )
 
     def mark_used(self) -> None:
-        """Note that a step has used the batch at hand."""
+        """Note that a step has used the current batch."""
         self._unused_position = None
 
     def set_position(self, epoch: int, batch: int) -> None:
-        """Take up a position, of a source that is yet to be given."""
+        """Set the position; the next source is bound to it."""
         self.position.epoch = epoch
         self.position.batch = batch
         self._bound_source = self._unused_position = None
@@ -149,7 +149,10 @@ class DataFeed:
 
     def _bind_source(self, source: Any, loader: Any) -> None:
         """
-        Have the position be one of a source; refuse it while an epoch of another one is under way.
+        Bind the position to a source.
+
+        Raises:
+            UsageError: an epoch of another source is in progress.
         """
         middle = self.position.batch or self._loop is not None
         if (
@@ -158,8 +161,8 @@ class DataFeed:
             and not same_source(self._bound_source, source)
         ):
             at = self.position
-            what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
-            hint = f"{EVALUATE_HINT}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
+            what = f"an epoch of another source is in progress (epoch {at.epoch}, batch {at.batch})"
+            hint = f"{EVALUATE_HINT}; run.position.batch = 0 skips the rest of that epoch"
             raise UsageError(what, where=RUN_DATA, hint=hint)
         self._bound_source = source
         if isinstance(loader, Loader):
@@ -174,7 +177,7 @@ class DataFeed:
         ranks: tuple[int, int],
         accumulate: int,
     ) -> Iterator[Any]:
-        """Yield the batches of one epoch from a position, which moves on."""
+        """Yield the batches of one epoch from a position, and advance the position."""
         if isinstance(source, Loader):
             for batch, shard in read_batches(source, seed, position, *ranks, accumulate):
                 for old in [entry for entry in self._recent_batches if entry[0] is loop]:

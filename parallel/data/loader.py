@@ -1,6 +1,6 @@
 """
-Batches by global index: the order of samples depends on seed and epoch only, each rank reads its
-own rows of each batch, and the position can be saved in the middle of an epoch and taken up by any
+Batches by global index. The order of samples depends on seed and epoch only, and each rank reads
+its own rows of each batch. The position can be saved in the middle of an epoch and loaded by any
 number of ranks.
 """
 
@@ -31,11 +31,11 @@ RUN_DATA = "pdrun.Run.data"
 
 @dataclass
 class Position:
-    """How far the data have been read."""
+    """A position in the data."""
 
     epoch: int = 0
     batch: int = 0
-    """Batches of this epoch that have been handed out."""
+    """Batches of this epoch that were handed out."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,13 @@ class Loader:
     Batches of a dataset with a length and an index.
 
     Attributes:
-        batch: rows of a global batch: what one step trains on, over all ranks and micro-batches
-            together.
-        shuffle: a new order each epoch, made from the run's seed and the epoch.
-        drop_last: leave out the last batch of an epoch where it is smaller; otherwise it counts by
-            its rows.
+        batch: rows of a global batch: one step's rows over all ranks and micro-batches.
+        shuffle: a new order each epoch, from the run's seed and the epoch.
+        drop_last: skip a smaller last batch of an epoch; otherwise it counts by its rows.
         collate: makes a batch of a list of samples; default: torch's.
         workers: processes that read ahead.
-        seeded: whether randomness inside the dataset (torch, random, numpy) is seeded by (seed,
-            epoch, index), so that
-            a
-            sample is the same whoever reads it.
+        seeded: seed random numbers inside the dataset (torch, random, numpy) by (seed, epoch,
+            index), so that a sample is the same on any rank.
     """
 
     dataset: Any
@@ -70,15 +66,17 @@ class Loader:
         if not isinstance(self.dataset, Sized) or not hasattr(self.dataset, "__getitem__"):
             hint = "pass an iterable of batches to run.data instead"
             raise UsageError(
-                "a Loader's dataset has a length and an index", where="pdrun.Loader", hint=hint
+                "dataset must have __len__ and __getitem__", where="pdrun.Loader", hint=hint
             )
         if self.batch < 1:
-            raise UsageError(f"batch={self.batch}", where="pdrun.Loader")
+            raise UsageError(f"batch must be at least 1, got {self.batch}", where="pdrun.Loader")
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches of an epoch."""
         rows = len(self.dataset)
-        return rows // self.batch if self.drop_last else -(-rows // self.batch)
+        if self.drop_last:
+            return rows // self.batch
+        return -(-rows // self.batch)
 
     def order(self, seed: int, epoch: int) -> list[int]:
         """Return the dataset's indices in the order of an epoch."""
@@ -91,25 +89,27 @@ class Loader:
 
 def from_torch(loader: DataLoader[Any]) -> Loader | None:
     """
-    Return what a DataLoader of torch does as a Loader; None for one over an IterableDataset, which
-    is read as it is.
+    Return the Loader that does what torch's DataLoader does; None for an IterableDataset, which is
+    read unchanged.
 
     Raises:
-        UsageError: its sampler is its user's own: which ranks get which samples can't be told.
+        UsageError: it has a custom sampler: the samples of each rank are unknown.
     """
     if isinstance(loader.dataset, IterableDataset):
         return None
     sampler: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         raise UsageError(
-            f"the DataLoader has a {type(sampler).__name__} of its own",
+            f"a DataLoader with a {type(sampler).__name__} is not supported",
             where=RUN_DATA,
-            hint="pdrun.Loader(dataset, batch, shuffle=True); or dataset_strategy='data_parallel' for sliced batches",
+            hint="use pdrun.Loader(dataset, batch, shuffle=True) or dataset_strategy='data_parallel'",
         )
     if isinstance(sampler, RandomSampler) and (
         sampler.replacement or len(sampler) != len(loader.dataset)
     ):
-        raise UsageError("a RandomSampler that leaves samples out or repeats them", where=RUN_DATA)
+        raise UsageError(
+            "a RandomSampler that skips or repeats samples is not supported", where=RUN_DATA
+        )
     return Loader(
         loader.dataset,
         loader.batch_size,
@@ -123,15 +123,16 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
 
 def same_source(one: Any, other: Any) -> bool:
     """
-    Whether two sources of batches have the same ones: one object, loaders alike, or calls of one
-    generator.
+    Whether two sources of batches are equal: one object, equal loaders, or calls of one generator.
     """
     if one is other:
         return True
-    kinds = [
-        from_torch(source) if isinstance(source, DataLoader) else source for source in (one, other)
-    ]
-    loaders = [source for source in kinds if isinstance(source, Loader)]
+    loaders = []
+    for source in (one, other):
+        if isinstance(source, DataLoader):
+            source = from_torch(source)
+        if isinstance(source, Loader):
+            loaders.append(source)
     if len(loaders) == 2:
         alike = [
             (id(source.dataset), source.batch, source.shuffle, source.drop_last)
@@ -144,14 +145,14 @@ def same_source(one: Any, other: Any) -> bool:
 
 @dataclass
 class BatchShard:
-    """One rank's rows of a global batch, as `Run.step` wants them."""
+    """One rank's rows of a global batch, for `Run.step`."""
 
     rows: int
     """Rows of the global batch."""
     sizes: list[int]
     """
-    Rows of each of this rank's micro-batches; a rank without rows holds the batch's first one and
-    has all zeros.
+    Rows of each of this rank's micro-batches. A rank without rows has the batch's first row and all
+    zeros.
     """
 
 
@@ -159,8 +160,8 @@ def read_batches(
     loader: Loader, seed: int, position: Position, world: int, rank: int, accumulate: int
 ) -> Iterator[tuple[Any, BatchShard]]:
     """
-    Yield this rank's part of each batch, from the position to the end of the epoch, which it moves
-    on.
+    Yield this rank's part of each batch, from the position to the end of the epoch; advance the
+    position.
     """
     epoch = position.epoch
     first = position.batch
@@ -172,25 +173,28 @@ def read_batches(
         for batch, cut in zip(batches, cuts, strict=True)
     ]
     source: Any = _SeededDataset(loader.dataset, seed, epoch) if loader.seeded else loader.dataset
-    feed: Iterable[Any] = (
-        DataLoader(
-            source,
-            batch_sampler=mine,
-            num_workers=loader.workers,
-            collate_fn=loader.collate,
-            pin_memory=loader.pin,
-            generator=torch.Generator().manual_seed(mix_bits(seed, epoch, 4)),
-        )
-        if mine
-        else []
+    if not mine:
+        return
+    feed: Iterable[Any] = DataLoader(
+        source,
+        batch_sampler=mine,
+        num_workers=loader.workers,
+        collate_fn=loader.collate,
+        pin_memory=loader.pin,
+        generator=torch.Generator().manual_seed(mix_bits(seed, epoch, 4)),
     )
     for done, (batch, indices, cut) in enumerate(zip(feed, batches, cuts, strict=True), first + 1):
-        position.epoch, position.batch = (epoch, done) if done < len(loader) else (epoch + 1, 0)
+        if done < len(loader):
+            position.epoch = epoch
+            position.batch = done
+        else:
+            position.epoch = epoch + 1
+            position.batch = 0
         yield batch, BatchShard(len(indices), [len(part) for part in cut])
 
 
 class _SeededDataset(Dataset[Any]):
-    """A dataset whose randomness depends on the sample, not on who reads it when."""
+    """A dataset whose random numbers depend on the sample, not on the rank that reads it."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""What a run does to a model, in words for its user and as data for a file."""
+"""Describes what a run does to a model, as text and as data."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.parallel.model.weights import MIB, tied_names
 from pdrun.parallel.report import memory
-from pdrun.parallel.report import traffic as volume
 from pdrun.parallel.report.placement import weight_layouts
+from pdrun.parallel.report.traffic import describe_traffic
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 LEVEL_TEXTS = (
-    "nothing is cut over the data",
-    "optimizer state is cut",
-    "optimizer state and gradients are cut",
-    "state, gradients and weights are cut",
+    "nothing is sharded over the data axes",
+    "optimizer state is sharded",
+    "optimizer state and gradients are sharded",
+    "optimizer state, gradients and weights are sharded",
 )
-
 GATHER_TEXTS = {
-    "pass": "a unit's weights are gathered for each forward and each backward through it",
-    "step": "weights are gathered once a step, and stay from a unit's first forward to its last backward",
+    "pass": "a unit's weights are gathered for each of its forwards and backwards",
+    "step": "a unit's weights are gathered once per step and stay until its last backward",
 }
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Where everything goes: plain data, the same on every rank of a pipeline's stage."""
+    """The placement of everything: plain data, the same on every rank of a pipeline's stage."""
 
     mesh: dict[str, int]
     """Degrees of all axes, outer to inner."""
@@ -38,28 +37,23 @@ class RunPlan:
     shard_group: int
     accumulate: int
     weights: dict[str, Any]
-    """Where each one lies: shape, layout, stages and blocks, which `pdrun checkpoint` reads."""
+    """Each weight's shape, layout, stages and blocks; `pdrun checkpoint` reads them."""
     copies: int
-    """How many micro-batches are computed at a time."""
+    """Micro-batches that are computed side by side."""
     exact: bool
     gather: str | None
-    """
-    How long weights that level 3 gathers stay: for a "pass" or a "step"; None at the other levels.
-    """
+    """Level 3: how long gathered weights stay, "pass" or "step"; None at the other levels."""
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
-    """
-    What is summed together: names of weights, bytes, into how many shards it is cut, over which
-    axes besides.
-    """
+    """The gradient buckets: names of weights, bytes, number of shards, and axes of the sum."""
     layerwise: tuple[str, ...]
     tiles: dict[str, dict[str, Any]]
     """
-    Weights that are cut over tensor axes: shape of the whole, layout, and axes over which gradients
-    are summed.
+    Weights that are sharded over tensor axes: full shape, layout, and axes over which gradients are
+    summed.
     """
     shared: dict[str, tuple[int, ...]]
-    """Weights that several stages hold, and these stages."""
+    """Weights that several stages have, and these stages."""
 
     def to_json(self) -> str:
         """Return the plan as indented JSON."""
@@ -93,6 +87,9 @@ def build_plan(state: RunState) -> RunPlan:
         if w.sum_axes or w.shard.shape != w.shape
     }
     alone = tuple(weight.name for weight in state.engine.weights if weight.unsynced)
+    gather = None
+    if settings.level == 3:
+        gather = settings.gather
     return RunPlan(
         mesh,
         settings.level,
@@ -101,7 +98,7 @@ def build_plan(state: RunState) -> RunPlan:
         weight_layouts(state),
         state.copies,
         settings.exact,
-        settings.gather if settings.level == 3 else None,
+        gather,
         tuple(state.recomputed_modules),
         transfers,
         alone,
@@ -111,81 +108,90 @@ def build_plan(state: RunState) -> RunPlan:
 
 
 def explain_run(state: RunState, batch: Any = None) -> str:
-    """Return what the run does, a fact a line."""
-    settings = state.settings
+    """Return what the run does, one fact per line."""
     plan = build_plan(state)
-    world = state.data_group.world
-    rows = state.row_axis.size
-    trained = [weight for weight in state.engine.weights if weight.is_trained]
-    total = sum(weight.numel for weight in trained)
-    slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
     lines = [
-        f"{state.mesh} on {state.context.backend}: each batch is cut into {slices}",
-        f"level {settings.level}: {LEVEL_TEXTS[settings.level]}"
-        + (f" over groups of {settings.shard_group} of {world} ranks" if settings.level else ""),
-        f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
-        f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
+        *_describe_levels(state, plan),
+        *_describe_model_axes(state, plan),
+        *_describe_modules(state, plan),
+        _describe_exactness(state),
     ]
-    lines += [GATHER_TEXTS[settings.gather]] if settings.level == 3 else []
-    lines += _describe_model_axes(state, plan)
-    lines += [told] if (told := state.driver.describe()) else []
-    lines += [
-        f"tied, counted once: {' = '.join(names)}"
-        for names in tied_names(state.original_model or state.model)
-    ]
-    if plan.layerwise:
-        lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
-    if state.recomputed_modules:
-        lines.append(f"computed again in the backward pass: {', '.join(state.recomputed_modules)}")
-    if state.compiled_modules:
-        lines.append(f"compiled: {', '.join(state.compiled_modules)}")
-    lines.append(_describe_exactness(state))
     if state.objective.is_mean:
-        lines.append(
-            "the loss returns one number: it is taken for the mean over the rows of its slice"
-        )
+        lines.append("the loss is one number: it is taken for the mean over the rows of its slice")
     if state.synced_buffers:
         lines.append(
             f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
         )
-    lines += [sent] if (sent := volume.describe_traffic(state)) else []
-    found = memory.estimate_memory(state, batch)
-    lines.append(
-        str(found) + ("; activations are not counted: this is a stage" if state.mesh.pp > 1 else "")
-    )
-    return "\n".join(lines)
+    lines.append(describe_traffic(state))
+    estimate = str(memory.estimate_memory(state, batch))
+    if state.mesh.pp > 1:
+        estimate += "; activations are not counted: this is a stage"
+    lines.append(estimate)
+    return "\n".join(line for line in lines if line)
+
+
+def _describe_levels(state: RunState, plan: RunPlan) -> list[str]:
+    """Return how the batch is sliced, what is sharded over the data axes, and the buckets."""
+    settings = state.settings
+    rows = state.row_axis.size
+    trained = [weight for weight in state.engine.weights if weight.is_trained]
+    total = sum(weight.numel for weight in trained)
+    largest = max((bucket["bytes"] for bucket in plan.transfers), default=0)
+    slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
+    level = f"level {settings.level}: {LEVEL_TEXTS[settings.level]}"
+    if settings.level:
+        level += f" over groups of {settings.shard_group} of {state.data_group.world} ranks"
+    lines = [
+        f"{state.mesh} on {state.context.backend}: each batch is cut into {slices}",
+        level,
+        f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} "
+        f"buckets of up to {largest / MIB:.1f} MiB",
+    ]
+    if settings.level == 3:
+        lines.append(GATHER_TEXTS[settings.gather])
+    return lines
+
+
+def _describe_modules(state: RunState, plan: RunPlan) -> list[str]:
+    """Return the driver, tied and layerwise weights, and recomputed and compiled modules."""
+    lines = [state.driver.describe()]
+    for names in tied_names(state.original_model or state.model):
+        lines.append(f"tied, counted once: {' = '.join(names)}")
+    if plan.layerwise:
+        lines.append(f"trained by each rank without communication: {', '.join(plan.layerwise)}")
+    if state.recomputed_modules:
+        lines.append(f"recomputed in the backward pass: {', '.join(state.recomputed_modules)}")
+    if state.compiled_modules:
+        lines.append(f"compiled: {', '.join(state.compiled_modules)}")
+    return lines
 
 
 def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
-    """
-    Return what is cut over the model axes, and what is summed there: layouts with the weights that
-    have them.
-    """
+    """Return what is sharded over the model axes and what is summed there, by layout."""
     lines = []
     if state.mesh.pp > 1:
         here = sum(weight.nbytes for weight in state.engine.weights)
         stage = f"stage {state.axes['pp'].index} of {state.mesh.pp}"
-        lines.append(
-            f"{stage}: {len(state.engine.weights)} weights, {here / MIB:.1f} MiB on this rank"
-        )
+        count = len(state.engine.weights)
+        lines.append(f"{stage}: {count} weights, {here / MIB:.1f} MiB on this rank")
     if state.sequence_slicer is not None and state.mesh.cp > 1:
         lines.append(state.sequence_slicer.describe(state.axes))
     by_layout: dict[str, list[str]] = {}
     by_sums: dict[str, list[str]] = {}
+    replicated = []
     for weight in state.engine.weights:
-        if weight.shard.shape != weight.shape:
+        if weight.shard.shape == weight.shape:
+            replicated.append(weight.name)
+        else:
             by_layout.setdefault(str(weight.shard.layout), []).append(weight.name)
         if weight.sum_axes:
             by_sums.setdefault(" and ".join(weight.sum_axes), []).append(weight.name)
-    lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
+    for layout, names in by_layout.items():
+        lines.append(f"sharded by {layout}: {', '.join(names)}")
     if state.mesh.tensor_axes and by_layout:
-        rest = [
-            weight.name for weight in state.engine.weights if weight.shard.shape == weight.shape
-        ]
-        lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
-    lines += [
-        f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()
-    ]
+        lines.append(f"replicated over the tensor axes: {', '.join(replicated) or 'nothing'}")
+    for axes, names in by_sums.items():
+        lines.append(f"gradients also summed over {axes}: {', '.join(names)}")
     for name, stages in plan.shared.items():
         lines.append(f"shared by stages {', '.join(map(str, stages))}: {name}")
     return lines
@@ -194,13 +200,13 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
 def _describe_exactness(state: RunState) -> str:
     settings = state.settings
     low = settings.precision.compute or settings.precision.reduce or settings.wire_dtype
-    if settings.exact and not low:
-        if state.mesh.size > state.mesh.dp:
-            return "exact over dp: the same bits every time; what the other axes cut has other last bits in one process"
-        return "exact: the bits of one process that works through the same slices in order"
-    reason = (
-        "narrow types are rounded"
-        if low
-        else "sums over ranks are in the network's order (exact=True adds in the ranks')"
-    )
-    return f"the same mathematics as one process, other last bits: {reason}"
+    if low:
+        return "the same mathematics as one process, other last bits: narrow types are rounded"
+    if not settings.exact:
+        return (
+            "the same mathematics as one process, other last bits: sums over ranks are in the "
+            "network's order (exact=True adds in rank order)"
+        )
+    if state.mesh.size > state.mesh.dp:
+        return "exact over dp: the same bits every time; other axes add in another order"
+    return "exact: the bits of one process that computes the same slices in order"

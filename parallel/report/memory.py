@@ -1,9 +1,9 @@
 """
-How much memory a step will take on this rank's device, before it is made.
+Estimates the memory of a step on this rank's device, before the step.
 
-What stays (weights, masters, gradients, optimizer state) follows from the layouts. What comes and
-goes is found by running one micro-batch on fake tensors, which have shapes and no data, and
-counting the storages that live at each moment.
+What stays (weights, masters, gradients, optimizer state) follows from the layouts. What is
+temporary is measured by running one micro-batch on fake tensors, which have shapes and no data, and
+counting the live storages.
 """
 
 from __future__ import annotations
@@ -34,33 +34,29 @@ class MemoryEstimate:
     """Bytes on one device."""
 
     weights: int
-    """What the model computes with; at level 3 the most that is gathered at once."""
+    """What the model computes with; at level 3 the maximum that is gathered at one time."""
     masters: int
     gradients: int
-    """Totals, and the flat buffers on their way."""
+    """Totals, and the flat buffers of running sums."""
     state: int
     activations: int | None
-    """
-    Most that one micro-batch's passes hold besides; None where no batch was given, and for a
-    pipeline's stage.
-    """
+    """Maximum of one micro-batch's passes; None without a batch, and for a pipeline's stage."""
 
     @property
     def peak(self) -> int:
-        """All of it together."""
+        """The sum of all."""
         return sum(getattr(self, field.name) or 0 for field in fields(self))
 
     def __str__(self) -> str:
         parts = [
             f"{field.name} {(getattr(self, field.name) or 0) / MIB:,.1f}" for field in fields(self)
         ]
-        return f"peak {self.peak / MIB:,.1f} MiB a device: {', '.join(parts)}"
+        return f"peak {self.peak / MIB:,.1f} MiB per device: {', '.join(parts)}"
 
 
 class StorageCounter(TorchDispatchMode):
     """
-    Counts the bytes of all storages that operators make while it is on: ``now``, and the most at
-    any moment, ``peak``.
+    Counts the bytes of all storages that operators create: ``now``, and the maximum, ``peak``.
     """
 
     def __init__(self) -> None:
@@ -69,12 +65,12 @@ class StorageCounter(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def ignore_existing(self, tensors: Any) -> None:
-        """Leave out storages that were there before."""
+        """Do not count the storages of these tensors."""
         for tensor in tensors:
             self._known[id(tensor.untyped_storage())] = tensor.untyped_storage()
 
     def is_existing(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage was there before."""
+        """Whether a tensor's storage existed before."""
         return self._known.get(id(tensor.untyped_storage())) is not None
 
     def __torch_dispatch__(
@@ -103,8 +99,8 @@ class StorageCounter(TorchDispatchMode):
 
 class FakeOffload:
     """
-    Stands in for `pdrun.parallel.zero.offload.Saver` where tensors are fake: what would go to the
-    host is let go.
+    Replaces `pdrun.parallel.zero.offload.ActivationOffload` for fake tensors: tensors for the host
+    are dropped.
 
     Args:
         least: bytes below which a tensor stays.
@@ -117,11 +113,11 @@ class FakeOffload:
 
     @property
     def prefetch_bytes(self) -> int:
-        """Bytes that are on their way back at most while one tensor is used."""
+        """Maximum of bytes that are fetched while one tensor is used."""
         return PREFETCH_TENSORS * self._largest
 
     def saved_tensors_hooks(self) -> AbstractContextManager[Any]:
-        """Return what the forward pass runs in."""
+        """Return the context manager of the forward pass."""
         hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
             self._pack_tensor, self._unpack_tensor
         )
@@ -144,12 +140,12 @@ class FakeOffload:
 
 def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -> int:
     """
-    Return the most bytes that passes hold at once, weights and gradients left out: those of the
-    largest micro-batch, as often as there are copies.
+    Return the maximum of bytes that passes need, without weights and gradients: those of the
+    largest micro-batch times the copies.
 
     Args:
-        away: whether what autograd saves leaves the device; default: where it is offloaded and the
-            host is another.
+        offloads: whether tensors that autograd saves leave the device; default: if they are
+            offloaded and the device is not the host.
     """
     if offloads is None:
         offloads = state.offload.activations and state.device.type != "cpu"
@@ -203,7 +199,7 @@ def _drop_grad(param: torch.Tensor) -> None:
 
 
 def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
-    """Return what a step will take; without a batch, what stays only."""
+    """Return the estimate of a step; without a batch, only what stays."""
     engine = state.engine
     cut = {weight.name for part in engine.sharded_buckets for weight in part.weights}
     policy = state.settings.precision
@@ -218,7 +214,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
         if not part.frees_full
     ]
     gathered = _gathered_bytes(state)
-    here = state.device.type  # what is offloaded lives elsewhere
+    here = state.device.type  # offloaded tensors are on another device
     wide = [part.master for part in engine.sharded_buckets if not part.is_master_in_full] + list(
         engine.masters.values()
     )
@@ -238,8 +234,9 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
 
 def _gathered_bytes(state: RunState) -> int:
     """
-    Return the bytes of what lies outside of units and of the two largest units: one computes while
-    the next is on its way. Where units are kept for a step, all are there at once.
+    Return the bytes of weights outside of units and of the two largest units.
+
+    One unit computes while the next is gathered. If units stay for a step, all count.
     """
     sizes: dict[str, int] = {}
     for part in state.engine.sharded_buckets:
@@ -253,8 +250,8 @@ def _gathered_bytes(state: RunState) -> int:
 
 def _gradient_bytes(state: RunState) -> int:
     """
-    Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for
-    their bundle.
+    Return the bytes of totals, flat buffers of running sums, and gradients that wait for their
+    bucket.
     """
     totals = flats = waiting = 0
     on_way: list[int] = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def reference_copy(state: RunState) -> nn.Module:
-    """Return the model as it would be in one process; every rank must call this."""
+    """Return the model as it is in one process, with full weights; every rank must call this."""
     memo: dict[int, Any] = {}
     full = weights_by_name(state.engine)
 
@@ -51,7 +51,7 @@ def reference_copy(state: RunState) -> nn.Module:
 
 def meta_copy(state: RunState, fake: Any) -> nn.Module:
     """
-    Return the model with fake weights and buffers, which have shapes and no data; recomputation
+    Return the model with fake weights and buffers, which have shapes and no data. Recomputation
     works in it.
     """
     memo: dict[int, Any] = {}

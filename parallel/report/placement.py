@@ -1,4 +1,4 @@
-"""Where a run's weights lie, told as `Placement` files have it."""
+"""The placement of a run's weights, in the form of `Placement` files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def weight_layouts(state: RunState) -> dict[str, Any]:
     """
-    Return each weight's shape, layout, stages and blocks, alike on all ranks: the ``weights`` of a
-    plan's file.
+    Return each weight's shape, layout, stages and blocks, equal on all ranks: the ``weights`` of a
+    plan file.
     """
     names = (STAGE_AXIS, *state.mesh.tensor_axes)
     grid = Grid(names, tuple(state.mesh.degree(name) for name in names))
@@ -39,9 +39,7 @@ def weight_layouts(state: RunState) -> dict[str, Any]:
 def _describe_layout(
     grid: Grid, shape: tuple[int, ...], parts: tuple[ShardRanges | None, ...]
 ) -> dict[str, Any]:
-    """
-    Return a weight's layout as plain data; tiles that somebody has made by hand may have none.
-    """
+    """Return a weight's layout as plain data; shards that were made by hand may have none."""
     try:
         return layout_from_shards(grid, shape, parts).to_plain()
     except ConfigError:

@@ -1,14 +1,13 @@
 """
-What a step sends over the data axes, as a closed form: how often each collective runs, and the
-bytes given to it.
+The traffic of a step over the data axes, computed: calls of each collective, and its input bytes.
 
-With P passes a step (micro-batches, or groups of copies), for every bundle of weights
+With P passes per step (micro-batches, or groups of copies), for every bucket of weights
 
-    gathers of weights   levels 1 and 2: 1.  Level 3: 1 where weights stay for a step and for what lies outside of
-                         units; 2 P for a unit that is gathered for each forward and each backward
-    sums of gradients    P where every micro-batch is summed over the ranks (`Policy.each`), else 1
+    gathers of weights   levels 1 and 2: 1. Level 3: 1 if weights stay for a step and for weights
+                         outside of units; 2 P for a unit that is gathered for each pass
+    sums of gradients    P if every micro-batch is summed (`ReductionPolicy.reduce_each`), else 1
 
-Transfers between stages and collectives of tensor axes are counted elsewhere (`Axes.counts`).
+Transfers between stages and collectives of tensor axes are counted by `MeshGroups.counts`.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ class TrafficVolume:
 
     calls: int = 0
     nbytes: int = 0
-    """That this rank gives to them."""
+    """Input bytes of this rank."""
 
     def __add__(self, other: TrafficVolume) -> TrafficVolume:
-        """Return both together."""
+        """Return the sum of both."""
         return TrafficVolume(self.calls + other.calls, self.nbytes + other.nbytes)
 
 
 def count_traffic(state: RunState) -> dict[str, TrafficVolume]:
     """
-    Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and
-    `Comm.nbytes`.
+    Return what a step sends over the data axes, by the names in `ShardedGroup.calls` and
+    `ShardedGroup.nbytes`.
     """
     found: dict[str, TrafficVolume] = {}
     passes = state.settings.accumulate // state.copies
@@ -60,13 +59,13 @@ def count_traffic(state: RunState) -> dict[str, TrafficVolume]:
 
 
 def describe_traffic(state: RunState) -> str:
-    """Return the volumes in words; nothing where there is one rank on the data axes."""
+    """Return the traffic as text; empty if the data axes have one rank."""
     kinds = [
         f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB"
         for name, one in sorted(count_traffic(state).items())
     ]
     if kinds:
-        return f"a step sends over the data axes, on this rank: {', '.join(kinds)}"
+        return f"a step sends over the data axes, from this rank: {', '.join(kinds)}"
     return ""
 
 

@@ -1,24 +1,26 @@
 """
-`run.verify()`: the same batches once more in one process, and nothing may differ.
+`run.verify()`: computes the same batches in one process and compares.
 
-Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in
-order, in plain torch (no hooks, no shards, no recomputation), and compares loss, norm and every
-whole gradient with what the run computes. Weights and optimizer stay as they are; the run goes on
-afterwards as if nothing had happened.
+Each rank makes a copy of the full model. It computes every slice of the global batch in order, in
+plain torch (no hooks, no shards, no recomputation), and compares loss, norm and every full gradient
+with those of the run. Weights and optimizer do not change. The run continues as if nothing had
+happened.
 
-A run and one process that work through the same slices agree also where a loss looks across rows,
-as a contrastive one does, or has a penalty of weights that each slice adds: it would be another on
-another number of ranks. So two slices are computed as one, too, and the report says where that
-makes a difference.
+A run and one process with the same slices also agree if a loss looks across rows, as a contrastive
+loss does, or has a weight penalty that each slice adds. With another number of ranks the result
+would differ. Therefore two slices are also computed as one; the report shows if that changes the
+loss.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.data.batch_slicing import (
@@ -41,67 +43,80 @@ FP32_TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCE = 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
 ROW_DEPENDENCE_TOLERANCE = 1e-4
-"""From which on two slices that are computed at once have another loss than one after the other."""
+"""Relative difference of the loss above which two slices as one count as another loss."""
 TENSOR_PARALLEL_TOLERANCE = 1e-6
 PIPELINE_TOLERANCE = 2e-6
-"""Largest relative difference of a loss where operators are cut, and where there are stages."""
+"""Largest relative difference of a loss with sharded operators, and with stages."""
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step in both ways."""
+    """One step of the run, and the same step in one process."""
 
     loss: float
-    alone: float
+    reference_loss: float
     norm: float
-    norm_alone: float
-    worst: float
+    reference_norm: float
+    max_difference: float
     """
-    Largest relative difference of a weight's gradient: the norm of the difference over its norm and
-    a hundredth of all's.
+    Largest relative difference of a weight's gradient: the norm of the difference divided by its
+    norm plus a hundredth of the model's.
     """
-    name: str
-    """The weight that has it."""
-    rows: float = 0.0
+    worst_weight: str
+    """The weight with that difference."""
+    row_dependence: float = 0.0
     """
-    Relative difference of the loss of two slices in one process, at once and one after the other.
+    Relative difference, in one process, between the loss of two slices as one and separately.
     """
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether the loss and all gradients agree to the last bit."""
+        return self.loss == self.reference_loss and self.max_difference == 0
+
     def __str__(self) -> str:
-        bits = (
-            "the same bits"
-            if self.loss == self.alone and self.worst == 0
-            else f"gradients within {self.worst:.1e} ({self.name})"
-        )
-        norms = f"norm {self.norm:.9g} and {self.norm_alone:.9g}"
-        return f"loss {self.loss:.9g} and {self.alone:.9g} in one process, {norms}, {bits}"
+        bits = "the same bits"
+        if not self.same_bits:
+            bits = f"gradients within {self.max_difference:.1e} ({self.worst_weight})"
+        norms = f"norm {self.norm:.9g} and {self.reference_norm:.9g}"
+        return f"loss {self.loss:.9g} and {self.reference_loss:.9g} in one process, {norms}, {bits}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `Run.verify` has found."""
+    """The result of `Run.verify`."""
 
     steps: tuple[StepComparison, ...]
+    row_dependence: float = 0.0
+    """
+    How much the loss of two slices depends on whether they are computed as one; 0 for a loss that
+    computes each row separately.
+    """
 
     @property
     def same_bits(self) -> bool:
         """Whether losses and all gradients agree to the last bit."""
-        return all(step.loss == step.alone and step.worst == 0 for step in self.steps)
-
-    across: float = 0.0
-    """
-    Where rows are not computed each by itself: how much the loss of two slices depends on whether
-    they are one.
-    """
+        return all(step.same_bits for step in self.steps)
 
     def __str__(self) -> str:
         lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
-        if self.across:
+        if self.row_dependence:
             lines.append(
-                f"two slices at once have another loss ({self.across:.1e} of it): something looks across rows, is "
-                "added once a slice, or draws random numbers, and depends on the number of slices (ranks x accumulate)"
+                f"two slices computed as one have another loss (by {self.row_dependence:.1e}): "
+                "the model or the loss looks across rows, adds a term per slice or draws random "
+                "numbers; it depends on the number of slices (ranks x accumulate)"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A batch as one process computes it; see `StepComparison`."""
+
+    loss: float
+    norm: float
+    grads: dict[str, torch.Tensor]
+    row_dependence: float
 
 
 def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> VerifyReport:
@@ -110,12 +125,12 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
 
     Raises:
         ConfigError: they differ by more than rounding; names the batch and the weight.
-        UsageError: there is no batch to compare on.
+        UsageError: there is no batch to compare.
     """
     found = []
     buffers = [buffer.clone() for buffer in state.model.buffers()]
     for batch in _iter_batches(state, source, steps):
-        state.steps += 1  # for the dice
+        state.steps += 1  # random numbers depend on it
         try:
             with state.rng.isolate_generators(state.device):
                 numbers, norm, grads = _probe_run(state, batch)
@@ -128,53 +143,51 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
             state.steps -= 1
             _restore_buffers(state, buffers)
     if not found:
-        raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
-    limit, of_loss = _tolerances(state)
-    across = max(step.rows for step in found)
-    report = VerifyReport(
-        tuple(found),
-        across
-        if across
-        > (ROW_DEPENDENCE_TOLERANCE if limit < LOW_PRECISION_TOLERANCE else LOW_PRECISION_TOLERANCE)
-        else 0.0,
-    )
+        raise UsageError("there is no batch to compare", where="pdrun.Run.verify")
+    grad_tolerance, loss_tolerance = _tolerances(state)
+    row_tolerance = ROW_DEPENDENCE_TOLERANCE
+    if grad_tolerance >= LOW_PRECISION_TOLERANCE:
+        row_tolerance = LOW_PRECISION_TOLERANCE
+    row_dependence = max(step.row_dependence for step in found)
+    if row_dependence <= row_tolerance:
+        row_dependence = 0.0
     for place, step in enumerate(found, 1):
-        close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
-        # weights are each within the limit, plus a hundredth of the norm for those that vanish: so
-        # is the norm, nearly
-        if not (
-            step.worst <= limit
-            and close
-            and abs(step.norm - step.norm_alone) <= 2 * limit * step.norm_alone
-        ):
-            hint = "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
+        if not _is_close(step, grad_tolerance, loss_tolerance):
             raise ConfigError(
-                f"batch {place} is not what one process computes: {step}",
+                f"batch {place} differs from one process: {step}",
                 where="pdrun.Run.verify",
-                hint=hint,
+                hint="look for code that depends on the rank, or on other rows of the batch",
             )
-    return report
+    return VerifyReport(tuple(found), row_dependence)
+
+
+def _is_close(step: StepComparison, grad_tolerance: float, loss_tolerance: float) -> bool:
+    """Whether a step of the run agrees with one process."""
+    loss_limit = loss_tolerance * max(abs(step.reference_loss), 1e-6)
+    # every weight is within its tolerance plus a hundredth of the norm, so the norm is within two
+    norm_limit = 2 * grad_tolerance * step.reference_norm
+    return (
+        step.max_difference <= grad_tolerance
+        and abs(step.loss - step.reference_loss) <= loss_limit
+        and abs(step.norm - step.reference_norm) <= norm_limit
+    )
 
 
 def _tolerances(state: RunState) -> tuple[float, float]:
-    """Return how far gradients and losses may be off."""
+    """Return the largest relative differences of gradients and of losses."""
     if state.settings.precision.compute or state.settings.wire_dtype:
         return LOW_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.mesh.pp > 1:
         return FP32_TOLERANCE, PIPELINE_TOLERANCE
-    return (
-        FP32_TOLERANCE,
-        FP32_TOLERANCE if state.mesh.size == state.mesh.dp else TENSOR_PARALLEL_TOLERANCE,
-    )
+    if state.mesh.size > state.mesh.dp:
+        return FP32_TOLERANCE, TENSOR_PARALLEL_TOLERANCE
+    return FP32_TOLERANCE, FP32_TOLERANCE
 
 
 def _probe_run(
     state: RunState, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """
-    Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training
-    would find it.
-    """
+    """Return the result of `probe_gradients`; in fp16 with a loss scale that does not overflow."""
     if state.loss_scale is None:
         return probe_gradients(state, batch)
     before = state.loss_scale.value
@@ -201,7 +214,7 @@ def _iter_batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
         return
     if source is None or state.batch_slicing.data_parallel:
         raise UsageError(
-            "no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])"
+            "verify needs global batches", where="pdrun.Run.verify", hint="run.verify([batch, ...])"
         )
     for _, batch in zip(range(steps), source, strict=False):
         yield batch
@@ -213,68 +226,81 @@ def _restore_buffers(state: RunState, buffers: list[torch.Tensor]) -> None:
             buffer.copy_(old)
 
 
-def _compute_reference(
-    state: RunState, batch: Any
-) -> tuple[float, float, dict[str, torch.Tensor], float]:
-    """
-    Return loss, norm and gradients of a batch, computed slice by slice in this process, and how
-    much the loss of the first two slices changes where they are one.
-    """
+def _compute_reference(state: RunState, batch: Any) -> _Reference:
+    """Compute a batch slice by slice in this process."""
     model = reference_copy(state)
-    world = state.row_axis.size
-    times = state.settings.accumulate
-    strategy = BatchSlicing(dims=state.batch_slicing.dims)
-    pieces = slice_rows(count_rows(batch, strategy), world, times)
-    if state.batch_slicing.full_batch:
-        pieces = [slice_rows(count_rows(batch, strategy), 1, times)[0]] * world
-    order = [
-        (place * world + rank, pieces[rank][place])
-        for place in range(times)
-        for rank in range(world)
-    ]
-    joined = any(isinstance(module, sync_batchnorm.SyncedBatchNorm) for module in model.modules())
-    if joined:
-        order = [
-            (place, _join_ranges([pieces[rank][place] for rank in range(world)]))
-            for place in range(times)
-        ]
+    slicing = BatchSlicing(dims=state.batch_slicing.dims)
+    is_joined = any(isinstance(part, sync_batchnorm.SyncedBatchNorm) for part in model.modules())
+
+    def load_rows(rows: range) -> Any:
+        dtype = state.settings.precision.input_dtype
+        return to_device(take_rows(batch, rows, slicing), state.device, dtype)
+
     totals = []
     counts = []
-    rows_of = []
+    slices = []
+    row_dependence = 0.0
     with sync_batchnorm.local_statistics():
-        for index, rows in order:
+        for index, rows in _order_slices(state, count_rows(batch, slicing), is_joined):
             if len(rows):
-                part = to_device(
-                    take_rows(batch, rows, strategy),
-                    state.device,
-                    state.settings.precision.input_dtype,
-                )
-                total, count = state.compute_objective(model, part, rows, index)
+                total, count = state.compute_objective(model, load_rows(rows), rows, index)
                 total.backward()
                 totals.append(float(total.detach()))
                 counts.append(float(count))
-                rows_of.append(rows)
-        across = 0.0
-        if len(rows_of) > 1 and not joined:
-            both = _join_ranges(rows_of[:2])
-            part = to_device(
-                take_rows(batch, both, strategy), state.device, state.settings.precision.input_dtype
-            )
+                slices.append(rows)
+        if len(slices) > 1 and not is_joined:
+            both = _join_ranges(slices[:2])
             with torch.no_grad():
-                at_once = float(state.compute_objective(model, part, both, 0)[0])
-                apart = totals[0] + totals[1]
-            across = abs(at_once - apart) / max(abs(apart), 1e-6)
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    by = sum(counts) if state.settings.mean else 1.0
-    grads = {
-        name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by)
-        for name, grad in grads.items()
-    }
+                joint = float(state.compute_objective(model, load_rows(both), both, 0)[0])
+            separate = totals[0] + totals[1]
+            row_dependence = abs(joint - separate) / max(abs(separate), 1e-6)
+    grads, norm = _divide_and_clip(state, model, sum(counts))
+    return _Reference(sum(totals) / sum(counts), norm, grads, row_dependence)
+
+
+def _order_slices(state: RunState, rows: int, is_joined: bool) -> list[tuple[int, range]]:
+    """
+    Return the index and rows of each slice, in the order of one process.
+
+    Args:
+        rows: of the batch.
+        is_joined: whether the slices of all ranks are one, as for synchronised batch norms.
+    """
+    world = state.row_axis.size
+    times = state.settings.accumulate
+    if state.batch_slicing.full_batch:
+        pieces = [slice_rows(rows, 1, times)[0]] * world
+    else:
+        pieces = slice_rows(rows, world, times)
+    order = []
+    for position in range(times):
+        if is_joined:
+            order.append(
+                (position, _join_ranges([pieces[rank][position] for rank in range(world)]))
+            )
+        else:
+            for rank in range(world):
+                order.append((position * world + rank, pieces[rank][position]))
+    return order
+
+
+def _divide_and_clip(
+    state: RunState, model: nn.Module, count: float
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the gradients as the engine would return them, and their norm before clipping."""
+    divisor = count if state.settings.mean else 1.0
+    grads = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad = param.grad
+            if grad.dtype.itemsize < 4:
+                grad = grad.float()
+            grads[name] = grad.div_(divisor)
     norm = float(square_sum(list(grads.values()), exact=True).sqrt())
     if state.settings.clip:
         for grad in grads.values():
             grad.mul_(min(1.0, state.settings.clip / (norm + 1e-6)))
-    return sum(totals) / sum(counts), norm, grads, across
+    return grads, norm
 
 
 def _join_ranges(ranges: list[range]) -> range:
@@ -282,24 +308,37 @@ def _join_ranges(ranges: list[range]) -> range:
 
 
 def _compare_results(
-    numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any
+    numbers: torch.Tensor, norm: torch.Tensor, grads: dict[str, torch.Tensor], want: _Reference
 ) -> StepComparison:
-    worst = 0.0
-    name = ""
-    for key, expected in want[2].items():
-        mine = grads.get(key)
-        # a gradient that should vanish is rounding alone: it is held against the whole model's
-        size = float(expected.double().norm()) + 1e-2 * want[1]
-        off = (
-            float("inf")
-            if mine is None
-            else float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
-        )
-        if not off <= worst:
-            worst = off
-            name = key
-    for key in set(grads) - set(want[2]):
-        worst = float("inf")
-        name = key
+    """
+    Compare a step of the run with the reference.
+
+    Args:
+        numbers: sum and count of the run's loss.
+        norm, grads: of the run's gradients.
+    """
+    max_difference = 0.0
+    worst_weight = ""
+    for name, expected in want.grads.items():
+        mine = grads.get(name)
+        # a gradient that should vanish is only rounding: compare it with the model's norm too
+        size = float(expected.double().norm()) + 1e-2 * want.norm
+        difference = math.inf
+        if mine is not None:
+            difference = float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+        if not difference <= max_difference:
+            max_difference = difference
+            worst_weight = name
+    for name in set(grads) - set(want.grads):
+        max_difference = math.inf
+        worst_weight = name
     total, count = numbers.tolist()
-    return StepComparison(total / count, want[0], float(norm), want[1], worst, name, want[3])
+    return StepComparison(
+        total / count,
+        want.loss,
+        float(norm),
+        want.norm,
+        max_difference,
+        worst_weight,
+        want.row_dependence,
+    )

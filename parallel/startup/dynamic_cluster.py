@@ -1,8 +1,9 @@
 """
-A dynamic cluster seen from the script: `init` registers this process with the scheduler, which
-gives it a rank.
+A worker's view of a dynamic cluster: `init` registers this process with the scheduler, which
+assigns a rank.
 
-The membership lasts as long as the process; when a peer fails, it ends this process and says why.
+The membership lasts as long as the process. When a peer fails, it ends this process and reports the
+reason.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ def join_cluster(
     environ: Mapping[str, str], prepare: Callable[[], None]
 ) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
-    Join the cluster that the environment names; (None, None) where it names none.
+    Join the cluster that the environment names; (None, None) if it names none.
 
-    A process whose role is the scheduler never returns: it serves, and leaves with the job's exit
-    code. ``prepare`` is called before others count on this process's heartbeats: what holds the
-    interpreter for long is done there.
+    A process with the scheduler's role never returns: it runs the scheduler and exits with the
+    job's exit code. ``prepare`` is called before others expect this process's heartbeats; use it
+    for work that blocks the interpreter for long.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
-        RendezvousError, AuthenticationError: the job did not come together.
+        RendezvousError, AuthenticationError: the job did not rendezvous.
     """
     from pdrun.rendezvous.clients import dynamic
 
@@ -48,8 +49,8 @@ def worker_env_of(member: DynamicMember) -> WorkerEnv:
     """
     Return the member's place in the launcher's terms.
 
-    Nobody is told how many workers the other hosts have: hosts are counted as if they all had as
-    many as this one.
+    The number of workers on other hosts is unknown. Hosts are counted as if all had as many as this
+    one.
     """
     each = member.local_world_size
     return WorkerEnv(
@@ -73,38 +74,34 @@ def worker_env_of(member: DynamicMember) -> WorkerEnv:
 
 def open_store(dist: Any, member: DynamicMember) -> Any:
     """
-    Return torch's store: rank 0 serves it on the socket that it has held since it joined, the
-    others connect.
+    Return torch's store. Rank 0 serves it on the socket that it bound when it joined, the others
+    connect.
 
-    Nothing is retried and no port is guessed: the socket was listening before anybody was told its
-    address.
+    There are no retries and no guessed ports: the socket listens before its address is announced.
     """
-    held = member.store_socket
+    listener = member.store_socket
     member.store_socket = None
-    serve = (
-        {"is_master": True, "master_listen_fd": held.detach()}
-        if held is not None
-        else {"is_master": False}
-    )
+    serve: dict[str, Any] = {"is_master": False}
+    if listener is not None:
+        serve = {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(
         member.master.host, member.master.port, member.world_size, wait_for_workers=False, **serve
     )
 
 
 def is_on_loopback(member: DynamicMember) -> bool:
-    """Whether all workers meet on this machine's loopback address."""
+    """Whether all workers rendezvous on this machine's loopback address."""
     return member.master.host.startswith("127.") or member.master.host == "::1"
 
 
 def loopback_interface_name() -> str:
-    """Return the name that this system gives its loopback interface."""
+    """Return the name of this system's loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def bind_gloo_to_loopback() -> bool:
     """
-    Keep gloo on loopback unless the user chose an interface; return whether the variable was set
-    here.
+    Make gloo use loopback unless the user chose an interface; return whether the variable was set.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False

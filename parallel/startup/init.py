@@ -1,17 +1,17 @@
 """
-`pdrun.init()`: who am I, on which device, and how do I talk to the others, however the job was
-started.
+`pdrun.init()`: this worker's rank, device and process group, for any way of starting a job.
 
-Five situations, told apart by the environment; the innermost launcher wins:
+The environment decides between five situations; the innermost launcher wins:
 
-1. under pdrun, 2. under torchrun (or anything that sets RANK and WORLD_SIZE as it does): the variables are read;
-3. a dynamic cluster (PDRUN_ROLE or MS_ROLE): the process registers with the scheduler and is given its rank; a process
-   whose role is the scheduler serves until the job is over and leaves with the job's exit code, never returning;
-4. one of several tasks of mpirun, srun and their kin: the tasks meet by themselves (`pdrun.parallel.startup.mpi_tasks`);
-5. alone: a world of one, without a launcher and without a network.
+1. under pdrun, 2. under torchrun (or anything that sets RANK and WORLD_SIZE as it does): the
+variables are read; 3. a dynamic cluster (PDRUN_ROLE or MS_ROLE): the process registers with the
+scheduler and gets its rank; a process with the scheduler's role serves until the job ends and exits
+with its exit code; 4. one of several tasks of mpirun, srun or another launcher: the tasks
+rendezvous (`pdrun.parallel.startup.mpi_tasks`); 5. a single process: a world of one, without a
+launcher and without a network.
 
-Limits: one context a process; the default group is torch's own, so a script that has made it
-already keeps it.
+Limits: one context per process. The default group is torch's own: a script that has made it already
+keeps it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """What `init` found out. Counts are at least 1, ranks and indices at least 0."""
+    """The result of `init`. Counts are at least 1, ranks and indices at least 0."""
 
     rank: int
     world_size: int
@@ -51,27 +51,26 @@ class Context:
     """In a dynamic cluster counted as if every host had as many workers as this one."""
     device: torch.device | str
     """
-    This worker's device, already made the current one; as text (``cuda:1``) where torch is not
-    installed.
+    This worker's device, already the current one; a text (``cuda:1``) if torch is not installed.
     """
     backend: str
     """Kind of the device: cpu, cuda, rocm, npu, xpu or mps."""
     collective: str
-    """torch.distributed's name of what moves this device's tensors: gloo, nccl, hccl or xccl."""
+    """torch.distributed's backend for this device: gloo, nccl, hccl or xccl."""
     generation: int = 0
-    """Grows by one each time the job is started again after a failure."""
+    """Counts the starts of the job: each restart after a failure adds one."""
     restart_count: int = 0
     """Restarts of the job so far: 0 the first time."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and saves."""
+        """Whether this is rank 0, which prints and saves."""
         return self.rank == 0
 
     def close(self) -> None:
         """
-        Leave the process group that `init` made; one that the script made is left alone. May be
-        called twice.
+        Leave the process group that `init` made; a group that the script made is kept. A second
+        call does nothing.
         """
         _close_context()
 
@@ -89,7 +88,7 @@ class Context:
 
 @dataclass
 class _ProcessState:
-    """What this process has: mutable, one, private."""
+    """The state of this process: mutable, one instance, private."""
 
     context: Context | None = None
     member: DynamicMember | None = None
@@ -99,11 +98,11 @@ class _ProcessState:
     store: Any = None
     """Torch's store of that cluster."""
     groups: int = 0
-    """Process groups made so far; keeps their keys in the store apart."""
+    """Process groups made so far; separates their keys in the store."""
     owns_group: bool = False
     pid: int = 0
     interface: bool = False
-    """Whether GLOO_SOCKET_IFNAME was set here and is to be taken back."""
+    """Whether GLOO_SOCKET_IFNAME was set here and must be unset."""
 
 
 _process = _ProcessState()
@@ -117,32 +116,32 @@ def init(
     group: bool = True,
 ) -> Context:
     """
-    Return this worker's context; make its device the current one and torch's default process group.
+    Return this worker's context; make its device the current one and create torch's default process
+    group.
 
-    With a group it returns when all ranks have come. A second call returns the same context. The
+    With a group it returns when all ranks have arrived. A second call returns the same context. The
     group is left when the process ends, or by `Context.close`.
 
     Args:
         backend: kind of device (cpu, cuda, rocm, npu, xpu, mps); default: the launcher's choice,
-            else what torch has.
-        collective: torch.distributed's backend, when it should not be the usual one of the device
-            (``gloo`` on a GPU).
+            else torch's.
+        collective: torch.distributed's backend, if it is not the device's usual one (``gloo`` on a
+            GPU).
         timeout: seconds that a collective may take before it fails; default: torch's own.
-        group: False makes no process group; then torch is not needed.
+        group: False makes no process group; torch is then not needed.
 
-    An error that the script does not catch is told in one line and ends it with the error's exit
-    code.
+    An uncaught error is printed in one line and ends the script with the error's exit code.
 
     Raises:
-        ConfigError: a half-set or contradictory environment, a missing device or a torch without
-            the collective.
+        ConfigError: an incomplete or contradictory environment, a missing device, or a torch
+            without the collective.
         RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this
             process.
     """
     excepthook.install_excepthook()
     elastic.attach()
     if timeout is not None and timeout <= 0:
-        raise UsageError(f"a timeout of {timeout} s is not above 0", where="pdrun.init")
+        raise UsageError(f"timeout must be above 0, got {timeout}", where="pdrun.init")
     if _process.context is None:
         _process.context = _build_context(os.environ, backend, collective, group)
         if not _process.pid:
@@ -162,7 +161,7 @@ def _check_same_arguments(context: Context, backend: str | None, collective: str
     ):
         if wanted not in (None, has):
             raise ConfigError(
-                f"{what} {wanted} was asked for, but this process already has {has}",
+                f"{what} {wanted} was requested, but this process already has {has}",
                 where="pdrun.init",
             )
 
@@ -170,7 +169,7 @@ def _check_same_arguments(context: Context, backend: str | None, collective: str
 def _build_context(
     environ: Mapping[str, str], backend: str | None, collective: str | None, group: bool
 ) -> Context:
-    """Find out which situation this is, and choose the device."""
+    """Detect the situation and choose the device."""
     worker = WorkerEnv.from_env(environ)
     if worker is None:
         worker = (
@@ -202,10 +201,10 @@ def _single_process() -> WorkerEnv:
 
 def _import_torch(group: bool) -> None:
     """
-    Import torch now: it would be next anyway.
+    Import torch early.
 
-    From a slow disk, or on a machine that is busy, that holds the interpreter longer than others
-    bear to hear nothing.
+    On a slow disk or a busy machine the import blocks the interpreter for longer than the heartbeat
+    timeout.
     """
     if group or _has_torch():
         from pdrun.backends.collectives import import_torch
@@ -223,7 +222,9 @@ def _join_dynamic_cluster(environ: Mapping[str, str], group: bool) -> WorkerEnv 
 
 
 def _join_mpi_tasks(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
-    """Meet the other tasks of mpirun, srun and their kin, where this process is one of several."""
+    """
+    Join the other tasks of mpirun, srun or another launcher, if this process is one of several.
+    """
     if _process.worker is None:
         from pdrun.parallel.startup.mpi_tasks import join_tasks
 
@@ -232,7 +233,7 @@ def _join_mpi_tasks(environ: Mapping[str, str], group: bool) -> WorkerEnv | None
 
 
 def _find_backend(kind: str, group: bool) -> Backend:
-    """Return the table of the kind that was named, or of what this machine offers."""
+    """Return the table of the named kind, or of what this machine has."""
     if kind:
         return backend_named(kind)
     if group or _has_torch():
@@ -249,7 +250,7 @@ def _has_torch() -> bool:
 
 
 def _open_device(table: Backend, index: int, group: bool) -> Any:
-    """Return the device, opened by torch; only its name where torch is not installed."""
+    """Return the device, opened by torch; its name if torch is not installed."""
     if group or _has_torch():
         from pdrun.backends.collectives import open_device
 
@@ -266,12 +267,13 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
     if dist.is_available() and dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
             raise ConfigError(
-                f"the script's process group says rank {dist.get_rank()} of {dist.get_world_size()}, the launcher rank "
-                f"{context.rank} of {context.world_size}",
+                f"the script's process group has rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, the launcher assigned rank {context.rank} of "
+                f"{context.world_size}",
                 where="pdrun.init",
             )
         return
-    group_backend(table, collective)  # complain before anything is opened
+    group_backend(table, collective)  # raises before anything is opened
     store = _open_store(dist, context, os.environ)
     open_group(table, collective, context.device, context.rank, context.world_size, timeout, store)
     _process.owns_group = True
@@ -284,8 +286,7 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
 
 def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
     """
-    Return the store at which the workers meet, or None for the one that MASTER_ADDR and MASTER_PORT
-    name.
+    Return the store for the rendezvous of the workers; None: MASTER_ADDR and MASTER_PORT name it.
     """
     from pdrun.parallel.startup import dynamic_cluster as dynamic_cluster
 
@@ -299,7 +300,7 @@ def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
     if context.world_size > 1:
         name = "MASTER_ADDR" if not environ.get("MASTER_ADDR") else "MASTER_PORT"
         raise ConfigError(
-            "is not set, though RANK and WORLD_SIZE are",
+            "is not set, but RANK and WORLD_SIZE are",
             where=name,
             hint="start the script with pdrun",
         )
@@ -310,9 +311,7 @@ def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
 
 
 def _close_context() -> None:
-    """
-    Undo what `init` did; the context object keeps its numbers, and a later `init` starts anew.
-    """
+    """Undo `init`. The context object keeps its numbers; a later `init` starts again."""
     owns = _process.owns_group and _process.pid == os.getpid()
     if _process.interface:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -329,8 +328,7 @@ def _close_context() -> None:
 
 def _close_at_exit() -> None:
     """
-    Leave in order; after an exception the group is left as it is, since destroying one may wait for
-    dead peers.
+    Close the context. After an exception the group is not destroyed: that may wait for dead peers.
     """
     if _process.pid != os.getpid():
         return

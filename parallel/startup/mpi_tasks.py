@@ -1,16 +1,16 @@
 """
-A script that mpirun, srun or one of their kin has started itself, once a rank: `init` finds the
-others all the same.
+A script that mpirun, srun or another launcher has started once per rank: `init` rendezvous with the
+other tasks.
 
     mpirun -n 16 python train.py
 
-Each task knows its rank and how many there are; nobody tells it where rank 0 is. So they meet as a
-dynamic cluster does: rank 0 runs the scheduler, a process of its own, at an address that all of
-them derive alike: PDRUN_SCHEDULER where it is set, loopback where all tasks are on one host, else
-the first host of the allocation or the one that mpirun runs on, with a port made from the job's id.
-Whoever comes to a wrong one is refused: by the secret, by the job's name.
+Each task knows its rank and the number of ranks, but not the address of rank 0. The tasks form a
+dynamic cluster. Rank 0 runs the scheduler in a separate process, at an address that all tasks
+derive in the same way: PDRUN_SCHEDULER if it is set; loopback if all tasks are on one host; else
+the first host of the allocation or the host of mpirun. The port follows from the job's id. A wrong
+scheduler refuses a task by the secret or the job's name.
 
-Limit: the exit of rank 0 waits for the others, whose scheduler it holds.
+Limit: rank 0 exits after the others, because it owns their scheduler.
 """
 
 from __future__ import annotations
@@ -44,29 +44,28 @@ TASK_VARIABLES = (
     "JSM_NAMESPACE_RANK",
     "FLUX_TASK_RANK",
 )
-"""Without one of these nobody is asked anything."""
+"""Without one of these no adapter is asked."""
 _OWN_LAUNCHERS = ("pdrun", "torchrun", "pet", "mindspore", "ascend")
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_SECONDS = 600.0
-"""Seconds for all ranks to come together."""
+"""Limit for all ranks to join."""
 QUIET_SECONDS = 3.0
-"""Seconds after which it is said who is missing."""
+"""Missing ranks are reported after this time."""
 
 
 def join_tasks(
     environ: Mapping[str, str], prepare: Callable[[], None]
 ) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
-    Meet the other tasks of the launcher that started this process; (None, None) where it is no
-    task, or the only one.
+    Join the other tasks of this process's launcher; (None, None) for no task, or the only one.
 
-    ``prepare`` is called before others count on this process's heartbeats, as in
-    `pdrun.parallel.startup.dynamic_cluster.enter`.
+    ``prepare`` is called before others expect this process's heartbeats, as in
+    `pdrun.parallel.startup.dynamic_cluster.join_cluster`.
 
     Raises:
-        ConfigError: the launcher contradicts itself, or nothing says where rank 0 is; says what to
-            pass.
-        RendezvousError, AuthenticationError: the tasks did not come together.
+        ConfigError: the launcher contradicts itself, or rank 0's host is unknown; names the option
+            to pass.
+        RendezvousError, AuthenticationError: the tasks did not rendezvous.
     """
     if not any(name in environ for name in TASK_VARIABLES):
         return None, None
@@ -84,7 +83,7 @@ def join_tasks(
         return None, None
     if found.world is None:
         raise ConfigError(
-            f"{found.title} does not say how many ranks there are",
+            f"{found.title} does not set the number of ranks",
             where=found.sources.get("rank", ""),
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
         )
@@ -94,10 +93,10 @@ def join_tasks(
 
 def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
     """
-    Return where the tasks meet: the same in all of them. Pure but for the probes.
+    Return the scheduler's address: the same in all tasks. Pure but for the probes.
 
     Raises:
-        ConfigError: nothing says where rank 0 is, or what is said is not where this rank 0 is.
+        ConfigError: rank 0's host is unknown, or this rank 0 is not on the derived host.
     """
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
@@ -107,14 +106,14 @@ def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: 
     host = found.hosts[0].name if found.hosts else found.head
     if not host:
         raise ConfigError(
-            f"{found.title} does not say where rank 0 is",
+            f"{found.title} does not set the host of rank 0",
             where=found.sources.get("rank", ""),
-            hint="set PDRUN_SCHEDULER=HOST:PORT for all ranks, HOST being the one of rank 0 (Open MPI: mpirun -x"
-            " PDRUN_SCHEDULER)",
+            hint="set PDRUN_SCHEDULER=HOST:PORT for all ranks, with rank 0's host (Open MPI: "
+            "mpirun -x PDRUN_SCHEDULER)",
         )
     if found.rank == 0 and not probes.is_here(host):
         raise ConfigError(
-            f"rank 0 runs on {probes.hostname}, but the others will look for it at {host}",
+            f"rank 0 runs on {probes.hostname}, but the other ranks connect to {host}",
             where=found.sources.get("hosts" if found.hosts else "head", ""),
             hint=f"set PDRUN_SCHEDULER={probes.hostname}:{port} for all ranks",
         )
@@ -122,7 +121,7 @@ def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: 
 
 
 def job_name_of(found: LauncherInfo) -> str:
-    """Return the job's name, which keeps jobs apart that meet at one port."""
+    """Return the job's name, which separates jobs that use one port."""
     return found.job_name or f"{found.launcher}-{found.world}"
 
 
@@ -140,9 +139,9 @@ def _join_scheduler(
         child = _start_scheduler(scheduler, job, found, secret, probes)
         atexit.register(
             _wait_for_others, child
-        )  # before the member's own: it must have left by then
+        )  # before the member's exit handler, so that it runs after it
         scheduler = child.endpoint
-    say, all_met = _make_announcer(found.rank or 0)
+    show_line, on_joined = _make_announcer(found.rank or 0)
     member = join_scheduler(
         scheduler,
         secret,
@@ -150,13 +149,13 @@ def _join_scheduler(
         name=f"rank-{found.rank:08d}",
         rank=found.rank,
         timeout=JOIN_TIMEOUT_SECONDS,
-        show_line=say,
+        show_line=show_line,
     )
-    all_met()
+    on_joined()
     if member.world_size != found.world:
         member.finish(78)
         raise ConfigError(
-            f"{found.title} counts {found.world} ranks, the scheduler has {member.world_size}"
+            f"{found.title} has {found.world} ranks, the scheduler {member.world_size}"
         )
     worker = worker_env_of(member)
     if found.local_rank is not None and found.local_size is not None:
@@ -195,15 +194,15 @@ def _start_scheduler(
     except ConfigError as error:
         if "in use" in error.what:
             error.hint = (
-                f"another job may hold it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
+                f"another job may use it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
             )
         raise
 
 
 def _wait_for_others(child: SchedulerChild) -> None:
     """
-    Wait until the others have ended too, unless this process is on its way out of a failure: then
-    all are told.
+    Wait until the other ranks have ended. After a failure do not wait: the scheduler ends all of
+    them.
     """
     if getattr(sys, "last_value", None) is None:
         while child.returncode is None:
@@ -213,18 +212,18 @@ def _wait_for_others(child: SchedulerChild) -> None:
 
 def _make_announcer(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
     """
-    Return what says a line, and what to call once all have met.
+    Return a function that prints a line, and one to call when all ranks have joined.
 
-    Who is missing is said by rank 0, and not of those who are only a moment late; what ends a job,
-    by every rank.
+    Only rank 0 reports missing ranks, and not before `QUIET_SECONDS`. Every rank reports the end of
+    a job.
     """
     from pdrun import async_writer
 
-    began = time.monotonic()
-    met = list[bool]()
+    start = time.monotonic()
+    joined = list[bool]()
 
-    def say(text: str) -> None:
-        if met or (rank == 0 and time.monotonic() > began + QUIET_SECONDS):
+    def show_line(text: str) -> None:
+        if joined or (rank == 0 and time.monotonic() > start + QUIET_SECONDS):
             async_writer.write_message(text)
 
-    return say, lambda: met.append(True)
+    return show_line, lambda: joined.append(True)

@@ -1,12 +1,13 @@
 """
-Who works through a step's micro-batches: the plain loop here, or a pipeline's schedule.
+Drivers run the micro-batches of a step. `SimpleDriver` is a loop; `pipeline.Runner` follows a
+schedule.
 
-A driver computes; what happens to weights and gradients is the engine's. A forward of a micro-batch
-(of each chunk, where a stage has several) lies in ``with engine.forward(chunk, micro)``, its
-backward in ``with engine.backward(chunk, micro, last)``: level 3 has the weights there. Around what
-brings weights their gradients it calls ``engine.begin(first, last, chunk)`` and
-``engine.backward_done()``; where gradients of weights come after a backward for the input, that
-pair comes without the weights. No two of these overlap; they may lie in any order, as in 1F1B.
+A driver computes; the engine handles weights and gradients. A forward of a micro-batch (of each
+chunk, if a stage has several) is inside ``with engine.forward(chunk, micro)``, its backward inside
+``with engine.backward(chunk, micro, last)``: level 3 has the weights gathered there. Around code
+that gives weights their gradients it calls ``engine.begin_gradients(first, last, chunk)`` and
+``engine.end_gradients()``. If gradients of weights follow after a backward for the input, that pair
+comes without the weights. No two of these overlap. They can be in any order, as in 1F1B.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ class MicroBatch:
     One rank's part of a step.
 
     Attributes:
-        batch: its rows, in the form of the user's batch; ``run.here(micro.batch)`` brings them to
-            this rank's device,
-            in the policy's type. Where ``weight`` is 0 it is one row that stands in for none.
-        rows: which rows of the global batch they are.
-        weight: 1.0, or 0.0 where there are no rows: the loss's sum and count are then multiplied by
+        batch: its rows, in the form of the user's batch; ``step.prepare_batch(micro.batch)`` moves
+            them to this rank's device, in the policy's type. If ``weight`` is 0 it is one row that
+            is not part of the step.
+        rows: its rows in the global batch.
+        weight: 1.0, or 0.0 without rows: the loss's sum and count are multiplied by it.
+        slice_index: counted over all ranks of dp and all micro-batches; random numbers depend on
             it.
-        index: of the slice, counted over all ranks of dp and all micro-batches: what the randomness
-            depends on.
-        place: 0 to ``accumulate - 1``.
+        position: 0 to ``accumulate - 1``.
     """
 
     batch: Any
@@ -55,10 +55,10 @@ class MicroBatch:
 
 
 class StepContext(Protocol):
-    """What a driver gets: the model, the engine, and the functions that a pass runs in."""
+    """The model, the engine, and the context managers of a pass, for drivers."""
 
     steps: int
-    """Number of the step at hand, from 1."""
+    """Number of the current step, from 1."""
 
     @property
     def model(self) -> nn.Module:
@@ -102,7 +102,9 @@ class StepContext(Protocol):
         ...
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a micro-batch as the model gets it: on this rank's device, in the policy's type."""
+        """
+        Return a micro-batch as the model gets it: on this rank's device, in the policy's type.
+        """
         ...
 
     def forward_context(
@@ -119,8 +121,8 @@ class StepContext(Protocol):
 
     def compute_context(self) -> AbstractContextManager[None]:
         """
-        Return the context manager of forwards and backwards: torch's dropout and attention functions are
-        replaced by pdrun's in it.
+        Return the context manager of forwards and backwards: it replaces torch's dropout and
+        attention functions.
         """
         ...
 
@@ -147,35 +149,36 @@ class Driver(Protocol):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards leave gradients of weights for later."""
+        """Whether backwards defer gradients of weights."""
         ...
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
-        Do all forwards and backwards of a step.
+        Run all forwards and backwards of a step.
 
         Returns:
-            ``[accumulate, 2]`` in `widest_float`: sum and count of the loss of each micro-batch, already multiplied by
-            its weight; zeros on all stages but the last. The engine gives them to everybody.
+            ``[accumulate, 2]`` in `widest_float`: sum and count of the loss of each micro-batch,
+                multiplied by its weight; zeros on all stages but the last. The engine distributes
+                them.
         """
         ...
 
     def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
-        Return the model's outputs on micro-batches, forward only; None on ranks that the last stage
-        isn't on.
+        Return the model's outputs on micro-batches, forward only; None on ranks without the last
+        stage.
         """
         ...
 
     def describe(self) -> str:
-        """Return in words what `Run.explain` tells of it; may be empty."""
+        """Return a line for `Run.explain`; may be empty."""
         ...
 
     def chunk_of(self, name: str) -> int:
         """
-        Return in which chunk of this rank's stage a weight is; 0 where a stage is one piece.
+        Return the chunk of this rank's stage that a weight belongs to; 0 if a stage is one chunk.
 
-        A weight that several chunks of one rank use belongs to the one whose backwards end last.
+        A weight that several chunks of one rank use belongs to the chunk whose backwards end last.
         """
         ...
 
@@ -188,16 +191,16 @@ class Driver(Protocol):
 
     def check_units(self, names: Sequence[str]) -> None:
         """
-        Refuse modules, of the whole model, whose weights can't be gathered together.
+        Refuse modules of the full model whose weights cannot be gathered together.
 
         Raises:
-            UsageError: a module that lies on several stages.
+            UsageError: a module is on several stages.
         """
         ...
 
 
 class SimpleDriver:
-    """One micro-batch after the other, the whole model at once."""
+    """Runs one micro-batch after the other through the full model."""
 
     splits_backward = False
 
@@ -206,19 +209,19 @@ class SimpleDriver:
         return 0
 
     def chunks_using(self, name: str) -> tuple[int, ...]:
-        """See `Driver.users_of`."""
+        """See `Driver.chunks_using`."""
         return (0,)
 
     def check_units(self, names: Sequence[str]) -> None:
         """See `Driver.check_units`; there are no stages."""
 
     def describe(self) -> str:
-        """See `Driver.explain`."""
+        """See `Driver.describe`."""
         return ""
 
     def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
-        """See `Driver.evaluate`; None for a micro-batch without rows."""
-        found: list[Any] = []
+        """See `Driver.evaluate_microbatches`; None for a micro-batch without rows."""
+        outputs: list[Any] = []
         for micro in micros:
             with (
                 torch.no_grad(),
@@ -226,12 +229,12 @@ class SimpleDriver:
                 step.forward_context(micro),
             ):
                 output = step.objective.compute_output(step.model, step.prepare_batch(micro.batch))
-            found.append(output if micro.weight else None)
+            outputs.append(output if micro.weight else None)
         step.engine.end_evaluation()
-        return found
+        return outputs
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
-        """See `Driver.passes`."""
+        """See `Driver.run_microbatches`."""
         sums: list[torch.Tensor] = []
         wide = widest_float(step.device)
         for micro in micros:

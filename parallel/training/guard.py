@@ -1,6 +1,5 @@
 """
-What a run relies on between its steps, and a program may change behind its back: looked at before
-each step.
+Checks, before each step, the state that a run relies on and that the user's program can change.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ RUN_STEP = "pdrun.Run.step"
 
 class ConsistencyGuard:
     """
-    Remembers what is in order, and refuses a step where it no longer is.
+    Remembers a consistent state, and refuses a step if the state has changed.
 
     Args:
         model: what this rank computes with.
-        ranks: on the data axes: those that see other rows.
+        ranks: ranks on the data axes, which see different rows.
     """
 
     def __init__(
@@ -30,27 +29,26 @@ class ConsistencyGuard:
         self._engine = engine
         self._optimizer = optimizer
         self._resting_norms = sync_batchnorm.find_inactive(model) if ranks > 1 else []
-        """Batch normalisations that may not be put into training."""
+        """Batch normalisations that must not be put into training."""
         self._hooks = param_hooks.count_hooks(engine.weights)
         self._own_hooks = [after for _, after in self._hooks]
         self.torn_checkpoint = ""
-        """The checkpoint of which only a part may have been taken up."""
+        """A checkpoint that may have been loaded only in part."""
         self.remember_state()
 
     def remember_state(self) -> None:
-        """Remember weights and groups as they are now."""
+        """Remember the current weights and optimizer groups."""
         self.torn_checkpoint = ""
         self._versions = [weight.param._version for weight in self._engine.copied_weights]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def check_unchanged(self) -> None:
         """
-        Look whether all is as it was noted.
+        Compare with the remembered state.
 
         Raises:
-            UsageError: a change that would be lost (weights that are copies, tensors that no
-                gradient reaches), or that
-                would make each rank compute by its own rows.
+            UsageError: a change would be lost (weights that are copies, tensors that no gradient
+                reaches), or would make each rank compute by its own rows.
         """
         self.check_not_torn(RUN_STEP)
         sync_batchnorm.check_inactive(self._resting_norms)
@@ -60,26 +58,26 @@ class ConsistencyGuard:
             self._hooks = found
         for weight, version in zip(self._engine.copied_weights, self._versions, strict=True):
             if weight.param._version != version:
-                what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
-                what += "overwritten"
+                what = f"{weight.name} was changed in place: the optimizer trains another tensor, "
+                what += "which would overwrite it"
                 raise UsageError(
-                    what, where=RUN_STEP, hint="run.load_weights(FILE), or run.load(FOLDER)"
+                    what, where=RUN_STEP, hint="use run.load_weights(FILE) or run.load(FOLDER)"
                 )
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.is_retargeted:
-            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
-            what += f"{len(self._groups)} when the run was made"
+            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, it had "
+            what += f"{sum(self._groups)} in {len(self._groups)} when parallelize was called"
             raise UsageError(
-                what, where=RUN_STEP, hint="form all groups in optimizer= of parallelize"
+                what, where=RUN_STEP, hint="build all groups in optimizer= of parallelize"
             )
 
     def check_not_torn(self, where: str) -> None:
         """
-        Refuse to go on with weights of which some are a checkpoint's that could not be read to its
-        end.
+        Refuse to continue with weights that are partly those of a checkpoint that could not be
+        read.
         """
         if self.torn_checkpoint:
-            what = f"a part of {self.torn_checkpoint} has been taken up, the rest of which could not be read"
+            what = f"{self.torn_checkpoint} was loaded in part; the rest could not be read"
             raise UsageError(
-                what, where=where, hint="run.load another checkpoint, or make a new run"
+                what, where=where, hint="use run.load with another checkpoint, or make a new run"
             )

@@ -1,21 +1,20 @@
 """
-Multiply-copy: ``parallelize(..., copies=2)`` works on two micro-batches at a time.
+Multiply-copy: ``parallelize(..., copies=2)`` computes two micro-batches side by side.
 
-Where one copy waits for a collective of the model axes (tensor, context), the other computes. Each
-copy has a thread, and exactly one of these runs (`baton`): it starts a collective, hands the baton
-on, and waits for the collective when the baton is back. So collectives start in the same order on
-every rank.
+While one copy waits for a collective of the model axes (tensor, context), the other computes. Each
+copy has a thread, and exactly one of these runs (`turn_taking`): it starts a collective, yields its
+turn, and waits for the collective when it has the turn again. Collectives start in the same order
+on every rank.
 
     copy 0   compute  start ......................  wait  compute  start ....
     copy 1                  compute  start .......................  wait  compute
 
-Forwards come first, then backwards; each weight gets one gradient a copy, and the engine takes
-their sum. On a CPU a backward runs in the thread that asks for it. On accelerators all backwards of
-a process run in one thread of torch's; there the copies go backward in one call, which takes what
-was computed last first and so alternates between them as the forwards did, and each copy has a
-stream of its own.
+Forwards come first, then backwards. Each weight gets one gradient per copy; the engine sums them.
+On a CPU a backward runs in the calling thread. On accelerators all backwards of a process run in
+one thread of torch. There the copies go backward in one call: torch takes what was computed last
+first, and so alternates between the copies as the forwards did. Each copy has a separate stream.
 
-The idea is that of MindSpore's MicroBatchInterleaved; Domino (Wang et al., 2024) describes it for
+The idea is that of MindSpore's MicroBatchInterleaved. Domino (Wang et al., 2024) describes it for
 tensor parallel.
 """
 
@@ -40,24 +39,24 @@ CopyFunction = Callable[[], Any]
 
 class InterleavedDriver(SimpleDriver):
     """
-    Works through micro-batches ``copies`` at a time.
+    Runs micro-batches ``copies`` at a time.
 
     Args:
-        copies: how many; at least 2.
+        copies: at least 2.
     """
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
         self.switches = 0
-        """How often one copy has taken over from another so far."""
+        """How often one copy has taken over from another."""
         self._streams: list[Any] = []
 
     def describe(self) -> str:
-        """See `Driver.explain`."""
+        """See `Driver.describe`."""
         return f"{self.copies} slices at a time: one computes while another waits for a collective"
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
-        """See `Driver.passes`."""
+        """See `Driver.run_microbatches`."""
         sums: list[torch.Tensor] = []
         for start in range(0, len(micros), self.copies):
             group = micros[start : start + self.copies]
@@ -81,7 +80,7 @@ class InterleavedDriver(SimpleDriver):
             step.run_backward(totals)
 
     def _run_copies(self, step: StepContext, parts: Sequence[CopyFunction]) -> list[Any]:
-        """Run the copies' parts in turns, each on its stream where the device has some."""
+        """Run the copies' parts in turns, each on its stream if the device has streams."""
         turns = TurnTaking(
             len(parts), lambda: _save_copy_state(step), lambda kept: _restore_copy_state(step, kept)
         )
@@ -95,21 +94,21 @@ class InterleavedDriver(SimpleDriver):
         self, step: StepContext, parts: Sequence[CopyFunction]
     ) -> Iterator[list[CopyFunction]]:
         """
-        Yield the parts, each on a stream of its own that begins after and ends before the caller's.
+        Yield the parts, each on a separate stream that starts after and ends before the caller's.
         """
         if step.device.type == "cpu":
             yield list(parts)
             return
-        kit = getattr(torch, step.device.type)
+        module = getattr(torch, step.device.type)
         while len(self._streams) < len(parts):
-            self._streams.append(kit.Stream(step.device))
-        here = kit.current_stream(step.device)
+            self._streams.append(module.Stream(step.device))
+        here = module.current_stream(step.device)
         for stream in self._streams:
             stream.wait_stream(here)
 
         def placed(part: CopyFunction, stream: Any) -> CopyFunction:
             def go() -> Any:
-                with kit.device(step.device), kit.stream(stream):
+                with module.device(step.device), module.stream(stream):
                     return part()
 
             return go
@@ -120,7 +119,7 @@ class InterleavedDriver(SimpleDriver):
 
 
 def _make_forward(step: StepContext, micro: MicroBatch) -> CopyFunction:
-    """Return what computes a micro-batch's (sum, count), both 0 where it stands in for no rows."""
+    """Return a function that computes a micro-batch's (sum, count); both are 0 without rows."""
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         with step.forward_context(micro):
@@ -128,16 +127,15 @@ def _make_forward(step: StepContext, micro: MicroBatch) -> CopyFunction:
                 step.model, step.prepare_batch(micro.batch), max(len(micro.rows), 1)
             )
         check_requires_grad(total)
-        return (total, count) if micro.weight else (total * 0.0, count * 0.0)
+        if not micro.weight:
+            return total * 0.0, count * 0.0
+        return total, count
 
     return forward
 
 
 def _save_copy_state(step: StepContext) -> Any:
-    """
-    Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
-    of its rows.
-    """
+    """Return the global state of a copy: generators, dropout position, row weight."""
     return step.rng.save_state(step.device), sync_batchnorm.SyncedBatchNorm.row_weight
 
 

@@ -1,10 +1,10 @@
 """
 The contract of a loss: ``loss(output, batch) -> (sum, count)``.
 
-The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over
-ranks, whatever their sizes. Gradients are those of the sums, divided once by the global count.
-Means can't be combined so: a plain loss, a scalar tensor, is taken for a mean over the rows of its
-slice, which is right where every row counts the same.
+The loss of a step is the sum of all sums divided by the sum of all counts, over micro-batches and
+ranks of any size. Gradients are those of the sums, divided once by the global count. Means cannot
+be combined that way: a scalar loss is taken for a mean over the rows of its slice. That is correct
+if every row counts the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Objective:
     loss: LossFunction | None
     forward: ForwardFunction | None = None
     is_mean: bool = field(default=False, init=False)
-    """Whether the loss has turned out to be a mean."""
+    """Whether the loss turned out to be a mean."""
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int
@@ -46,16 +46,15 @@ class Objective:
 
         Args:
             model: the model, or a copy of it.
-            rows: of the slice.
+            rows: rows of the slice.
 
         Raises:
-            UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on
-                the weights.
+            UsageError: the loss is neither a pair of scalars nor a scalar.
         """
         return self.compute_loss(self.compute_output(model, batch), batch, rows)
 
     def compute_output(self, model: nn.Module, batch: Any) -> Any:
-        """Return what the model says of a batch."""
+        """Return the model's output on a batch."""
         if self.forward:
             return self.forward(model, batch)
         return call_model(model, batch)
@@ -69,21 +68,21 @@ class Objective:
         if self.loss is None and not isinstance(result, (tuple, list)):
             given = isinstance(getattr(result, "loss", None), torch.Tensor)
             hint = (
-                "loss=lambda out, batch: out.loss takes the model's own, a mean"
+                "use loss=lambda out, batch: out.loss for the model's own loss"
                 if given
                 else LOSS_CONTRACT
             )
-            what = f"there is no loss=, and the model returned {type(result).__name__}"
+            what = f"loss= is missing and the model returned {type(result).__name__}"
             raise UsageError(what, where=PARALLELIZE, hint=hint)
         return _check_pair(result)
 
 
 def check_requires_grad(total: torch.Tensor) -> None:
-    """Refuse a loss that no gradient comes from."""
+    """Refuse a loss without a gradient."""
     if not total.requires_grad:
-        hint = "was it, or the output, computed under torch.no_grad(), detached, or made anew from numbers?"
+        hint = "was it computed under torch.no_grad(), detached, or built from numbers?"
         raise UsageError(
-            "the loss does not depend on a weight that is trained",
+            "the loss does not depend on a trained weight",
             where="pdrun.Run.step",
             hint=hint,
         )
@@ -92,15 +91,17 @@ def check_requires_grad(total: torch.Tensor) -> None:
 def _check_pair(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise UsageError(
-            f"the loss returned {type(result).__name__}", where=PARALLELIZE, hint=LOSS_CONTRACT
+            f"loss must return (sum, count), got {type(result).__name__}",
+            where=PARALLELIZE,
+            hint=LOSS_CONTRACT,
         )
     total, count = result
     if not isinstance(total, torch.Tensor):
-        what = f"the loss's sum is a {type(total).__name__}, and must be a tensor: gradients come from it"
-        raise UsageError(what, where=PARALLELIZE, hint="no .item() or float() around it")
+        what = f"the loss's sum must be a tensor with a gradient, got {type(total).__name__}"
+        raise UsageError(what, where=PARALLELIZE, hint="remove .item() or float() around it")
     if total.numel() != 1:
         raise UsageError(
-            f"the loss's sum has shape {tuple(total.shape)}, not one value",
+            f"the loss's sum must be one value, got shape {tuple(total.shape)}",
             where=PARALLELIZE,
             hint=LOSS_CONTRACT,
         )
@@ -108,7 +109,7 @@ def _check_pair(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
         count = torch.full((), float(count), device=total.device)
     if count.numel() != 1:
         raise UsageError(
-            f"the loss's count has shape {tuple(count.shape)}, not one value",
+            f"the loss's count must be one value, got shape {tuple(count.shape)}",
             where=PARALLELIZE,
             hint=LOSS_CONTRACT,
         )
@@ -117,8 +118,8 @@ def _check_pair(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """
-    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a
-    dict, else all of it.
+    Call a model on a batch: on the first part of a tuple, the keys that ``forward`` names of a
+    dict, or the batch itself.
 
     Raises:
         UsageError: no key of the dict is a parameter of ``forward``.
@@ -130,11 +131,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         if not named:
             keys = ", ".join(map(str, batch))
             raise UsageError(
-                f"forward takes none of the batch's keys ({keys})",
+                f"the model's forward has none of the batch's keys ({keys})",
                 where=PARALLELIZE,
-                hint="forward=lambda model, batch: ...",
+                hint="pass forward=lambda model, batch: ...",
             )
         return model(**named)
-    return model(
-        batch[0] if isinstance(batch, (tuple, list)) and not is_string_list(batch) else batch
-    )
+    if isinstance(batch, (tuple, list)) and not is_string_list(batch):
+        return model(batch[0])
+    return model(batch)

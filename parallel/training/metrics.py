@@ -1,4 +1,4 @@
-"""What a step tells: plain global numbers, read from the device only when they are looked at."""
+"""The result of a step: global numbers, copied from the device when they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Metrics:
     """
     Numbers of one step, the same on every rank.
 
-    Looking at one waits for the device; a loop that looks at every tenth step only lets it run
+    Reading one waits for the device. A loop that reads every tenth step only lets the device run
     ahead.
     """
 
@@ -19,11 +19,9 @@ class Metrics:
         self, step: int, totals: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False
     ) -> None:
         self.step = step
-        """How many steps the run has made, this one included."""
+        """Number of this step, from 1."""
         self.skipped = skipped
-        """
-        Whether the gradients were not finite, so that the optimizer left this step out (fp16 only).
-        """
+        """Whether the optimizer skipped this step because gradients were not finite (fp16 only)."""
         self._totals: Any = totals
         self._norm: Any = norm
 
@@ -35,14 +33,13 @@ class Metrics:
 
     @property
     def tokens(self) -> float:
-        """The sum of all counts: tokens, rows, or whatever the loss counts."""
+        """The sum of all counts: tokens, rows, or what the loss counts."""
         return self._read_totals()[1]
 
     @property
     def grad_norm(self) -> float | None:
         """
-        The norm of all gradients before clipping; None where neither ``clip`` nor ``norm`` asks for
-        it.
+        The norm of all gradients before clipping; None unless ``clip`` or ``norm`` asks for it.
         """
         if isinstance(self._norm, torch.Tensor):
             self._norm = float(self._norm)

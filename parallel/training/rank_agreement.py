@@ -1,12 +1,12 @@
 """
-All ranks of a job call `parallelize` with the same arguments, model and optimizer, and make their
-first step with the same batch, or hear at once who has others.
+Checks that all ranks call `parallelize` with the same arguments, model and optimizer, and make
+their first step with the same batch.
 
-Told through torch's store before anything of it is used: with other meshes or other weights the
-ranks would wait for each other's messages, or end with the network's error on a rank that has done
-nothing wrong; with another learning rate they would drift apart without a word, and with other
-batches (a DistributedSampler's, say) leave most rows out. What the other ranks fetch is a digest,
-however large the model: only who differs fetches the text.
+The comparison uses torch's store and comes before anything else uses the values. With different
+meshes or weights, ranks would wait for each other's messages, or end with a network error on a rank
+that did nothing wrong. With different learning rates they would diverge silently. With different
+batches (of a DistributedSampler, for example) most rows would be left out. Ranks fetch a digest,
+independent of the model's size. Only a rank that differs fetches the text.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pdrun.parallel.model.weights import Weight
 PARALLELIZE = "pdrun.parallelize"
 SAME_ARGUMENTS_HINT = "every rank calls it with the same arguments, model and optimizer"
 MAX_HASHED_ELEMENTS = 1 << 16
-"""Elements of a tensor that a comparison of contents looks at."""
+"""Elements of a tensor that a comparison of contents reads."""
 _calls = itertools.count()
 """Agreements of this process so far; every rank makes the same ones."""
 
 
 class RankAgreement:
     """
-    One call of `parallelize`, in which ranks compare what they have.
+    One call of `parallelize`, in which ranks compare their values.
 
     Args:
         rank: this one.
-        store: torch's store of the job; None: there is one rank, which agrees with itself.
+        store: torch's store of the job; None: one rank, nothing to compare.
         seconds: how long to wait for rank 0.
     """
 
@@ -62,18 +62,17 @@ class RankAgreement:
         hint: str = SAME_ARGUMENTS_HINT,
     ) -> None:
         """
-        Compare names and values with those of another rank; of a value counts what `text` says of
-        it.
+        Compare names and values with those of another rank; values are compared as `to_text`.
 
         Args:
             what: names and values.
-            first: whose; that rank itself compares nothing.
+            first: the rank to compare with; that rank itself compares nothing.
             where, hint: of the error.
 
         Raises:
-            UsageError: the first one has something else; names what differs.
-            DeadlineExceeded: the first one has not come so far.
-            PeerLost: the process that keeps torch's store, rank 0's, is gone.
+            UsageError: the values differ; names the difference.
+            DeadlineExceeded: the first rank did not arrive in time.
+            PeerLost: the process of torch's store, rank 0's, has ended.
         """
         if self._store is None:
             return
@@ -88,13 +87,13 @@ class RankAgreement:
         begin = time.monotonic()
         try:
             self._store.wait([key], timedelta(seconds=self._seconds))
-        except Exception as error:  # torch's kind of it depends on the version
+        except Exception as error:  # the type depends on torch's version
             if time.monotonic() - begin < 0.9 * self._seconds:
                 raise PeerLost(
-                    f"the store cannot be asked: {PeerLost.SIGN} ({error})", where=where
+                    f"the store does not answer: {PeerLost.SIGN} ({error})", where=where
                 ) from error
             message = (
-                f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
+                f"rank {first} did not arrive here within {self._seconds:g} s of rank {self._rank}"
             )
             raise DeadlineExceeded(message, where=where) from error
         if self._store.get(key).decode() != digest:
@@ -115,14 +114,13 @@ def _describe_difference(
                 f"{name}={value}" if value is not None else f"no {name}" for value in (here, there)
             )
             return f"rank {rank} has {one}, rank {first} has {other}"
-    # the order alone
+    # only the order differs
     return f"rank {rank} has {', '.join(mine)}, rank {first} has {', '.join(theirs)}"
 
 
 def describe_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str, str]]:
     """
-    Yield what all ranks' models must share: weights and buffers, but for what a rank keeps to
-    itself.
+    Yield what must be equal in all ranks' models: weights and buffers, without layerwise weights.
     """
     for weight in weights:
         if not weight.unsynced:
@@ -139,7 +137,9 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def describe_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what all ranks' optimizers must share: kind, groups of weights and their settings."""
+    """
+    Yield what must be equal in all ranks' optimizers: kind, groups of weights and their settings.
+    """
     yield "optimizer", type(optimizer).__qualname__
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         of = f" of the optimizer's group {index}"
@@ -154,8 +154,7 @@ def describe_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 def describe_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
     """
-    Yield what all ranks' schedulers must share; what is in one that torch does not have, nobody can
-    tell.
+    Yield what must be equal in all ranks' schedulers; only the kind of one that is not torch's.
     """
     yield "scheduler", None if scheduler is None else type(scheduler).__qualname__
     if type(scheduler).__module__.startswith("torch."):
@@ -165,10 +164,7 @@ def describe_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_batch(batch: Any) -> Iterator[tuple[str, Any]]:
-    """
-    Yield what ranks that compute with one batch must share: its parts, their shapes and types, what
-    is in them.
-    """
+    """Yield what must be equal in batches that ranks share: parts, shapes, types and contents."""
     leaves = [(path, _as_tensor(leaf)) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
     for path, leaf in leaves:
         yield (
@@ -185,18 +181,20 @@ def describe_batch(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor of the same memory, anything else as it is."""
+    """
+    Return an array of numbers as a tensor of the same memory; other leaves are returned unchanged.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.ndarray):
         try:
             return torch.as_tensor(leaf)
-        except (TypeError, ValueError):  # of strings or objects, or turned about
+        except (TypeError, ValueError):  # strings, objects, or negative strides
             return leaf
     return leaf
 
 
 def _hash_contents(tensor: torch.Tensor) -> str:
-    """Tell contents from others, by evenly spaced elements where there are many."""
+    """Return a short digest of a tensor's contents, of evenly spaced elements if there are many."""
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // MAX_HASHED_ELEMENTS)].cpu().contiguous()
     return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
@@ -204,9 +202,9 @@ def _hash_contents(tensor: torch.Tensor) -> str:
 
 def to_text(value: Any) -> str:
     """
-    Return what ranks can compare of a value: equal on all of them if it was made by the same code.
+    Return the text by which ranks compare a value: equal on all of them if the same code made it.
 
-    Of functions, and of objects whose inside is not known here, only the name counts.
+    Functions, and objects of unknown classes, are compared by name only.
     """
     if isinstance(value, torch.device):
         return str(value.type)  # each rank has its own index
@@ -218,7 +216,7 @@ def to_text(value: Any) -> str:
         return (
             "{" + ", ".join(f"{to_text(key)}: {to_text(each)}" for key, each in value.items()) + "}"
         )
-    if isinstance(value, Set):  # their order depends on a process's hash seed
+    if isinstance(value, Set):  # the order of a set depends on a process's hash seed
         return "{" + ", ".join(sorted(map(to_text, value))) + "}"
     if isinstance(value, Sequence):
         return "(" + ", ".join(map(to_text, value)) + ")"
@@ -236,9 +234,10 @@ def to_text(value: Any) -> str:
 
 
 def _is_pdrun_object(value: Any) -> bool:
-    """Whether its class is one of pdrun's."""
+    """Whether a value's class is one of pdrun's."""
     return type(value).__module__.partition(".")[0] == "pdrun"
 
 
 def _format_members(value: Any, members: Mapping[str, Any]) -> str:
-    return f"{type(value).__qualname__}({', '.join(f'{name}={to_text(each)}' for name, each in members.items())})"
+    parts = [f"{name}={to_text(each)}" for name, each in members.items()]
+    return f"{type(value).__qualname__}({', '.join(parts)})"

@@ -37,8 +37,9 @@ class SequenceSlicer(Protocol):
 
     def part(self, batch: Any, axes: MeshGroups) -> Any:
         """
-        Return this rank's part along cp of every sequence of a micro-batch. Losses are summed over
-        these parts.
+        Return this rank's part along cp of every sequence of a micro-batch.
+
+        Losses are summed over these parts.
         """
         ...
 
@@ -53,7 +54,7 @@ class SequenceSlicer(Protocol):
 
 @dataclass(eq=False)
 class RunState:
-    """What a run consists of; the same object for `Run`, reports, checkpoints and the driver."""
+    """The parts of a run; one object for `Run`, reports, checkpoints and the driver."""
 
     context: Context
     mesh: Mesh
@@ -82,7 +83,7 @@ class RunState:
     """Names of the modules that torch.compile compiles."""
     offload: Offload = field(default_factory=Offload)
     activation_offload: ActivationOffload | None = None
-    """Moves activations to the host; None if ``offload`` does not ask for it."""
+    """Moves activations to the host; None if ``offload`` does not include them."""
 
     steps: int = field(default=0, init=False)
     """Steps made so far."""
@@ -149,7 +150,7 @@ class RunState:
     # ---- what a driver uses; see `pdrun.parallel.training.driver.StepContext` ----
 
     def prepare_batch(self, batch: Any) -> Any:
-        """See `StepContext.here`."""
+        """See `StepContext.prepare_batch`."""
         part = (
             batch if self.sequence_slicer is None else self.sequence_slicer.part(batch, self.axes)
         )
@@ -157,7 +158,7 @@ class RunState:
 
     @contextmanager
     def forward_context(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
-        """See `StepContext.around`."""
+        """See `StepContext.forward_context`."""
         SyncedBatchNorm.row_weight = micro.weight
         with ExitStack() as inside:
             if self.activation_offload is not None:
@@ -168,7 +169,7 @@ class RunState:
 
     @contextmanager
     def compute_context(self) -> Iterator[None]:
-        """See `StepContext.computing`."""
+        """See `StepContext.compute_context`."""
         with (
             self.rng.patched_dropout(),
             self.sequence_slicer.patched_attention(self.axes)
@@ -183,22 +184,20 @@ class RunState:
         grads: Sequence[torch.Tensor | None] | None = None,
         **options: Any,
     ) -> None:
-        """See `StepContext.backward`."""
+        """See `StepContext.run_backward`."""
         given = list(grads) if grads is not None else [None] * len(tensors)
-        scale = self.loss_scale.value if self.loss_scale is not None else None
-        roots = [
-            x * scale if g is None and scale is not None else x
-            for x, g in zip(tensors, given, strict=True)
-        ]
+        roots = list(tensors)
+        if self.loss_scale is not None:
+            for index, grad in enumerate(given):
+                if grad is None:  # a loss
+                    roots[index] = roots[index] * self.loss_scale.value
         with self.compute_context():  # forwards may be recomputed
             torch.autograd.backward(roots, given, **options)
 
     def compute_objective(
         self, model: nn.Module, part: Any, rows: range, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Return the (sum, count) of a model on slice ``index``, which is these global rows.
-        """
+        """Return the (sum, count) of a model on slice ``index``, which is these global rows."""
         with self._random_context(index, rows):
             return self.objective(model, part, max(len(rows), 1))
 

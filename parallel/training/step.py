@@ -59,15 +59,15 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
     """
     if not torch.is_grad_enabled():
         raise UsageError(
-            "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()",
+            "gradients are turned off: step is called in torch.no_grad() or torch.inference_mode()",
             where="pdrun.Run.step",
-            hint="leave it; run.evaluate(batch) goes forward only",
+            hint="call it outside; use run.evaluate(batch) for a forward only",
         )
     state.engine.begin_step()
     sums = state.driver.run_microbatches(state, slice_batch(state, batch))
     if state.objective.is_mean and state.mesh.cp > 1:
         raise UsageError(
-            "the loss is a mean, of each rank's part of the sequences: means of parts do not add up",
+            "with cp, loss must return (sum, count): means of sequence parts cannot be added",
             where="pdrun.Run.step",
             hint="loss(output, batch) -> (sum, count)",
         )
@@ -148,12 +148,12 @@ def _compare_first_batch(state: RunState, batch: Any) -> None:
     rank = state.context.rank
     if state.batch_slicing.data_parallel:
         alike = grid.group_ranks(tuple(name for name in grid.names if name != "dp"), rank)
-        hint = "ranks that differ along other axes than dp take the same rows"
+        hint = "ranks with the same coordinate on dp take the same rows"
     else:
         alike = grid.group_ranks(grid.names, rank)
-        hint = "a batch is the whole step's, the same on every rank, which takes its rows from it; "
-        hint += 'dataset_strategy="data_parallel" if each has rows of its own; of run.data(pdrun.Loader(...)) give '
-        hint += "step the very batch that came last"
+        hint = "step takes a global batch, the same on every rank; "
+        hint += 'use dataset_strategy="data_parallel" if each rank has other rows; '
+        hint += "with run.data(pdrun.Loader(...)) pass the batch that was yielded last"
     if len(alike) > 1:
         agreement.check_equal(describe_batch(batch), alike[0], "pdrun.Run.step", hint)
 

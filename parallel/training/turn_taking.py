@@ -1,10 +1,10 @@
 """
-Threads of which exactly one runs at a time, in a fixed order: whoever has the baton.
+Threads of which exactly one runs at a time, in a fixed order: the one that has the turn.
 
-A thread runs until it says `pause`; then the next in the round goes on, from where it had paused.
-What is computed, in which order, is so a matter of the program alone and the same in every process
-that runs the same one. What belongs to a thread but is held in global variables travels by a
-*swap*, which is told who leaves and who comes.
+A thread runs until it calls `yield_turn`. The next thread in the round then continues where it had
+yielded. What is computed, and in which order, depends on the program only, and is the same in every
+process that runs the same program. Global variables that belong to a thread are saved and restored
+at each switch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Cancelled(BaseException):
-    """Ends a thread whose neighbour has failed; nobody sees it."""
+    """Ends a thread after another one has failed; it is never raised to the caller."""
 
 
 class TurnTaking:
@@ -24,9 +24,9 @@ class TurnTaking:
 
     Args:
         count: threads.
-        leave: called in a thread that is about to hand the baton on; returns what it will need
-            again.
-        enter: called in a thread that has got it back, with what ``leave`` had returned.
+        save_state: called in a thread that is about to yield; returns its global state.
+        restore_state: called in a thread that has the turn again, with what ``save_state``
+            returned.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class TurnTaking:
         self._error: BaseException | None = None
         self._thread = threading.local()
         self.switches = 0
-        """How often the baton has gone from one thread to another."""
+        """How often the turn has passed from one thread to another."""
 
     def yield_turn(self) -> None:
-        """Let the others run until they pause too; in a thread of another kind do nothing."""
+        """Let the other threads run until they yield too; no effect in a thread of another kind."""
         index = getattr(self._thread, "index", None)
         if index is None or sum(self._alive) == 1:
             return
@@ -54,11 +54,11 @@ class TurnTaking:
 
     def run_all(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """
-        Run one function a thread, the first in the caller's; return their results.
+        Run one function per thread, the first in the caller's; return their results.
 
         Raises:
             BaseException: the first error of any of them; the others are then ended where they
-                pause.
+                yielded.
         """
         results: list[Any] = [None] * len(functions)
         begin = self._save_state()
@@ -93,7 +93,7 @@ class TurnTaking:
         return results
 
     def _pass_turn(self, index: int) -> None:
-        """Give the baton to the next thread in the round that has not ended."""
+        """Give the turn to the next thread in the round that has not ended."""
         with self._change:
             count = len(self._alive)
             coming = [(index + step) % count for step in range(1, count + 1)]

@@ -462,7 +462,7 @@ def test_a_weight_that_one_tensor_rank_uses_is_trained_on_all(level: int, worlds
 def test_a_partial_gradient_that_nobody_told_of_is_found(worlds: Worlds) -> None:
     told = worlds(4).failures(odd, 0, False)
     assert {kind for kind, _ in told} == {"ConfigError"}
-    assert all("is not what one process computes" in text and "outs." in text for _, text in told)
+    assert all("differs from one process" in text and "outs." in text for _, text in told)
 
 
 # ---- context ----------------------------------------------------------------
@@ -546,13 +546,13 @@ def test_explain(worlds: Worlds) -> None:
     lines, activations = worlds(4).run(explained)[0]
     assert lines[0] == "mesh(dp=2, tp=2) on cpu: each batch is cut into 2 x 2 = 4 slices"
     assert any(
-        line.startswith("cut by L('tp', None): emb.weight, blocks.0.qkv.weight") for line in lines
+        line.startswith("sharded by L('tp', None): emb.weight, blocks.0.qkv.weight") for line in lines
     )
     assert any(
-        line.startswith("gradients summed over tp too: blocks.0.norm2.weight") for line in lines
+        line.startswith("gradients also summed over tp: blocks.0.norm2.weight") for line in lines
     )
     assert any(
-        line.startswith("whole on every rank along the tensor axes: never, ") for line in lines
+        line.startswith("replicated over the tensor axes: never, ") for line in lines
     )
     assert "tied, counted once: emb.weight = head.weight" in lines
     assert any(line.startswith("exact over dp: ") for line in lines)

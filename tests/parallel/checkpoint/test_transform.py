@@ -353,11 +353,11 @@ def test_strategy_files_are_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "strategy", "told"),
     [
-        ("", "", "neither a mesh nor a file"),
-        ("tp", "", "'tp' is not AXIS=COUNT"),
-        ("tp=0", "", "'tp=0' is not AXIS=COUNT"),
-        ("tp=-1", "", "is not AXIS=COUNT"),
-        ("tp=2,tp=2", "", "tp is given twice"),
+        ("", "", "a mesh or a layout file is required"),
+        ("tp", "", "must be a list of AXIS=COUNT, got 'tp'"),
+        ("tp=0", "", "must be a list of AXIS=COUNT, got 'tp=0'"),
+        ("tp=-1", "", "must be a list of AXIS=COUNT, got 'tp=-1'"),
+        ("tp=2,tp=2", "", "axis tp is listed twice"),
         (
             "dp=2",
             '{"mesh": {"x": 2}, "weights": {"w": {"layout": ["x", null]}}}',

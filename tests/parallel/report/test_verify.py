@@ -63,7 +63,7 @@ def unequal(kind: Any) -> None:
 def test_verify_finds_a_model_that_depends_on_its_rank(worlds: Worlds) -> None:
     for kind, text in worlds(2).failures(unequal, Ranked):
         assert kind == "ConfigError"
-        assert "batch 1 is not what one process computes" in text
+        assert "batch 1 differs from one process" in text
 
 
 def synced() -> Any:
@@ -73,7 +73,7 @@ def synced() -> Any:
     data = torch.utils.data.TensorDataset(*pair(24))
     for batch in run.data(Loader(data, 8, shuffle=True)):
         run.step(batch)
-    return max(step.worst for step in run.verify().steps)
+    return max(step.max_difference for step in run.verify().steps)
 
 
 def test_verify_takes_the_loader_s_batches_and_knows_synchronised_norms(worlds: Worlds) -> None:

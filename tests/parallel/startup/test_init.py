@@ -256,7 +256,7 @@ def test_an_error_of_init_under_a_command_line_is_one_line_too() -> None:
     )
     assert (done.returncode, done.stderr) == (
         78,
-        "pdrun: error: WORLD_SIZE: is not set, though other variables of a launcher are\n",
+        "pdrun: error: WORLD_SIZE: is not set, but other variables of a launcher are\n",
     )
 
 

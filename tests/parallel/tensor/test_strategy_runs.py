@@ -136,8 +136,8 @@ def explained() -> str:
 
 def test_explain_lists_what_is_cut_and_what_is_not(worlds: Any) -> None:
     told = worlds(4).run(explained)[0]
-    assert "cut by L('tp', None): emb.weight, layers.0.attn.wq.weight" in told
-    assert "whole on every rank along the tensor axes: layers.0.norm1.weight" in told
+    assert "sharded by L('tp', None): emb.weight, layers.0.attn.wq.weight" in told
+    assert "replicated over the tensor axes: layers.0.norm1.weight" in told
 
 
 def ill_matched(styles: dict[str, Any]) -> str:

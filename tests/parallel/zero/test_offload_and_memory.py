@@ -218,9 +218,9 @@ def explained(world: int) -> list[str]:
 def test_explain(worlds: Worlds) -> None:
     lines = worlds(2).run(explained, 2)[0]
     assert lines[0] == "mesh(dp=2) on cpu: each batch is cut into 2 x 2 = 4 slices"
-    assert lines[1] == "level 3: state, gradients and weights are cut over groups of 2 of 2 ranks"
+    assert lines[1] == "level 3: optimizer state, gradients and weights are sharded over groups of 2 of 2 ranks"
     assert "tied, counted once: emb.weight = head.weight" in lines
-    assert "computed again in the backward pass: blocks.0, blocks.1, blocks.2" in lines
+    assert "recomputed in the backward pass: blocks.0, blocks.1, blocks.2" in lines
     assert lines[-1].startswith("peak ")
 
 

@@ -1,7 +1,4 @@
-"""
-Reads the log files of a job, once or as they grow: each rank's lines behind its prefix, through
-restarts.
-"""
+"""Reads the log files of a job, once or as they grow, through restarts; each line has a prefix."""
 
 from __future__ import annotations
 
@@ -14,21 +11,20 @@ from typing import BinaryIO, Literal
 
 from pdrun.errors import UsageError
 from pdrun.eventlog import JobStatus
-from pdrun.launcher.common.rank_lists import format_ranks
-from pdrun.launcher.common.rank_lists import RankSet
+from pdrun.launcher.common.rank_lists import RankSet, format_ranks
 from pdrun.launcher.jobs.registry import JobRecord
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.output.formatting import PrefixFormatter
 from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks at files that grow."""
+"""Time between two reads of growing files."""
 _BUFFER_BYTES = 1 << 18
 
 
 @dataclass
 class LogSource:
-    """One log file and how it is shown."""
+    """One log file and its format on the terminal."""
 
     file: BinaryIO
     stream: int
@@ -36,7 +32,7 @@ class LogSource:
 
 
 class LogReader:
-    """Shows the logs of one job. `step` until it says that nothing more will come."""
+    """Shows the logs of one job: call `show_new` until it returns False."""
 
     def __init__(
         self,
@@ -50,24 +46,18 @@ class LogReader:
         stderr: bool,
         generation: int | Literal["all"] | None = None,
     ) -> None:
-        """
-        Find the files; arguments as in `pdrun.launcher.jobs.control.logs`, which also names the
-        errors.
-        """
+        """Find the log folder; arguments and errors as in `pdrun.launcher.jobs.logs.print_logs`."""
         self._job = job
         self._read_status = read_status
         self._console = console
         self._ranks = RankSet(ranks, where="--ranks")
         self._shows_all_ranks = ranks == "all"
         self._max_lines = lines
-        self._suffixes = {
-            suffix: number
-            for suffix, number, wanted in (
-                (OUT_SUFFIX, STDOUT, stdout),
-                (ERR_SUFFIX, STDERR, stderr),
-            )
-            if wanted
-        }
+        self._suffixes: dict[str, int] = {}
+        if stdout:
+            self._suffixes[OUT_SUFFIX] = STDOUT
+        if stderr:
+            self._suffixes[ERR_SUFFIX] = STDERR
         self._name_pattern = rank_pattern(job.log_name)
         self._sources: dict[Path, LogSource] = {}
         self._seen_ranks: set[int] = set()
@@ -80,10 +70,10 @@ class LogReader:
 
     def show_new(self) -> bool:
         """
-        Show what is new; False when the job has ended and everything is shown.
+        Show new lines; return False when the job has ended and everything is shown.
 
         Raises:
-            UsageError: the folder has gone, or holds a file that cannot be read; or no such rank or
+            UsageError: the folder was removed, a file cannot be read, or there is no such rank or
                 generation.
         """
         with _log_errors(self._job):
@@ -91,51 +81,56 @@ class LogReader:
 
     def _show_new_lines(self) -> bool:
         status = self._read_status(self._job)
-        running = status.state not in ("done", "dead")
-        there = _list_generations(self._folder)
-        first = self._generation < 0
-        for generation in self._select_generations(there, running):
+        is_running = status.state not in ("done", "dead")
+        known = _list_generations(self._folder)
+        is_first = self._generation < 0
+        for generation in self._select_generations(known, is_running):
             self._switch_generation(generation, status)
         if self._generation >= 0:
             self._open_new_files(status)
             self._check_ranks(status)
-        if first and self._generation >= 0:
-            self._max_lines = None  # what comes from now on is new as a whole
+        if is_first and self._generation >= 0:
+            self._max_lines = None  # files that appear from now on are shown in full
         for source in self._sources.values():
             self._copy_source(source)
-        if not running:
+        if not is_running:
             self._close_sources()
-        return running
+        return is_running
 
     def wait_for_more(self) -> None:
-        """Wait until it is worth looking again; longer while the terminal's reader is behind."""
+        """Wait for new lines, and for a slow reader of the terminal."""
         time.sleep(POLL_SECONDS)
         while self._console.is_behind(STDOUT) or self._console.is_behind(STDERR):
             time.sleep(POLL_SECONDS)
 
-    def _select_generations(self, there: list[int], running: bool) -> list[int]:
+    def _select_generations(self, known: list[int], is_running: bool) -> list[int]:
         """
-        Return the generations to go on with, in order; says so when the wanted one hides others.
+        Return the generations to show next, in order.
+
+        If only the last one is shown, a note names the number of generations.
         """
-        newer = [number for number in there if number > self._generation]
-        if self._wanted_generation == "all":
+        newer = [number for number in known if number > self._generation]
+        wanted = self._wanted_generation
+        if wanted == "all":
             return newer
-        if self._wanted_generation is not None:
-            if self._wanted_generation not in there and not running:
+        if wanted is not None:
+            if wanted not in known and not is_running:
+                numbers = ", ".join(map(str, known)) or "none"
                 raise UsageError(
-                    f"{self._wanted_generation} is no generation of run {self._job.run}",
+                    f"run {self._job.run} has no generation {wanted}",
                     where="--generation",
-                    hint=f"there {'are' if len(there) > 1 else 'is'} {', '.join(map(str, there)) or 'none'}",
+                    hint=f"known: {numbers}",
                 )
-            return [number for number in newer if number == self._wanted_generation]
-        if self._generation < 0 and len(there) > 1:
+            return [number for number in newer if number == wanted]
+        if self._generation < 0 and len(known) > 1:
             self._console.print_line(
-                f"pdrun: generation {there[-1]}, the last of {len(there)}; --generation all shows all"
+                f"pdrun: generation {known[-1]}, the last of {len(known)};"
+                " --generation all shows all"
             )
         return newer[-1:]
 
     def _switch_generation(self, generation: int, status: JobStatus) -> None:
-        """Leave a generation, which has ended, for the next."""
+        """Finish a generation, which has ended, and go on with the next."""
         if self._generation >= 0:
             self._open_new_files(status)
         for source in self._sources.values():
@@ -144,55 +139,52 @@ class LogReader:
         self._generation = generation
 
     def _check_ranks(self, status: JobStatus) -> None:
-        """Refuse ranks that the job does not have, once it is known which ones it has."""
+        """Refuse unknown ranks as soon as the ranks of the job are known."""
         if self._shows_all_ranks or not status.ranks:
             return
         known = {*status.ranks, *self._seen_ranks}
-        if none := self._ranks.unmatched_parts(known):
+        if unknown := self._ranks.unmatched_parts(known):
             raise UsageError(
-                f"run {self._job.run} has no rank {none}",
+                f"run {self._job.run} has no rank {unknown}",
                 where="--ranks",
                 hint=f"there are {format_ranks(tuple(known))}",
             )
 
     def _open_new_files(self, status: JobStatus) -> None:
-        """Open files of the generation that have appeared."""
+        """Open the new files of the generation."""
         for path, rank, stream in self._wanted_files(self._folder / str(self._generation)):
             if path not in self._sources:
                 self._sources[path] = self._open_source(path, rank, stream, status)
 
-    def _wanted_files(self, folder: Path) -> Iterator[tuple[Path, int | None, int]]:
-        """
-        Yield the wanted files of a generation with rank (None: the name does not tell) and stream,
-        in rank order.
-        """
-        found = []
+    def _wanted_files(self, folder: Path) -> list[tuple[Path, int | None, int]]:
+        """Return the wanted files of a generation in rank order: path, rank if named, stream."""
+        found: list[tuple[Path, int | None, int]] = []
         for path in folder.rglob("*"):
             match = self._name_pattern.fullmatch(str(path.relative_to(folder).with_suffix("")))
             if path.suffix not in self._suffixes or not path.is_file() or match is None:
                 continue
-            rank = int(match["rank"]) if "rank" in match.groupdict() else None
-            self._seen_ranks |= {rank} if rank is not None else set()
+            rank = None
+            if "rank" in match.groupdict():
+                rank = int(match["rank"])
+                self._seen_ranks.add(rank)
             if self._shows_all_ranks or (rank is not None and rank in self._ranks):
                 found.append((path, rank, self._suffixes[path.suffix]))
-        return iter(
-            sorted(found, key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0])))
-        )
+        found.sort(key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0])))
+        return found
 
     def _open_source(
         self, path: Path, rank: int | None, stream: int, status: JobStatus
     ) -> LogSource:
-        known = status.ranks.get(rank) if rank is not None else None
-        prefix = path.stem if rank is None else f"{known.node}:{rank}" if known else str(rank)
+        prefix = path.stem
+        if rank is not None:
+            known = status.ranks.get(rank)
+            prefix = f"{known.node}:{rank}" if known else str(rank)
         colour = (rank or 0) if self._console.has_colour(stream) else None
         file = path.open("rb")
         if self._max_lines is not None:
             seek_last_lines(file, self._max_lines)
-        return LogSource(
-            file,
-            stream,
-            PrefixFormatter(prefix, tty=self._console.is_terminal(stream), colour=colour),
-        )
+        formatter = PrefixFormatter(prefix, tty=self._console.is_terminal(stream), colour=colour)
+        return LogSource(file, stream, formatter)
 
     def _copy_source(self, source: LogSource) -> None:
         while data := source.file.read(_BUFFER_BYTES):
@@ -209,10 +201,7 @@ class LogReader:
 
 @contextmanager
 def _log_errors(job: JobRecord) -> Iterator[None]:
-    """
-    Say of what the system refuses here that it is the logs: their folder belongs to the user, who
-    may clean up.
-    """
+    """Turn an OSError into a UsageError about the logs: the user may have removed the folder."""
     try:
         yield
     except OSError as error:
@@ -223,7 +212,7 @@ def _log_errors(job: JobRecord) -> Iterator[None]:
 
 
 def seek_last_lines(file: BinaryIO, count: int) -> None:
-    """Move to where the last ``count`` lines of a file begin; a last half line counts as one."""
+    """Move to the start of the last ``count`` lines of a file; a partial last line counts as one."""
     at = end = file.seek(0, 2)
     if count <= 0:
         return
@@ -243,7 +232,7 @@ def seek_last_lines(file: BinaryIO, count: int) -> None:
 
 
 def _run_folder(job: JobRecord) -> Path:
-    """Return the folder of a run's logs, whether the entry names it or the root above it."""
+    """Return the folder of a run's logs, whether the record names it or its parent."""
     inside = Path(job.log_dir) / job.run
     return Path(job.events).parent if job.events and not inside.is_dir() else inside
 

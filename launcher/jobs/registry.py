@@ -1,12 +1,14 @@
 """
-The registry: which jobs this user has, running and past, so that `pdrun status|logs|stop` need no address.
+The registry of this user's jobs, running and past: `pdrun status|logs|stop` need no address.
 
-    $XDG_STATE_HOME/pdrun/jobs/RUN.json      (default ~/.local/state), folder 0700, files 0600, one a run
+    $XDG_STATE_HOME/pdrun/jobs/RUN.json      (default ~/.local/state), one file per run
 
-A convenience, never needed by a job: a home that cannot be written costs the three commands,
-nothing else. An entry names a process by pid *and* start time *and* host, so that a number that was
-used again is never taken for the job. Limits: jobs of this user whose first node's home is this
-one. Start times come from /proc; elsewhere a pid must do.
+The folder has mode 0700, the files 0600. No job needs the registry: if the home directory is not
+writable, only the three commands do not work. A record identifies a process by pid, start time and
+host, so that a process that got the pid later is never taken for the job.
+
+Limits: the registry knows only jobs of this user whose first node has this home directory. Start
+times are read from /proc; without /proc the pid must do.
 """
 
 from __future__ import annotations
@@ -20,42 +22,44 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pdrun.disk import make_private_folder
 from pdrun.errors import UsageError
 from pdrun.launcher.common.files import state_folder
 from pdrun.text import check_name
-from pdrun.disk import make_private_folder
 
 MAX_ENDED_JOBS = 200
-"""Entries of ended jobs that are kept, the newest."""
+"""Ended jobs that the registry keeps: the newest ones."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One run of one job, as its first node wrote it down."""
+    """One run of one job, recorded by its first node."""
 
     run: str
     job: str
     pid: int
-    """Of the process that `pdrun stop` signals: the front's, or the first node's agent."""
+    """The process that `pdrun stop` signals: the controller, or the first node's agent."""
     ticks: int
-    """When that process started, in clock ticks since boot; 0 when it is not known."""
+    """When that process started, in clock ticks since boot; 0: unknown."""
     host: str
     events: str
-    """Path of the event log; empty when none is written."""
+    """Path of the event log; empty: no event log."""
     log_dir: str
-    """Folder that holds the run's folder."""
+    """Folder that contains the run's folder."""
     scheduler: str = ""
-    """``HOST:PORT``, or empty when nothing listens."""
+    """``HOST:PORT``; empty: no scheduler listens."""
     log_name: str = "rank_{rank}"
     """Template of the log files' names."""
     made: float = 0.0
-    """Wall clock, for order and people."""
+    """Wall clock time of the start."""
 
 
 def registry_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """
-    Return the folder of the registry; it need not exist. Raises OSError where there is neither home
-    nor variable.
+    Return the folder of the registry; it need not exist.
+
+    Raises:
+        OSError: there is neither a home directory nor the variable.
     """
     return state_folder(environ) / "jobs"
 
@@ -70,10 +74,9 @@ def make_job_record(
     pid: int | None = None,
     **options: str,
 ) -> JobRecord:
-    """
-    Return the entry of process ``pid`` (this one by default) on this host; paths are made absolute.
-    """
-    pid = os.getpid() if pid is None else pid
+    """Return the record of process ``pid`` (default: this one) on this host, with absolute paths."""
+    if pid is None:
+        pid = os.getpid()
     return JobRecord(
         run=run,
         job=job,
@@ -89,8 +92,10 @@ def make_job_record(
 
 def register_job(job: JobRecord, folder: Path | None = None) -> bool:
     """
-    Write an entry, whole or not at all, and forget the oldest ended ones; False where that is
-    impossible.
+    Write a record atomically, and remove the oldest ended ones.
+
+    Returns:
+        Whether that was possible.
     """
     try:
         folder = folder or registry_folder()
@@ -110,10 +115,7 @@ def register_job(job: JobRecord, folder: Path | None = None) -> bool:
 
 
 def remove_jobs(log_dir: Path, folder: Path | None = None) -> None:
-    """
-    Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be
-    shown of them.
-    """
+    """Remove the records of runs whose logs were in ``log_dir``, a folder that no longer exists."""
     try:
         folder = folder or registry_folder()
         for job in list_jobs(folder):
@@ -124,7 +126,7 @@ def remove_jobs(log_dir: Path, folder: Path | None = None) -> None:
 
 
 def list_jobs(folder: Path | None = None) -> list[JobRecord]:
-    """Return every entry, the newest first; what is no entry of this user is passed over."""
+    """Return all records of this user, the newest first; other files are ignored."""
     try:
         found = [_read_record(path) for path in (folder or registry_folder()).glob("*.json")]
     except OSError:
@@ -133,7 +135,7 @@ def list_jobs(folder: Path | None = None) -> list[JobRecord]:
 
 
 def prune_jobs(folder: Path, max_ended: int = MAX_ENDED_JOBS) -> None:
-    """Forget the oldest ended jobs above ``kept``."""
+    """Keep only the newest ``max_ended`` records of ended jobs."""
     paths = list(folder.iterdir())
     if len(paths) <= max_ended:
         return
@@ -146,10 +148,7 @@ def prune_jobs(folder: Path, max_ended: int = MAX_ENDED_JOBS) -> None:
 
 
 def is_alive(job: JobRecord) -> bool:
-    """
-    Whether the process of an entry runs; False for one of another host, of which nothing is known
-    here.
-    """
+    """Return whether a job's process is running; False for another host, where it is unknown."""
     if not is_on_this_host(job):
         return False
     ticks = read_start_ticks(job.pid)
@@ -159,26 +158,26 @@ def is_alive(job: JobRecord) -> bool:
 
 
 def is_on_this_host(job: JobRecord) -> bool:
-    """Whether the process of an entry was started on this host."""
+    """Return whether a job's process was started on this host."""
     return job.host == socket.gethostname()
 
 
 def read_start_ticks(pid: int) -> int | None:
     """
-    Return when a process started, in clock ticks since boot; None when it is gone, a zombie, or
-    unknown.
+    Return when a process started, in clock ticks since boot.
+
+    None: it has ended, is a zombie, or its start time is unknown.
     """
     try:
-        after_name = (
-            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        after_name = text.rpartition(")")[2].split()
         return None if after_name[0] in "ZX" else int(after_name[19])
     except (OSError, IndexError, ValueError):
         return None
 
 
 def _read_record(path: Path) -> JobRecord | None:
-    """Return an entry, or None for a file that is somebody else's or no entry."""
+    """Return the record in a file, or None if it is another user's or not a record."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, encoding="utf-8") as file:
@@ -189,18 +188,20 @@ def _read_record(path: Path) -> JobRecord | None:
         job = JobRecord(**known)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return job if _is_well_formed(job) and f"{job.run}.json" == path.name else None
+    if _is_well_formed(job) and f"{job.run}.json" == path.name:
+        return job
+    return None
 
 
 def _is_well_formed(job: JobRecord) -> bool:
-    """Whether every field has its type: the file may be of another version, or damaged."""
+    """Return whether all fields have their types: the file may be damaged, or of another version."""
     numbers = (job.pid, job.ticks)
     texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
-    whole = all(type(number) is int for number in numbers) and 0 < job.pid < 1 << 31
-    texts_whole = all(isinstance(text, str) and "\0" not in text for text in texts)
-    return (
-        whole and texts_whole and isinstance(job.made, int | float) and abs(job.made) < 1e15
-    )  # which no NaN is
+    if not all(type(number) is int for number in numbers) or not 0 < job.pid < 1 << 31:
+        return False
+    if not all(isinstance(text, str) and "\0" not in text for text in texts):
+        return False
+    return isinstance(job.made, int | float) and abs(job.made) < 1e15  # also refuses NaN
 
 
 def _age_days(path: Path) -> float:

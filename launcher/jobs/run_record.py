@@ -1,7 +1,4 @@
-"""
-What identifies and describes one run: its name, its scheduler's configuration, its entry in this
-user's registry.
-"""
+"""One run of a job: its name, its scheduler configuration, its event log, its registry record."""
 
 from __future__ import annotations
 
@@ -24,7 +21,9 @@ from pdrun.text import make_name
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
 
-INSECURE_WARNING = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+INSECURE_WARNING = (
+    "INSECURE: no token is required; any process that reaches the scheduler's port can join the job"
+)
 
 
 def make_run_name(plan: LaunchPlan) -> str:
@@ -36,7 +35,7 @@ def make_run_name(plan: LaunchPlan) -> str:
 
 
 def make_scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
-    """Return what the scheduler of this plan's job is told."""
+    """Return the configuration of the scheduler of this plan's job."""
     host = plan.compared.get("host", plan.node)
     config = make_membership_config(
         plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host
@@ -49,7 +48,7 @@ def make_scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
 def make_membership_config(
     resources: Resources, policy: Policy, *, job: str, run: str, host: str
 ) -> SchedulerConfig:
-    """Return how a scheduler forms a job, keeps it and ends it."""
+    """Return how a scheduler forms, restarts and ends a job."""
     from pdrun.rendezvous.protocol.events import SchedulerConfig
 
     return SchedulerConfig(
@@ -74,7 +73,7 @@ def make_membership_config(
 
 
 def event_log_path(plan: LaunchPlan, run: str) -> Path | None:
-    """Return where the event log goes; None when the user wants no files."""
+    """Return the path of the event log; None if the user wants no files."""
     if plan.spec.output.files:
         return Path(plan.cwd, plan.spec.output.log_dir, run, "events.jsonl")
     return None
@@ -84,11 +83,13 @@ def register_run(
     plan: LaunchPlan, run: str, scheduler: str, *, controller_pid: int | None = None
 ) -> None:
     """
-    Write the job into this user's registry: a convenience, and no error when it cannot be.
+    Add the run to this user's registry; a failure is ignored.
 
     Args:
-        scheduler: ``HOST:PORT``, or empty when nothing listens.
-        front: pid of the process that `pdrun stop` is to signal; None: this one.
+        plan: the plan of the first node.
+        run: the name of the run.
+        scheduler: ``HOST:PORT``; empty: no scheduler listens.
+        controller_pid: the process that `pdrun stop` signals; None: this one.
     """
     events = event_log_path(plan, run)
     registry.register_job(
@@ -107,9 +108,7 @@ def register_run(
 
 @contextmanager
 def with_source(source: str) -> Iterator[None]:
-    """
-    Have a complaint about ``--token-file`` name the place that the file's name really came from.
-    """
+    """Make an error about ``--token-file`` name the source that the file name came from."""
     try:
         yield
     except ConfigError as error:

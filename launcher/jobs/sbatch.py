@@ -1,12 +1,12 @@
 """
-Batch jobs of Slurm: the script that runs pdrun in an allocation, and what becomes of it.
+Slurm batch jobs: the script that runs pdrun in an allocation; submit, query and cancel it.
 
     pdrun slurm render --nodes 2 --time 1:00:00 --devices 8 train.py      prints the script
     pdrun slurm submit ... / status JOB / cancel JOB                      sbatch, scontrol, scancel
 
-A directive is one line of the script: values are held to characters that neither end it nor begin a
-comment, and the command of the body is quoted word by word. The script reaches sbatch on stdin,
-never by way of a shell.
+A directive is one line of the script. Its value may contain only characters that neither end the
+line nor begin a comment. The command of the body is quoted word by word. The script reaches sbatch
+on stdin, never through a shell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdrun.launcher.common.parsers import quote_text
 
 COMMAND_SECONDS = 60.0
 SIGNAL_MARGIN_SECONDS = 15.0
-"""Seconds beside the grace between the SIGTERM that is asked for and the end of the time limit."""
+"""Slurm sends SIGTERM this long, plus the grace period, before the end of the time limit."""
 _VALUE_PATTERN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]()*^&|!-]{1,512}")
 _KEY_PATTERN = re.compile(r"[a-z][a-z0-9-]{1,40}")
 _JOB_PATTERN = re.compile(r"[0-9]{1,12}(?:_[0-9]{1,9})?(?:\+[0-9]{1,4})?")
@@ -40,9 +40,9 @@ PDRUN_DIRECTIVES = (
 )
 """Directives that pdrun writes itself."""
 OPTION_DIRECTIVES = {"nodes": "--nodes", "job-name": "--name"}
-"""Directives that pdrun writes as its own options say."""
+"""Directives that have an option of pdrun."""
 USER_DIRECTIVES = ("uid", "gid")
-"""Directives that have the job run as somebody else."""
+"""Directives that would run the job as another user."""
 _VALUE_FORMATS = {
     "time": (
         r"(?i:[0-9]+(?::[0-9]+){0,2}|[0-9]+-[0-9]+(?::[0-9]+){0,2}|infinite|unlimited)",
@@ -62,78 +62,70 @@ _VALUE_FORMATS["time-min"] = _VALUE_FORMATS["time"]
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is asked of Slurm."""
+    """A batch job for Slurm."""
 
     nodes: int = 1
     name: str = ""
     directives: tuple[tuple[str, str], ...] = ()
-    """(key, value) of further ``#SBATCH --key=value`` lines, in order."""
+    """(key, value) of more ``#SBATCH --key=value`` lines, in order."""
     grace: float = 30.0
-    """
-    Seconds that the job needs to save: Slurm sends SIGTERM that long, and MARGIN, before its time
-    is over.
-    """
+    """Seconds that the job needs to save its state, before the time limit ends it."""
     requeue: bool = True
     setup: tuple[str, ...] = field(default=())
-    """
-    Lines of the user's own before the command (``--setup 'module load cuda'``): shell, as it
-    stands.
-    """
+    """Shell lines of the user before the command, unchanged: ``--setup 'module load cuda'``."""
 
 
 def make_directive(key: str, value: str, where: str) -> tuple[str, str]:
     """
-    Return a directive whose line says exactly this.
+    Return a checked directive.
 
     Raises:
-        UsageError: the key is none, the value holds white space, a quote, ``#``, ``$`` or a line's
-            end, or is not what
-            Slurm takes for a time, a size or a number.
+        UsageError: the key is unknown, the value contains white space, a quote, ``#``, ``$`` or a
+            line end, or Slurm does not accept it as a time, a size or a number.
     """
     if not _KEY_PATTERN.fullmatch(key):
         raise UsageError(
-            f"{quote_text(key)} is no option of sbatch",
+            f"{quote_text(key)} is not an option of sbatch",
             where=where,
-            hint="write KEY=VALUE, constraint=gpu say",
+            hint="write KEY=VALUE, for example constraint=gpu",
         )
     if value and not _VALUE_PATTERN.fullmatch(value):
         raise UsageError(
-            f"{quote_text(value)} cannot stand in a directive",
+            f"{quote_text(value)} is not allowed in a directive",
             where=where,
-            hint="it takes letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
+            hint="allowed are letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
         )
     pattern, title, hint = _VALUE_FORMATS.get(key, ("", "", ""))
     if pattern and not re.fullmatch(pattern, value):
-        raise UsageError(f"{quote_text(value)} is no {title}", where=where, hint=hint)
+        raise UsageError(f"{quote_text(value)} is not a {title}", where=where, hint=hint)
     return key, value
 
 
 def _check_directives(batch: BatchJob) -> None:
     """
-    Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and
-    doubles.
+    Refuse repeated directives, and those that the user may not give.
+
+    sbatch accepts abbreviated names, so these are refused, too.
     """
     given: set[str] = set()
+    reserved = (*PDRUN_DIRECTIVES, *OPTION_DIRECTIVES, *USER_DIRECTIVES)
     for key, _ in batch.directives:
-        whole = next(
-            (
-                name
-                for name in (*PDRUN_DIRECTIVES, *OPTION_DIRECTIVES, *USER_DIRECTIVES)
-                if name.startswith(key)
-            ),
-            key,
-        )
+        whole = key
+        for name in reserved:
+            if name.startswith(key):
+                whole = name
+                break
         if whole in USER_DIRECTIVES:
             raise UsageError(
-                f"--{whole} has the job run as another user",
+                f"--{whole} would run the job as another user",
                 where="--sbatch",
                 hint="submit it as that user",
             )
         if whole in OPTION_DIRECTIVES:
             raise UsageError(
-                f"{whole} has an option of its own",
+                f"{whole} has an option of pdrun",
                 where="--sbatch",
-                hint=f"write {OPTION_DIRECTIVES[whole]} instead",
+                hint=f"use {OPTION_DIRECTIVES[whole]} instead",
             )
         if whole in PDRUN_DIRECTIVES:
             raise UsageError(
@@ -141,40 +133,42 @@ def _check_directives(batch: BatchJob) -> None:
             )
         if key in given:
             raise UsageError(
-                f"--{key} is said twice", where="--sbatch", hint="leave one of them out"
+                f"--{key} is given twice", where="--sbatch", hint="leave one of them out"
             )
         given.add(key)
 
 
 def render_script(batch: BatchJob, command: Sequence[str]) -> str:
     """
-    Return the batch script. Pure.
+    Return the batch script.
 
     Args:
-        command: the words of the body: pdrun and its arguments, which go to the shell quoted.
+        batch: the job.
+        command: the command of the body: pdrun and its arguments. They are quoted for the shell.
 
     Raises:
-        UsageError: a directive is one that pdrun writes itself, is there twice or has the job run
-            as another user, or a
-            line of the set-up ends another.
+        UsageError: a directive is written by pdrun itself, is given twice or would run the job as
+            another user, or a setup line contains a line end.
     """
     _check_directives(batch)
     if any("\n" in line for line in batch.setup):
-        raise UsageError("holds a line's end", where="--setup", hint="give it once for each line")
+        raise UsageError(
+            "must not contain a line end", where="--setup", hint="give --setup once per line"
+        )
     lines = ["#!/bin/bash"]
     if batch.name:
         lines.append(
             "#SBATCH --job-name={1}".format(*make_directive("job-name", batch.name, "--name"))
         )
     lines += [f"#SBATCH --nodes={batch.nodes}", "#SBATCH --ntasks-per-node=1"]
+    for key, value in batch.directives:
+        setting = f"{key}={value}" if value else key
+        lines.append(f"#SBATCH --{setting}")
+    requeue = "requeue" if batch.requeue else "no-requeue"
     lines += [
-        f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
-        for key, value in batch.directives
-    ]
-    lines += [
-        "# SIGTERM that long before the time limit: the workers save and end by themselves.",
+        "# SIGTERM this many seconds before the time limit: the workers save and exit.",
         f"#SBATCH --signal=TERM@{round(batch.grace + SIGNAL_MARGIN_SECONDS)}",
-        f"#SBATCH --{'requeue' if batch.requeue else 'no-requeue'}",
+        f"#SBATCH --{requeue}",
         "#SBATCH --open-mode=append",
         "",
         *batch.setup,
@@ -186,27 +180,29 @@ def render_script(batch: BatchJob, command: Sequence[str]) -> str:
 
 def submit_script(text: str) -> str:
     """
-    Give a script to sbatch; return the job's number.
+    Submit a script with sbatch; return the job number.
 
     Raises:
-        ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its
-            reason.
+        ConfigError: sbatch was not found.
+        RendezvousError: Slurm refused the job; the message has its reason.
     """
     done = _run_slurm(
         ["sbatch", "--parsable"], text, process_setup.env_with_token(os.environ)
     )  # the nodes of the job need it
     job = done.stdout.strip().partition(";")[0]
     if done.returncode or not _JOB_PATTERN.fullmatch(job):
-        raise RendezvousError(f"the job was not taken: {_error_reason(done)}", where="sbatch")
+        raise RendezvousError(
+            f"Slurm did not accept the job: {_error_reason(done)}", where="sbatch"
+        )
     return job
 
 
 def query_job(job: str) -> dict[str, str]:
     """
-    Return the fields of a job, as Slurm names them.
+    Return the fields of a job, by Slurm's names.
 
     Raises:
-        UsageError: that is no job's number, or Slurm knows none of it any more.
+        UsageError: this is not a job number, or Slurm does not know the job any more.
     """
     done = _run_slurm(["scontrol", "show", "job", _check_job_number(job), "--oneliner"])
     if done.returncode or "JobId=" not in done.stdout:
@@ -221,7 +217,7 @@ def query_job(job: str) -> dict[str, str]:
 
 
 def describe_job(found: dict[str, str]) -> str:
-    """Return a job's state for people: state, where, how long, how often, and why it waits."""
+    """Return a job's state for people: state, nodes, times, restarts, and why it waits."""
     parts = [
         f"job {found.get('JobId', '?')} ({found.get('JobName', '?')}): {found.get('JobState', '?')}"
     ]
@@ -241,10 +237,11 @@ def describe_job(found: dict[str, str]) -> str:
 
 def cancel_job(job: str) -> None:
     """
-    Have Slurm end a job: SIGTERM, so that the workers save, and SIGKILL after KillWait.
+    Cancel a job: Slurm sends SIGTERM, so that the workers save, and SIGKILL after KillWait.
 
     Raises:
-        UsageError: that is no job's number. RendezvousError: Slurm refuses; says its reason.
+        UsageError: this is not a job number.
+        RendezvousError: Slurm refused; the message has its reason.
     """
     done = _run_slurm(["scancel", _check_job_number(job)])
     if done.returncode:
@@ -256,7 +253,7 @@ def cancel_job(job: str) -> None:
 def _check_job_number(job: str) -> str:
     if not _JOB_PATTERN.fullmatch(job):
         raise UsageError(
-            f"{quote_text(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it"
+            f"{quote_text(job)} is not a Slurm job number", hint="pdrun slurm submit prints it"
         )
     return job
 
@@ -266,7 +263,9 @@ def _run_slurm(
 ) -> subprocess.CompletedProcess[str]:
     program = shutil.which(argv[0])
     if program is None:
-        raise ConfigError(f"there is no {argv[0]} here", hint="run this where Slurm's commands are")
+        raise ConfigError(
+            f"{argv[0]} was not found", hint="run this where Slurm's commands are installed"
+        )
     try:
         return subprocess.run(
             [program, *argv[1:]],

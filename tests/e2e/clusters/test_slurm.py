@@ -252,7 +252,7 @@ def test_a_script() -> None:
     assert slurmjobs.render_script(batch, ["pdrun", "--devices", "8", "train.py", "a b", "$x\n"]) == (
         "#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
         "#SBATCH --time=1:00:00\n#SBATCH --exclusive\n"
-        "# SIGTERM that long before the time limit: the workers save and end by themselves.\n"
+        "# SIGTERM this many seconds before the time limit: the workers save and exit.\n"
         "#SBATCH --signal=TERM@75\n#SBATCH --requeue\n#SBATCH --open-mode=append\n\nmodule load cuda\n\n"
         "exec pdrun --devices 8 train.py 'a b' '$x\n'\n"
     )
@@ -291,17 +291,17 @@ def test_pdruns_own_directives_are_its_own() -> None:
         with pytest.raises(UsageError, match="written by pdrun itself"):
             slurmjobs.render_script(BatchJob(1, "", ((key, ""),)), ["pdrun"])
     for key, words in (
-        ("nodes", "write --nodes instead"),
-        ("job-name", "write --name instead"),
+        ("nodes", "use --nodes instead"),
+        ("job-name", "use --name instead"),
         ("uid", "another user"),
         ("ui", "another user"),
         ("gid", "another user"),
     ):
         with pytest.raises(UsageError, match=words):
             slurmjobs.render_script(BatchJob(1, "", ((key, "3"),)), ["pdrun"])
-    with pytest.raises(UsageError, match="--time is said twice"):
+    with pytest.raises(UsageError, match="--time is given twice"):
         slurmjobs.render_script(BatchJob(1, "", (("time", "1"), ("time", "2"))), ["pdrun"])
-    with pytest.raises(UsageError, match="line's end"):
+    with pytest.raises(UsageError, match="line end"):
         slurmjobs.render_script(BatchJob(setup=("a\nb",)), ["pdrun"])
 
 
@@ -323,7 +323,7 @@ def test_times_sizes_and_counts_are_what_slurm_takes(key: str, good: str, bad: s
     for value in good.split():
         assert slurmjobs.make_directive(key, value, f"--{key}") == (key, value)
     for value in bad.split():
-        with pytest.raises(UsageError, match=f"--{key}: '.*' is no "):
+        with pytest.raises(UsageError, match=f"--{key}: '.*' is not a "):
             slurmjobs.make_directive(key, value, f"--{key}")
 
 
@@ -354,7 +354,7 @@ def test_the_shell_gives_back_the_words(words: list[str]) -> None:
 @pytest.mark.parametrize("job", ["", "1;ls", "-1", "1 2", "all", "1\n", "$(id)"])
 def test_numbers_of_jobs_are_numbers(job: str) -> None:
     for call in (slurmjobs.query_job, slurmjobs.cancel_job):
-        with pytest.raises(UsageError, match="no number of a Slurm job"):
+        with pytest.raises(UsageError, match="is not a Slurm job number"):
             call(job)
 
 
@@ -372,7 +372,7 @@ def test_mistakes_in_pdruns_words_are_told_at_once(tmp_path: Path) -> None:
     code, _, err = render("--devcies", "8", "train.py")
     assert (code, err) == (2, "pdrun: error: no such option --devcies; did you mean '--devices'?\n")
     code, _, err = render("--name", "a\nb", "train.py")
-    assert code == 2 and err.startswith("pdrun: error: --name: 'a\\nb' cannot stand in a directive")
+    assert code == 2 and err.startswith("pdrun: error: --name: 'a\\nb' is not allowed in a directive")
     code, out, _ = render(
         "--nodes", "4", "--sbatch", "constraint=a100", "--grace", "2m", "train.py", "--nodes", "7"
     )

@@ -311,7 +311,7 @@ def test_logs_of_other_generations(home: Path) -> None:
     assert show(home, generation="all", lines=1) == (0, "n0:0| g0\nn0:0| g1\nn0:0| g10\n", "")
     assert show(home, lines=1)[1] == "n0:0| g10\n"
     with pytest.raises(
-        UsageError, match=r"--generation: 2 is no generation of run demo-1; there are 0, 1, 10"
+        UsageError, match=r"--generation: run demo-1 has no generation 2; known: 0, 1, 10"
     ):
         show(home, generation=2)
 

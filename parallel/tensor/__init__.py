@@ -1,11 +1,11 @@
 """
-Styles for modules that are cut over tensor axes, and `Strategy`, which says what gets which.
+Tensor parallel by modules: styles for modules, and `Strategy`, which assigns styles by name.
 
-For models that cannot be exported, or whose cut is to be said module by module. Everything computes
-on plain local tensors with explicit collectives.
+For models that cannot be exported, or that are sharded module by module. Everything computes on
+plain local tensors with explicit collectives.
 
 May import: model, comm, rng, layouts.
-Start reading here: strategy.py.
+Start reading here: strategy.py, then style.py.
 """
 
 from pdrun.parallel.tensor.linear_2d_3d import linear2d as linear2d

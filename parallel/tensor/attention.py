@@ -1,5 +1,6 @@
 """
-Attention by heads: each rank computes some heads, in a module that counts its heads by itself.
+Attention by heads: each rank computes some heads, in a module that reads its number of heads from
+an attribute.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ KV_HEAD_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_k
 GROUP_SIZE_NAMES = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 TOTAL_WIDTH_NAMES = ("split_size", "all_head_size", "inner_dim")
 """
-Names under which modules keep their numbers of heads, queries to a key, and the width of all heads
+Attributes in which modules store their numbers of heads, queries per key, and the width of all
+heads
 together.
 """
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """How many heads an attention has, in all and on this rank."""
+    """The heads of an attention, in total and on this rank."""
 
     heads: int
     kv: int
@@ -66,7 +68,7 @@ class HeadsStyle(ModuleStyle):
     kv_heads: int | str | None = None
     divide: tuple[str, ...] = ()
     sequence: int | None = None
-    """The dim along which the first argument is cut: what the linear modules inside were told."""
+    """The dim on which the first argument is sharded, if the linear modules inside have one."""
 
     def __str__(self) -> str:
         return f"heads over {format_axes(self.axis)}"
@@ -76,7 +78,7 @@ class HeadsStyle(ModuleStyle):
         Return the attention's heads.
 
         Raises:
-            UsageError: their number is not known, or ``parts`` ranks cannot share them.
+            UsageError: their number is unknown, or ``parts`` ranks cannot share them.
         """
         heads = _find_head_count(name, module, self.heads, HEAD_COUNT_NAMES)
         if heads is None:
@@ -98,13 +100,13 @@ class HeadsStyle(ModuleStyle):
         self, name: str, module: nn.Module, inside: dict[str, ModuleStyle], position: GridPosition
     ) -> dict[str, ModuleStyle]:
         """
-        Return the styles of the linear modules in the attention, which heads decide about.
+        Return the styles of the linear modules in the attention. They depend on the heads.
 
         Args:
-            inside: what was said of the modules below this one, by their names within it.
+            inside: the styles of the modules below this one, by their names within it.
 
         Raises:
-            UsageError: a linear module's output is no number of heads.
+            UsageError: the output of a linear module is not a number of heads.
         """
         counts = self.count_heads(name, module, position.part_count(self.axis))
         if isinstance(module, nn.MultiheadAttention) and inside:
@@ -139,8 +141,7 @@ class HeadsStyle(ModuleStyle):
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
         """
-        Nothing: weights of its own are somebody else's to speak of, but for those of torch's
-        attention.
+        Return the shards of torch's attention. Other attentions have no weights to shard here.
         """
         check_forward(name, module)
         self._local_attributes(
@@ -153,7 +154,7 @@ class HeadsStyle(ModuleStyle):
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Have the module count this rank's heads."""
+        """Make the module count this rank's heads."""
         counts = self.count_heads(name, module, axis.size)
         for key, value in self._local_attributes(name, module, counts).items():
             setattr(module, key, value)
@@ -176,7 +177,7 @@ class HeadsStyle(ModuleStyle):
 
     def _local_attributes(self, name: str, module: nn.Module, counts: HeadCounts) -> dict[str, int]:
         """
-        Return the attributes that depend on the number of heads, with the values for this rank.
+        Return the attributes that depend on the number of heads, with the values of this rank.
         """
         found: dict[str, int] = {}
         given: tuple[tuple[Any, tuple[str, ...], int, int], ...] = (
@@ -211,8 +212,7 @@ def _find_head_count(
     name: str, module: nn.Module, given: int | str | None, known: tuple[str, ...]
 ) -> int | None:
     """
-    Return a number of heads: as given, from an attribute, or from the configuration that
-    transformers' have.
+    Return a number of heads: as given, from an attribute, or from a transformers configuration.
     """
     if isinstance(given, int):
         return given
@@ -233,7 +233,7 @@ def _column_style(
     name: str, style: linear.ColStyle, size: int, counts: HeadCounts, width: int | None
 ) -> ModuleStyle:
     """
-    Return what becomes of a linear module of ``size`` outputs in an attention of some heads of some
+    Return the style of a linear module with ``size`` outputs in an attention with heads of some
     width.
     """
     heads = counts.heads

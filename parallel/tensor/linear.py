@@ -1,6 +1,6 @@
 """
-Linear modules cut by columns or rows (Shoeybi et al., Megatron-LM, 2019; sequence: Korthikanti et
-al., 2022).
+Linear modules sharded by columns or rows (Shoeybi et al., Megatron-LM, 2019; sequence parallel:
+Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pdrun.parallel.tensor.style import (
 
 def is_transposed(module: nn.Module) -> bool:
     """
-    Whether a module is GPT-2's Conv1D of transformers: a linear module whose weight is ``[in,
+    Return whether a module is Conv1D of transformers (GPT-2): a linear module with a weight ``[in,
     out]``.
     """
     return (
@@ -43,10 +43,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 def out_dim(name: str, module: nn.Module) -> int:
     """
-    Return which dim of a linear module's weight makes its output.
+    Return the dim of a linear module's weight that makes its output.
 
     Raises:
-        UsageError: the module is none, or computes something of its own.
+        UsageError: the module is not linear, or overrides forward.
     """
     check_forward(name, module)
     if not is_transposed(module):
@@ -70,14 +70,14 @@ def out_dim(name: str, module: nn.Module) -> int:
 
 
 def full_sizes(name: str, module: nn.Module) -> tuple[int, int]:
-    """Return the sizes of a linear module's input and output, before it was cut."""
+    """Return the sizes of a linear module's full input and output."""
     dim = out_dim(name, module)
     shape = shard_of(module.weight).shape
     return shape[1 - dim], shape[dim]
 
 
 def set_sizes(module: nn.Module, in_size: int, out_size: int) -> None:
-    """Note what a linear module now takes and returns, where its class keeps that."""
+    """Set the sizes that a linear module takes and returns, if its class stores them."""
     keys = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
     for key, value in zip(keys, (in_size, out_size), strict=True):
         setattr(module, key, value)
@@ -87,8 +87,7 @@ def bring_in_checked(
     x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor], name: str, width: int, hint: str
 ) -> torch.Tensor:
     """
-    Bring an input in; refuse one of another width, which the module before it has left cut or
-    whole.
+    Bring in an input and check its width. A module before it can have left it sharded or full.
     """
     x = enter(x)
     if x.shape[-1] != width:
@@ -102,14 +101,12 @@ def bring_in_checked(
 
 
 class ColumnParallel:
-    """A linear module that computes this rank's part of the output."""
+    """A linear module that computes this rank's shard of the output."""
 
     _place: ModuleContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """
-        Return ``[..., out / parts]`` of ``[..., in]``, or all of it where the output is gathered.
-        """
+        """Return ``[..., out / parts]`` of ``[..., in]``, or the full output if it is gathered."""
         place = self._place
         return place.leave(super().forward(place.enter(x)))  # type: ignore[misc]
 
@@ -130,8 +127,8 @@ class ColStyle(ModuleStyle):
 
     def block_sizes(self, name: str, total: int) -> tuple[int, ...]:
         """
-        Return the sizes of the matrices that lie side by side in an output of ``total``; one: the
-        empty tuple.
+        Return the sizes of the matrices side by side in an output of ``total``; the empty tuple for
+        one.
         """
         if isinstance(self.blocks, tuple):
             if sum(self.blocks) != total:
@@ -148,7 +145,7 @@ class ColStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Cut the weight and the bias along the output."""
+        """Shard the weight and the bias on the output."""
         dim = out_dim(name, module)
         blocks = self.block_sizes(name, module.weight.shape[dim])
         return {
@@ -161,7 +158,7 @@ class ColStyle(ModuleStyle):
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Compute a part of the output; gather it where that was asked for."""
+        """Compute a shard of the output; gather it if wanted."""
         into, out = full_sizes(name, module)
         local = int(module.weight.shape[out_dim(name, module)])
         set_sizes(module, into, out if self.gather and not is_transposed(module) else local)
@@ -183,8 +180,7 @@ class ColStyle(ModuleStyle):
 
 class SharedColumnParallel:
     """
-    A linear module with all of its weight that computes the part of the output which this rank
-    needs.
+    A linear module with its full weight that computes the part of the output which this rank needs.
     """
 
     _place: ModuleContext
@@ -200,11 +196,12 @@ class SharedColumnParallel:
 @dataclass(frozen=True)
 class SharedColStyle(ModuleStyle):
     """
-    Key and value heads of grouped-query attention, fewer than ranks: each rank has all of them and
-    computes one.
+    Key and value heads of grouped-query attention, fewer than ranks: each rank has all and computes
+    one.
 
-    What `Col` becomes within `Heads`; never said by a user. Ranks get gradients for the head that
-    they have used, so those of the weight are partial over the axis.
+    `ColStyle` becomes this within `HeadsStyle`; users do not choose it. Each rank has gradients for
+    the
+    head that it used, so the weight's gradients are partial sums over the axis.
     """
 
     axis: AxisNames
@@ -218,7 +215,7 @@ class SharedColStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Keep all, with gradients to be added up."""
+        """Keep the full weight, with gradients to be summed."""
         if out_dim(name, module):
             raise style_error(name, "fewer key and value heads than ranks need an nn.Linear")
         found = module.named_parameters(recurse=False)
@@ -245,7 +242,8 @@ class SharedColStyle(ModuleStyle):
 
 class RowParallel:
     """
-    A linear module that takes this rank's part of the input; the bias is added once, after the sum.
+    A linear module that takes this rank's shard of the input. The bias is added once, after the
+    sum.
     """
 
     _place: ModuleContext
@@ -284,8 +282,10 @@ class RowStyle(ModuleStyle):
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
         """
-        Cut the weight along the input; with sequence parts the bias is added to a part on each
-        rank.
+        Shard the weight on the input.
+
+        With sequence parallel each rank adds the bias to its shard, so the bias's gradients are
+        partial sums.
         """
         found = {
             "weight": position.shard_weight(
@@ -302,7 +302,8 @@ class RowStyle(ModuleStyle):
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """
-        Take a part of the input, or cut it first; add up, or add up into parts of the sequence.
+        Take a shard of the input, or slice the full one. All-reduce the result, or reduce-scatter
+        it on the sequence.
         """
         transposed = is_transposed(module)
         into, out = full_sizes(name, module)

@@ -1,5 +1,5 @@
 """
-Linear modules that are cut over two or three tensor axes (Xu and You, "An Efficient 2D Method for
+Linear modules sharded over two or three tensor axes (Xu and You, "An Efficient 2D Method for
 Training Super-Large Deep Learning Models", 2021; Bian et al., "Maximizing Parallelism in
 Distributed Training for Huge Neural Networks", 2021; the layouts are MindSpore's).
 
@@ -7,9 +7,10 @@ Distributed Training for Huge Neural Networks", 2021; the layouts are MindSpore'
     linear2d("x", "y")       (None, ("x","y"))   ("x", "y")              (None, ("y","x"))
     linear3d("x", "y", "z")  (("z","y"), "x")    (("x","z"), "y")        (("z","x"), "y")
 
-The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The output
-lies as the input does with x and y exchanged: the next module is ``linear2d("y", "x")``. With b*s
-rows, h inputs and e outputs a rank sends, forward and backward together,
+The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The layout
+of the output is that of the input with x and y exchanged: the next module is ``linear2d("y",
+"x")``.
+With b*s rows, h inputs and e outputs a rank sends, forward and backward together,
 
     2D   2 * b*s * (e*(x-1) + h*(y-1)) / (x*y)
     3D   2 * (b*s*e*(x-1) + b*s*h*(y-1) + h*e*(z-1)) / (x*y*z)
@@ -46,17 +47,18 @@ from pdrun.parallel.tensor.style import (
 
 def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> HighDimStyle:
     """
-    Cut a linear module over two axes: its input's last dim over both, its weight over one each way.
+    Shard a linear module over two axes: the last dim of its input over both, each dim of its weight
+    over one.
 
     Args:
-        x: the axis over which sums are scattered; the input is cut over it first.
+        x: the axis over which sums are scattered; the input is sharded over it first.
         y: the axis over which the input is gathered.
-        cut: the input is whole on every rank, and is cut here; default: a module before has left it
-            cut.
-        gather: return all of the output on every rank.
+        cut: the input is full on every rank and is sliced here; default: a module before has left
+            it sharded.
+        gather: return the full output on every rank.
 
     Raises:
-        UsageError: an axis that is given twice.
+        UsageError: an axis is given twice.
     """
     return HighDimStyle(_check_distinct("linear2d", x, y), None, cut, gather)
 
@@ -65,20 +67,20 @@ def linear3d(
     x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather: bool = False
 ) -> HighDimStyle:
     """
-    Cut a linear module over three axes: rows and columns of its input, and its weight.
+    Shard a linear module over three axes: rows and columns of its input, and its weight.
 
     Args:
         x: the axis over which sums are scattered.
         y: the axis over which rows are gathered.
         z: the axis over which the weight is gathered.
-        rows: the dim of the input that is cut over z and y (z and x afterwards); it must divide by
-            these.
-        cut: the input is whole on every rank, and is cut here; default: a module before has left it
-            cut.
-        gather: return all of the output on every rank.
+        rows: the dim of the input that is sharded over z and y (z and x afterwards); it must be a
+            multiple of their sizes.
+        cut: the input is full on every rank and is sliced here; default: a module before has left
+            it sharded.
+        gather: return the full output on every rank.
 
     Raises:
-        UsageError: an axis that is given twice, or ``rows`` is no dim.
+        UsageError: an axis is given twice, or ``rows`` is not a dim.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise UsageError(
@@ -99,7 +101,7 @@ def _check_distinct(style: str, *axes: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HighDimStyle(ModuleStyle):
-    """See `linear2d` and `linear3d`; ``rows`` is None in two dims."""
+    """See `linear2d` and `linear3d`; ``rows`` is None in 2D."""
 
     axis: tuple[str, ...]
     rows: int | None
@@ -117,14 +119,14 @@ class HighDimStyle(ModuleStyle):
 
     def bias_layout(self) -> tuple[L, tuple[str, ...]]:
         """
-        Return the layout of a bias, and the axes over which its gradient is partial: those that cut
+        Return the layout of a bias, and the axes over which its gradient is a partial sum: those of
         the rows.
         """
         x, y, *z = self.axis
         return (L(y), (*z, x)) if z else (L((y, x)), ())
 
     def tensor_layout(self, dims: int, after: bool = False) -> L:
-        """Return the layout of an input of that many dims, or of the output."""
+        """Return the layout of an input with ``dims`` dims, or of the output."""
         x, y, *z = self.axis
         if after:
             x, y = y, x
@@ -138,7 +140,7 @@ class HighDimStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Cut the weight over all axes, and the bias as the output is."""
+        """Shard the weight over all axes, and the bias like the output."""
         if out_dim(name, module) != 0:
             raise style_error(name, "its weight is [in, out]", "an nn.Linear")
         layouts: dict[str, tuple[L, tuple[str, ...]]] = {
@@ -171,13 +173,13 @@ class HighDimStyle(ModuleStyle):
 @dataclass(frozen=True)
 class HighDimContext:
     """
-    What a changed module knows.
+    What a sharded module knows of the mesh.
 
     Attributes:
-        style: how it is cut.
-        axes: this rank's place.
+        style: how it is sharded.
+        axes: this rank's groups.
         name: of the module.
-        into, out: sizes of the whole input and output.
+        in_size, out_size: sizes of the full input and output.
     """
 
     style: HighDimStyle
@@ -190,7 +192,7 @@ class HighDimContext:
         return self
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, cut first where it is whole, gathered over y."""
+        """Return ``x`` gathered over y. It is sliced before if it is full."""
         style = self.style
         y = self.axes[self.style.axis[1]]
         if style.cut:
@@ -221,7 +223,7 @@ class HighDimContext:
         return reduce_scatter(y, x, -1 if style.rows is None else style.rows)
 
     def gather_output(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the output, whole where that was asked for."""
+        """Return the output, gathered if wanted."""
         style = self.style
         if not style.gather:
             return y
@@ -233,7 +235,7 @@ class HighDimContext:
         return redistribute(y, layout, L(*[None] * y.dim()), self.axes, tuple(shape))
 
     def _local_size(self, size: int, axis: str) -> int:
-        """Return the length of this rank's part along one axis."""
+        """Return the length of this rank's shard along one axis."""
         low, high = shard_range(size, self.axes.grid.degree(axis), self.axes.coordinate[axis])
         return high - low
 
@@ -255,8 +257,8 @@ class HighDimLinear:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
-        Return this rank's part of the output for its part of the input, or whole ones where that
-        was asked for.
+        Return this rank's shard of the output for its shard of the input, or the full output if
+        wanted.
         """
         place = self._place
         bias = self.bias  # type: ignore[attr-defined]

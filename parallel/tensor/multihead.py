@@ -1,5 +1,5 @@
 """
-torch's own `nn.MultiheadAttention` by heads: it keeps q, k and v in one matrix and computes in one
+torch's `nn.MultiheadAttention` by heads. It has q, k and v in one matrix and computes in one
 function.
 """
 
@@ -24,12 +24,12 @@ from pdrun.parallel.tensor.style import (
 
 class MultiheadParallel:
     """
-    `nn.MultiheadAttention` that computes this rank's heads; the output is the sum over the ranks.
+    `nn.MultiheadAttention` that computes this rank's heads. The output is the sum over the ranks.
     """
 
     _place: ModuleContext
     _head_range: tuple[int, int]
-    """The first of this rank's heads, and how many there are in all."""
+    """The first of this rank's heads, and the total number of heads."""
 
     def forward(
         self,
@@ -110,10 +110,10 @@ def shard_multihead(
     name: str, module: nn.MultiheadAttention, axis: AxisNames, position: GridPosition
 ) -> dict[str, Shard]:
     """
-    Return this rank's part of each weight, the output projection's included.
+    Return this rank's shard of each weight, including the output projection.
 
     Raises:
-        UsageError: the module has keys and values of its own, or a forward.
+        UsageError: the module adds keys and values, or overrides forward.
     """
     if type(module).forward is not nn.MultiheadAttention.forward:
         raise style_error(

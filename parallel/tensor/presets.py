@@ -1,4 +1,4 @@
-"""Strategies for models of the transformers library, by the names that their modules have."""
+"""Strategies for models of the transformers library, by the names of their modules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pdrun.parallel.tensor.styles import col, heads, replicate, row, seq, vocab
 
 def llama_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
     """
-    Return Megatron's cut of a Llama with a language-modelling head, and of models built like it.
+    Return Megatron's sharding of a Llama with a language-modelling head, and of similar models.
 
     Args:
         axis: the tensor axis, or several, major first.
-        sequence: cut the sequence between the cut modules; the layers begin with it, since
-            positions come from whole
-            sequences. Its length has to divide.
-        gather: False leaves logits cut, for `pdrun.cross_entropy`.
+        sequence: shard the sequence between the sharded modules, from the first layer on: positions
+            need full sequences. Its length must be a multiple of the axis.
+        gather: False leaves logits sharded, for `pdrun.cross_entropy`.
     """
     dim = 1 if sequence else None
     rules: dict[str, ModuleStyle] = {
@@ -40,10 +39,11 @@ def llama_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool 
 
 def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
     """
-    Return Megatron's cut of a GPT-2 with a language-modelling head, which is tied to the embedding.
+    Return Megatron's sharding of a GPT-2 with a language-modelling head, which is tied to the
+    embedding.
 
     Args:
-        axis, sequence, gather: see `llama`.
+        axis, sequence, gather: see `llama_strategy`.
     """
     dim = 1 if sequence else None
     rules: dict[str, ModuleStyle] = {
@@ -77,11 +77,11 @@ def strategy_for(
     Return the strategy for a causal language model of transformers.
 
     Args:
-        model: of which the configuration tells the kind.
-        axis, sequence, gather: see `llama`.
+        model: its configuration has the model type.
+        axis, sequence, gather: see `llama_strategy`.
 
     Raises:
-        UsageError: no strategy is known for this kind.
+        UsageError: there is no strategy for this model type.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in STRATEGIES_BY_MODEL_TYPE:

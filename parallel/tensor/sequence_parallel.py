@@ -1,6 +1,6 @@
 """
-Sequence parts between the cut linear modules (Korthikanti et al., Reducing Activation
-Recomputation, 2022), and weights that stay whole.
+Sequence parallel between the sharded linear modules (Korthikanti et al., Reducing Activation
+Recomputation, 2022), and weights that stay replicated.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from pdrun.parallel.tensor.style import (
 
 class SequenceRegion:
     """
-    A module that works on parts: its first argument or its result may be where parts begin or end,
-    and what is dropped in it is a part of a whole tensor.
+    A module that works on shards of the sequence.
+
+    It can slice its first argument and gather its result. Its dropouts use their part of the full
+    mask.
     """
 
     _place: ModuleContext
     _first_parameter: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring in the first argument, call the module, and return what its result becomes."""
+        """Bring in the first argument, call the module, and return its result."""
         place = self._place
         if args:
             x = place.enter(args[0])
@@ -60,21 +62,23 @@ class SequenceRegion:
 
 def make_region(module: nn.Module, context: ModuleContext) -> None:
     """
-    Have a module bring in its first argument, by position or by name, and hand out its result.
+    Make a module bring in its first argument, by position or by name, and hand out its result.
     """
     module._first = next(iter(inspect.signature(module.forward).parameters))
     swap_class(module, SequenceRegion, context)
 
 
 def may_drop(module: nn.Module) -> bool:
-    """Whether a module is a dropout, or holds others, which may drop."""
+    """Return whether a module is a dropout, or has submodules, which can be dropouts."""
     return isinstance(module, _DropoutNd) or any(True for _ in module.children())
 
 
 def shard_ranges_along(
     x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None
 ) -> ShardRanges:
-    """Return which part of the whole a tensor is; without ``total`` all parts have its size."""
+    """
+    Return which part of the full tensor a tensor is. Without ``total`` all shards have its size.
+    """
     if axis.size == 1:
         return {}
     if total is None:
@@ -87,7 +91,7 @@ def shard_ranges_along(
 
 
 def slice_sequence(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
-    """Return this rank's part of a replicated sequence."""
+    """Return this rank's shard of a replicated sequence."""
     check_even_parts(x, axis, dim, name)
     return slice_to_shard(x, axis, dim)
 
@@ -108,7 +112,7 @@ class SeqStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Keep the module's own weights, each rank's gradients of which are for its part."""
+        """Keep the module's weights. Each rank's gradients are for its shard."""
         if self.cut or self.gather or may_drop(module):
             check_forward(name, module)
         several = len(axis_names(self.axis)) > 1
@@ -129,7 +133,8 @@ class SeqStyle(ModuleStyle):
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """
-        Cut what comes in, gather what goes out, and have masks be parts, where there is any of it.
+        Slice the input, gather the output, and use parts of dropout masks, if any of these is
+        needed.
         """
         if not (self.cut or self.gather or may_drop(module)):
             return
@@ -155,7 +160,7 @@ class ReplicateStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Keep the module's own weights."""
+        """Keep the module's weights."""
         if isinstance(module, _DropoutNd):
             check_forward(name, module)
         found = module.named_parameters(recurse=False)
@@ -164,6 +169,8 @@ class ReplicateStyle(ModuleStyle):
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Leave the module as it is; what a dropout gets is whole, whatever is cut around it."""
+        """
+        Leave the module as it is. The input of a dropout is full, whatever is sharded around it.
+        """
         if isinstance(module, _DropoutNd) and not self.axis:
             make_region(module, ModuleContext(axis, identity))

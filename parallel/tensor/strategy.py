@@ -1,13 +1,15 @@
 """
-A strategy: which modules of a model are cut how, by globs of their names.
+A strategy: the styles of the modules of a model, by globs of their names.
 
     Strategy({
-        "layers.*.attn.w[qkv]": col("tp"), "layers.*.attn.wo": row("tp"), "layers.*.attn": heads("tp"),
+        "layers.*.attn.w[qkv]": col("tp"),
+        "layers.*.attn.wo": row("tp"),
+        "layers.*.attn": heads("tp"),
         "emb|head": vocab("tp"),
     })
 
-A plan is made first, and holds the strategy against the model without changing anything; every
-mistake is found there.
+A plan is made first. It checks the strategy against the model without changing the model, and finds
+every mistake.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from pdrun.parallel.tensor.style import (
 
 @dataclass(frozen=True)
 class ModuleSite:
-    """A module, or a weight by itself, and the style that it gets."""
+    """A module, or a single weight, and its style."""
 
     name: str
     style: ModuleStyle
@@ -55,9 +57,9 @@ class ModulePlan:
     What a strategy does to a model.
 
     Attributes:
-        sites: what is matched, in the model's order.
-        tiles: this rank's part of each weight that is matched, by its full name.
-        unmatched: weights that nothing was said of: they are whole on every rank.
+        sites: the matched modules and weights, in the model's order.
+        shards: this rank's shard of each matched weight, by its full name.
+        unmatched: weights without a style; they are replicated.
     """
 
     sites: tuple[ModuleSite, ...]
@@ -65,7 +67,7 @@ class ModulePlan:
     unmatched: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan in words, a kind of cut a line."""
+        """Yield the plan as text, one kind of sharding per line."""
         groups: dict[str, list[str]] = {}
         for site in self.sites:
             groups.setdefault(str(site.style), []).append(site.name)
@@ -80,9 +82,9 @@ class Strategy:
     Styles by globs of module names.
 
     Args:
-        rules: glob, or several with ``|`` between them, to style. ``*`` stands for anything, dots
-            too. Where a glob
-            matches no module it may name weights, for ``replicate`` and ``seq``.
+        rules: a style by glob, or by several globs with ``|`` between them. ``*`` matches anything,
+            including dots. A glob that matches no module can name weights, for ``replicate`` and
+            ``seq``.
     """
 
     def __init__(self, rules: Mapping[str, ModuleStyle]) -> None:
@@ -102,12 +104,12 @@ class Strategy:
 
     def plan(self, model: nn.Module, grid: Grid, rank: int = 0) -> ModulePlan:
         """
-        Return what the strategy does to a model, which stays as it is.
+        Return what the strategy does to a model. The model does not change.
 
         Raises:
-            UsageError: a glob that matches nothing, a module with two styles or none that it can
-                have, tied weights
-                that would be cut differently, heads that do not divide, weights of which more has to be said.
+            UsageError: a glob matches nothing, a module has two styles or one that it cannot have,
+                tied weights would be sharded differently, heads do not divide, or a weight needs a
+                style.
         """
         for style in self.rules.values():
             for axis in axis_names(style.axis):
@@ -131,14 +133,13 @@ class Strategy:
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
-        Cut a model in place: its weights become tiles, its modules compute with them. Return the
+        Shard a model in place: its weights become shards, its modules compute with them. Return the
         model.
 
         Args:
-            model: whole, with the same weights on all ranks; weights on the meta device are cut as
-                well.
-            axes: this rank's place.
-            sample: not needed here; what cuts by operators traces it.
+            model: full, with the same weights on all ranks; weights can be on the meta device.
+            axes: this rank's groups.
+            sample: not used here; strategies that shard by operators need it.
 
         Raises:
             UsageError: see `plan`.
@@ -210,7 +211,7 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
 
 
 def _style_attentions(sites: list[ModuleSite], position: GridPosition) -> list[ModuleSite]:
-    """Return the sites with what attentions decide about the linear modules in them."""
+    """Return the sites with the styles that attentions give to their linear modules."""
     changed: dict[str, ModuleStyle] = {}
     for site in sites:
         if isinstance(site.style, HeadsStyle) and site.module is not None:
@@ -228,13 +229,14 @@ def _style_attentions(sites: list[ModuleSite], position: GridPosition) -> list[M
 
 
 def _shard_site(site: ModuleSite, model: nn.Module, position: GridPosition) -> dict[str, Shard]:
+    """Return the shards of a site's weights, by name within the site."""
     if site.module is not None:
         return site.style.shard_weights(site.name, site.module, position)
     return {"": position.keep_full(tuple(model.get_parameter(site.name).shape), site.style.axis)}
 
 
 def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
-    """Refuse a weight of several names that would not be cut alike under all of them."""
+    """Raise UsageError if a tied weight would be sharded differently under its names."""
     first: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)
@@ -246,7 +248,7 @@ def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
 
 
 def _check_unmatched(sites: list[ModuleSite], unmatched: tuple[str, ...]) -> None:
-    """Refuse weights whose gradients may be partial without anybody having said so."""
+    """Raise UsageError if a weight without a style could have partial gradients."""
     attentions = [site for site in sites if isinstance(site.style, HeadsStyle)]
     for name in unmatched:
         for site in attentions:
@@ -275,10 +277,11 @@ def _shards_sequence(style: ModuleStyle) -> bool:
 
 def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str, SharedInput]:
     """
-    Return each site's way in: linear modules of one parent that are cut alike share one.
+    Return the input of each site: linear modules of one parent with equal sharding share one.
 
-    Those whose attention brings the input in use none, and must not be counted: an entry keeps what
-    it made until the last of its members has come.
+    Modules whose attention brings in the input use none. They must not be counted: a shared input
+    keeps
+    its result until its last member has used it.
     """
     groups: dict[tuple[str, AxisNames, int | None], list[str]] = {}
     for site in sites:
@@ -296,7 +299,7 @@ def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str,
 
 
 def fold_names(found: Iterable[str]) -> list[str]:
-    """Return names with those that differ by their first number written once: layers.0-3.wq."""
+    """Return names in which the first number is a range: layers.0-3.wq."""
     ranges: dict[tuple[str, str], list[str]] = {}
     for name in found:
         pieces = name.split(".")

@@ -1,11 +1,12 @@
 """
-What a style is: how one kind of module is cut over tensor axes, and what it then does in its
-forward pass.
+Styles: how one kind of module is sharded over tensor axes, and what its forward pass does then.
 
-A style is said (`pdrun.parallel.tensor.col` and its like), found to fit (`Style.tiles`: no process
-is needed) and carried out (`Style.change`). A module that is changed stays the same object under
-the same name: its class becomes a subclass of the old one, and its weights become tiles of what
-they were.
+1. A user creates a style (`pdrun.parallel.tensor.col` and others).
+2. `ModuleStyle.shard_weights` checks that it fits. It needs no process.
+3. `ModuleStyle.apply_to` carries it out.
+
+A sharded module stays the same object under the same name. Its class becomes a subclass of the old
+one. Its weights become shards.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def style_error(name: str, what: str, hint: str = "") -> UsageError:
 
 @dataclass(frozen=True)
 class GridPosition:
-    """A rank's place in a grid: all that is needed to know which part of a weight it holds."""
+    """A rank in a grid: all that is needed to find its shard of a weight."""
 
     grid: Grid
     rank: int
 
     def part_count(self, axis: AxisNames) -> int:
-        """Return into how many parts some axes cut."""
+        """Return the number of shards over some axes."""
         return self.grid.group_size(axis_names(axis))
 
     def part_index(self, axis: AxisNames) -> int:
-        """Return which of the parts is this rank's."""
+        """Return the index of this rank's shard."""
         return self.grid.group_index(axis_names(axis), self.rank)
 
     def shard_weight(
@@ -59,14 +60,14 @@ class GridPosition:
         blocks: tuple[int, ...] = (),
     ) -> Shard:
         """
-        Return this rank's part of a weight that is cut along one dim.
+        Return this rank's shard of a weight that is sharded on one dim.
 
         Args:
             name: of the weight, for errors.
-            blocks: sizes of the matrices that lie side by side along ``dim``; empty: one.
+            blocks: sizes of the matrices side by side along ``dim``; empty: one.
 
         Raises:
-            UsageError: some rank would be left with nothing, or the parts of several axes would be
+            UsageError: some rank would have nothing, or the shards over several axes would be
                 uneven.
         """
         parts = self.part_count(axis)
@@ -90,9 +91,7 @@ class GridPosition:
         )
 
     def keep_full(self, shape: tuple[int, ...], sums: AxisNames = ()) -> Shard:
-        """
-        Return all of a weight; over ``sums`` the gradients of the ranks are still to be added up.
-        """
+        """Return the full weight; the gradients of the ranks must be summed over ``sums``."""
         return make_shard(
             shape, L(*[None] * len(shape)), self.grid, self.rank, sum_axes=axis_names(sums)
         )
@@ -100,8 +99,8 @@ class GridPosition:
 
 class ModuleStyle(ABC):
     """
-    How a module is cut. Equal styles are equal objects, so that a module may be matched twice by
-    the same.
+    How a module is sharded. Equal styles are equal objects: a module can be matched twice by the
+    same style.
     """
 
     axis: AxisNames
@@ -111,17 +110,17 @@ class ModuleStyle(ABC):
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
         """
-        Return the part of each of the module's own weights (names within the module).
+        Return the shard of each of the module's direct weights, by name within the module.
 
         Raises:
-            UsageError: the module is none that the style can cut.
+            UsageError: the style cannot shard this module.
         """
 
     @abstractmethod
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Have the module compute with its tiles, which it holds already."""
+        """Make the module compute with its shards, which it has already."""
 
 
 def axis_names(axis: AxisNames) -> tuple[str, ...]:
@@ -130,25 +129,24 @@ def axis_names(axis: AxisNames) -> tuple[str, ...]:
 
 
 def format_axes(axis: AxisNames) -> str:
-    """Return axes in words."""
+    """Return axes as text."""
     return " x ".join(axis_names(axis))
 
 
 class SharedInput:
     """
-    The way of a tensor into modules that each use it for another part, such as q, k and v: taken
-    once for all.
+    The input of modules that each use it for another part, such as q, k and v: one collective for
+    all.
 
-    What goes through an entry is replicated and becomes `collectives.fan_out`'s result, or it is
-    cut along ``dim`` and becomes `collectives.collect`'s. Modules that are called with the same
-    tensor share one collective, forward and backward.
+    A replicated input goes through `copy_to_axis`. An input that is sharded on ``dim`` goes through
+    `all_gather_sum_grad`. Modules that are called with the same tensor share one collective,
+    forward and
+    backward.
 
     Args:
-        axes: this rank's groups.
-        names: axes over which the modules are cut.
-        dim: along which the tensor is cut over the same axes; None: it is replicated.
-        members: how many modules share the entry; when so many have come, nothing is kept any
-            longer.
+        axis: over which the modules are sharded.
+        dim: on which the tensor is sharded over the same axis; None: it is replicated.
+        members: how many modules share the input; after so many calls the result is dropped.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class SharedInput:
         self._result: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what a module computes its part from."""
+        """Return the tensor from which a module computes its part."""
         compiling = (
             torch.compiler.is_compiling()
         )  # which knows neither inference tensors nor versions
@@ -197,26 +195,25 @@ def identity(x: torch.Tensor) -> torch.Tensor:
 
 ShardRanges = Mapping[int, tuple[int, int, int]]
 """
-For each dim of a tensor that is cut: where this rank's part begins and ends, and the size of the
-whole.
+For each sharded dim of a tensor: start and end of this rank's shard, and the size of the full dim.
 """
 
 
 def no_shard_ranges(x: torch.Tensor) -> ShardRanges:
-    """Return that a tensor is whole."""
+    """Return the ranges of a tensor that is not sharded."""
     return {}
 
 
 @dataclass(frozen=True)
 class ModuleContext:
     """
-    What a changed module knows of the mesh.
+    What a sharded module knows of the mesh.
 
     Attributes:
-        axis: where it is.
-        enter: what its input becomes.
-        leave: what its output becomes.
-        cuts: from the input, which dims of the tensors in it are cut.
+        axis: its axis group.
+        enter: applied to its input.
+        leave: applied to its output.
+        shard_ranges: from the input, the sharded dims of the tensors in the module.
     """
 
     axis: AxisGroup
@@ -232,10 +229,7 @@ _swapped_classes: dict[tuple[type, type], type] = {}
 
 
 def swap_class(module: nn.Module, kind: type, context: Any) -> None:
-    """
-    Make a module's class a subclass of what it was, with the forward pass of ``kind``, at a place
-    of the mesh.
-    """
+    """Make a module's class a subclass of the old class, with the forward pass of ``kind``."""
     old = type(module)
     if (kind, old) not in _swapped_classes:
         _swapped_classes[kind, old] = type(
@@ -247,7 +241,7 @@ def swap_class(module: nn.Module, kind: type, context: Any) -> None:
 
 def check_forward(name: str, module: nn.Module) -> None:
     """
-    Refuse a module whose forward pass has been replaced on the object: the style's would never be
+    Raise UsageError if the forward of a module object was replaced: the style's would never be
     called.
     """
     if "forward" in vars(module):
@@ -260,7 +254,8 @@ def check_forward(name: str, module: nn.Module) -> None:
 
 def check_even_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> None:
     """
-    Refuse a sequence whose parts would differ: modules further on could not tell where it is cut.
+    Raise UsageError if the shards of a sequence would differ: later modules could not find its
+    bounds.
     """
     if x.shape[dim] % axis.size:
         what = (
@@ -270,6 +265,6 @@ def check_even_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> N
 
 
 def reduce_scatter_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
-    """Return this rank's part of the sequence of a sum over the ranks."""
+    """Return this rank's shard of the sequence of a sum over the ranks."""
     check_even_parts(x, axis, dim, name)
     return reduce_scatter(x, axis, dim)

@@ -1,12 +1,12 @@
 """
-The styles that a user says.
+The functions with which users create styles.
 
-    col        linear, cut along its output                   replicated -> cut
-    row        linear, cut along its input                    cut -> replicated
-    vocab      embedding or head, cut by words                replicated -> replicated
-    heads      attention, with col and row inside             replicated -> replicated
-    seq        anything that works on parts of the sequence   cut along the sequence -> the same
-    replicate  anything, whole on every rank
+    col        linear, sharded on its output          replicated -> sharded
+    row        linear, sharded on its input           sharded -> replicated
+    vocab      embedding or head, by vocabulary       replicated -> replicated
+    heads      attention, with col and row inside     replicated -> replicated
+    seq        modules on shards of the sequence      sharded on the sequence -> the same
+    replicate  anything, full on every rank
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ def col(
     blocks: int | Sequence[int] = 1,
 ) -> ColStyle:
     """
-    Cut a linear module by columns: each rank computes a part of the output.
+    Shard a linear module by columns: each rank computes a part of the output.
 
     Modules of one parent that are called with the same tensor (q, k and v; gate and up) share one
     collective.
 
     Args:
         axis: the tensor axis, or several, major first.
-        gather: return all of the output on every rank.
-        sequence: the dim along which the input is cut over the same axis: it is gathered first.
-        blocks: how many matrices of one size lie side by side in the output, each of which is cut
-            (3 for fused q, k
-            and v, 2 for fused gate and up), or their sizes.
+        gather: return the full output on every rank.
+        sequence: the dim on which the input is sharded over the same axis: it is gathered first.
+        blocks: the number of equal matrices side by side in the output, each of which is sharded (3
+            for fused q, k and v, 2 for fused gate and up), or their sizes.
 
     Raises:
-        UsageError: ``blocks`` is no such thing, or goes with ``gather``.
+        UsageError: ``blocks`` is invalid, or is combined with ``gather``.
     """
     checked = _check_blocks(blocks)
     if gather and checked != 1:
@@ -58,27 +57,27 @@ def col(
 
 def row(axis: AxisNames, *, cut: bool = False, sequence: int | None = None) -> RowStyle:
     """
-    Cut a linear module by rows: each rank takes its part of the input, and the results are added
-    up.
+    Shard a linear module by rows: each rank takes its shard of the input, and the results are
+    summed.
 
     Args:
         axis: the tensor axis, or several, major first.
-        cut: the input is whole on every rank, and is cut here; default: a column-parallel module
-            has left it cut.
-        sequence: the dim along which the sum is cut over the same axis; default: every rank gets
-            all of it.
+        cut: the input is full on every rank and is sliced here; default: a column-parallel module
+            has left it sharded.
+        sequence: the dim on which the sum is scattered over the same axis; default: every rank gets
+            the full sum.
     """
     return RowStyle(_check_axis(axis, "row"), cut, _check_dim(sequence, "row"))
 
 
 def vocab(axis: AxisNames, *, gather: bool = True, sequence: int | None = None) -> VocabStyle:
     """
-    Cut an embedding or a head by words.
+    Shard an embedding or a head over the vocabulary.
 
     Args:
         axis: the tensor axis, or several, major first.
-        gather: False leaves a head's logits cut, for `pdrun.parallel.tensor.cross_entropy`.
-        sequence: the dim along which an embedding's result is cut, and a head's input is.
+        gather: False leaves a head's logits sharded, for `pdrun.parallel.tensor.cross_entropy`.
+        sequence: the dim on which an embedding's result is sharded, and a head's input is.
     """
     return VocabStyle(_check_axis(axis, "vocab"), gather, _check_dim(sequence, "vocab"))
 
@@ -91,18 +90,20 @@ def heads(
     divide: Sequence[str] = (),
 ) -> HeadsStyle:
     """
-    Cut an attention by heads: its linear modules have styles of their own, this one has it count a
+    Shard an attention by heads. Its linear modules have their styles; this one makes it count a
     rank's heads.
 
-    Attributes of the module that hold a number of heads get the rank's number; the usual names are
-    known, as is the configuration of models of transformers. Fewer key and value heads than ranks
-    stay whole on every rank.
+    Attributes of the module with a number of heads get the rank's number. The usual names are
+    known, and
+    so is the configuration of models of transformers. If there are fewer key and value heads than
+    ranks,
+    each rank has all of them.
 
     Args:
         axis: the tensor axis, or several, major first.
-        heads: the attribute that holds the number of query heads, or the number.
+        heads: the attribute with the number of query heads, or the number.
         kv_heads: the same for keys and values; default: as many as query heads.
-        divide: further attributes that the number of ranks divides, as the width of all heads
+        divide: further attributes that the number of ranks divides, such as the width of all heads
             together.
     """
     return HeadsStyle(_check_axis(axis, "heads"), heads, kv_heads, tuple(divide))
@@ -117,18 +118,19 @@ def seq(
     total: int | None = None,
 ) -> SeqStyle:
     """
-    Have a module work on parts of the sequence: norms and dropouts between row-parallel and
+    Make a module work on shards of the sequence: norms and dropouts between row-parallel and
     column-parallel modules.
 
-    Dropouts get the masks of the whole tensor. One between a column-parallel and a row-parallel
-    module has its parts along ``dim=-1``.
+    Dropouts use the masks of the full tensor. For one between a column-parallel and a row-parallel
+    module
+    the dim is ``dim=-1``.
 
     Args:
         axis: the tensor axis, or several, major first.
-        dim: along which its tensors are cut.
-        cut: its first argument is whole on every rank, and is cut here: where the parts begin.
-        gather: its result is made whole: where they end.
-        total: size of the whole dim, for a dropout on parts that differ by one; default: all have
+        dim: the sharded dim of its tensors.
+        cut: its first argument is full on every rank and is sliced here.
+        gather: its result is gathered.
+        total: size of the full dim, for a dropout on shards that differ by one; default: all have
             one size.
     """
     return SeqStyle(_check_axis(axis, "seq"), dim, cut, gather, total)
@@ -136,12 +138,11 @@ def seq(
 
 def replicate(axis: AxisNames = ()) -> ReplicateStyle:
     """
-    Keep weights whole on every rank.
+    Keep weights replicated.
 
     Args:
         axis: axes over which each rank uses them for another part (a norm over a head's width):
-            gradients are summed.
-            Default: all ranks do the same with them.
+            gradients are summed. Default: all ranks use them alike.
     """
     return ReplicateStyle(_check_axis(axis, "replicate") if axis else ())
 

@@ -1,6 +1,7 @@
 """
-Cross entropy of logits that are cut by words: whole ones would take rows times vocabulary on every
-rank.
+Cross entropy of logits that are sharded over the vocabulary.
+
+Full logits would take rows times vocabulary on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CROSS_ENTROPY_API = "cross_entropy"
 
 @dataclass(frozen=True, eq=False)
 class VocabShard:
-    """This rank's words of a vocabulary of ``total``: ``low`` up to ``high``."""
+    """This rank's part of a vocabulary of ``total`` tokens: ``low`` up to ``high``."""
 
     axis: AxisGroup
     total: int
@@ -29,11 +30,12 @@ class VocabShard:
 
     def to_local_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Return ids counted from this rank's first word, and which of them are other ranks' (these
+        Return ids relative to this rank's first token, and which of them are on other ranks (these
         are 0 here).
 
-        What no rank has, below 0 or beyond the last word, is left as it is at the first or the last
-        rank, so that a look-up there fails as it does in one process.
+        Ids that no rank has, below 0 or beyond the last token, stay invalid on the first or the
+        last rank, so
+        that a lookup fails as in one process.
         """
         if self.axis.size == 1:
             return ids, None
@@ -47,12 +49,12 @@ class VocabShard:
 
 _sharded_vocabularies: WeakSet[VocabShard] = WeakSet()
 """
-Vocabularies whose logits stay cut: to tell a part of logits that has lost its mark from whole ones.
+Vocabularies whose logits stay sharded. They tell sharded logits without a mark from full ones.
 """
 
 
 def mark_sharded_logits(logits: torch.Tensor, vocab_shard: VocabShard) -> torch.Tensor:
-    """Note on logits which words they are of."""
+    """Mark logits with their part of the vocabulary."""
     _sharded_vocabularies.add(vocab_shard)
     logits._pdrun_vocab_shard = vocab_shard
     return logits
@@ -67,22 +69,21 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """
-    Return what `torch.nn.functional.cross_entropy` returns, for logits that are whole or cut by
-    words.
+    Return what `torch.nn.functional.cross_entropy` returns, for logits that are full or sharded.
 
-    Of logits in bf16 or fp16 it is computed and returned in fp32. A head with ``vocab(axis,
-    gather=False)`` leaves its logits cut. Its output itself is wanted here, not a view of it.
+    For logits in bf16 or fp16 the loss is computed and returned in fp32. A head with ``vocab(axis,
+    gather=False)`` leaves its logits sharded. Pass its output, not a view of it.
 
     Args:
-        logits: ``[..., words]``, from the model as it comes; words are the last dim.
+        logits: ``[..., vocabulary]``, as the model returns them.
         targets: ``[...]``, class indices.
-        ignore_index: targets that count nothing.
-        label_smoothing: share of the target that is spread evenly over the whole vocabulary.
+        ignore_index: targets with this value do not count.
+        label_smoothing: share of the target that is spread evenly over the full vocabulary.
         reduction: "mean" over the targets that count, "sum", or "none", which has the shape of
             ``targets``.
 
     Raises:
-        UsageError: shapes don't fit, or these are a part of the logits that has lost its mark.
+        UsageError: shapes do not fit, or the logits are sharded but have lost their mark.
     """
     if logits.shape[:-1] != targets.shape:
         what = f"logits are {list(logits.shape)}, targets {list(targets.shape)}"
@@ -129,10 +130,13 @@ def cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     """
-    Losses ``[rows]`` of this rank's logits ``[rows, words]``; all ranks get the same.
+    Losses ``[rows]`` of this rank's logits ``[rows, local vocabulary]``, the same on all ranks.
 
-    With s of smoothing and V words the loss is log(sum(exp x)) - (1 - s) x[target] - s / V sum(x).
-    Two collectives: the largest logit, then the three sums together. Halves are computed in fp32.
+    With smoothing s and a vocabulary of V the loss is log(sum(exp x)) - (1 - s) x[target] - s / V
+    sum(x).
+    There are two collectives: the largest logit, then the three sums together. bf16 and fp16 are
+    computed
+    in fp32.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Embeddings and heads cut by words of the vocabulary; parts may differ by one word."""
+"""Embeddings and heads sharded over the vocabulary. Shards can differ by one token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard, mark_sharded_l
 
 
 class VocabularyParallelEmbedding:
-    """An embedding that looks up this rank's words; the sum over the ranks has all."""
+    """An embedding that looks up this rank's tokens. The sum over the ranks is the full result."""
 
     _place: ModuleContext
     _vocab_shard: VocabShard
@@ -49,8 +49,8 @@ class VocabularyParallelEmbedding:
 
 class VocabularyParallelHead(linear.ColumnParallel):
     """
-    A head that computes this rank's logits: ``[..., words]`` of ``[..., width]``, or its own words
-    only.
+    A head that computes this rank's logits of ``[..., width]``; they can be gathered to ``[...,
+    vocabulary]``.
     """
 
 
@@ -68,7 +68,7 @@ class VocabStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Cut weight and bias along the words."""
+        """Shard weight and bias over the vocabulary."""
         if isinstance(module, nn.Embedding):
             _check_embedding(name, module)
         elif linear.out_dim(name, module):
@@ -82,7 +82,7 @@ class VocabStyle(ModuleStyle):
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Look up or compute this rank's words."""
+        """Look up or compute this rank's part of the vocabulary."""
         total = shard_of(module.weight).shape[0]
         words = VocabShard(axis, total, *shard_range(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):

@@ -1,12 +1,12 @@
 """
-The process that serves torch's TCPStore on a socket that the agent has bound: ``python
-storehost.py``, socket as fd 3.
+Serves torch's TCPStore on a socket that the agent has bound: ``python tcpstore_main.py``, socket as
+fd 3.
 
-It serves until it is ended, and it never listens anywhere else. Where that is known to work (torch
-2.11 to 2.14) only torch's C library is loaded, not the package, while the workers need the cores
-for their own import of torch: 0.22 s and 144 MB in place of 0.94 s and 217 MB (2.13 CPU), 395 MB in
-place of 507 MB (2.11 CUDA). Should that fail, the process starts over with the whole package. Run
-by its path with the *workers'* interpreter, which needs torch and not pdrun.
+It serves until it is killed, and never listens anywhere else. With versions of torch that are known
+to work (2.11 to 2.14) it loads only torch's C library, not the package, while the workers need the
+cores for their own import of torch: 0.22 s and 144 MB instead of 0.94 s and 217 MB (2.13 CPU), 395
+MB instead of 507 MB (2.11 CUDA). If that fails, the process starts again with the full package. It
+is run by its path with the *workers'* interpreter, which needs torch and not pdrun.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_LIGHT_VERSION = (2, 14)
 
 def light_store_class(root: Path) -> type:
     """
-    Return TCPStore from torch's C library alone; leaves a hollow ``torch`` behind in this process.
+    Return TCPStore from torch's C library alone. Leaves an empty ``torch`` module in this process.
 
     Args:
         root: folder of the package torch.
@@ -49,7 +49,7 @@ def light_store_class(root: Path) -> type:
 
 
 def full_store_class() -> type:
-    """Return TCPStore the ordinary way."""
+    """Return TCPStore of the full package."""
     from torch.distributed import TCPStore
 
     found: type = TCPStore
@@ -57,9 +57,7 @@ def full_store_class() -> type:
 
 
 def find_torch_root() -> Path:
-    """
-    Return the folder of the package torch; ends the process with one line where there is none.
-    """
+    """Return the folder of the package torch; end the process with one line if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(f"{sys.executable} has no torch, which MASTER_PORT's store needs")
@@ -79,17 +77,17 @@ def can_load_light(root: Path) -> bool:
 
 
 def serve_store(store_class: type) -> object:
-    """Put a store on the socket; the returned object must be kept."""
+    """Create a store on the socket. The caller must keep the returned object."""
     listener = socket.socket(fileno=LISTEN_FD)
     host, port = listener.getsockname()[:2]
-    number = listener.detach()  # the store owns it from here on
+    number = listener.detach()  # the store owns it now
     return store_class(host, port, None, True, wait_for_workers=False, master_listen_fd=number)
 
 
 def main(argv: list[str]) -> None:
     """
-    Serve until SIGKILL: what a terminal or a batch system sends to all is for the workers; they may
-    still save.
+    Serve until SIGKILL. Other signals of a terminal or a batch system are for the workers, which
+    may still save.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,5 @@
 """
-Processes that join without a launcher, and those that look from outside.
+Processes that join without a launcher, and viewers of a job.
 
-May import: scheduler, transport, membership, protocol.
-Start reading here: member.py.
+May import: scheduler, transport, membership, protocol. Start reading here: member.py.
 """

@@ -1,12 +1,13 @@
 """
-The dynamic cluster: processes started by hand, or by another tool, meet at a scheduler and get
-ranks. No launcher.
+The dynamic cluster: processes that are started by hand or by another tool, without a launcher. They
+rendezvous at a scheduler and get ranks.
 
-    PDRUN_ROLE=scheduler PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # waits for the workers
-    PDRUN_ROLE=worker    PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # twice, anywhere
+    export PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2
+    PDRUN_ROLE=scheduler python train.py     # waits for the workers
+    PDRUN_ROLE=worker    python train.py     # twice, on any host
 
 MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID,
-MS_TOPO_TIMEOUT) are read too. Each worker is a node of its own with one worker. This file reads the
+MS_TOPO_TIMEOUT) are read, too. Each worker is a node with one worker. This file reads the
 environment; `pdrun.rendezvous.clients.member` joins.
 """
 
@@ -22,10 +23,10 @@ from typing import Literal, TypeVar
 
 from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.text import check_name, plural
 from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret, find_secret
+from pdrun.text import check_name, plural
 
 __all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join_cluster", "run_scheduler"]
 
@@ -33,8 +34,8 @@ _T = TypeVar("_T")
 Role = Literal["scheduler", "worker"]
 _PDRUN_VARIABLES = ("PDRUN_ROLE", "PDRUN_WORKERS")
 """
-PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB mean something to the launcher, too: alone they say
-nothing here.
+The launcher uses PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB, too. Without the variables above
+they mean no dynamic cluster.
 """
 _MINDSPORE_VARIABLES = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
 _ROLE_OF_VALUE: Mapping[str, Role] = {
@@ -48,41 +49,40 @@ _NO_PARAMETER_SERVERS = "pdrun has no parameter servers, only a scheduler and wo
 
 @dataclass(frozen=True)
 class DynamicSpec:
-    """What the environment of one process of a dynamic cluster says."""
+    """The settings of one process of a dynamic cluster, from its environment."""
 
     role: Role
     scheduler: Endpoint
     workers: int
-    """Processes of role worker in the job."""
+    """Number of processes with the role worker."""
     rank: int | None = None
-    """The rank that this worker asks for (PDRUN_NODE_RANK, or MS_NODE_ID where it is a number)."""
+    """The requested rank (PDRUN_NODE_RANK, or MS_NODE_ID if it is a number)."""
     name: str = ""
     """
     Name of this worker (PDRUN_WORKER_ID, or MS_NODE_ID); empty: made from host and process id.
     """
     job: str = "dynamic"
     timeout: float = 600.0
-    """Seconds for all to come together."""
+    """Seconds for all processes to join."""
     journal: str = ""
     """
-    File from which a scheduler that died is resumed by starting it again (PDRUN_JOURNAL); empty:
-    none.
+    Journal file (PDRUN_JOURNAL). A scheduler that died is started again and resumes from it; empty:
+    no journal.
     """
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
     """
-    Read the dynamic cluster's variables; None where there are none.
+    Read the dynamic cluster's variables; None if they are not set.
 
     Raises:
-        ConfigError: a variable is missing, wrong, or PDRUN_* and MS_* contradict each other; names
-            the variable.
+        ConfigError: a variable is missing or wrong, or PDRUN_* and MS_* differ; names the variable.
     """
     if not any(environ.get(name) for name in (*_PDRUN_VARIABLES, *_MINDSPORE_VARIABLES)):
         return None
     try:
         return _read_spec(environ)
-    except UsageError as error:  # of a parser that the command line has, too
+    except UsageError as error:  # of a parser that the command line uses, too
         raise ConfigError(error.what, where=error.where, hint=error.hint) from None
 
 
@@ -142,7 +142,10 @@ def run_scheduler(
     grace: float = 30.0,
     show_line: Callable[[str], None] | None = None,
 ) -> int:
-    """Serve the job of a ``scheduler`` process until it is over; return the job's code."""
+    """
+    Serve the job until it is over, in a process with the role scheduler; return the job's exit
+    code.
+    """
     from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
 
@@ -175,13 +178,13 @@ def join_cluster(
     show_line: Callable[[str], None] | None = None,
 ) -> DynamicMember:
     """
-    Take part as a worker: returns when all are here, with this process's rank.
+    Join as a worker; return when all workers have joined, with this process's rank.
 
-    From then on a thread keeps the connection; when the job is stopped because a peer failed, it
-    prints the cause and ends this process by SIGTERM, after the grace by SIGKILL.
+    From then on a thread keeps the connection. If the job is stopped because a peer failed, the
+    thread prints the cause and ends this process by SIGTERM, and after the grace by SIGKILL.
 
     Raises:
-        RendezvousError, AuthenticationError, ConfigError: the job did not come together; says why.
+        RendezvousError, AuthenticationError, ConfigError: the rendezvous failed; gives the reason.
     """
     if spec.role != "worker":
         raise ConfigError(
@@ -207,7 +210,6 @@ def join_cluster(
 
 
 # Reading variables
-# ----------------------------------------------------------------------------------------------------
 
 
 def _read_role(environ: Mapping[str, str], variable: str) -> Role | None:
@@ -268,7 +270,7 @@ def _read_count(environ: Mapping[str, str], variable: str, minimum: int) -> int 
 def _merge_values(
     what: str, ours: _T | None, theirs: _T | None, our_name: str, their_name: str
 ) -> _T | None:
-    """Return the one value that is there; two that differ are an error with both."""
+    """Return the value of two variables for one setting; two different values are an error."""
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
             f"two values for the {what}: {our_name} says {ours}, {their_name} says {theirs}"

@@ -1,10 +1,9 @@
 """
-One process of a dynamic cluster: joins as a node with one worker, beats from a thread, and leaves
-with its outcome.
+One process of a dynamic cluster: joins as a node with one worker and reports its exit code.
 
-Limits. The exit code is known when the process ends by `sys.exit`, by an uncaught exception or by
-running to its end; ``raise SystemExit(n)`` and ``os._exit`` pass Python's hooks by. A process that
-is killed is noticed by its connection.
+Limits: the exit code is known if the process ends by `sys.exit`, by an uncaught exception or at the
+end of the program. ``raise SystemExit(n)`` and ``os._exit`` bypass Python's hooks. A killed process
+is noticed by the end of its connection.
 """
 
 from __future__ import annotations
@@ -50,11 +49,9 @@ from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 LEAVE_SECONDS = 10.0
-"""
-Seconds that the end of the process waits, at most, until the scheduler has read its last words.
-"""
+"""Maximum time that the process waits at its end for the scheduler to read its last messages."""
 LINGER_SECONDS = 1.0
-"""Seconds that the connection has to hand over the very last word, which nobody depends on."""
+"""Time for the very last message, which the scheduler can do without."""
 
 
 def join_scheduler(
@@ -68,15 +65,16 @@ def join_scheduler(
     show_line: Callable[[str], None] | None = None,
 ) -> DynamicMember:
     """
-    Join the job at ``scheduler`` and wait until all are there.
+    Join the job at ``scheduler`` and wait until all nodes have joined.
 
     Args:
         name: of this worker, unique in the job; empty: made from host name and process id.
-        rank: the rank to ask for.
-        timeout: seconds to reach the scheduler; how long it then gathers is its own affair.
+        rank: the requested rank.
+        timeout: seconds to reach the scheduler. The scheduler has a limit of its own for the joins.
 
     Raises:
-        RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave one.
+        RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave
+            one.
     """
     show_line = show_line or async_writer.write_message
     host = socket.gethostname()
@@ -85,7 +83,7 @@ def join_scheduler(
         scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=show_line
     )
     address = Endpoint(*store.getsockname()[:2])
-    # A number of fixed width, so that workers of one host stand in the order of their process ids.
+    # A number of fixed width: workers of one host are ordered by their process ids.
     wish = Join(
         name or f"{host}-{os.getpid():08d}",
         rank,
@@ -128,16 +126,14 @@ class DynamicMember:
     """Among the workers on this host, in the order of their ranks."""
     local_world_size: int
     master: Endpoint
-    """Where the store of rank 0 is, or will be: its socket is already listening."""
+    """Address of rank 0's store. Its socket is listening already."""
     job: str
     run: str
     generation: int
     name: str
     host: str
     store_socket: socket.socket | None
-    """
-    On rank 0: the listening socket behind `master`, to be given to the store. The caller owns it.
-    """
+    """On rank 0: the listening socket of `master`, for the store. The caller owns it."""
     _link: ZmqLink
     _show_line: Callable[[str], None]
     _outcome: Cause | None = None
@@ -154,10 +150,10 @@ class DynamicMember:
 
     def finish(self, code: int = 0) -> None:
         """
-        Report the end of this worker and leave; returns when the scheduler has read that (bounded).
-        Only the first call counts.
+        Report the end of this worker and leave. Returns when the scheduler has read the report, or
+        after a limit. Only the first call counts.
 
-        Called by itself when the interpreter exits.
+        Called automatically when the interpreter exits.
         """
         if self._is_finished or os.getpid() != self._pid:
             return
@@ -241,8 +237,8 @@ class DynamicMember:
 
     def _leave_job(self, patience: float = LEAVE_SECONDS) -> None:
         """
-        Leave, but not before the scheduler has read what was said: a node that is cut off earlier
-        counts as lost.
+        Leave after the scheduler has read all messages: a node that is cut off before counts as
+        lost.
         """
         deadline = time.monotonic() + patience
         self._link.request_confirmation()
@@ -257,8 +253,8 @@ class DynamicMember:
         """
         End this process: by the signal, and by SIGKILL after ``grace`` seconds.
 
-        The scheduler is told first when the signal is certain to end it; else `finish` tells after
-        the handler.
+        If the signal is certain to end the process, the scheduler gets the report first. Otherwise
+        `finish` sends it after the program's signal handler.
         """
         self._show_line(f"{why} (rank {self.rank} ends by signal {number})")
         stopped = Cause(
@@ -283,9 +279,7 @@ class DynamicMember:
         self._wait_for_exit(time.monotonic() + grace)
 
     def _wait_for_exit(self, deadline: float) -> None:
-        """
-        Wait for the end of the process; pass its last words on; kill it when its time is over.
-        """
+        """Wait for the end of the process and send its last messages. Kill it at the deadline."""
         while time.monotonic() < deadline:
             try:
                 message = self._outgoing.get(
@@ -309,7 +303,7 @@ class DynamicMember:
 def _wait_for_start(
     link: ZmqLink, request: Join, show_line: Callable[[str], None]
 ) -> tuple[Welcome, Assign]:
-    """Go from Hello to Start."""
+    """Exchange the messages from Hello to Start."""
     welcome: Welcome | None = None
     assign: Assign | None = None
     while True:
@@ -343,7 +337,9 @@ def _refusal_error(code: int, reason: str, where: str) -> PdrunError:
 
 
 def _find_local_address(scheduler: Endpoint) -> str:
-    """Return this machine's address on the way to the scheduler; asks the kernel, sends nothing."""
+    """
+    Return this machine's address on the route to the scheduler. Asks the kernel and sends nothing.
+    """
     try:
         found = socket.getaddrinfo(scheduler.host, scheduler.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, address = found[0]
@@ -358,7 +354,7 @@ def _find_local_address(scheduler: Endpoint) -> str:
 
 
 def _read_boot_id() -> str:
-    """Tell two machines apart that call themselves by one name."""
+    """Return the boot id, which differs between two machines with one host name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -378,8 +374,8 @@ def _cause_of_exception(
 ) -> Cause:
     text = "".join(traceback.format_exception(kind, error, trace))
     lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
-    # not the last: a message may have several lines, and notes; a SyntaxError's place stands
-    # indented above it
+    # Not the last line: a message may have several lines, and notes. The place of a SyntaxError is
+    # indented above it.
     summary = next((line for line in lines if line[:1] not in ("", " ")), kind.__name__)
     how: CauseKind = "exception"
     if isinstance(error, KeyboardInterrupt):

@@ -1,11 +1,10 @@
 """
-Somebody who looks at a job from outside, or ends it: one connection from the first question to the
-last answer.
+A viewer: watches a job from outside, or stops it, over one connection.
 
-What is learned by staying connected cannot be learned by asking anew each time: that the scheduler
-which answered is still the same, and whether one that says nothing is out of reach (then it is
-waited for) or has gone (its port refuses connections). Whoever has asked once is told the last
-status unasked when the job is over (`pdrun.rendezvous.scheduler.service`).
+One connection is kept because it tells more than a new one per question: that the scheduler is
+still the same, and whether a silent one is out of reach (the viewer waits) or gone (its port
+refuses connections). A viewer that has asked once gets the last status without asking when the job
+is over (`pdrun.rendezvous.scheduler.service`).
 """
 
 from __future__ import annotations
@@ -33,18 +32,16 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.security import Secret
 
 ANSWER_SECONDS = 5.0
-"""Seconds for the first word of a scheduler."""
+"""Time for the scheduler's first message."""
 REPEAT_SECONDS = 1.0
-"""
-Seconds after which a question is asked once more: it may have gone with a connection that was cut.
-"""
+"""Time after which a question is repeated: it may be lost with a connection that was cut."""
 PROBE_SECONDS = 1.0
-"""Seconds that an attempt to connect may take."""
+"""Time for one attempt to connect."""
 _Reply = TypeVar("_Reply", Welcome, StatusReply)
 
 
 class Viewer:
-    """See the module. A context manager: the connection ends with it."""
+    """See the module. A context manager, which closes the connection."""
 
     def __init__(
         self,
@@ -57,16 +54,17 @@ class Viewer:
         patience: float = 0.0,
     ) -> None:
         """
-        Connect, and wait for the scheduler's welcome.
+        Connect, and wait for the scheduler's Welcome.
 
         Args:
-            stops: `stop` will be called; a viewer's key does not open that.
-            timeout: seconds for the welcome.
-            patience: seconds for which a scheduler that is lost later is waited for at least; the
-                job's own by default.
+            stops: `request_stop` will be called; a viewer's key does not permit that.
+            timeout: seconds for the Welcome.
+            patience: minimum seconds to wait for a scheduler that is lost later; default: the job's
+                own.
 
         Raises:
-            AuthenticationError: the token differs. RendezvousError: nobody answered, or it refused.
+            AuthenticationError: the token differs.
+            RendezvousError: no scheduler answered, or it refused.
         """
         self.endpoint = endpoint
         self._link = ZmqLink(
@@ -89,7 +87,7 @@ class Viewer:
             raise
         self.job = welcome.job
         self.run = welcome.run
-        """Names of the job, empty where no node has named it yet, and of its run."""
+        """Names of the run and of the job (empty: no node has named it yet)."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,34 +101,33 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Say good-bye."""
+        """Leave and close the connection."""
         self._link.send(Leave())
         self._link.close(0.5)
 
     def fetch_lines(self, timeout: float = ANSWER_SECONDS) -> list[str] | None:
         """
-        Ask for the job's event lines, oldest first; None: no answer within ``timeout`` seconds,
-        which may yet come.
+        Ask for the job's event lines, oldest first. None: no answer within ``timeout`` seconds; it
+        may still arrive.
 
         Raises:
-            RendezvousError: the scheduler was out of reach for longer than the job bears that, or
-                another one answers.
+            RendezvousError: the scheduler was out of reach for too long, or another one answers.
         """
         reply = self._await_reply(StatusReply, time.monotonic() + timeout, asking=True)
         return None if reply is None else list(reply.lines)
 
     def request_stop(self, signal: int, by: str, *, force: bool = False) -> None:
         """
-        Ask that the job be stopped; what `lines` returns afterwards is the answer of one who has
-        heard that.
+        Ask to stop the job. A later answer of `fetch_lines` proves that the scheduler has read
+        this.
         """
         self._link.send(StopRequest(signal, by, force))
 
     @property
     def is_gone(self) -> bool:
         """
-        Whether the scheduler is not merely out of reach: nobody listens at its address any more, or
-        another one.
+        Whether the scheduler is gone and not only out of reach: no process listens at its address,
+        or another scheduler does.
         """
         return self._link.is_replaced or (
             self._link.is_port_closed and _is_port_closed(self.endpoint)
@@ -181,8 +178,7 @@ def query_status(
 
 def _is_port_closed(endpoint: Endpoint) -> bool:
     """
-    Whether the machine at ``endpoint`` says that nobody listens at the port; one that says nothing
-    tells nothing.
+    Whether the machine at ``endpoint`` refuses connections to the port. No answer means False.
     """
     try:
         socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS).close()

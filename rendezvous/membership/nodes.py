@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdrun.text import natural_key, plural
 from pdrun.rendezvous.policies.texts import rank_label, refuse_difference, refuse_same_name
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Join, Refuse
+from pdrun.text import natural_key, plural
 
 MAX_WORKERS_PER_NODE = 1 << 16
 """A larger number is a mistake, and would need a table of ranks that does not fit in memory."""

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from pdrun import process_setup
-from pdrun.errors import ConfigError
 from pdrun.disk import make_private_folder
+from pdrun.errors import ConfigError
 
 SECRET_BYTES = 32
 """Bytes of a secret."""

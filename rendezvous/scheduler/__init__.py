@@ -1,6 +1,5 @@
 """
-The scheduler as a process or library, and its relays.
+The scheduler, as a process or as a library, and its relays.
 
-May import: journal, transport, membership, policies, protocol.
-Start reading here: service.py.
+May import: journal, transport, membership, policies, protocol. Start reading here: service.py.
 """

@@ -1,13 +1,13 @@
 """
-The scheduler as a child of the first node's agent: started, its address learned, its death noticed
-at once and mended.
+The scheduler as a child of the first node's agent: start it, get its address, restart it.
 
-The listening socket is bound here, so that a port in use is reported before anything starts, and
-inherited; the secret goes over stdin; the end of stdin tells the child that its agent has died.
+The listening socket is bound here, so a port in use is reported before anything starts. The child
+inherits the socket and reads the secret from stdin. The end of stdin tells it that its agent has
+died.
 
-Should the child die, another one is started on the same socket, which stays open here meanwhile:
-agents that come back wait in its queue. It goes on from the journal. `tend` does all this without
-ever waiting.
+If the child dies, another one is started on the same socket, which stays open here meanwhile:
+agents that reconnect wait in its queue. The successor resumes from the journal. `tend` does all
+this and never blocks.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 START_SECONDS = 30.0
-"""
-Seconds for the child to listen; a process start and two imports, on a machine that may be busy.
-"""
+"""Time for the child to listen: a process start and two imports, on a machine that may be busy."""
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 60.0
-"""So many restarts in so many seconds; after the next death it is given up."""
+"""At most MAX_RESTARTS within this time. The next death ends the job."""
 BACKOFF_SECONDS = (0.0, 0.2, 0.5)
-"""Seconds before the first, second and third restart within WINDOW."""
+"""Seconds before the first, second and third restart within RESTART_WINDOW_SECONDS."""
 DISK_SECONDS = 2.0
-"""Seconds for the journal's disk to tell whether the file is there."""
+"""Time for the journal's disk to answer whether the file exists."""
 REAP_SECONDS = 1.0
-"""Seconds for a process to be gone once its output has ended; then it is killed."""
+"""Time for a process to exit after the end of its output; then it is killed."""
 
 
 class SchedulerChild:
     """
-    A running scheduler process. `fileno` becomes readable when `tend` has something to do, as at
-    its end.
+    A running scheduler process. `fileno` is readable when `tend` has work, or at the end of the
+    process.
     """
 
     COMMAND: ClassVar[tuple[str, ...]] = (
@@ -59,7 +57,7 @@ class SchedulerChild:
         "-m",
         "pdrun.rendezvous.scheduler.child_main",
     )
-    """What is started; another one in tests."""
+    """The command that is started. Tests replace it."""
 
     def __init__(
         self,
@@ -74,25 +72,23 @@ class SchedulerChild:
         timeout: float = START_SECONDS,
     ) -> None:
         """
-        Start it and wait until it listens.
+        Start the process and wait until it listens.
 
         Args:
-            endpoint: where to listen (port 0: the system chooses), or
-            listen_fd: a listening socket to hand over; the caller may close its own copy
-                afterwards.
-            events_path: file of the event log; None: none is written.
-            journal: file from which a successor goes on; None: there is no successor.
-            timeout: seconds for each process to come up.
+            endpoint: the address to listen on (port 0: the system chooses), or
+            listen_fd: a listening socket to pass on; the caller may close its own copy afterwards.
+            events_path: file of the event log; None: no event log.
+            journal: file from which a successor resumes; None: no successor.
+            timeout: seconds for each process to start.
 
         Raises:
             ConfigError: the address cannot be listened on.
-            RendezvousError: the process did not come up, or ended twice before it had said
-                anything.
+            RendezvousError: the process did not start, or ended twice before its first message.
         """
         if (endpoint is None) == (listen_fd is None):
             raise ValueError("give either an endpoint or a listening descriptor")
         self.on_start: Callable[[int], object] = lambda pid: None
-        """Called with the pid of each process that is started later on."""
+        """Called with the pid of each process that is started later."""
         self._listener = bind_listener(endpoint).detach() if endpoint else os.dup(listen_fd or 0)
         self._journal = Path(journal) if journal else None
         self._timeout = timeout
@@ -106,9 +102,9 @@ class SchedulerChild:
         self._death_times: list[float] = []
         self._died_at = 0.0
         self._restart_at: float | None = None
-        """When another process is to be started; None: one runs, or none will."""
+        """Time at which another process is started; None: one runs, or none will."""
         self._answer_deadline: float | None = None
-        """While a process is starting: until when it must have told that it listens."""
+        """While a process starts: time by which it must report that it listens."""
         self._line = b""
         try:
             self._start_process()
@@ -117,42 +113,41 @@ class SchedulerChild:
             self.close(0.0)
             raise
         if self._journal is None:
-            self._close_listener()  # with nobody to inherit it: a dead scheduler's port refuses at once
+            self._close_listener()  # without a successor: the port of a dead scheduler refuses connections
 
     @property
     def pid(self) -> int:
-        """The process id of the present one, or of the last."""
+        """The process id of the present process, or of the last one."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status as `subprocess` tells it; None while it runs."""
+        """Its exit status as in `subprocess`; None while it runs."""
         return self._process.poll()
 
     def fileno(self) -> int:
         """
-        A descriptor that becomes readable when `tend` is due: an answer, or the end; -1: see
+        Return a descriptor that is readable when `tend` is due: an answer, or the end; -1: see
         `deadline`.
         """
         stream = self._process.stdout
         return -1 if stream is None or stream.closed else stream.fileno()
 
     def deadline(self) -> float | None:
-        """
-        Monotonic time at which `tend` is due although nothing is readable; None: no such time.
-        """
+        """Return the monotonic time at which `tend` is due even if nothing is readable, or None."""
         return self._restart_at if self._restart_at is not None else self._answer_deadline
 
     def restart_if_dead(self) -> str:
         """
-        Deal with a death, or with the answer of a successor; never waits. Return a line for the
-        user, or "".
+        Handle a death, or the answer of a successor. Never blocks. Return a line for the user, or
+        "".
 
-        A successor that cannot be started, as no process or descriptor is left, counts like one
-        that died.
+        A successor that cannot be started, because no process or descriptor is left, counts like
+        one that died.
 
         Raises:
-            RendezvousError: the scheduler has ended, and there will be no successor; says why.
+            RendezvousError: the scheduler has ended, and there will be no successor; gives the
+                reason.
         """
         now = time.monotonic()
         if self._restart_at is not None:
@@ -166,16 +161,16 @@ class SchedulerChild:
             if self._answer_deadline is not None and answer is not None:
                 return self._on_answer(answer, now)
         if self._answer_deadline is not None and now >= self._answer_deadline:
-            self._process.kill()  # its end is told by `fileno`
+            self._process.kill()  # `fileno` reports its end
             self._answer_deadline = None
         return ""
 
     def close(self, timeout: float = FAREWELL_SECONDS + 2.0) -> None:
         """
-        Let it go. After the verdict it ends by itself as soon as every node has left; before, this
-        ends the job.
+        Close. After the verdict the process ends when every node has left; before, this ends the
+        job.
 
-        It is killed after ``timeout`` seconds.
+        The process is killed after ``timeout`` seconds.
         """
         self._restart_at = self._answer_deadline = None
         self._close_listener()
@@ -198,8 +193,8 @@ class SchedulerChild:
         order = json.dumps({**self._order, "listen_fd": self._listener}).encode() + b"\n"
         assert self._process.stdin is not None
         try:
-            # all of it fits at once, so that an agent whose workers go on does not wait for a
-            # process to start
+            # A larger pipe, so that the write never blocks: an agent with running workers must not
+            # wait for the start of a process.
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(65536, len(order)))
         except OSError:
             pass
@@ -207,8 +202,8 @@ class SchedulerChild:
 
     def _start_second(self, timeout: float) -> Endpoint:
         """
-        Start another process in place of one that ended before it said anything: killed, as by a
-        lack of memory.
+        Start another process after one that ended before its first message (killed for lack of
+        memory, say).
         """
         self._reap_process(REAP_SECONDS)
         self._start_process()
@@ -220,7 +215,7 @@ class SchedulerChild:
         return endpoint
 
     def _await_endpoint(self, timeout: float) -> Endpoint | None:
-        """Return where it listens; None: it has ended without a word."""
+        """Return its address; None: it has ended without a message."""
         deadline = time.monotonic() + timeout
         while (answer := self._read_answer()) is None:
             left = deadline - time.monotonic()
@@ -234,23 +229,21 @@ class SchedulerChild:
 
     def _read_answer(self) -> dict[str, Any] | None:
         """
-        Return the process's answer among the lines that have come, if it is; note that it has given
-        its journal up.
+        Return the process's answer, if it is among the lines so far; note a lost journal.
 
-        Other lines are passed over: a ``sitecustomize`` may print what it likes before the
-        process's own first word.
+        Other lines are skipped: a ``sitecustomize`` may print before the process does.
         """
         found = None
         *lines, self._line = self._line.split(b"\n")
         for said in map(_parse_answer, lines):
             if "journal" in said:
-                self._journal = None  # what still lies there is not how things stand
+                self._journal = None  # the file, if it is still there, is out of date
             elif said:
                 found = said
         return found
 
     def _take_endpoint(self, answer: dict[str, Any]) -> Endpoint:
-        """Take the process's answer."""
+        """Return the address in the process's answer, or raise its error."""
         self._answer_deadline = None
         if "endpoint" not in answer:
             kind = ConfigError if answer.get("code") == ConfigError.exit_code else RendezvousError
@@ -275,8 +268,8 @@ class SchedulerChild:
 
     def _start_successor(self, now: float) -> str:
         """
-        Start a successor. A machine that has no process or descriptor to spare now may have one a
-        moment later.
+        Start a successor. A machine without a free process or descriptor may have one a moment
+        later.
         """
         self._restart_at = None
         try:
@@ -318,8 +311,7 @@ class SchedulerChild:
 
     def _schedule_restart(self, now: float, why: str) -> str:
         """
-        Have a successor started after a while, unless that was done too often; return a line for
-        the user.
+        Schedule the start of a successor, unless there were too many; return a line for the user.
         """
         self._death_times = [at for at in self._death_times if now - at < RESTART_WINDOW_SECONDS]
         if len(self._death_times) >= MAX_RESTARTS:
@@ -345,10 +337,7 @@ class SchedulerChild:
 
 
 def write_order(pipe: int, order: bytes) -> None:
-    """
-    Write a new process its order, in however many writes; one that is dead is found by who looks
-    after it.
-    """
+    """Write a new process its order. If it is dead already, its supervisor notices that."""
     try:
         while order:
             order = order[os.write(pipe, order) :]
@@ -357,7 +346,7 @@ def write_order(pipe: int, order: bytes) -> None:
 
 
 def _parse_answer(line: bytes) -> dict[str, Any]:
-    """Return what a line of the process says; nothing where the line is not one of its own."""
+    """Return the content of a line of the process; empty if the line is not one of its own."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):

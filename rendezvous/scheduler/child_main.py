@@ -1,9 +1,8 @@
 """
-The scheduler as the child of the first node's agent: ``python -m
-pdrun.rendezvous.scheduler.child_main`` (see `main`).
+The scheduler process of the first node's agent.
 
-`pdrun.rendezvous.scheduler.child` is the other end: it starts this process, and another one should
-this one die.
+It runs as ``python -m pdrun.rendezvous.scheduler.child_main``. `pdrun.rendezvous.scheduler.child` starts this process, and another one if this one dies. `main`
+documents the pipes.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdrun import async_writer, process_setup
 from pdrun.clock import SystemClock
@@ -24,53 +24,76 @@ from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.scheduler.relay_processes import RelayProcesses, choose_relay_count
 from pdrun.rendezvous.scheduler.service import Service
 
+if TYPE_CHECKING:
+    from pdrun.rendezvous.transport.zmq_server import ZmqServer
+
 MIN_OPEN_FILES = 40
+RELAY_CHECK_SECONDS = 0.5
+FAREWELL_SECONDS = 0.9
+"""Time for the last messages after the agent of this node has died."""
 JOURNAL_LOST = {"journal": "lost"}
+
+
+@dataclass
+class _RunningScheduler:
+    """The parts of the process, in the order in which they are closed."""
+
+    service: Service
+    transport: ZmqServer
+    relays: RelayProcesses | None
+    log: EventLog | None
+    address: Endpoint
+    """The address for agents."""
+
+    def close(self) -> None:
+        """Close all parts."""
+        self.service.close()
+        self.transport.close(1.0)
+        if self.relays:
+            self.relays.close()
+        if self.log and (missing := self.log.close()):
+            async_writer.write_message(missing)
 
 
 def main() -> int:
     """
     Serve as an agent's child.
 
-    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}, then nothing; its
-    end means that the agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error":
-    ..., "code": ...}; later on, should the journal be given up, {"journal": "lost"}. Where there is
-    a journal already, this process goes on from it.
+    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}. Its end means that
+    the agent has died.
+
+    stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}. Later, if the
+    journal is given up, {"journal": "lost"}.
+
+    If there is a journal already, this process resumes from it.
     """
     process_setup.setup_process()
+    # Signals of a terminal or a batch system are handled by the agents.
     for number in (*process_setup.STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a terminal's and a batch system's signals are the agents' business
+        signal.signal(number, signal.SIG_IGN)
     try:
         order = _read_order(sys.stdin.buffer.readline())
-        transport, service, log, relays = _start_service(order)
-    except Exception as error:  # whatever it is, the agent says it to the user
+        scheduler = _start_scheduler(order)
+    except Exception as error:  # the agent shows any error to the user
         ours = process_setup.resource_limit_error(error, "the scheduler", MIN_OPEN_FILES) or error
         _send_answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
         return 1
-    _send_answer({"endpoint": order["endpoint"]})
-    transport.watch(0)
+    _send_answer({"endpoint": str(scheduler.address)})
+    scheduler.transport.watch_fd(0)
     try:
-        _serve_until_done(service, order["config"], relays)
-        service.finish()
+        _serve_until_done(scheduler, order["config"])
+        scheduler.service.finish()
     finally:
-        service.close()
-        transport.close(1.0)
-        if relays:
-            relays.close()
-        if log and (missing := log.close()):
-            async_writer.write_message(missing)
+        scheduler.close()
     return 0
 
 
 def _send_answer(what: dict[str, Any]) -> None:
-    """Tell the agent; that it is gone already is told once more by the end of stdin."""
+    """Send a line to the agent. If the agent is gone, the end of stdin reports it, too."""
     import json
 
-    data = (
-        b"\n" + json.dumps(what).encode() + b"\n"
-    )  # a line of its own, behind whatever a sitecustomize has printed
+    # A line break first: a sitecustomize may have printed a part of a line.
+    data = b"\n" + json.dumps(what).encode() + b"\n"
     try:
         while data:
             data = data[os.write(1, data) :]
@@ -83,42 +106,40 @@ def _read_order(line: bytes) -> dict[str, Any]:
 
     order = codec.load_json(line, limit=4 << 20)
     if not isinstance(order, dict):
-        raise ValueError("the scheduler's order is no object")
+        raise ValueError("the scheduler's order must be a JSON object")
     order["config"] = codec.from_plain(SchedulerConfig, order["config"], "config")
     return order
 
 
-def _start_service(
-    order: dict[str, Any],
-) -> tuple[Any, Service, EventLog | None, RelayProcesses | None]:
+def _start_scheduler(order: dict[str, Any]) -> _RunningScheduler:
     from pdrun.rendezvous.protocol.security import Secret
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
-    events = Path(order["events"]) if order["events"] else None
-    # before the port is opened: agents that come back must not be taken by a scheduler that cannot
-    # go on
-    recovery = begin_or_resume(
-        order["config"], SystemClock(), Path(order["journal"]) if order["journal"] else None, events
-    )
-    recovery.on_lost = lambda: _send_answer(
-        JOURNAL_LOST
-    )  # on a disk that hangs an old one stays: nobody may go on from it
-    secret = Secret.from_hex(order["secret"]) if order["secret"] else None
+    config: SchedulerConfig = order["config"]
     listener: int = order["listen_fd"]
-    count = choose_relay_count(order["config"])
-    order["endpoint"] = str(_socket_address(listener))
-    crowd = order["config"].nodes + order["config"].spares
-    if count:  # the agents' door is the relays', the scheduler has one of its own
-        transport = ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0), insecure=order["insecure"])
+    insecure: bool = order["insecure"]
+    journal = Path(order["journal"]) if order["journal"] else None
+    events = Path(order["events"]) if order["events"] else None
+    # Before the port is opened: a scheduler that cannot resume must not accept agents that
+    # reconnect.
+    recovery = begin_or_resume(config, SystemClock(), journal, events)
+    # If the disk hangs, the file stays. The agent must not start a successor from it.
+    recovery.on_lost = lambda: _send_answer(JOURNAL_LOST)
+    secret = Secret.from_hex(order["secret"]) if order["secret"] else None
+    address = _socket_address(listener)
+    count = choose_relay_count(config)
+    crowd = config.nodes + config.spares
+    relays: RelayProcesses | None = None
+    if count:
+        # The relays accept the agents; the scheduler has a port of its own for the relays.
+        transport = ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0), insecure=insecure)
         relays = RelayProcesses(count, listener, transport.endpoint, secret, crowd)
     else:
-        transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"], crowd=crowd)
-        relays = None
+        transport = ZmqServer(secret, listen_fd=listener, insecure=insecure, crowd=crowd)
     log = EventLog(events) if events else None
-    service = Service(
-        order["config"], transport, record=log.extend if log else None, recovery=recovery
-    )
-    return transport, service, log, relays
+    record = log.extend if log else None
+    service = Service(config, transport, record=record, recovery=recovery)
+    return _RunningScheduler(service, transport, relays, log, address)
 
 
 def _socket_address(listener: int) -> Endpoint:
@@ -130,25 +151,27 @@ def _socket_address(listener: int) -> Endpoint:
         copy.close()
 
 
-def _serve_until_done(
-    service: Service, config: SchedulerConfig, relays: RelayProcesses | None
-) -> None:
+def _serve_until_done(scheduler: _RunningScheduler, config: SchedulerConfig) -> None:
+    """Serve until the job is over, or shortly after the death of the agent."""
+    service = scheduler.service
+    relays = scheduler.relays
     clock = service.clock
     leave_at = float("inf")
-    look_at = 0.0
+    check_relays_at = 0.0
     while service.exit_code is None and clock.monotonic() < leave_at:
         service.poll_once(0.25)
-        if relays and clock.monotonic() >= look_at:
-            look_at = clock.monotonic() + 0.5
+        if relays and clock.monotonic() >= check_relays_at:
+            check_relays_at = clock.monotonic() + RELAY_CHECK_SECONDS
             if died := relays.restart_dead():
                 service.warn(died)
         if service.ready_fds and not os.read(0, 4096):
-            service.transport.unwatch(0)  # type: ignore[attr-defined]
+            scheduler.transport.unwatch_fd(0)
             if service.machine.shutdown.verdict is None:
-                service.on_agent_lost(
-                    f"the node of the scheduler{f' ({config.host})' if config.host else ''} was lost"
-                )
-                leave_at = clock.monotonic() + (0.9 if service.has_peers else 0.0)
+                host = f" ({config.host})" if config.host else ""
+                service.on_agent_lost(f"the node of the scheduler{host} was lost")
+                leave_at = clock.monotonic()
+                if service.has_peers:
+                    leave_at += FAREWELL_SECONDS
 
 
 if __name__ == "__main__":

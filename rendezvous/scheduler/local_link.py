@@ -1,8 +1,8 @@
 """
-The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`).
+The agent's link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`).
 
-Both links are `pdrun.launcher.agent.interfaces.Link` by shape. This module imports no ZeroMQ:
-`ZmqLink` does, when it is made (see `pdrun.rendezvous.transport.zmq_client`).
+Both have the shape of `pdrun.launcher.agent.interfaces.Link`. This module does not import ZeroMQ:
+`ZmqLink` does when it is created (`pdrun.rendezvous.transport.zmq_client`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LocalLink", "ZmqLink"]
 
 
 def __getattr__(name: str) -> object:
-    """Load `ZmqLink`, and ZeroMQ with it, on first use."""
+    """Import `ZmqLink`, and ZeroMQ with it, on first use."""
     if name == "ZmqLink":
         from pdrun.rendezvous.transport.zmq_client import ZmqLink
 
@@ -37,10 +37,7 @@ def __getattr__(name: str) -> object:
 
 
 class LocalLink:
-    """
-    A link to a scheduler that lives in this very process: for a job of one node. Nothing listens,
-    nobody beats.
-    """
+    """A link to a scheduler in this process, for a job of one node. No port and no heartbeats."""
 
     def __init__(
         self,
@@ -55,8 +52,8 @@ class LocalLink:
         Args:
             config: of the scheduler; its ``nodes`` should be 1.
             host: name of this host, for messages.
-            events_path: file of the event log; None: none is written.
-            record: is given each event, too.
+            events_path: file of the event log; None: no event log.
+            record: called with each event, too.
         """
         self._clock = clock or SystemClock()
         self._log = EventLog(Path(events_path)) if events_path else None
@@ -78,37 +75,40 @@ class LocalLink:
         self.send(self._make_hello())
 
     def fileno(self) -> int:
-        """There is none: ask `deadline`."""
+        """Return -1: there is no descriptor, see `deadline`."""
         return -1
 
     def send(self, message: Message) -> None:
-        """Hand a message to the scheduler; its answers are there at once."""
+        """Send a message to the scheduler. `poll` then returns its answers."""
         self._connection.send(Envelope(self._agent, 0, self._sequence, message))
         self._sequence += 1
         self._run_service()
 
     def poll(self) -> Sequence[Message]:
-        """Let the scheduler work and return what it says."""
+        """Run the scheduler and return its messages."""
         self._run_service()
         result = self._inbox
         self._inbox = []
         return result
 
     def deadline(self) -> float | None:
-        """When `poll` is due: now when something lies there, else at the scheduler's next tick."""
+        """
+        Return when `poll` is due: now if there are messages, otherwise at the scheduler's next
+        tick.
+        """
         now = self._clock.monotonic()
         return now if self._inbox else now + self._service.machine.tick_every
 
     def silent_for(self) -> float:
-        """A scheduler in this process is never out of reach."""
+        """Return 0: a scheduler in this process is never out of reach."""
         return 0.0
 
     def cut_off_for(self) -> float:
-        """A scheduler in this process is never cut off."""
+        """Return 0: a scheduler in this process is never cut off."""
         return 0.0
 
     def renew(self) -> None:
-        """Begin again as a new agent, after the old one was given up."""
+        """Start again as a new agent, after this one was marked lost."""
         self._connection.close()
         self._service.poll_once(0.0)
         hub = self._service.transport
@@ -120,7 +120,7 @@ class LocalLink:
         self.send(self._make_hello())
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the scheduler, too."""
+        """Close the link and the scheduler."""
         self._connection.close()
         self._service.poll_once(0.0)
         self._service.transport.close(0.0)

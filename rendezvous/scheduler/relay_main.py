@@ -1,18 +1,17 @@
 """
-A relay: takes in the connections of many agents and carries them over one connection to the
-scheduler.
+A relay: accepts the connections of many agents and carries them over one connection.
 
-    agent --CURVE--> relay --CURVE--> scheduler            an agent does not know whether it speaks to a relay
+    agent --CURVE--> relay --CURVE--> scheduler      an agent does not know about the relay
 
-It does what costs most in a large job, and decides nothing: handshakes, limits, and the heartbeats,
-which it answers itself as long as the scheduler has answered it a moment ago (so a cut or a frozen
-scheduler is felt by every agent as without a relay). Everything else passes as it came. When the
-scheduler is lost the relay ends its agents' connections; they come back by themselves, here or
-elsewhere, and resume.
+It does what costs most in a large job, and decides nothing: handshakes, limits and heartbeats. It
+answers heartbeats itself while the scheduler has answered the relay a moment ago, so every agent
+notices a cut or a frozen scheduler as without a relay. Everything else passes unchanged. When the
+scheduler is lost, the relay ends its agents' connections; the agents reconnect, to this relay or to
+another one.
 
-``python -m pdrun.rendezvous.scheduler.relay_main`` is one beside the scheduler, started by it:
-several of them accept from the one listening socket of the job, which they all hold. `pdrun relay`
-is one on another host.
+``python -m pdrun.rendezvous.scheduler.relay_main`` is a relay of the scheduler's host, started by
+the scheduler. Several of them accept from the job's one listening socket. `pdrun relay` is a relay
+on another host.
 """
 
 from __future__ import annotations
@@ -51,25 +50,25 @@ from pdrun.rendezvous.transport.zmq_server import ZmqServer
 from pdrun.rendezvous.transport.zmq_util import NEVER_RECONNECT_MS, open_monitor, read_monitor_event
 
 REPORT_SECONDS = 1.0
-"""Seconds between two reports of who was heard."""
+"""Time between two reports of agents that are alive."""
 FRESH_SECONDS = 3.0
-"""Seconds after the scheduler's last answer for which the relay answers heartbeats in its place."""
+"""Time after the scheduler's last answer for which the relay answers heartbeats in its place."""
 RETRY_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
-"""Seconds that the scheduler has to let the relay in."""
+"""Time for the scheduler to accept the relay."""
 STATUS_SECONDS = 5.0
-"""Seconds between two lines about a scheduler that is not there."""
+"""Time between two lines about a missing scheduler."""
 
 _HEARTBEAT_PATTERN = re.compile(
     rb'\{"sender":"[0-9a-f]{1,64}","incarnation":\d{1,9},"sequence":0,"type":"Heartbeat",'
     rb'"body":\{"number":(\d{1,15}),"echo":(\d{1,15})\}\}'
 )
 ECHO_TEMPLATE = b'{"sender":"%s","incarnation":0,"sequence":0,"type":"Echo","body":{"number":%%d}}'
-"""As the codec writes it; these two are most of what a relay reads and says."""
+"""As the codec writes it. A relay mostly reads heartbeats and writes echoes."""
 
 
 class RawFrame(NamedTuple):
-    """A frame of an agent, as it came."""
+    """A frame of an agent, as it arrived."""
 
     peer: Peer
     role: str
@@ -77,10 +76,7 @@ class RawFrame(NamedTuple):
 
 
 class RelayServer(ZmqServer):
-    """
-    The agents' side of a relay: the scheduler's own transport, which reads nothing of what it
-    takes.
-    """
+    """The agents' side of a relay: the scheduler's transport, but frames are not parsed."""
 
     roles = ("agent", "view")
 
@@ -89,12 +85,12 @@ class RelayServer(ZmqServer):
 
     def send_bytes(self, peer: Peer, data: bytes) -> None:
         """
-        Send bytes as they are; a connection that does not take them is ended and reported as Gone.
+        Send bytes unchanged. A connection that does not read is ended and reported as PeerGone.
         """
         self._send_bytes(peer, data)
 
     def watch_uplink(self, uplink: RelayUplink) -> None:
-        """Have `poll` return when the scheduler has said something, too."""
+        """Make `poll` return also when the scheduler has sent something."""
         for one in (uplink.socket, uplink.monitor):
             self._router.poller.register(one, self._zmq.POLLIN)
 
@@ -132,7 +128,7 @@ class RelayUplink:
         sock.connect(endpoint.zmq_url)
 
     def send(self, items: Iterable[RelayItem]) -> None:
-        """Send items; what a connection that is over does not take is lost with it."""
+        """Send items. A connection that has ended loses them."""
         for frame in pack_frames(items):
             try:
                 self.socket.send(frame, self._zmq.NOBLOCK)
@@ -140,10 +136,7 @@ class RelayUplink:
                 self.is_over = True
 
     def read_items(self) -> list[RelayItem]:
-        """
-        Return what the scheduler says; notes its coming and going in ``up``, ``over`` and
-        ``refused``.
-        """
+        """Return the scheduler's items, and update ``is_up``, ``is_over`` and ``is_refused``."""
         zmq = self._zmq
         found = []
         while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -169,7 +162,7 @@ class RelayUplink:
                 return found
 
     def close(self) -> None:
-        """End it at once."""
+        """Close immediately."""
         self.socket.monitor(None, 0)
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
@@ -177,7 +170,10 @@ class RelayUplink:
 
 
 class Relay:
-    """Carries between a `Front` and an `Uplink`. Call `turn` until it returns False."""
+    """
+    Carries items between a `RelayServer` and a `RelayUplink`. Call `run_once` until it returns
+    False.
+    """
 
     def __init__(
         self,
@@ -187,7 +183,7 @@ class Relay:
         *,
         is_standalone: bool = False,
     ) -> None:
-        """``alone``: agents know this relay's own address, not the scheduler's."""
+        """``is_standalone``: agents know this relay's own address, not the scheduler's."""
         self._server = front
         self._uplink = uplink
         self._echo = (
@@ -202,13 +198,13 @@ class Relay:
         self._answered_at = self._clock.monotonic()
         self._report_at = self._answered_at
         self.is_concluded = False
-        """Whether an agent was told the verdict: the job ends, and the scheduler with it."""
+        """Whether an agent was sent the verdict: the job ends, and the scheduler with it."""
         front.watch_uplink(uplink)
 
     def run_once(self, timeout: float = 0.25) -> bool:
         """
-        Wait for something, for at most ``timeout`` seconds, and pass it on; False when the
-        scheduler is lost.
+        Wait for at most ``timeout`` seconds and pass on what has arrived; False: the scheduler is
+        lost.
         """
         items: list[RelayItem] = []
         now = self._clock.monotonic()
@@ -242,8 +238,8 @@ class Relay:
 
     def _answer_heartbeat(self, peer: Peer, number: int, beat: int, echo: int, now: float) -> None:
         """
-        Answer a heartbeat in the scheduler's place; who does not hear the answers is not called
-        heard.
+        Answer a heartbeat for the scheduler. An agent that does not receive the answers is not
+        reported as alive.
         """
         if beat - echo <= 2:
             self._alive_numbers.add(number)
@@ -258,7 +254,7 @@ class Relay:
             case AgentClosed(number) if peer := self._peers.get(number):
                 self._server.close_peer(peer)
                 self._drop_agent(peer, number)
-                self._uplink.send((AgentClosed(number),))  # nothing more comes from it
+                self._uplink.send((AgentClosed(number),))  # the agent sends nothing more
             case RelayPulse():
                 self._answered_at = now
             case _:
@@ -284,20 +280,19 @@ def serve_relay(
     is_standalone: bool = False,
 ) -> bool:
     """
-    Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is
-    lost.
+    Relay between the agents at ``listen_fd`` and ``scheduler`` until the scheduler is lost.
 
     Return whether that was the end of the job.
 
     Args:
         listen_fd: a listening TCP socket; a copy of it is used, and closed.
-        crowd: agents that may come at once.
-        until: monotonic seconds by which the scheduler must have let the relay in; None: CONNECT
+        crowd: number of agents that may connect at the same time.
+        until: monotonic time by which the scheduler must accept the relay; None: CONNECT_SECONDS
             from now.
-        alone: whether it is a relay of its own, of which the agents are to hear.
+        is_standalone: whether agents know the relay's own address.
 
     Raises:
-        RendezvousError, AuthenticationError: the scheduler was not reached, or holds another token.
+        RendezvousError, AuthenticationError: the scheduler was not reached, or has another token.
     """
     uplink = RelayUplink(scheduler, secret)
     front: RelayServer | None = None
@@ -325,12 +320,12 @@ def serve_standalone_relay(
     show_line: Callable[[str], None],
 ) -> int:
     """
-    Be a relay of its own until the job is over (0), or no scheduler was there for ``patience``
-    seconds (69).
+    Run `pdrun relay` until the job is over (0), or the scheduler was gone for ``patience`` seconds
+    (69).
 
     Raises:
-        ConfigError: ``listen`` cannot be listened on. AuthenticationError: the scheduler holds
-            another token.
+        ConfigError: ``listen`` cannot be listened on.
+        AuthenticationError: the scheduler has another token.
     """
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
@@ -391,8 +386,8 @@ def main() -> int:
     """
     Relay as the scheduler's child.
 
-    stdin: one JSON line {listen_fd, host, port, secret, crowd}. It ends with its connection to the
-    scheduler.
+    stdin: one JSON line {listen_fd, host, port, secret, crowd}. The relay ends with its connection
+    to the scheduler.
     """
     process_setup.setup_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,8 +1,7 @@
 """
-The relays beside the scheduler: as many processes as it pays, all accepting from the one listening
-socket of the job.
+The relay processes of the scheduler. All accept from the job's one listening socket.
 
-A relay that dies is started again; its agents come back by themselves, to it or to another.
+A relay that dies is started again. Its agents reconnect, to it or to another relay.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from pdrun.rendezvous.scheduler.child import write_order
 
 MIN_NODES = 2000
 """
-Nodes from which on relays pay: one process takes in about 400 agents a second with CURVE, on one
-core.
+Minimum size of a job with relays: one process accepts about 400 agents per second with CURVE, on
+one core.
 """
 MAX_RELAYS = 8
 RESTART_SECONDS = 1.0
-"""Seconds between two starts of one relay."""
+"""Time between two starts of one relay."""
 
 
 def choose_relay_count(config: SchedulerConfig) -> int:
     """
-    Return how many relays a job is to have: none, or one a core that the scheduler leaves free, at
-    least 2.
+    Return the number of relays: none, or one per core that the scheduler leaves free, at least 2.
     """
     if config.relays is not None:
         return config.relays
@@ -41,18 +39,18 @@ def choose_relay_count(config: SchedulerConfig) -> int:
 
 
 class RelayProcesses:
-    """Running relay processes. Call `look` now and then."""
+    """Running relay processes. Call `restart_dead` periodically."""
 
     def __init__(
         self, count: int, listen_fd: int, scheduler: Endpoint, secret: Secret | None, crowd: int
     ) -> None:
         """
-        Start them.
+        Start the relays.
 
         Args:
             listen_fd: the listening socket of the job; belongs to this object from now on.
-            scheduler: where the scheduler itself listens, for relays.
-            crowd: agents that may come at once, to all of them.
+            scheduler: the scheduler's own address, for relays.
+            crowd: number of agents that may connect at the same time, to all relays together.
         """
         self._fd = listen_fd
         self._order = (
@@ -72,10 +70,10 @@ class RelayProcesses:
 
     def restart_dead(self) -> str:
         """
-        Start again what has died; return a line about it for the event log, or the empty string.
+        Restart relays that have died; return a line about it for the event log, or an empty string.
 
-        One that cannot be started, as no process or descriptor is left, is tried again at a later
-        call.
+        A relay that cannot be started, because no process or descriptor is left, is tried again at
+        a later call.
         """
         now = time.monotonic()
         died = 0
@@ -92,7 +90,10 @@ class RelayProcesses:
         return ""
 
     def close(self, timeout: float = 1.0) -> None:
-        """They end with the scheduler's connection; after ``timeout`` seconds they are killed."""
+        """
+        Wait for the relays, which end with the scheduler's connection; kill them after ``timeout``
+        seconds.
+        """
         deadline = time.monotonic() + timeout
         for process in self._processes:
             try:

@@ -1,12 +1,12 @@
 """
-The scheduler at work: envelopes in, the membership machine, actions out.
+The scheduler's loop: envelopes in, the membership machine, actions out.
 
-`Service` ties the pure machine to a transport, a clock, the event log and the journal. It runs
-inside the agent (one node), as the agent's child (`pdrun.rendezvous.scheduler.child_main`) or alone
-(`pdrun.rendezvous.scheduler.standalone`).
+`Service` connects the pure machine to a transport, a clock, the event log and the journal. It runs
+inside the agent (one node), as the agent's child (`pdrun.rendezvous.scheduler.child_main`) or
+standalone (`pdrun.rendezvous.scheduler.standalone`).
 
-What came in together is taken together: the machine is stepped for each event, what a successor
-would need is written into the journal and synced once, and only then are the actions carried out.
+Events that arrive together are handled together. The machine takes a step for each event, the
+journal is written and synced once, and only then are the actions carried out.
 """
 
 from __future__ import annotations
@@ -61,29 +61,29 @@ from pdrun.rendezvous.transport.base import (
 )
 
 MAX_STATUS_CHARS = 400_000
-"""Characters of event lines that a StatusReply holds: the newest."""
+"""Maximum characters of the event lines in a StatusReply; the newest lines are kept."""
 MAX_REFUSALS = 20
 REFUSAL_WINDOW_SECONDS = 10.0
 """
-Refusals that are recorded one by one in so many seconds; beyond that they are counted with the
-complaints.
+At most MAX_REFUSALS refusals are recorded within this time. Further ones are counted with the
+violations.
 """
 MIN_TICK_SECONDS = 0.02
 TICK_SECONDS_PER_NODE = 20e-6
-"""Seconds between two ticks at least, and so many more for each node."""
+"""Minimum time between two ticks, plus TICK_SECONDS_PER_NODE for each node."""
 COMPLAINT_SECONDS = 5.0
-"""Seconds between two warnings about what strangers do at the port."""
+"""Time between two warnings about unknown connections."""
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """What one connection may say next, and what it is told next."""
+    """Message numbers of one connection."""
 
     hello: Hello | None = None
     received: int = 0
     sent: int = 0
     wants_status: bool = False
-    """It has asked for the job's status, or for its end, and is told the last status, too."""
+    """It has asked for the job's status or its end, so it gets the last status, too."""
 
 
 class Service:
@@ -100,8 +100,8 @@ class Service:
     ) -> None:
         """
         Args:
-            record: is given what goes into the event log; what happened together in one call.
-            recovery: how the job was begun or resumed; None: begun here, without a journal.
+            record: called with the lines for the event log, one call for what happened together.
+            recovery: how the job was begun or resumed; None: begin here, without a journal.
         """
         self.clock = clock or SystemClock()
         self.transport = transport
@@ -109,24 +109,21 @@ class Service:
         self.scheduler = self._recovery.scheduler
         self.machine = self._recovery.machine
         self.exit_code: int | None = None
-        """The job's code, once everybody knows the verdict (or had time to)."""
+        """The job's exit code, when every node knows the verdict (or had time for it)."""
         self.ready_fds: list[int] = []
         """Watched descriptors that were readable at the last poll."""
         self._on_events = record
         self._pending_actions: list[Action] = []
-        """What the machine has asked for and waits for the journal."""
+        """The machine's actions that wait for the journal."""
         self._ignored_peers: set[Peer] = set()
-        """
-        Connections that are to be closed: what else came from them together with the reason is not
-        heard.
-        """
+        """Connections that are being closed. Anything else that arrived from them is ignored."""
         self._conversations: dict[Peer, _Conversation] = {}
         self._lines: deque[str] = deque()
         self._lines_chars = 0
         self._warned_at = float("-inf")
         self._muted_count = 0
         self._refusals: deque[float] = deque()
-        # A tick looks at every node: not at each message of a job of thousands.
+        # A tick looks at every node, so in a job of thousands there is not one per message.
         self._tick_every = min(
             self.machine.tick_every,
             MIN_TICK_SECONDS + (config.nodes + config.spares) * TICK_SECONDS_PER_NODE,
@@ -135,7 +132,7 @@ class Service:
         self._resume_job()
 
     def _resume_job(self) -> None:
-        """Where a predecessor died: take up what it had said and done, and tell the machine."""
+        """After the death of a predecessor: take over its events, and inform the machine."""
         found = self._recovery
         for event in found.past_events:
             self._add_line(event)
@@ -151,8 +148,8 @@ class Service:
 
     def poll_once(self, timeout: float) -> None:
         """
-        Wait for at most ``timeout`` seconds (never beyond the machine's next tick) and do all that
-        is due.
+        Wait for at most ``timeout`` seconds, never beyond the machine's next tick, and do what is
+        due.
         """
         self.ready_fds = []
         for item in self.transport.poll(min(timeout, self.machine.tick_every)):
@@ -174,7 +171,7 @@ class Service:
 
     @property
     def has_peers(self) -> bool:
-        """Whether anybody is connected."""
+        """Whether any peer is connected."""
         return bool(self._conversations)
 
     def stop_job(self, number: int, by: str, *, force: bool = False) -> None:
@@ -216,14 +213,14 @@ class Service:
         return None
 
     def _refuse_peer(self, peer: Peer, why: str) -> None:
-        """A connection broke the protocol: tell it, end it, and let the machine treat it as cut."""
+        """A connection violated the protocol: refuse and close it. The machine treats it as cut."""
         self._warn_limited(f"a connection was refused: {why}")
         self._pending_actions += [SendMessage(peer, Refuse(70, why)), ClosePeer(peer)]
         self._ignored_peers.add(peer)
         self._step_machine(PeerDisconnected(peer))
 
     def _step_machine(self, event: MembershipEvent) -> None:
-        """Let the machine take an event; what it asks for is due once it is in the journal."""
+        """Step the machine. Its actions wait until the event is in the journal."""
         now = self.clock.monotonic() + self._recovery.clock_shift
         self._recovery.before_step(event)
         actions = self.machine.step(event, now)
@@ -234,9 +231,9 @@ class Service:
                 self._ignored_peers.add(action.peer)
 
     def _perform_actions(self) -> None:
-        """Do what is due, after the journal is safe."""
+        """Carry out the actions, after the journal is safe."""
         if lost := self._recovery.commit():
-            self.warn(lost, to_nodes=True)  # the event log is likely to lie on the same disk
+            self.warn(lost, to_nodes=True)  # the event log is probably on the same disk
         due = self._pending_actions
         self._pending_actions = []
         self._ignored_peers.clear()
@@ -261,13 +258,10 @@ class Service:
                     self._send_final_status()
 
     def _send_final_status(self) -> None:
-        """
-        Those who look at the job learn how it ended: asked a moment later, nobody would be there to
-        say it.
-        """
+        """Send viewers the last status: a moment later no scheduler answers."""
         for peer, talk in list(
             self._conversations.items()
-        ):  # one that cannot be told is parted with
+        ):  # a copy: a peer that cannot be sent to is removed
             if talk.wants_status:
                 self._send_message(peer, StatusReply(tuple(self._lines)))
 
@@ -287,10 +281,7 @@ class Service:
                     )
 
     def _end_conversation(self, peer: Peer, why: str) -> None:
-        """
-        End a conversation in which a word that the other side waits for cannot be said; the job may
-        go on.
-        """
+        """End a conversation whose next message cannot be encoded; the job may continue."""
         talk = self._conversations.pop(peer)
         self.transport.send(peer, Envelope(self.scheduler, 0, talk.sent, Refuse(70, why)))
         self.transport.close_peer(peer)
@@ -310,7 +301,10 @@ class Service:
             self._lines_chars -= len(self._lines.popleft())
 
     def warn(self, text: str, *, to_nodes: bool = False) -> None:
-        """Tell people, in the event log; where there is none, or ``aloud``, at their terminals."""
+        """
+        Warn in the event log; if there is none, or with ``to_nodes``, also at the terminals of the
+        nodes.
+        """
         self._record_events([LogEvent("warning", self.clock.wall(), {"text": text})])
         if self._on_events is None or to_nodes:
             self._pending_actions += [
@@ -320,7 +314,7 @@ class Service:
             ]
 
     def _is_muted(self, action: RecordEvent) -> bool:
-        """Whether so many were refused in a short time that one more is only counted."""
+        """Whether there were so many refusals in a short time that one more is only counted."""
         if action.kind != "refused":
             return False
         now = self.clock.monotonic()
@@ -333,7 +327,7 @@ class Service:
         return False
 
     def _warn_limited(self, text: str) -> None:
-        """Warn about strangers, at a rate that no flood of them raises."""
+        """Warn about unknown connections, at a limited rate."""
         now = self.clock.monotonic()
         if now - self._warned_at < COMPLAINT_SECONDS:
             self._muted_count += 1
@@ -346,7 +340,7 @@ class Service:
 
 
 def _find_fault(talk: _Conversation, item: EnvelopeArrived) -> str:
-    """Return how an envelope breaks the order of its connection, or the empty string."""
+    """Return how an envelope violates the order of its connection, or an empty string."""
     envelope = item.envelope
     hello = talk.hello
     due = 0 if isinstance(envelope.body, Heartbeat) else talk.received

@@ -1,7 +1,4 @@
-"""
-A scheduler that stands by itself, in the foreground: `pdrun scheduler`, and the scheduler of a
-dynamic cluster.
-"""
+"""A scheduler in the foreground: `pdrun scheduler`, and the scheduler of a dynamic cluster."""
 
 from __future__ import annotations
 
@@ -37,11 +34,12 @@ def serve_standalone(
     journal: Path | None = None,
 ) -> int:
     """
-    Serve one job in the foreground (`pdrun scheduler`) and return its code.
+    Serve one job in the foreground (`pdrun scheduler`) and return its exit code.
 
-    SIGINT and SIGTERM stop the job, a second one at once. ``say`` gets lines for the user and must
-    not block, stderr by default; ``how_to_join`` is one of them. With ``journal`` a scheduler that
-    died is resumed by starting it again, at the same address; the file goes when the job is over.
+    SIGINT and SIGTERM stop the job; a second signal stops it without grace. ``show_line`` gets
+    lines for the user and must not block (default: stderr); ``how_to_join`` is one of them. With
+    ``journal``, a scheduler that died is resumed by starting it again at the same address. The file
+    is removed when the job is over.
     """
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
@@ -105,7 +103,9 @@ def _format_event(event: LogEvent) -> str:
 
 
 def _catch_signals(signals: list[int]) -> Callable[[], None]:
-    """Collect SIGINT and SIGTERM in ``signals``; return what puts the old handlers back."""
+    """
+    Collect SIGINT and SIGTERM in ``signals``; return a function that restores the old handlers.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
         signals.append(number)

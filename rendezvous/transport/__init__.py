@@ -1,6 +1,5 @@
 """
-Sockets: ZeroMQ, CURVE, reconnection, relay frames, and the in-memory twin.
+Transports: ZeroMQ with CURVE, reconnection, relay frames, and the in-memory transport.
 
-May import: protocol (and text).
-Start reading here: base.py.
+May import: protocol, pdrun's own modules. Start reading here: base.py.
 """

@@ -1,9 +1,8 @@
 """
-Whether a host's name is known here: asked beside libzmq, which looks names up itself and never says
-that it failed.
+Whether a host's name can be resolved. libzmq resolves names itself and never reports that it
+failed.
 
-The resolver may take longer than anybody should wait, so each question is a thread; the answer is
-there when it is.
+The resolver may take longer than a caller should wait, so each look-up runs in a thread.
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ import threading
 
 class NameLookup:
     """
-    The state of one host's name. Ask with `begin` as often as wanted; one question runs at a time.
+    The look-up of one host name. `start_lookup` may be called often; one look-up runs at a time.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._thread: threading.Thread | None = None
         self.fault = ""
-        """
-        Why the name is not known, by the last answer; empty while there is none, and for a name
-        that is known.
-        """
+        """Why the name cannot be resolved, by the last answer; empty: no answer yet, or it can."""
 
     def start_lookup(self) -> None:
-        """Ask, without waiting for the answer."""
+        """Start a look-up without waiting for the answer."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=self._resolve_name, name="pdrun-lookup", daemon=True
@@ -40,8 +36,8 @@ class NameLookup:
 
 def name_fault(host: str) -> str:
     """
-    Return why a host's name leads nowhere (``the name 'node1' is not known here: ...``), or the
-    empty string.
+    Return why a host name cannot be resolved (``the name 'node1' is not known here: ...``); empty:
+    it can.
     """
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -1,7 +1,4 @@
-"""
-Listening sockets: bound once, on one address, and handed over; a port in use is reported with its
-holder.
-"""
+"""Listening sockets: bound once, on one address, and passed on. An error names the port's owner."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from pdrun.errors import ConfigError
 
 MAX_SEGMENT_BYTES = 1220
 """
-Bytes of payload in a TCP packet, either way: an MTU of 1280, the least that IPv6 allows. A path (a
-tunnel, an overlay) that swallows larger packets and tells nobody lets the handshake through and
-then hangs; this is never large.
+Payload of a TCP packet in both directions, for an MTU of 1280, the minimum of IPv6. A path (tunnel,
+overlay) that drops larger packets silently lets the handshake through and then hangs.
 """
 
 
@@ -25,9 +21,8 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
     Return a listening TCP socket on exactly ``endpoint``; port 0 lets the system choose.
 
     Raises:
-        ConfigError: every address was meant, the address is not this machine's, or the port is
-            taken (names the
-            process that holds it, where that can be seen).
+        ConfigError: the address means all interfaces, is not this machine's, or its port is in use
+            (names the process that uses it, if that can be seen).
     """
     where = str(endpoint)
     family, address = _resolve_endpoint(endpoint)
@@ -80,10 +75,7 @@ def _listen_error(endpoint: Endpoint, error: OSError) -> ConfigError:
 
 
 def describe_port_holder(port: int) -> str:
-    """
-    Return `` by pid N (command)`` for the process that listens on a port, or the empty string when
-    unknown.
-    """
+    """Return `` by pid N (command)`` for the process that listens on a port; empty: unknown."""
     try:
         import psutil
 

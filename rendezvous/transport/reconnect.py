@@ -1,11 +1,10 @@
 """
-How long a link waits for its scheduler, and what it says when that is over. Pure: time is an
-argument.
+How long a link waits for its scheduler, and its error after that. Pure: time is an argument.
 
-Before the first welcome: a token that differs is told after a few refused handshakes, nobody at the
-port after the start timeout. Afterwards: whoever is welcomed once waits for a lost scheduler, which
-may be started again, for the ``patience`` of the Welcome. Time in which this process itself stood
-still is nobody's silence.
+Before the first Welcome: a few refused handshakes mean that the token differs; no listener until
+the start timeout is an error, too. After it: a link waits for a lost scheduler, which may be
+started again, for the ``patience`` of the Welcome. Time in which this process stood still does not
+count as the scheduler's silence.
 """
 
 from __future__ import annotations
@@ -20,31 +19,33 @@ from pdrun.rendezvous.transport.timeouts import HANDSHAKE_SECONDS, handshake_sec
 MAX_REFUSALS = 3
 REFUSAL_SECONDS = 1.5
 """
-Seconds within which a handshake that was turned down has ended. One that ends later was not
-answered, which libzmq tells by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s:
-a scheduler whose machine stands still.
+A refused handshake ends within this time. One that ends later was not answered, which libzmq
+reports by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: the scheduler's
+machine stands still.
 """
 MAX_HANDSHAKE_SECONDS = 4.5
-"""Seconds from the first refused handshake to giving up."""
+"""Limit from the first refused handshake on."""
 MAX_SILENCE_SECONDS = 20.0
 """
-Seconds for which somebody may accept connections and say nothing: a scheduler that is still
-starting.
+Limit for a listener that accepts connections and sends nothing: a scheduler that is still starting.
 """
 STATUS_SECONDS = 5.0
 MIN_PATIENCE_SECONDS = 1.0
-"""Seconds of a lost connection that also a link without patience bears: a cut is mended in less."""
+"""
+Minimum time that a link waits after a lost connection, also without patience. A reconnection takes
+less.
+"""
 RECHECK_SECONDS = 1.5
 """
-Seconds that a process which stood still has to hear its scheduler before its lease counts, as
-without the stall.
+After a stall of this process: time to hear from the scheduler before the lease counts, as without
+the stall.
 """
 STALL_SECONDS = 1.5
-"""Seconds between two calls that are no stall of this process."""
+"""A longer time between two calls is a stall of this process."""
 
 
 class ReconnectPolicy:
-    """What one link knows of its scheduler's silence."""
+    """What one link knows about the silence of its scheduler."""
 
     def __init__(
         self,
@@ -59,11 +60,12 @@ class ReconnectPolicy:
     ) -> None:
         """
         Args:
-            start_timeout: seconds until a scheduler must have welcomed us.
-            report: is given a line every few seconds while nobody is there.
-            hint: what this node knows about why nobody may be there; empty: nothing.
-            crowd: how many may wait for the scheduler's first word at once.
-            least: seconds for which a lost scheduler is waited for, should it have said less.
+            start_timeout: seconds until the first Welcome.
+            report: called with a line every few seconds while the scheduler does not answer.
+            hint: what the user can do if no process listens; empty: the usual hint.
+            crowd: number of agents that may wait for the scheduler's first message at the same
+                time.
+            min_patience: minimum seconds to wait for a lost scheduler.
         """
         self._endpoint = endpoint
         self._start_timeout = start_timeout
@@ -75,20 +77,19 @@ class ReconnectPolicy:
         self._status_at = now + 1.0
         self._alive_at = self._certain_at = self._stall_ended_at = now
         self._lost_since: float | None = None
-        """Since when a scheduler that had welcomed us is out of reach."""
+        """Time since which a known scheduler is out of reach."""
         self._refusals = 0
         self._first_refusal: float | None = None
         self._silent_since: float | None = None
         self.no_listener_since: float | None = None
-        """Since when nobody listens at the port."""
+        """Time since which no process listens at the port."""
         self.is_through_relay = False
-        """Whether the other end is a relay, and not the scheduler."""
+        """Whether the other side is a relay."""
 
     # What happened
-    # ----------------------------------------------------------------------------------------------------
 
     def on_turn(self, now: float) -> None:
-        """Called at each turn of the loop: excuses what this process slept through."""
+        """Call at each turn of the loop: does not count this process's stalls."""
         late = now - self._last_turn_at - STALL_SECONDS
         self._last_turn_at = now
         if late > 0:
@@ -99,28 +100,26 @@ class ReconnectPolicy:
 
     def on_message(self, now: float, *, is_certain: bool = True) -> None:
         """
-        A message came; ``certain``: it was said now, and has not lain there since before a silence.
+        A message has arrived. ``is_certain``: it was sent now, and has not waited since before a
+        silence.
         """
         self._alive_at = now
         if is_certain:
             self._certain_at = now
 
     def silent_for(self, now: float) -> float:
-        """
-        Seconds since the scheduler was last heard, without those in which this process itself stood
-        still.
-        """
+        """Return the seconds since the scheduler's last message, without stalls of this process."""
         late = max(0.0, now - self._last_turn_at - STALL_SECONDS)
         return max(0.0, now - self._alive_at - late)
 
     def cut_off_for(self, now: float) -> float:
         """
-        Seconds since the last word of the scheduler, own stalls included: the others do not wait
-        for this process. A process that has just stood still is told 0 for a moment, in which it
-        can ask.
+        Return the seconds since the scheduler's last certain message, stalls of this process
+        included: the other nodes do not wait for this process. For a moment after a stall this is
+        0, so that the process can ask.
 
-        A connection that the scheduler's machine took counts as a word: no network is cut then. Not
-        so one that was refused or failed: that may have come from this machine.
+        A connection that the scheduler's machine accepts counts as a message: then the network is
+        not cut. One that was refused or failed does not count: that may be this machine's doing.
         """
         if now - self._last_turn_at > STALL_SECONDS or now - self._stall_ended_at < RECHECK_SECONDS:
             return 0.0
@@ -128,19 +127,21 @@ class ReconnectPolicy:
 
     def is_stale(self, lease: float, now: float) -> bool:
         """
-        Whether what is read now may have lain there longer than the lease: sent to one who was
-        given up since.
+        Whether a message that is read now may be older than the lease: sent before this node was
+        marked lost.
         """
         return bool(lease) and now - self._certain_at > lease
 
     def on_no_listener(self, now: float) -> None:
-        """Nobody listens, or is within reach; whoever has refused a handshake before is gone."""
+        """
+        No process listens or can be reached. Refused handshakes before that do not count any more.
+        """
         self.no_listener_since = self.no_listener_since or now
         self._refusals = 0
         self._first_refusal = None
 
     def on_connected(self, now: float) -> None:
-        """Somebody took the connection."""
+        """A connection was accepted."""
         self._certain_at = now
         self.no_listener_since = None
 
@@ -151,7 +152,7 @@ class ReconnectPolicy:
         self._silent_since = None
 
     def on_handshake_refused(self, now: float, began: float) -> None:
-        """An attempt that began at ``began`` ended before the handshake did."""
+        """An attempt that started at ``began`` ended before its handshake."""
         if now - began < REFUSAL_SECONDS:
             self._refusals += 1
             self._first_refusal = self._first_refusal or now
@@ -159,30 +160,27 @@ class ReconnectPolicy:
             self._silent_since = self._silent_since or began
 
     def on_welcome(self, now: float) -> None:
-        """The scheduler has welcomed us."""
+        """The scheduler has sent Welcome."""
         self._lost_since = None
 
     def on_disconnect(self, now: float) -> None:
-        """The connection to a scheduler that had welcomed us is gone."""
+        """The connection to a known scheduler has ended."""
         if self._lost_since is None:
             self._lost_since = now
             self._status_at = now + STATUS_SECONDS
 
-    # What follows
-    # -----------------------------------------------------------------------------------------------------
+    # What follows from it
 
     def is_silent(self, welcome: Welcome, now: float) -> bool:
-        """
-        Whether a connection that stands has been silent for so long that another one is to be made.
-        """
+        """Whether an open connection has been silent for so long that it must be replaced."""
         return bool(welcome.dead and welcome.heartbeat) and now - self._alive_at > welcome.dead
 
     def check_lost(self, welcome: Welcome, now: float) -> None:
         """
-        Judge the absence of a scheduler that had welcomed us.
+        Judge the absence of a known scheduler.
 
         Raises:
-            RendezvousError: patience is over.
+            RendezvousError: the time for its return is over.
         """
         if self._lost_since is None:
             return
@@ -207,14 +205,14 @@ class ReconnectPolicy:
 
     def check_start(self, fault: str, now: float) -> None:
         """
-        Judge the absence of a scheduler that has not welcomed us yet.
+        Judge the absence of a scheduler before the first Welcome.
 
         Args:
-            fault: why the scheduler's name is not known; empty: it is.
+            fault: why the scheduler's name cannot be resolved; empty: it can.
 
         Raises:
-            AuthenticationError: it holds another token, or it is none. RendezvousError: it never
-                came.
+            AuthenticationError: it has another token, or is no pdrun scheduler.
+            RendezvousError: it was not reached in time.
         """
         where = str(self._endpoint)
         if self._refusals >= MAX_REFUSALS or (
@@ -242,10 +240,10 @@ class ReconnectPolicy:
 
     def check_spec(self, now: float) -> None:
         """
-        Judge that the scheduler does not know yet what the job runs.
+        Judge a scheduler that does not know the job's specification yet.
 
         Raises:
-            RendezvousError: nobody said it in time.
+            RendezvousError: no node sent it in time.
         """
         if now - self._began_at > self._start_timeout:
             raise RendezvousError(
@@ -260,7 +258,7 @@ class ReconnectPolicy:
         )
 
     def report_status(self, line: str, now: float) -> None:
-        """Say a line, unless one was said a moment ago."""
+        """Show a line, unless one was shown a moment ago."""
         if now >= self._status_at and self._show_line:
             self._status_at = now + STATUS_SECONDS
             self._show_line(line)

@@ -1,17 +1,16 @@
 """
-Many conversations over one connection: the frames that a relay and the scheduler exchange. Pure.
+The frames between a relay and the scheduler: many conversations over one connection. Pure.
 
-A frame is MAGIC, then items one after the other, each a kind (1 byte), a length (4, big-endian) and
-so many bytes:
+A frame is MAGIC, then items. Each item is a kind (1 byte), a length (4 bytes, big-endian) and a
+body:
 
-    1 said     number (4), role (1), an envelope as `codec` writes it     an agent's word, or one for an agent
-    2 ended    number (4)                                                 its connection is over, or is to be ended
-    3 heard    pulse (4), then numbers (4 each)                           these agents beat and hear our echoes
-    4 pulse    pulse (4)                                                  the scheduler's answer to heard
+    1 AgentFrame    number (4), role (1), an envelope as `codec` writes it   from or for an agent
+    2 AgentClosed   number (4)                                  it has ended, or is to be ended
+    3 AliveReport   pulse (4), then numbers (4 each)            these agents are alive
+    4 RelayPulse    pulse (4)                                   the scheduler's answer to a report
 
-Numbers name the connections of one relay and are never used twice. Envelopes travel as they are;
-whoever ends the conversation checks them, so that a relay costs little and can forge nothing that
-an agent could not say.
+A number names one connection of a relay and is never used twice. Relays do not parse envelopes; the
+scheduler checks them. So a relay costs little, and can forge nothing that an agent could not send.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from pdrun.rendezvous.protocol.messages import Envelope
 
 MAGIC = b"pdrun relay 1\n"
 MAX_FRAME_BYTES = Envelope.LIMIT + 4096
-"""Bytes of a frame, at most."""
+"""Maximum length of a frame."""
 FULL_FRAME_BYTES = 1 << 18
-"""Bytes after which a frame takes no further item."""
+"""A frame of this length takes no further item."""
 ROLES = ("", "agent", "view")
 CHILD_RELAY_SENDER = "relay"
 STANDALONE_RELAY_SENDER = "relay-alone"
 """
-Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of
-its own.
+Senders of the echoes that a relay answers itself: one on the scheduler's host, and `pdrun relay`.
 """
 
 _ITEM_HEAD = struct.Struct("!BI")
@@ -43,13 +41,12 @@ _NUMBER = struct.Struct("!I")
 
 @dataclass(frozen=True)
 class AgentFrame:
-    """A word of, or for, one agent."""
+    """A message from an agent, or for one."""
 
     number: int
     role: str
     """
-    What the agent's key has proved to the relay; empty when nothing was proved, and towards the
-    agent.
+    The role that the agent's key proved to the relay; empty with --insecure, and towards the agent.
     """
     data: bytes
 
@@ -57,7 +54,7 @@ class AgentFrame:
 @dataclass(frozen=True)
 class AgentClosed:
     """
-    The connection of an agent is over (from the relay), or is to be ended (from the scheduler).
+    The connection of an agent has ended (from the relay), or is to be ended (from the scheduler).
     """
 
     number: int
@@ -65,16 +62,16 @@ class AgentClosed:
 
 @dataclass(frozen=True)
 class AliveReport:
-    """These agents have beaten since the last time, and hear what they are answered."""
+    """Agents that have sent heartbeats and received the answers since the last report."""
 
     pulse: int
-    """Counts up; answered by Pulse."""
+    """Counts up; answered by RelayPulse."""
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RelayPulse:
-    """The scheduler is alive: it has read the Heard of that number."""
+    """The scheduler is alive: it has read the AliveReport with this number."""
 
     pulse: int
 
@@ -83,7 +80,7 @@ RelayItem = AgentFrame | AgentClosed | AliveReport | RelayPulse
 
 
 def pack_frames(items: Iterable[RelayItem]) -> Iterator[bytes]:
-    """Yield as few frames as hold the items in their order."""
+    """Yield the items in order, in as few frames as possible."""
     parts = [MAGIC]
     size = len(MAGIC)
     for item in items:
@@ -103,7 +100,7 @@ def unpack_frame(frame: bytes) -> list[RelayItem]:
     Return the items of a frame.
 
     Raises:
-        CodecError: it is none; names the offset.
+        CodecError: it is not a frame; names the offset.
     """
     if not frame.startswith(MAGIC):
         raise CodecError("no frame of a relay")

@@ -1,9 +1,8 @@
 """
-The scheduler's view of its relays: each agent behind one is a peer of its own, named
-``RELAY/NUMBER``.
+The scheduler's view of its relays. Each agent behind one is a peer named ``RELAY/NUMBER``.
 
-What is said to agents behind a relay is collected and goes out in few frames (`flush`, at the
-latest before the next wait). When a relay's connection ends, so do those of all its agents.
+Messages for agents behind a relay are collected and sent in few frames by `flush`, at the latest
+before the next wait. When a relay's connection ends, so do those of all its agents.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class RelayTable:
     def __init__(self, put: Callable[[Peer, bytes], None]) -> None:
         self._send_bytes = put
         self._agents: dict[Peer, set[Peer]] = {}
-        """relay -> the agents behind it that are known and not ended"""
+        """relay -> the known agents behind it."""
         self._closed: dict[Peer, set[int]] = {}
         """
-        relay -> connections that were told to end, and whose end the relay has not reported: they
-        are not heard
+        relay -> connections that are being ended, until the relay reports their end. Their messages
+        are ignored.
         """
         self._outbox: dict[Peer, list[RelayItem]] = {}
         self._queued_bytes: dict[Peer, int] = {}
-        """relay -> bytes in its outbox"""
+        """relay -> bytes in its outbox."""
 
     def __contains__(self, peer: Peer) -> bool:
         relay, slash, _ = peer.partition("/")
@@ -53,11 +52,11 @@ class RelayTable:
 
     def read_frame(self, relay: Peer, frame: bytes) -> Sequence[TransportEvent]:
         """
-        Return what a frame of a relay means.
+        Return the events of a relay's frame.
 
         Raises:
-            CodecError: it is no frame. An agent's word that is no message ends that agent's
-                connection only.
+            CodecError: it is not a frame. An invalid envelope in it ends that agent's connection
+                only.
         """
         agents = self._agents.setdefault(relay, set())
         closed = self._closed.setdefault(relay, set())
@@ -107,7 +106,7 @@ class RelayTable:
 
     def close_agent(self, peer: Peer) -> None:
         """
-        Have a relay end one connection, after what was sent to it; no Gone is reported for it.
+        Make a relay end one connection, after what was sent to it; no PeerGone is reported for it.
         """
         relay, _, number = peer.partition("/")
         self._agents[relay].discard(peer)
@@ -115,7 +114,7 @@ class RelayTable:
         self._queue_item(relay, AgentClosed(int(number)), 16)
 
     def on_peer_ended(self, peer: Peer) -> Sequence[TransportEvent]:
-        """A connection, a relay's perhaps, is over: return what that means."""
+        """A connection, perhaps of a relay, has ended: return the events."""
         self._outbox.pop(peer, None)
         self._queued_bytes.pop(peer, None)
         self._closed.pop(peer, None)

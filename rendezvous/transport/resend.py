@@ -39,7 +39,7 @@ class ResendBuffer:
         self._messages: list[Message] = []
 
     def add_message(self, message: Message) -> None:
-        """Keep a message that changes the scheduler's state; others are let go."""
+        """Keep a message if it changes the scheduler's state."""
         if isinstance(
             message, Progress
         ):  # the last one tells what is saved; who moved before it moves again
@@ -66,7 +66,7 @@ class ResendBuffer:
             self._messages.append(message)
 
     def forget_before(self, generation: int) -> None:
-        """A new generation has begun: what belongs to older ones is never said again."""
+        """Drop messages of generations before ``generation``: they are never repeated."""
         self._messages = [
             message
             for message in self._messages
@@ -74,18 +74,18 @@ class ResendBuffer:
         ]
 
     def messages_to_repeat(self) -> tuple[Message, ...]:
-        """Return what a new connection says after Hello."""
+        """Return the messages to send after Hello."""
         return tuple(self._messages)
 
 
 class DuplicateFilter:
-    """Hides from the agent what the scheduler tells a second time."""
+    """Hides messages that the scheduler repeats."""
 
     def __init__(self) -> None:
         self._last: dict[type[Message], Message] = {}
 
     def is_new(self, message: Message) -> bool:
-        """Whether the agent has not had this message yet."""
+        """Whether the agent has not received this message yet."""
         if not isinstance(message, Welcome | Assign | Standby | Start | StopWorkers | Verdict):
             return True
         before = self._last.get(type(message))

@@ -1,14 +1,14 @@
 """
-How patient connections are when many come at once, and how silent ones are probed. Pure.
+Limits of connections in a large job: handshakes of a crowd, and probes of silent connections. Pure.
 
-One process takes in some 400 connections a second with CURVE, on one core. A handshake's limit that
-suits a few nodes would cut off most of ten thousand while they wait for their turn, and these would
-come again and wait once more: nobody would ever be in. So limits grow with the crowd.
+One process accepts about 400 connections per second with CURVE, on one core. A handshake limit for
+a few nodes would end most handshakes of ten thousand before their turn, and these nodes would come
+again: none would ever be accepted. So limits grow with the crowd.
 
 ZeroMQ's own probes (PING, PONG) are for small jobs. Each answer cancels a timer, for which libzmq
-4.3.5 walks through the timers of all connections (`poller_base_t::cancel_timer`): for ten thousand
-that is more work than their messages. In a large job the kernel looks after connections whose other
-end is gone, and the agents' heartbeats after the rest, as they do whatever the size of the job.
+4.3.5 walks through the timers of all connections (`poller_base_t::cancel_timer`); for ten thousand
+connections that costs more than their messages. In a large job the kernel closes connections whose
+other side is gone. The agents' heartbeats detect everything else, as in a small job.
 """
 
 from __future__ import annotations
@@ -16,35 +16,31 @@ from __future__ import annotations
 from types import ModuleType
 
 HANDSHAKE_SECONDS = 3.0
-"""Seconds that a connection has to prove its key where few are expected."""
+"""Limit of a handshake in a small job."""
 HANDSHAKES_PER_SECOND = 200
-"""Handshakes a second of one process, with room for a busy machine."""
+"""Handshakes per second of one process, with a margin for a busy machine."""
 PROBE_SECONDS = 1.0
-"""Seconds between ZeroMQ's probes of a silent connection; three without an answer end it."""
+"""Time between ZeroMQ's probes of a silent connection; three without an answer end it."""
 MAX_PROBED_NODES = 1000
-"""Nodes up to which there are such probes."""
+"""Largest job with ZeroMQ's probes."""
 KEEPALIVE_SECONDS = 15
-"""Seconds between the kernel's probes of a silent connection; three without an answer end it."""
+"""Time between the kernel's probes of a silent connection; three without an answer end it."""
 
 
 def handshake_seconds(crowd: int) -> float:
-    """Return the seconds that a handshake may take where ``crowd`` connections may come at once."""
+    """Return the limit of a handshake if ``crowd`` connections may be opened at the same time."""
     return HANDSHAKE_SECONDS + crowd / HANDSHAKES_PER_SECOND
 
 
 def probe_milliseconds(crowd: int) -> int:
     """
-    Return the milliseconds between two of ZeroMQ's probes of one of ``crowd`` connections; 0: there
-    are none.
+    Return the milliseconds between ZeroMQ's probes of one of ``crowd`` connections; 0: no probes.
     """
     return int(PROBE_SECONDS * 1000) if crowd <= MAX_PROBED_NODES else 0
 
 
 def keepalive_options(zmq: ModuleType) -> tuple[tuple[int, int], ...]:
-    """
-    Return the options of a socket that have the kernel probe its connections; ``zmq`` is the module
-    of that name.
-    """
+    """Return the socket options for the kernel's probes; ``zmq`` is the module."""
     return (
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),

@@ -1,18 +1,16 @@
 """
-Who is let in: the handler of ZAP (RFC 27), which libzmq asks about each CURVE key that wants to
-connect.
+The ZAP handler (RFC 27): libzmq asks it about the CURVE key of each new connection.
 
-Each connection has its own pair of queues to the handler, and keeps it after its only question, for
-its own life: more than 8 KB of memory, beside thousands of others. So the handler is replaced now
-and then: the queues of those that were answered go with the old one, and a connection notices
-nothing. One that asks in the very moment between the old handler and the new is refused, never let
-in unasked, and comes again by itself.
+Each connection has its own pair of queues to the handler and keeps it after its only request, for
+its whole life: more than 8 KB of memory, which adds up over thousands. So the handler is replaced
+regularly. The queues of answered connections end with the old handler, and the connections do not
+notice. A connection that asks in the moment between the two handlers is refused, never accepted
+without a check, and tries again.
 
-That it is told so at once needs a monitor of the guarded socket that does not ask for
-HANDSHAKE_FAILED_NO_DETAIL: telling that event, libzmq 4.3.5 forgets the error that it was about,
-and the connection hangs for the time that a handshake may take. So who breaks off or goes silent in
-the middle of a handshake is cut off as ever, but not told of: a wrong key, a wrong server and what
-is no ZeroMQ are.
+To be refused immediately, such a connection needs a monitor of the guarded socket *without* the
+event HANDSHAKE_FAILED_NO_DETAIL: when libzmq 4.3.5 reports this event, it loses the error, and the
+connection hangs until its handshake limit. So a peer that breaks off during the handshake is closed
+as usual, but not reported; a wrong key, a wrong server and a peer without ZeroMQ are reported.
 """
 
 from __future__ import annotations
@@ -25,26 +23,26 @@ if TYPE_CHECKING:
     import zmq
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq looks for the handler."""
+"""The address that libzmq uses for the handler."""
 ZAP_DOMAIN = b"pdrun"
 MAX_ANSWERS = 500
-"""Questions after which a handler is replaced."""
+"""A handler is replaced after so many answers."""
 DRAIN_SECONDS = 1.0
 """
-Seconds in which the old one answers those that had begun to ask it; more than a thread of libzmq
-stands still.
+Time in which the old handler answers requests that were sent to it. Longer than a stall of libzmq's
+thread.
 """
 
 
 class ZapAuthenticator:
     """
-    Answers in the loop that polls: its sockets are registered there, and `answer` is called after
-    each poll.
+    The handler. It is part of the caller's loop: its sockets are registered in the caller's poller,
+    and the caller calls `answer_requests` after each poll.
 
     Args:
-        context: of the sockets that are guarded. To be made before any of them is bound.
-        poller: where the handlers are registered.
-        roles: CURVE public key in Z85 -> what connections with that key are; others are refused.
+        context: of the guarded sockets. Create the handler before any of them is bound.
+        poller: for the handler's sockets.
+        roles: CURVE public key in Z85 -> role of its connections. Other keys are refused.
     """
 
     def __init__(
@@ -66,15 +64,15 @@ class ZapAuthenticator:
         self._current.bind(ZAP_ADDRESS)
 
     def guard_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Have a socket, not bound yet, ask here; without a handler it lets nobody in."""
+        """
+        Make a socket, before it is bound, ask this handler. Without a handler it accepts no
+        connection.
+        """
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(self._zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer_requests(self, ready: Collection[object]) -> None:
-        """
-        Answer what is asked on the sockets that are ready, and replace the handler where it is
-        time.
-        """
+        """Answer requests on the sockets in ``ready``, and replace the handler if it is time."""
         if self._current in ready:
             self._answered += self._serve_handler(self._current)
         if self._old is not None:
@@ -87,7 +85,7 @@ class ZapAuthenticator:
             self._replace_handler()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Close the handler."""
         self._current.close(linger=0)
         if self._old is not None:
             self._old.close(linger=0)
@@ -110,7 +108,7 @@ class ZapAuthenticator:
         return handler
 
     def _serve_handler(self, handler: zmq.Socket[bytes]) -> int:
-        """Answer all that a handler has been asked; return how many that were."""
+        """Answer all requests to a handler; return their number."""
         answered = 0
         while True:
             try:

@@ -1,6 +1,5 @@
 """
-What pyzmq leaves open: a context's end that is bounded, and a monitor without a limit and without
-asyncio.
+Helpers for ZeroMQ sockets: bounded end of a context, socket monitors, waiting for descriptors.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ if TYPE_CHECKING:
 
 NEVER_RECONNECT_MS = 3_600_000
 """
-RECONNECT_IVL, milliseconds, of a socket that is never to reconnect by itself. Not -1, which says
-just that: with it libzmq 4.3.5 was seen never to end the context of a socket whose connection was
-cut while messages were queued.
+RECONNECT_IVL of a socket that must never reconnect itself. Not -1, which means the same: with -1,
+libzmq 4.3.5 was seen never to end the context of a socket whose connection was cut while messages
+were queued.
 """
 SPARE_SECONDS = 1.0
-"""Seconds beyond the linger time after which a context is left to the end of the process."""
+"""Time beyond the linger time after which a context is left to the end of the process."""
 MAX_POLL_SECONDS = 1e6
-"""Seconds: more than this is what `poll` cannot count."""
+"""`poll` cannot count more."""
 
 
 def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
     """
-    End a context, all of whose sockets are closed; gives what is queued ``linger`` seconds to
-    leave.
+    End a context whose sockets are all closed, after at most ``linger`` seconds for queued
+    messages.
     """
     thread = threading.Thread(target=context.term, name="pdrun-zmq-end", daemon=True)
     try:
@@ -46,12 +45,12 @@ def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
 
 def open_monitor(socket: zmq.Socket[bytes], events: int | None = None) -> zmq.Socket[bytes]:
     """
-    Begin to monitor a socket; return where `monitor_event` reads. ``socket.monitor(None, 0)`` ends
+    Monitor a socket; return the socket for `read_monitor_event`. ``socket.monitor(None, 0)`` ends
     it.
 
-    Unlike pyzmq's ``get_monitor_socket`` it holds any number of events. With a limit libzmq's own
-    thread waits for room in a full one, with a lock that the end of monitoring wants: thousands of
-    connections that end together, and nobody who reads any more, wait for ever.
+    Unlike pyzmq's ``get_monitor_socket`` it has no limit on queued events. With a limit, libzmq's
+    own thread waits for room with a lock that the end of monitoring needs: if thousands of
+    connections end together and the events are not read, both wait for ever.
     """
     import zmq
 
@@ -68,7 +67,7 @@ def read_monitor_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
     """
     Read one message of a socket monitor; return event and value (zmq_socket_monitor(3)).
 
-    ``zmq.utils.monitor`` does as much and imports asyncio and ssl, 60 ms in every agent and
+    ``zmq.utils.monitor`` does the same but imports asyncio and ssl: 60 ms in every agent and
     scheduler.
     """
     first, *_ = monitor.recv_multipart()
@@ -78,11 +77,12 @@ def read_monitor_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 def wait_readable(*descriptors: int, wait: float | None = None) -> set[int]:
     """
-    Return those of ``descriptors`` that can be read, or whose other end is gone, as soon as there
-    is one.
+    Return the ``descriptors`` that are readable or at their end, as soon as there is one.
 
-    ``wait``: seconds after which the answer is the empty set; 0 or less: at once; None: as long as
-    it takes.
+    `select.select` refuses descriptors from 1024 on, and a user's process may have many.
+
+    Args:
+        wait: seconds after which the result is empty; 0 or less: do not wait; None: no limit.
 
     Raises:
         ValueError: one of them is not open.
@@ -90,8 +90,7 @@ def wait_readable(*descriptors: int, wait: float | None = None) -> set[int]:
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    # rounded up: a caller that waits for a moment must not come back just before it, again and
-    # again
+    # Rounded up, so that a caller does not return just before its deadline again and again.
     found = dict(
         poll.poll(None if wait is None else math.ceil(min(max(0.0, wait), MAX_POLL_SECONDS) * 1000))
     )

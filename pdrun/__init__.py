@@ -1,12 +1,12 @@
 """
-pdrun: start a PyTorch job on whatever the cluster is, keep it alive, tell the truth when it fails.
+pdrun: start a distributed PyTorch job, restart it when it fails, report the first cause.
 
     import pdrun
-    ctx = pdrun.init()                      # in a script: rank, device and collective, however the job was started
-    pdrun.progress(step)                    # in its loop: hangs and slow ranks are found (pdrun.elastic has more)
-    results = pdrun.launch(fn, devices=4)   # in a program: run a function on four workers, get four results
+    ctx = pdrun.init()                      # in a script: rank, device, process group; any launcher
+    pdrun.progress(step)                    # in its loop: detects hangs and slow ranks
+    results = pdrun.launch(fn, devices=4)   # in a program: run a function on four workers
 
-Names are loaded on first use, so that ``import pdrun`` costs nothing.
+Public names are imported on first use, so that ``import pdrun`` is fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing itself would take longer than all else here
+if TYPE_CHECKING:  # importing typing would take longer than this module
     from typing import Any
 
     from pdrun import elastic as elastic
@@ -105,17 +105,20 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use."""
+    """Import a public name on first use."""
     if name in _MODULE_OF:
-        home = _import_module(_MODULE_OF[name])
-        return home if name == "elastic" else getattr(home, name)
+        module = _import_module(_MODULE_OF[name])
+        if name == "elastic":
+            return module
+        return getattr(module, name)
     raise AttributeError(f"module 'pdrun' has no attribute {name!r}")
 
 
 def _import_module(module: str) -> Any:
     """
-    Import a module of pdrun; where this is the source tree, which holds the others elsewhere, say
-    so in one line.
+    Import a module of pdrun.
+
+    In the source tree, whose layout differs from the package's, raise a one-line error instead.
     """
     try:
         return importlib.import_module(module)
@@ -126,9 +129,8 @@ def _import_module(module: str) -> Any:
         if not (error.name or "").startswith("pdrun.") or not (root / "pyproject.toml").exists():
             raise
         what = f"{root} is pdrun's source tree, which hides the installed package"
-        raise ImportError(
-            f"{what}: use another folder, or pip install -e .", name=error.name
-        ) from None
+        hint = "run in another folder, or pip install -e ."
+        raise ImportError(f"{what}: {hint}", name=error.name) from None
 
 
 def __dir__() -> list[str]:

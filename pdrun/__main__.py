@@ -11,14 +11,13 @@ from pdrun.sys_path import put_standard_library_first
 
 def main() -> None:
     """
-    Run the command line and leave with its exit code.
+    Run the command line and exit with its code.
 
-    All is closed and flushed by then, and nothing is left for the interpreter to take apart: that
-    would keep the shell waiting for 20 ms or more.
+    The exit skips the interpreter's finalization, which would take 20 ms or more. Everything is
+    closed and flushed before.
     """
-    put_standard_library_first(
-        sys.path
-    )  # before anything is imported that a file of the user's could be taken for
+    # Before any import that a file in the working directory could shadow.
+    put_standard_library_first(sys.path)
     from pdrun import process_setup
 
     process_setup.setup_process()
@@ -40,7 +39,7 @@ def main() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            pass  # `cli` has told already what could not be printed
+            pass  # the command line has reported it
     os._exit(code & 0xFF)
 
 

@@ -1,9 +1,9 @@
 """
-Lines that are appended to a file by a thread: a disk that hangs holds up nobody.
+Lines that a thread appends to a file, so that a hanging disk blocks no other thread.
 
-On a disk that answers, a line is with the system when `put` returns. One that does not is waited
-for once, a moment; then lines queue up to a limit, in order, and what finds no room is counted,
-here and in the file itself.
+If the disk answers, the system has a line when `put` returns. If it does not, `put` waits once for
+DISK_WAIT_SECONDS. After that, lines are queued in order, up to a limit. Lines above the limit are
+counted; the count is written to the file, too.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from pdrun.private_folder import make_private_folder
+from pdrun.disk import make_private_folder
 
 MAX_QUEUE_CHARS = 4 << 20
-"""Characters that may wait for a disk which does not answer."""
+"""Characters that are queued at most while the disk does not answer."""
 DISK_WAIT_SECONDS = 0.1
-"""
-Seconds that a line waits for the disk: whoever reads the file then sees what has happened already.
-"""
+"""Time that `put` waits for the disk, so that a reader of the file sees recent events."""
 CLOSE_SECONDS = 2.0
-"""Seconds for what waits at the end."""
+"""Time that `close` waits for queued lines."""
 DISK_TIMEOUT_TEXT = "the disk does not answer"
 
 
 class BackgroundFileWriter:
-    """See the module. The thread, and with it the file, begins with the first line."""
+    """Appends lines to a file. The first line starts the thread, which creates the file."""
 
     def __init__(
         self,
@@ -40,39 +38,44 @@ class BackgroundFileWriter:
     ) -> None:
         """
         Args:
-            missing: makes the line that stands in the file where so many are missing.
-            most: characters that may wait for the disk.
-            write: stands in for the disk in tests.
+            make_gap_line: returns the line that is written in place of this many missing lines.
+            max_chars: characters that are queued at most.
+            write: os.write, or a fake disk in tests.
         """
         self._path = path
         self._make_gap_line = make_gap_line
         self.lost_lines = 0
-        """Lines that were not written."""
+        """Number of lines that were not written."""
         self._max_chars = max_chars
         self._write_bytes = write
         self._queue: deque[str] = deque()
         self._queued_chars = 0
-        """Characters in the queue, and"""
+        """Characters in the queue."""
         self._writing_lines = 0
-        """lines that the thread has in hand."""
+        """Lines that the thread is writing."""
         self._gap_lines = 0
-        """Lines that found no room behind those in the queue."""
+        """Lines that were dropped behind those in the queue."""
         self.reason = ""
-        """Why, as of the last trouble."""
-        self._is_disk_late = self._is_closing = self._has_ended = False
+        """Why lines were lost, as of the last error."""
+        self._is_disk_late = False
+        self._is_closing = False
+        self._has_ended = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._fd = -1
         self._is_mid_line = False
-        """Whether the file ends within a line. Descriptor and this: the thread's alone."""
+        """Whether the file ends within a line. Only the thread uses this and the descriptor."""
 
     def put(self, *lines: str) -> None:
         """
-        Write lines of ASCII; waits a moment for the disk, and not again before it has caught up.
+        Write ASCII lines.
+
+        Waits DISK_WAIT_SECONDS for the disk. If the disk is late, later calls do not wait until it
+        has caught up.
         """
         with self._changed:
             if self._is_closing:
-                return self._count_lost(len(lines), "it was closed already")
+                return self._count_lost(len(lines), "it was closed")
             for line in lines:
                 if self._queued_chars >= self._max_chars and not self._wait_for_disk():
                     self._gap_lines += 1
@@ -85,8 +88,10 @@ class BackgroundFileWriter:
 
     def close(self, timeout: float = CLOSE_SECONDS) -> int:
         """
-        Write out what waits, for at most ``timeout`` seconds, and close; return how many lines were
-        lost.
+        Write the queued lines, for at most ``timeout`` seconds, and close the file.
+
+        Returns:
+            the number of lines that were lost.
         """
         with self._changed:
             if not self._is_closing:
@@ -96,15 +101,14 @@ class BackgroundFileWriter:
                 if self._thread is not None and not self._changed.wait_for(
                     lambda: self._has_ended, timeout
                 ):
-                    self._count_lost(
-                        len(self._queue) + self._writing_lines, DISK_TIMEOUT_TEXT
-                    )  # the thread dies with the process
+                    # The thread ends with the process.
+                    self._count_lost(len(self._queue) + self._writing_lines, DISK_TIMEOUT_TEXT)
                     self._queue.clear()
             return self.lost_lines
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits for the disk."""
+        """Whether all lines are written."""
         with self._changed:
             return self._is_all_written()
 
@@ -112,9 +116,7 @@ class BackgroundFileWriter:
     # ----------------------------------------------------------------------------------------
 
     def _wait_for_disk(self) -> bool:
-        """
-        Wait a moment for the disk, unless it is late already; return whether everything is written.
-        """
+        """Wait for the disk, unless it is late; return whether all lines are written."""
         if self._queue and self._start_thread() and not self._is_disk_late:
             self._is_disk_late = not self._changed.wait_for(self._is_all_written, DISK_WAIT_SECONDS)
         return self._is_all_written()
@@ -128,13 +130,13 @@ class BackgroundFileWriter:
         self._changed.notify_all()
 
     def _mark_gap(self) -> None:
-        """Say in the log itself that lines are missing there."""
+        """Queue a line with the number of missing lines."""
         if self._gap_lines and self._thread is not None:
             self._enqueue_line(self._make_gap_line(self._gap_lines))
         self._gap_lines = 0
 
     def _start_thread(self) -> bool:
-        """Start the thread where there is none; return whether there is one."""
+        """Start the thread unless it runs; return whether it runs."""
         if self._thread is None:
             thread = threading.Thread(target=self._write_loop, name="pdrun-events", daemon=True)
             try:
@@ -152,7 +154,7 @@ class BackgroundFileWriter:
         self.reason = reason
 
     # The thread
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _write_loop(self) -> None:
         while lines := self._take_lines():
@@ -166,7 +168,7 @@ class BackgroundFileWriter:
         self._close_file()
 
     def _take_lines(self) -> list[str]:
-        """Return all lines that wait, once there are some; none when the log is to be closed."""
+        """Wait for lines and return all of them; empty when the file is to be closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             lines = list(self._queue)
@@ -175,15 +177,18 @@ class BackgroundFileWriter:
             return lines
 
     def _write_line(self, line: str) -> str:
-        """Write a line; return why it is not there, or the empty string."""
+        """Write a line; return why that failed, or the empty string."""
         try:
             if self._fd < 0:
                 make_private_folder(self._path.parent)
                 self._fd = os.open(
                     self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
                 )
-                self._is_mid_line = _ends_mid_line(self._path)  # of a process that was killed
-            data = memoryview((b"\n" if self._is_mid_line else b"") + line.encode("ascii") + b"\n")
+                self._is_mid_line = _ends_mid_line(self._path)  # its writer was killed
+            text = line.encode("ascii") + b"\n"
+            if self._is_mid_line:
+                text = b"\n" + text
+            data = memoryview(text)
             while data:
                 data = data[self._write_bytes(self._fd, data) :]
                 self._is_mid_line = bool(data)
@@ -192,7 +197,7 @@ class BackgroundFileWriter:
         return ""
 
     def _close_file(self) -> None:
-        """Close; some file systems tell of a full disk only here."""
+        """Close the file. Some file systems report a full disk only now."""
         reason = ""
         try:
             if self._fd >= 0:

@@ -1,12 +1,12 @@
 """
-Bytes for a descriptor, written by a thread so that nobody waits for a slow reader, and pdrun's own
-lines on stderr.
+Bytes that a thread writes to a descriptor, so that a slow reader blocks no other thread.
 
-    say() --> queue --> writer thread --> os.write
+    write_message() --> queue --> writer thread --> os.write
 
-A process that must go on (scheduler, relay, agent, member of a dynamic cluster) says its lines by
-`say`: a reader that goes away switches them off, and of what a reader that takes nothing would have
-to hold, what is above HIGH bytes is counted and left out. `flush` waits a moment at the end.
+Processes that must not block (scheduler, relay, agent, member of a dynamic cluster) print their
+messages with `write_message`. If the reader has closed the descriptor, messages are dropped. If it
+does not read, up to HIGH_WATER_BYTES are queued, and messages above that are counted and dropped.
+`flush_messages` waits at the end.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from pdrun.text import plural
+
 HIGH_WATER_BYTES = 8 << 20
-"""Bytes that may wait for a reader before workers are held back."""
+"""Bytes that are queued before producers should wait."""
 LOW_WATER_BYTES = HIGH_WATER_BYTES // 2
+"""Producers may continue below this."""
 FLUSH_SECONDS = 2.0
-"""Seconds for which `flush` waits for a reader that takes nothing."""
+"""Time that `flush_messages` waits for a reader that does not read."""
 _BATCH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
 _CLOSING_WRITE_BYTES = 1 << 12
 
 
 def _do_nothing() -> None:
-    """Nobody asked to be told."""
+    """The default of `on_writable`."""
 
 
 class BackgroundWriter:
-    """
-    A queue of bytes and the thread that writes them to one descriptor. Starts its thread on first
-    use.
-    """
+    """A queue of bytes, and the thread that writes them to a descriptor; started on first use."""
 
     def __init__(self, fd: int, name: str, on_writable: Callable[[], None] = _do_nothing) -> None:
         self.name = name
         self.on_writable = on_writable
-        """Called from the thread when `held` has become false again."""
+        """Called in the writer thread when `is_full` has become false."""
         self.mid_line = False
-        self.off_reason = "" if _is_open(fd) else "closed"
+        self.off_reason = ""
         """Why nothing is written any more, or empty."""
+        if not _is_open(fd):
+            self.off_reason = "closed"
         self._fd = fd
         self._queue: deque[bytes] = deque()
         self._backlog_bytes = 0
@@ -59,10 +61,10 @@ class BackgroundWriter:
 
     def put(self, data: bytes) -> None:
         """
-        Queue whole bytes; never blocks. Dropped when the stream is off.
+        Queue bytes; never blocks. They are dropped if the stream is off.
 
         Raises:
-            RuntimeError: a limit on processes allows no thread; nothing is queued.
+            RuntimeError: no thread could be started (a limit on processes); nothing is queued.
         """
         if not data or self.off_reason:
             return
@@ -86,7 +88,7 @@ class BackgroundWriter:
                 self._thread = thread
 
     def write_now(self, data: bytes) -> None:
-        """Write from this thread, if the reader takes something within a second."""
+        """Write in the calling thread, if the descriptor is writable within a second."""
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         try:
@@ -96,18 +98,15 @@ class BackgroundWriter:
             self._stop_writing(error)
 
     def is_reader_gone(self) -> bool:
-        """Whether the reader has gone away, be it that nothing was written since."""
+        """Return whether the reader has closed its end, also if nothing was written since."""
         return self.off_reason == "closed" or is_reader_gone(self._fd)
 
     def is_full(self) -> bool:
-        """Whether producers should wait: true above HIGH, until the queue has fallen below LOW."""
+        """Return whether producers should wait: above HIGH_WATER, until it is below LOW_WATER."""
         return self._is_full
 
     def drain(self, timeout: float) -> None:
-        """
-        Wait until all that is queued is written; give up when nothing was taken for ``timeout``
-        seconds.
-        """
+        """Wait until the queue is written; give up if nothing was read for ``timeout`` seconds."""
         with self._changed:
             self._progress_at = time.monotonic()
             while self._backlog_bytes and not self.off_reason:
@@ -117,10 +116,10 @@ class BackgroundWriter:
 
     def close(self, timeout: float) -> str:
         """
-        Write out what is queued; give up when nothing was taken for ``timeout`` seconds.
+        Write the queue; give up if nothing was read for ``timeout`` seconds.
 
         Returns:
-            What was lost, as one line, or the empty string.
+            what was lost, as one line, or the empty string.
         """
         with self._changed:
             self._is_closing = True
@@ -129,7 +128,8 @@ class BackgroundWriter:
             while self._backlog_bytes and not self.off_reason:
                 wait = self._progress_at + timeout - time.monotonic()
                 if wait <= 0:
-                    return f"{self.name}: its reader took nothing for {timeout:g} s, {self._backlog_bytes} bytes not shown"
+                    why = f"the reader read nothing for {timeout:g} s"
+                    return f"{self.name}: {why}; {self._backlog_bytes} bytes were not shown"
                 self._changed.wait(min(wait, 0.5))
         if self._thread:
             self._thread.join(timeout)
@@ -162,12 +162,11 @@ class BackgroundWriter:
         view = memoryview(data)
         while view:
             try:
-                # a pipe's write returns when all is in: small ones at the end tell a slow reader
-                # from one that is gone
-                done = os.write(
-                    self._fd, view[: _CLOSING_WRITE_BYTES if self._is_closing else _WRITE_BYTES]
-                )
-            except BlockingIOError:  # somebody else made the shared terminal non-blocking
+                # A write to a pipe returns when all is written. Small writes at the end show
+                # whether a slow reader makes progress.
+                size = _CLOSING_WRITE_BYTES if self._is_closing else _WRITE_BYTES
+                done = os.write(self._fd, view[:size])
+            except BlockingIOError:  # another process made the shared terminal non-blocking
                 self._wait_writable()
                 continue
             view = view[done:]
@@ -190,10 +189,9 @@ class BackgroundWriter:
 
     def _stop_writing(self, error: OSError) -> None:
         with self._changed:
-            # a closed pipe is how `| head` says that it has enough: nothing to report
-            self.off_reason = (
-                "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
-            )
+            self.off_reason = error.strerror or str(error)
+            if error.errno == errno.EPIPE:
+                self.off_reason = "closed"  # `| head` has read enough: nothing to report
             self._queue.clear()
             self._backlog_bytes = 0
             freed = self._is_full
@@ -204,34 +202,33 @@ class BackgroundWriter:
 
 
 class MessageWriter:
-    """Lines of pdrun's own for the people at a descriptor; may be used by several threads."""
+    """Writes pdrun's messages to a descriptor; may be used by several threads."""
 
     def __init__(self, fd: int) -> None:
         self._writer = BackgroundWriter(fd, "stderr")
         self._skipped_lines = 0
 
     def write_message(self, text: str) -> None:
-        """Say a line; never blocks, never raises."""
+        """Write a line; never blocks, never raises."""
         if self._writer.is_full():
             self._skipped_lines += 1
             return
         if self._skipped_lines:
-            self._write_line(f"{self._skipped_lines} line(s) are missing here: nobody read them")
+            self._write_line(
+                f"{plural(self._skipped_lines, 'line')} skipped here: the reader was too slow"
+            )
             self._skipped_lines = 0
         self._write_line(text)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> None:
-        """
-        Wait until all is written, until nothing was taken for ``timeout`` seconds, or the reader
-        has gone.
-        """
+        """Wait until all is written; give up if nothing was read for ``timeout`` seconds."""
         self._writer.drain(timeout)
 
     def _write_line(self, text: str) -> None:
         data = f"pdrun: {text}\n".encode("utf-8", "backslashreplace")
         try:
             self._writer.put(data)
-        except RuntimeError:  # there can be no thread: the line is mostly about just that
+        except RuntimeError:  # no thread could be started; most likely the message is about that
             self._writer.write_now(data)
 
 
@@ -240,9 +237,9 @@ _message_writers: dict[int, MessageWriter] = {}
 
 def write_message(text: str) -> None:
     """
-    Say a line of pdrun's own on stderr; never blocks, never raises.
+    Write a line to stderr, with the prefix ``pdrun:``; never blocks, never raises.
 
-    Where ``sys.stderr`` is no descriptor (a notebook's) the line goes there.
+    If ``sys.stderr`` has no descriptor (in a notebook), the line is printed to it.
     """
     speaker = _current_writer()
     if speaker is not None:
@@ -251,20 +248,17 @@ def write_message(text: str) -> None:
     try:
         print(f"pdrun: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError, AttributeError):
-        pass  # there is no stderr (any more)
+        pass  # no stderr
 
 
 def flush_messages(timeout: float = FLUSH_SECONDS) -> None:
-    """
-    Wait a moment until what was said is written: before a process ends, or writes to stderr by
-    itself.
-    """
+    """Wait until messages are written: before a process ends, or writes to stderr directly."""
     for speaker in list(_message_writers.values()):
         speaker.flush(timeout)
 
 
 def _current_writer() -> MessageWriter | None:
-    """The one for the present ``sys.stderr``."""
+    """Return the writer of the current ``sys.stderr``, or None if that has no descriptor."""
     try:
         fd = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):
@@ -278,19 +272,17 @@ def _current_writer() -> MessageWriter | None:
 
 
 def is_reader_gone(fd: int) -> bool:
-    """
-    Whether nobody reads at the other end of a pipe any more, or a terminal has hung up; False for
-    all else.
-    """
+    """Return whether the reader of a pipe has closed it, or a terminal has hung up."""
     poll = select.poll()
-    poll.register(fd, 0)  # asks for nothing: only what is wrong is told
+    poll.register(fd, 0)  # no event is requested, so only errors are reported
     return bool(poll.poll(0))
 
 
 def _is_open(fd: int) -> bool:
     """
-    Whether a descriptor is open; one that is closed now must not be written to once the number is
-    used again.
+    Return whether a descriptor is open.
+
+    A closed one must not be written to later, when another file has its number.
     """
     try:
         os.fstat(fd)

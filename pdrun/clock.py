@@ -1,4 +1,4 @@
-"""Time as an argument: a clock that runs, and one that a test turns by hand."""
+"""Clocks as arguments: the system clock, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Protocol
 
 class Clock(Protocol):
     """
-    Two readings. Durations and deadlines use ``monotonic`` only; ``wall`` is for showing to people.
+    Two readings of time.
 
-    No decision is ever taken on another host's clock.
+    Durations and deadlines use ``monotonic`` only. ``wall`` is for display. No decision depends on
+    another host's clock.
     """
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Seconds since an arbitrary start; never decreases."""
         ...
 
     def wall(self) -> float:
@@ -26,7 +27,7 @@ class SystemClock:
     """The machine's clocks."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Seconds since an arbitrary start; never decreases."""
         return time.monotonic()
 
     def wall(self) -> float:
@@ -35,14 +36,14 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that stands still until ``advance`` is called."""
+    """A clock that changes only when ``advance`` is called."""
 
     def __init__(self, monotonic: float = 1000.0, wall: float = 1_700_000_000.0) -> None:
         self._monotonic = monotonic
         self._wall = wall
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Seconds since an arbitrary start; never decreases."""
         return self._monotonic
 
     def wall(self) -> float:
@@ -52,6 +53,6 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         """Move both readings ``seconds`` forward."""
         if seconds < 0:
-            raise ValueError(f"time does not go back ({seconds} s)")
+            raise ValueError(f"seconds must not be negative, got {seconds}")
         self._monotonic += seconds
         self._wall += seconds

@@ -1,27 +1,27 @@
 """
-What a script says to pdrun while it runs, and what it learns about the job's life. Outside pdrun
-nothing happens.
+What a script reports to pdrun while it runs, and what it can ask. Outside pdrun these calls do
+nothing.
 
     import pdrun
     from pdrun import elastic
 
-    start = elastic.agreed_step() + 1           # the last step that every worker had saved, -1: begin
+    start = elastic.agreed_step() + 1           # the last step that every worker has saved, or -1
     for step in range(start, steps):
         train(step)
-        pdrun.progress(step)                    # a hang and a slow rank are known by it
+        pdrun.progress(step)                    # for the detection of hangs and slow ranks
         if step % 100 == 0 or elastic.stopping():
             save(step)
             elastic.saved(step)
-        if elastic.stopping():                  # SIGTERM came: this node goes, or the workers are started again
+        if elastic.stopping():                  # SIGTERM: this node leaves, or the workers restart
             break
 
-Words go to the agent as datagrams through a socket file in a folder of this user alone, and are
-never waited for: an agent that does not read costs nothing. Only the worker itself speaks; in its
-children, however made (DataLoader), every call here does nothing.
+Reports are datagrams to the agent, through a socket file in a folder of mode 0700. They never
+block: an agent that does not read costs nothing. Only the worker itself reports. In its children
+(of DataLoader, for example) every call here does nothing.
 
-Limits. Python delivers signals to the main thread only, so `on_stop` must be called there first;
-`stopping` called from other threads only looks. A main thread inside a long C call hears of a stop
-when that returns.
+Limits: Python delivers signals to the main thread only, so `on_stop` must be called there. In other
+threads `stopping` returns the current state and installs no handler. A main thread inside a long C
+call is notified of a stop when the call returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import threading
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every worker imports this file; typing alone would take longer than all of it
+if TYPE_CHECKING:  # every worker imports this module; importing typing would take longer than it
     from collections.abc import Callable
     from types import FrameType
     from typing import Any, SupportsIndex, TypeVar
@@ -53,23 +53,20 @@ __all__ = [
 ]
 
 REPORT_SECONDS = 0.1
-"""Seconds between two reports of a worker, at least; one of a saved step goes at once."""
+"""Minimum time between two reports of a worker. A saved step is reported immediately."""
 MAX_STEP = 1 << 53
-"""Steps from here on are refused: other sides of the job may count in doubles."""
+"""Steps must be below this: other processes may store them as doubles."""
 SAVED_REPORT_SECONDS = 1.0
-"""Seconds for which the report of a saved step waits for an agent whose queue is full."""
+"""Time that the report of a saved step waits for an agent whose queue is full."""
 STACKS_SIGNAL = 51
 """
-Asks a worker for its stacks: a real-time signal that programs rarely use.
-`launcher/stdlib_only/forked_worker.py` has it too.
+Requests the stacks of a worker. A real-time signal that programs rarely use.
+`launcher/stdlib_only/forked_worker.py` has the same constant.
 """
 
 
 class _WorkerReporter:
-    """
-    This process as a worker: its way to the agent, what it has said, and whether it was told to
-    stop.
-    """
+    """This process as a worker: its socket to the agent, its last report, its stop request."""
 
     def __init__(self) -> None:
         environ = os.environ
@@ -85,9 +82,9 @@ class _WorkerReporter:
         self.busy = 0.0
         self.saved = -1
         self.next_report_at = 0.0
-        """Monotonic seconds from which on the next report may go."""
+        """Monotonic time from which the next report may be sent."""
         self.pending = threading.Event()
-        """Set while a report is held back that the flusher is to send."""
+        """Set while there is a report that the flusher must send."""
         self.flusher: threading.Thread | None = None
         self.callbacks: list[Callable[[], object]] = []
         self.stop_requested = False
@@ -98,10 +95,7 @@ class _WorkerReporter:
             _register_stacks(self.path)
 
     def send_report(self) -> bool:
-        """
-        Send what holds now; False where the agent's queue is full. An agent that is gone is no
-        error.
-        """
+        """Send the current values; return False if the agent's queue is full."""
         busy = f',"busy":{self.busy:.6g}' if self.busy else ""
         saved = f',"saved":{self.saved}' if self.saved >= 0 else ""
         step = f',"step":{self.step}' if self.step >= 0 else ""
@@ -116,7 +110,7 @@ class _WorkerReporter:
         return True
 
     def report_soon(self) -> None:
-        """Send what holds now, or have it sent soon when the last report was a moment ago."""
+        """Send the current values, or let the flusher send them if the last report is recent."""
         now = time.monotonic()
         if now >= self.next_report_at:
             self.next_report_at = now + REPORT_SECONDS
@@ -131,8 +125,9 @@ class _WorkerReporter:
 
     def flush_reports(self) -> None:
         """
-        In a thread of its own, which only scripts with quick steps have: the last of such steps is
-        told too.
+        Send delayed reports, in a thread that only scripts with fast steps have.
+
+        Without it the last of several fast steps would not be reported.
         """
         while True:
             self.pending.wait()
@@ -143,8 +138,9 @@ class _WorkerReporter:
 
     def install_handler(self) -> bool:
         """
-        Take SIGTERM over; whether that is so now. In a child, or outside the main thread, it cannot
-        be.
+        Handle SIGTERM; return whether it is handled.
+
+        Not possible in a child process or outside the main thread.
         """
         if (
             not self.has_handler
@@ -156,10 +152,9 @@ class _WorkerReporter:
         return self.has_handler
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM has come."""
-        if (
-            os.getpid() != self.pid
-        ):  # a forked child that nobody has made anew: DataLoader ends its own by SIGTERM
+        """Handle SIGTERM: request a stop, run the callbacks, then do what the old handler did."""
+        # A forked child still has this handler: DataLoader ends its children by SIGTERM.
+        if os.getpid() != self.pid:
             return _call_previous_handler(self.previous_handler, number, frame, in_order=False)
         again = self.stop_requested
         self.stop_requested = True
@@ -174,20 +169,20 @@ class _WorkerReporter:
 
 def progress(step: SupportsIndex, busy: float | None = None) -> None:
     """
-    Tell that this worker has done a step.
+    Report that this worker has completed a step.
 
-    With ``--hang-timeout`` a worker that does no new step for that long hangs; a rank that falls
-    behind is named while the job runs. Call it once a step; a call in which nothing is due takes
-    less than a microsecond or two.
+    With ``--hang-timeout``, a worker that completes no step for that long hangs. A rank that falls
+    behind is named while the job runs. Call it once per step. A call that sends nothing takes 1 to
+    2 microseconds.
 
     Args:
-        step: its number, 0 or above.
-        busy: seconds of the worker's own work in it, without waiting for others: by it a slow rank
-            is known although
-            all ranks do their steps together. None: not known.
+        step: number of the step, at least 0.
+        busy: seconds of the worker's own work in the step, without the time that it waited for
+            other ranks. Shows a slow rank although all ranks complete their steps together. None:
+            not known.
 
     Raises:
-        ValueError: the step is below 0 or endless, or ``busy`` is no span of time.
+        ValueError: ``step`` or ``busy`` is out of range.
     """
     worker = _get_reporter()
     if worker is None:
@@ -195,20 +190,21 @@ def progress(step: SupportsIndex, busy: float | None = None) -> None:
     worker.step = _check_step(step)
     if busy is not None:
         if not 0 <= busy < 1e9:
-            raise ValueError(f"busy={busy!r} is no number of seconds")
+            raise ValueError(f"busy must be a number of seconds, got {busy!r}")
         worker.busy = float(busy)
     worker.report_soon()
 
 
 def saved(step: SupportsIndex) -> None:
     """
-    Tell that a step is saved: a later generation may begin from it.
+    Report that a step is saved, so that a later generation may start from it.
 
-    What all workers have said is what `agreed_step` answers after a restart, so every rank says it,
-    also where only one writes: then the others say it when they know that it has (after a barrier).
+    After a restart `agreed_step` returns the last step that all workers have reported. Every rank
+    must report it, also if only one rank writes: the others report it when they know that it is
+    written (after a barrier).
 
     Raises:
-        ValueError: the step is below 0 or endless.
+        ValueError: ``step`` is out of range.
     """
     number = _check_step(step)
     worker = _get_reporter()
@@ -223,25 +219,24 @@ def saved(step: SupportsIndex) -> None:
 
 def on_stop(callback: Callback) -> Callback:
     """
-    Have ``callback()`` called when this worker is told to stop (SIGTERM), once, in the main thread
-    between bytecodes.
+    Call ``callback()`` once when this worker must stop (SIGTERM), in the main thread.
 
-    It may save; SIGKILL follows after the job's grace. When all callbacks have returned, the
-    handler that was there before is called; where there was none the process leaves with 143 (by
-    SystemExit, so that ``finally`` blocks and exit handlers run). A script that would rather end by
-    itself at a good moment polls `stopping` instead.
+    It may save a checkpoint. SIGKILL follows after the job's grace period. When all callbacks have
+    returned, the previous signal handler is called. Without one the process exits with 143, by
+    SystemExit, so that ``finally`` blocks and exit handlers run. A script that wants to choose the
+    moment of its end polls `stopping` instead.
 
     Returns:
-        the callback, so that this is a decorator, too.
+        the callback, so that this can be used as a decorator.
 
     Raises:
-        RuntimeError: called outside the main thread, where Python cannot take a signal over.
+        RuntimeError: called outside the main thread, where Python cannot install a handler.
     """
     worker = _get_worker()
     if not _is_child_process() and os.getpid() == worker.pid:
         if not worker.install_handler():
             raise RuntimeError(
-                "pdrun.elastic.on_stop must be called in the main thread, which alone hears signals"
+                "pdrun.elastic.on_stop must be called in the main thread, which receives signals"
             )
         worker.callbacks.append(callback)
     return callback
@@ -249,10 +244,10 @@ def on_stop(callback: Callback) -> Callback:
 
 def stopping() -> bool:
     """
-    Whether this worker was told to stop; from the first call on (in the main thread) SIGTERM does
-    nothing else.
+    Return whether this worker must stop.
 
-    A second SIGTERM ends the process, as the first one would have.
+    From the first call on (in the main thread) SIGTERM only sets this. A second SIGTERM ends the
+    process, as the first one would have.
     """
     worker = _get_worker()
     if os.getpid() != worker.pid:
@@ -262,30 +257,22 @@ def stopping() -> bool:
 
 
 def agreed_step() -> int:
-    """
-    The last step of which every worker of an earlier generation had said that it is saved; -1:
-    none.
-    """
+    """Return the last step that every worker of an earlier generation has saved; -1: none."""
     return _get_worker().agreed
 
 
 def generation() -> int:
-    """
-    How often the workers have been started before: after failures, and after nodes came or went.
-    """
+    """Return how often the workers were started before: after failures and changes of nodes."""
     return _get_worker().generation
 
 
 def restart_count() -> int:
-    """How often the job was started again after a failure; the same on every node."""
+    """Return how often the job was restarted after a failure; equal on all nodes."""
     return _get_worker().restarts
 
 
 def attach() -> None:
-    """
-    Have the agent able to ask this worker where it is, should it hang; every other call here does
-    that, too.
-    """
+    """Let the agent request this worker's stacks. Every other call here does it, too."""
     _get_worker()
 
 
@@ -300,15 +287,15 @@ def _get_worker() -> _WorkerReporter:
 
 
 def _get_reporter() -> _WorkerReporter | None:
-    """This worker where it may speak: under pdrun, and not a child that was forked from one."""
+    """Return this worker if it may report: it runs under pdrun and is not a forked child."""
     worker = _instance or _get_worker()
-    return worker if worker.is_reporting and os.getpid() == worker.pid else None
+    if worker.is_reporting and os.getpid() == worker.pid:
+        return worker
+    return None
 
 
 def _is_child_process() -> bool:
-    """
-    Whether multiprocessing has made this process: it has its worker's environment, and is none.
-    """
+    """Return whether multiprocessing has started this process: it is a child of a worker."""
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
 
@@ -316,7 +303,7 @@ def _is_child_process() -> bool:
 def _check_step(step: SupportsIndex) -> int:
     number = step.__index__()
     if not 0 <= number < MAX_STEP:
-        raise ValueError(f"step {number} is not between 0 and {MAX_STEP - 1}")
+        raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {number}")
     return number
 
 
@@ -330,8 +317,9 @@ def _call_previous_handler(
     previous: Any, number: int, frame: FrameType | None, *, in_order: bool
 ) -> None:
     """
-    Do what the handler before ours would have done; where there was none, leave in order, or die of
-    the signal.
+    Do what the previous handler would have done.
+
+    Without one: exit by SystemExit (``in_order``), or die of the signal.
     """
     if callable(previous):
         previous(number, frame)
@@ -343,9 +331,7 @@ def _call_previous_handler(
 
 
 def _register_stacks(path: str) -> None:
-    """
-    Have STACKS_SIGNAL write this process's Python stacks into a file beside the agent's socket.
-    """
+    """Let STACKS_SIGNAL write this process's Python stacks to a file next to the agent's socket."""
     import faulthandler
     import fcntl
 
@@ -356,11 +342,10 @@ def _register_stacks(path: str) -> None:
             0o600,
         )
         try:
-            high = fcntl.fcntl(
-                low, fcntl.F_DUPFD_CLOEXEC, 200
-            )  # out of the way of a script that counts on 3, 4, ...
+            # A high number, because a script may rely on 3, 4, ... being free.
+            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)
         finally:
             os.close(low)
         faulthandler.register(STACKS_SIGNAL, file=high, all_threads=True)
     except (OSError, ValueError):
-        pass  # stacks are then read from outside, as far as that goes
+        pass  # stacks are then read from outside, as far as possible

@@ -1,6 +1,7 @@
 """
-Addresses as users write them: ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT``; parsed strictly, looked up
-nowhere.
+Addresses as users write them: ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT``.
+
+They are parsed strictly and never resolved.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from pdrun.errors import UsageError
 
 SCHEDULER_PORTS = range(20000, 30000)
 """
-From which a scheduler's port is derived where nobody names one: below what systems give to outgoing
-connections.
+The port of a scheduler is one of these if the user names none. Linux takes the ports of outgoing
+connections from a higher range.
 """
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
 @dataclass(frozen=True, order=True)
 class Endpoint:
-    """A host and a TCP port. ``port`` 0 means: the listener chooses."""
+    """A host and a TCP port. Port 0: the listener chooses one."""
 
     host: str
     port: int
@@ -34,14 +35,15 @@ class Endpoint:
 
     @property
     def zmq_url(self) -> str:
-        """The ZeroMQ spelling, ``tcp://HOST:PORT``."""
+        """The address for ZeroMQ: ``tcp://HOST:PORT``."""
         return f"tcp://{self}"
 
 
 def port_for_job(job: str) -> int:
     """
-    Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it,
-    modulo the range.
+    Return the scheduler port of a job: CRC-32 (RFC 1952) of its name, modulo the range.
+
+    Every node of the job computes the same port.
     """
     return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(
         SCHEDULER_PORTS
@@ -50,15 +52,13 @@ def port_for_job(job: str) -> int:
 
 def check_host(host: str, *, where: str) -> str:
     """
-    Return ``host`` when it is an IP literal or a host name, else raise UsageError.
+    Return ``host`` if it is an IP address or a host name, else raise UsageError.
 
-    Numbers that only look like addresses (``127.1``, ``0177.0.0.1``) are refused: resolvers
-    disagree about them.
+    Numbers such as ``127.1`` and ``0177.0.0.1`` are refused: resolvers interpret them differently.
     """
+    address, percent, zone = host.partition("%")
     try:
-        return str(ipaddress.ip_address(host.partition("%")[0])) + (
-            host[host.index("%") :] if "%" in host else ""
-        )
+        return f"{ipaddress.ip_address(address)}{percent}{zone}"
     except ValueError:
         pass
     labels = host.rstrip(".").split(".")
@@ -76,7 +76,7 @@ def check_host(host: str, *, where: str) -> str:
 
 
 def parse_port(text: str, *, where: str, min_port: int = 1) -> int:
-    """Return the TCP port that ``text`` writes in plain ASCII digits, ``lowest`` to 65535."""
+    """Return the TCP port in ``text``: ASCII digits, ``min_port`` to 65535."""
     if re.fullmatch(r"[0-9]{1,5}", text) and min_port <= int(text) <= 65535:
         return int(text)
     raise UsageError(
@@ -86,10 +86,10 @@ def parse_port(text: str, *, where: str, min_port: int = 1) -> int:
 
 def parse_endpoint(text: str, *, where: str, default_port: int | None = None) -> Endpoint:
     """
-    Parse ``HOST:PORT``, ``[IPV6]:PORT`` or, when there is a default port, ``HOST``.
+    Parse ``HOST:PORT``, ``[IPV6]:PORT`` or, if there is a default port, ``HOST``.
 
-    A URL, a port without host and an IPv6 address without brackets but with a port are refused with
-    the reason.
+    Raises:
+        UsageError: it is a URL, has no host, or is an IPv6 address with a port and no brackets.
     """
     if "://" in text:
         raise UsageError(f"{text!r} is a URL", where=where, hint="write HOST:PORT")
@@ -99,7 +99,7 @@ def parse_endpoint(text: str, *, where: str, default_port: int | None = None) ->
             raise UsageError(
                 f"{text!r} has no closing bracket", where=where, hint="write [IPV6]:PORT"
             )
-        port_text = rest[1:] if rest else ""
+        port_text = rest[1:]
     elif text.count(":") > 1:
         host = text
         port_text = ""

@@ -1,18 +1,18 @@
 """
-Every error that pdrun raises on purpose, and the exit code that each one means.
+The errors that pdrun raises, and their exit codes.
 
-The type says who must act, the text says what is wrong, where, and what to do:
+The type shows who must act. The text contains what is wrong, where, and what to do.
 
-    PdrunError                 70  ours: a fault of pdrun itself
+    PdrunError                 70  a fault of pdrun
     |-- UsageError              2  the command line is wrong
-    |-- ConfigError            78  a file, an environment variable or a node's set-up is wrong
-    |-- RendezvousError        69  the nodes did not come together, or the job could not be reached
+    |-- ConfigError            78  a file, an environment variable or a node's setup is wrong
+    |-- RendezvousError        69  the nodes could not join, or the job could not be reached
     |-- AuthenticationError    77  the token differs
-    |-- DeadlineExceeded      124  a time limit set by the user passed
-    |-- PeerLost               69  a collective cannot end: another rank is gone
+    |-- DeadlineExceeded      124  a time limit set by the user has passed
+    |-- PeerLost               69  a collective cannot complete: another rank was lost
     `-- JobFailed               *  a worker failed: its own exit code, 128 + N for signal N
 
-Codes follow sysexits.h where it has one, and the shell's 124 and 128 + N.
+Codes follow sysexits.h, and the shell's 124 and 128 + N.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ EXIT_DEADLINE = 124
 
 class PdrunError(Exception):
     """
-    Root of the tree. ``str(error)`` is one line: ``WHERE: WHAT`` and, when there is one, ``;
-    HINT``.
+    Base class of all errors. ``str(error)`` is one line: ``WHERE: WHAT; HINT``.
 
     Args:
         what: what is wrong, in lower case, without a full stop.
-        where: ``file:line``, an option, a variable, a host or a rank; empty when ``what`` says it.
-        hint: what to do about it.
+        where: ``file:line``, an option, a variable, a host or a rank; empty if ``what`` names it.
+        hint: what to do; may be empty.
     """
 
     exit_code = EXIT_SOFTWARE
@@ -54,25 +53,25 @@ class PdrunError(Exception):
 
 
 class UsageError(PdrunError):
-    """The command line is wrong: the user changes the command."""
+    """The command line is wrong; the user must change the command."""
 
     exit_code = EXIT_USAGE
 
 
 class ConfigError(PdrunError):
-    """A file, an environment variable or the set-up of a node is wrong: the user changes that."""
+    """A file, an environment variable or the setup of a node is wrong; the user must change it."""
 
     exit_code = EXIT_CONFIG
 
 
 class RendezvousError(PdrunError):
-    """The nodes did not come together, the scheduler was lost, or it refused this node."""
+    """The nodes could not join, the scheduler was lost, or it refused this node."""
 
     exit_code = EXIT_UNAVAILABLE
 
 
 class AuthenticationError(PdrunError):
-    """This side and the scheduler hold different tokens."""
+    """This process and the scheduler have different tokens."""
 
     exit_code = EXIT_AUTHENTICATION
 
@@ -85,14 +84,14 @@ class DeadlineExceeded(PdrunError):
 
 class PeerLost(PdrunError, RuntimeError):
     """
-    A collective cannot end, because another rank is gone: that one's own words say why.
+    A collective cannot complete, because another rank was lost. That rank's output shows why.
 
-    It is a RuntimeError too, as torch's own is; that one is its ``__cause__``.
+    A RuntimeError, as torch's own error is. That error is its ``__cause__``.
     """
 
     exit_code = EXIT_UNAVAILABLE
     SIGN = "another rank is gone"
-    """Said in each of them; who reads a worker's last line knows it by this for a victim."""
+    """Part of every message. The diagnosis recognises a victim by it."""
 
 
 class JobFailed(PdrunError):
@@ -101,8 +100,8 @@ class JobFailed(PdrunError):
 
     Attributes:
         rank: global rank of the first cause, or None when no worker had one (a node was lost).
-        host: name of its node.
-        traceback: the user's traceback as the worker printed it, or the empty string.
+        host: name of that rank's node.
+        traceback: the traceback that the worker printed, or the empty string.
     """
 
     def __init__(
@@ -127,8 +126,6 @@ class JobFailed(PdrunError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """
-    Return ``did you mean 'X'?`` for the nearest known word, or the empty string when none is near.
-    """
+    """Return ``did you mean 'X'?`` for the most similar known text, or the empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{near[0]}'?" if near else ""

@@ -1,8 +1,8 @@
 """
-The event log is the truth: one JSON object a line, appended, never rewritten.
+The event log of a job: one JSON object per line, appended, never rewritten.
 
-A job's status is the replay of its log; `pdrun status` and every screen read nothing else.
-A line that was cut by a crash is left out by the reader, not an error.
+A job's status is the replay of its log. `pdrun status` and all screens read only the log. Readers
+skip incomplete lines, which a crash may leave.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.async_file import CLOSE_SECONDS, BackgroundFileWriter
+from pdrun.text import plural
 
 EVENT_KINDS = (
     "created",
@@ -43,12 +44,12 @@ EVENT_KINDS = (
 
 @dataclass(frozen=True)
 class LogEvent:
-    """One thing that happened to a job."""
+    """An event of a job."""
 
     kind: str
-    """One of KINDS."""
+    """One of EVENT_KINDS."""
     time: float
-    """Wall clock of the writer, seconds since the epoch: for people, never for decisions."""
+    """Wall clock of the writer, seconds since the epoch; for display only."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Plain JSON values, named per kind; see docs/protocol.md."""
 
@@ -65,10 +66,9 @@ class LogEvent:
 
 class EventLog:
     """
-    Appends events to a file, in a thread: a disk that hangs holds up nobody, a full or broken one
-    never fails the job.
+    Appends events to a file in a thread. A hanging, full or broken disk does not affect the job.
 
-    On a disk that answers, a line is with the system when `append` returns.
+    If the disk answers, the system has a line when `append` returns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,41 +77,45 @@ class EventLog:
 
     @property
     def lost_events(self) -> int:
-        """Events that were not written."""
+        """Number of events that were not written."""
         return self._lines.lost_lines
 
     def append(self, event: LogEvent) -> None:
-        """Write one line; waits a moment for the disk, and not again before it has caught up."""
+        """Write an event; see `BackgroundFileWriter.put` about waiting for the disk."""
         self.extend((event,))
 
     def extend(self, events: Sequence[LogEvent]) -> None:
-        """Write what happened together: as `append` of each, with one wait for all."""
+        """Write several events with one wait for the disk."""
         self._lines.put(*(event.to_line() for event in events))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> str:
         """
-        Write out what waits, for at most ``timeout`` seconds, and close; closing twice is allowed.
+        Write queued events, for at most ``timeout`` seconds, and close; may be called twice.
 
-        Return a line for people where something is missing, else the empty string.
+        Returns:
+            a message if events were lost, or the empty string.
         """
         if not self._lines.close(timeout):
             return ""
-        return f"event log {self.path}: {self.lost_events} line(s) not written ({self._lines.reason}); the job went on"
+        lost = plural(self.lost_events, "line")
+        return (
+            f"event log {self.path}: {lost} not written ({self._lines.reason}); the job continued"
+        )
 
 
 def _gap_line(count: int) -> str:
-    text = f"{count} event(s) are missing here: the disk of the event log did not answer"
+    text = f"{plural(count, 'event')} missing here: the disk of the event log did not answer"
     return LogEvent("warning", time.time(), {"text": text}).to_line()
 
 
 def read_events(path: Path) -> Iterator[LogEvent]:
-    """Yield the events of a log; lines that are no whole event are passed over."""
+    """Yield the events of a log; incomplete lines are skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from parse_events(file)
 
 
 def read_last_events(path: Path, size: int) -> Iterator[LogEvent]:
-    """Yield the events at the end of a log, of its last ``size`` bytes."""
+    """Yield the events in the last ``size`` bytes of a log."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - size))
@@ -119,7 +123,7 @@ def read_last_events(path: Path, size: int) -> Iterator[LogEvent]:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[LogEvent]:
-    """Yield the events that lines of a log hold; lines that are no whole event are passed over."""
+    """Yield the events in lines of a log; incomplete lines are skipped."""
     for line in lines:
         try:
             data = json.loads(line)
@@ -132,7 +136,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[LogEvent]:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node, as the log tells it."""
+    """Status of a node."""
 
     name: str
     state: str
@@ -143,19 +147,19 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A worker, as the log tells it."""
+    """Status of a worker."""
 
     rank: int
     node: str
     state: str
-    """running, done, failed, or stopped (by pdrun, after something else had failed)."""
+    """running, done, failed, or stopped (by pdrun, after another failure)."""
     code: int | None = None
     cause: str = ""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job, as the replay of its log."""
+    """Status of a job: the replay of its log."""
 
     job: str = ""
     run: str = ""
@@ -173,18 +177,17 @@ class JobStatus:
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     step: int = -1
-    """The step of the worker that is the furthest behind; -1: nobody has reported any."""
+    """Step of the slowest worker; -1: no worker has reported one."""
     saved: int = -1
-    """The last step that all workers have saved."""
+    """Last step that all workers have saved; -1: none."""
 
 
 def replay_events(events: Iterable[LogEvent]) -> JobStatus:
     """
-    Return the status that a log leads to; unknown kinds change nothing, so that old readers read
-    new logs.
+    Return the status after these events.
 
-    Nor does an event whose fields are missing or of another type: one damaged log must not hide a
-    user's other jobs.
+    Unknown kinds are ignored, so that old readers can read new logs. Events with missing fields or
+    fields of another type are ignored, too: a damaged log must not hide a user's other jobs.
     """
     status = JobStatus()
     for event in events:
@@ -193,9 +196,7 @@ def replay_events(events: Iterable[LogEvent]) -> JobStatus:
 
 
 def apply_event(status: JobStatus, event: LogEvent) -> JobStatus:
-    """
-    Return the status after one more event; unchanged where that does not say what its kind says.
-    """
+    """Return the status after one more event; unchanged if its fields do not fit its kind."""
     try:
         return _next_status(status, event)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -265,7 +266,7 @@ def _set_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
 
 
 def _normal_state(status: JobStatus, name: str) -> str:
-    """The state of a node about which nothing is wrong."""
+    """Return the state of a node without problems."""
     node = status.nodes.get(name)
     if status.state == "gathering":
         return "joined"
@@ -273,7 +274,7 @@ def _normal_state(status: JobStatus, name: str) -> str:
 
 
 def _replace_state(status: JobStatus, old: str, new: str | None) -> JobStatus:
-    """Every node in state ``old`` is in state ``new`` now; None: as is usual for it."""
+    """Change every node in state ``old`` to ``new``, or to its normal state (None)."""
     changed = {
         name: replace(node, state=new or _normal_state(status, name))
         for name, node in status.nodes.items()
@@ -284,14 +285,14 @@ def _replace_state(status: JobStatus, old: str, new: str | None) -> JobStatus:
 
 def _apply_assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     """
-    One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order.
+    Apply the event of a new generation.
+
+    ``nodes`` is a list of ``[name, first rank, workers]`` in node order. Other nodes have no part.
     """
-    nodes = {
-        name: replace(node, index=-1) for name, node in status.nodes.items()
-    }  # some may have no part in this one
+    nodes = {name: replace(node, index=-1) for name, node in status.nodes.items()}
     ranks: dict[int, RankStatus] = {}
-    for index, (said, start, count) in enumerate(data["nodes"]):
-        name = str(said)
+    for index, (given_name, start, count) in enumerate(data["nodes"]):
+        name = str(given_name)
         first = int(start)
         workers = int(count)
         nodes[name] = NodeStatus(
@@ -314,6 +315,11 @@ def _apply_exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     rank = int(data["rank"])
     code = int(data["code"])
     before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))
-    state = "done" if not code else "stopped" if data.get("how") == "stopped" else "failed"
+    if not code:
+        state = "done"
+    elif data.get("how") == "stopped":
+        state = "stopped"
+    else:
+        state = "failed"
     after = replace(before, state=state, code=code, cause=str(data.get("cause", "")))
     return replace(status, ranks={**status.ranks, rank: after})

@@ -1,14 +1,16 @@
 """
-What a process of pdrun does before anything else, so that no moment of its life is without an
-answer.
+Setup of a pdrun process: what it does first.
 
-    descriptors 0-2    one that was closed (``>&-``) becomes /dev/null; else the next file would get its number
-    SIGINT and others  until somebody takes them (`pdrun.launcher.common.signals`), they end the process quietly with 128 + N
-    RLIMIT_NOFILE      raised towards the hard limit for pdrun itself; workers get back what the user had
-    PDRUN_TOKEN        taken out of the environment and kept (`token`): no child has it that is not handed it
+* Descriptors 0 to 2: a closed one (``>&-``) becomes /dev/null. Otherwise the next file that is
+  opened would get its number.
+* SIGINT, SIGTERM, SIGQUIT, SIGHUP: they end the process with 128 + N, without a traceback, until
+  `pdrun.launcher.common.signals` handles them.
+* RLIMIT_NOFILE: raised towards the hard limit for pdrun itself. Workers get the user's limit.
+* PDRUN_TOKEN: removed from the environment and remembered (`take_token`). Only children that need
+  it get it.
 
-Only the mains call `begin`, never a library: handlers and limits are the process's own. No import
-of it takes time.
+Only main functions call `setup_process`, never a library: handlers and limits belong to the whole
+process. Nothing that it imports takes time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import signal
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # nothing that takes time comes before the handlers
+if TYPE_CHECKING:  # no slow import before the handlers are set
     from collections.abc import Mapping
     from types import FrameType
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:  # nothing that takes time comes before the handlers
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 MAX_DESCRIPTORS = 1 << 16
-"""Descriptors that pdrun gives itself at most; far more than any node needs."""
+"""Upper limit of descriptors that pdrun sets for itself; more than any node needs."""
 MIN_DESCRIPTORS = 64
-"""Descriptors with which anything small can be done."""
+"""Descriptors that a small command needs."""
 TOKEN_VARIABLE = "PDRUN_TOKEN"
 
 _user_nofile_limit: list[tuple[int, int]] = []
@@ -38,8 +40,9 @@ _taken_token: list[str] = []
 
 def setup_process() -> None:
     """
-    Do what the module says. What was inherited as ignored (nohup's SIGHUP, a background job's
-    SIGINT) stays so.
+    Set up this process; see the module.
+
+    Signals that are inherited as ignored stay ignored: SIGHUP of nohup, SIGINT of a background job.
     """
     for number in STOP_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -50,33 +53,30 @@ def setup_process() -> None:
 
 
 def exit_handler(number: int, frame: FrameType | None) -> None:
-    """
-    The handler: nothing has begun that would have to be ended, and what was started notices the end
-    by itself.
-    """
+    """Exit on a signal. Nothing needs a cleanup yet; children notice the end of this process."""
     os._exit(128 + number)
 
 
 def restore_sigint() -> None:
-    """
-    From here on Ctrl-C is a KeyboardInterrupt again: for a command that wants to tidy up its
-    screen.
-    """
+    """Restore KeyboardInterrupt for Ctrl-C, and defaults: for a command that redraws a screen."""
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is exit_handler:
-            signal.signal(
-                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            )
+        if signal.getsignal(number) is not exit_handler:
+            continue
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        else:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def handler_after(before: object) -> object:
     """
-    Return the handler for the time after somebody has taken a signal, given the one from before.
+    Return the handler to set when a temporary handler is removed, given the one before it.
 
-    In a process that began with `begin` the job is over then, and its exit code stands: nothing may
-    change it any more.
+    After `setup_process` that is SIG_IGN: the job is over, and no signal may change its exit code.
     """
-    return signal.SIG_IGN if before is exit_handler else before
+    if before is exit_handler:
+        return signal.SIG_IGN
+    return before
 
 
 def _open_standard_fds() -> None:
@@ -84,57 +84,58 @@ def _open_standard_fds() -> None:
         try:
             os.fstat(number)
         except OSError:
-            got = os.open(
-                os.devnull, os.O_RDWR
-            )  # the lowest free number: this one, since those below it are open
-            os.set_inheritable(got, True)
+            # The lowest free number is this one, because those below it are open.
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
             if getattr(sys, name) is None:
-                setattr(sys, name, os.fdopen(got, "w" if number else "r", closefd=False))
+                mode = "w" if number else "r"
+                setattr(sys, name, os.fdopen(opened, mode, closefd=False))
 
 
 # The token
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def take_token() -> str | None:
     """
-    Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the
-    environment.
+    Return the value of PDRUN_TOKEN and remove it from the environment; later calls return it again.
 
-    The one place that reads the variable: mains call this before they start anything, libraries
-    when they need the secret. A token that was set since then counts.
+    This is the only reader of the variable. Main functions call this before they start anything,
+    libraries when they need the secret. A token that was set after the last call replaces it.
     """
     if (text := os.environ.pop(TOKEN_VARIABLE, None)) is not None:
         _taken_token[:] = [text]
-    return _taken_token[-1] if _taken_token else None
+    if not _taken_token:
+        return None
+    return _taken_token[-1]
 
 
 def env_without_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """
-    Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`).
-    """
+    """Return an environment without the token, for a child that does not need it."""
     return {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
 
 
 def env_with_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """
-    Return an environment for a child that needs the token itself, or hands it on to one that does.
-    """
+    """Return an environment with the token, for a child that needs it or passes it on."""
     text = take_token()
-    return {**environ, **({TOKEN_VARIABLE: text} if text is not None else {})}
+    if text is None:
+        return dict(environ)
+    return {**environ, TOKEN_VARIABLE: text}
 
 
 # Descriptors
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def user_nofile_limit() -> tuple[int, int] | None:
-    """RLIMIT_NOFILE (soft, hard) as the user had it; None where this process has not changed it."""
-    return _user_nofile_limit[-1] if _user_nofile_limit else None
+    """Return the user's RLIMIT_NOFILE (soft, hard); None if this process has not changed it."""
+    if not _user_nofile_limit:
+        return None
+    return _user_nofile_limit[-1]
 
 
 def remember_nofile_limit(soft: int, hard: int) -> None:
-    """The user's limit, told by the process that has raised this one's."""
+    """Remember the user's limit, received from the process that has raised this one's."""
     _user_nofile_limit[:] = [(soft, hard)]
 
 
@@ -142,7 +143,9 @@ def _raise_nofile_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     try:
@@ -154,10 +157,10 @@ def _raise_nofile_limit() -> None:
 
 def require_descriptors(count: int, what: str) -> None:
     """
-    Complain when this process may not open ``count`` files.
+    Check that this process may open ``count`` files.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: it may not; ``what`` is what needs them.
     """
     import resource
 
@@ -167,21 +170,21 @@ def require_descriptors(count: int, what: str) -> None:
 
 
 def descriptor_limit_error(what: str, count: int) -> ConfigError:
-    """The error for EMFILE: ``what`` needs about ``count`` descriptors in one process."""
+    """Return the error for EMFILE: ``what`` needs about ``count`` descriptors."""
     import resource
 
     from pdrun.errors import ConfigError
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigError(
-        f"a process may open {soft} files here, and {what} needs about {count}",
+        f"the limit of open files is {soft}, but {what} needs about {count}",
         where="RLIMIT_NOFILE",
         hint=f"raise the limit: ulimit -n {max(1024, count)}",
     )
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Whether an error (of the system, or of zmq) means that no descriptor was left."""
+    """Return whether an error of the system or of zmq means that no descriptor is left."""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
@@ -190,32 +193,37 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 
 
 def is_out_of_processes(error: BaseException) -> bool:
-    """Whether an error means that no process and no thread may be started any more."""
+    """Return whether an error means that no process or thread can be started."""
     if isinstance(error, RuntimeError):
         return "can't start new thread" in str(error)
     return isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
 
 
 def process_limit_error(what: str) -> ConfigError:
-    """The error for that: ``what`` could not start one more."""
+    """Return the error for that: ``what`` could not start a process or thread."""
     import resource
 
     from pdrun.errors import ConfigError
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    limit = str(soft)
+    if soft == resource.RLIM_INFINITY:
+        limit = "no limit"
     return ConfigError(
-        f"{what} could start no further process or thread here (ulimit -u: {limit})",
+        f"{what} could not start another process or thread (ulimit -u: {limit})",
         where="RLIMIT_NPROC",
-        hint="raise that limit, or pids.max of the control group (a container's --pids-limit); or end other processes",
+        hint="raise that limit or pids.max of the cgroup (container: --pids-limit), or end processes",
     )
 
 
 def resource_limit_error(error: BaseException, what: str, files: int) -> ConfigError | None:
     """
-    Return what an error says of this machine's limits, or None: ``what`` needs about ``files``
-    descriptors.
+    Return the error that names the exceeded limit of this machine, or None if there is no such one.
+
+    ``what`` needs about ``files`` descriptors.
     """
     if is_out_of_descriptors(error):
         return descriptor_limit_error(what, files)
-    return process_limit_error(what) if is_out_of_processes(error) else None
+    if is_out_of_processes(error):
+        return process_limit_error(what)
+    return None

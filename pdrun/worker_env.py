@@ -1,9 +1,9 @@
 """
-The one contract between the launcher and the script that it starts: the environment of one worker.
+The environment of a worker: the contract between the launcher and the script that it starts.
 
-The launcher writes it (`WorkerEnv.to_env`), the runtime reads it (`WorkerEnv.from_env`); neither
-imports the other. Names are torchrun's, so that its scripts run unchanged, Ascend's (RANK_ID,
-RANK_SIZE, DEVICE_ID), and ours (PDRUN_*).
+The launcher writes it (`WorkerEnv.to_env`). The runtime reads it (`WorkerEnv.from_env`). Neither
+imports the other. The variables are torchrun's, so that its scripts run unchanged, Ascend's
+(RANK_ID, RANK_SIZE, DEVICE_ID), and pdrun's (PDRUN_*).
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from pdrun.errors import ConfigError, UsageError
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """
-    Who this worker is and where the others meet it. All counts are at least 1, all ranks at least
-    0.
-    """
+    """Identity of a worker and address of the store. Counts are at least 1, ranks at least 0."""
 
     rank: int
     """Global rank, 0 to ``world_size - 1``."""
@@ -32,12 +29,12 @@ class WorkerEnv:
     """Index of the node, 0 to ``nodes - 1`` (torchrun's GROUP_RANK)."""
     nodes: int
     master_addr: str
-    """Address of the store; always on the node of rank 0."""
+    """Address of the TCPStore, on the node of rank 0."""
     master_port: int
     run_id: str
-    """Unique name of this run; the user's own id where one was given."""
+    """Unique name of this run, or the id that the user has set."""
     restart_count: int = 0
-    """Restarts of the whole job before this generation: the same number on every node."""
+    """Restarts of the job before this generation; equal on all nodes."""
     max_restarts: int = 0
     generation: int = 0
     job: str = "job"
@@ -48,21 +45,15 @@ class WorkerEnv:
     device_index: int = 0
     """Index of the device among those visible to this worker."""
     collective: str = "gloo"
-    """torch.distributed's name of the backend that fits the device."""
+    """torch.distributed's name of the backend for the device."""
     agreed_step: int = -1
-    """
-    The last step of which every worker of an earlier generation had said that it is saved; -1:
-    none.
-    """
+    """The last step that every worker of an earlier generation reported as saved; -1: none."""
     agent: str = ""
-    """
-    Path of the agent's datagram socket, in a folder that only this user can enter; empty: there is
-    none.
-    """
+    """Path of the agent's datagram socket, in a folder of mode 0700; empty: no agent."""
 
     def to_env(self) -> dict[str, str]:
         """Return the variables, as text."""
-        return {
+        env = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
@@ -87,17 +78,20 @@ class WorkerEnv:
             "PDRUN_GENERATION": str(self.generation),
             "PDRUN_DEVICE_KIND": self.device_kind,
             "PDRUN_COLLECTIVE": self.collective,
-            **({"PDRUN_AGREED_STEP": str(self.agreed_step)} if self.agreed_step >= 0 else {}),
-            **({"PDRUN_AGENT": self.agent} if self.agent else {}),
         }
+        if self.agreed_step >= 0:
+            env["PDRUN_AGREED_STEP"] = str(self.agreed_step)
+        if self.agent:
+            env["PDRUN_AGENT"] = self.agent
+        return env
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> WorkerEnv | None:
         """
-        Read the variables that pdrun or torchrun set; None where there is no RANK at all.
+        Read the variables that pdrun or torchrun has set; None if RANK and WORLD_SIZE are unset.
 
         Raises:
-            ConfigError: the set is half there or contradicts itself; names the variable.
+            ConfigError: a variable is missing or contradicts another one.
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return None
@@ -130,35 +124,31 @@ class WorkerEnv:
             (found.local_rank, found.local_world_size, "LOCAL_RANK and LOCAL_WORLD_SIZE"),
         ):
             if low >= high:
-                raise ConfigError(f"{low} of {high}: a rank must be below its count", where=names)
+                raise ConfigError(f"rank must be below {high}, got {low}", where=names)
         return found
 
 
 def refuse_reserved(name: str, *, where: str) -> None:
     """
-    Raise UsageError for a variable that the user wants to set and that pdrun has to: ranks, sizes,
-    the store, the job.
+    Raise UsageError if pdrun itself must set this variable: ranks, sizes, the store, the job.
 
-    ROLE_NAME is free: it is a label, which torchrun's ``--role`` sets.
+    ROLE_NAME is allowed: it is a label that torchrun's ``--role`` sets.
     """
     owned = set(WorkerEnv(0, 1, 0, 1, 0, 1, "", 0, "").to_env()) - {"ROLE_NAME"}
     if name in owned or name.startswith(("TORCHELASTIC_", "PDRUN_WORKER_")):
         raise UsageError(
-            f"{name} is pdrun's own: it tells each worker its place and where the others meet",
+            f"{name} is set by pdrun for each worker and cannot be set by the user",
             where=where,
             hint="use another name",
         )
 
 
 def _read_count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """
-    Return the whole number in ASCII digits that variable ``name`` holds, or ``default`` where it is
-    unset.
-    """
+    """Return the non-negative integer in a variable, or ``default`` if it is unset."""
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise ConfigError("is not set, though other variables of a launcher are", where=name)
+            raise ConfigError("is not set, but other variables of a launcher are", where=name)
         return default
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ConfigError(f"{text!r} is not a whole number", where=name)

@@ -107,7 +107,7 @@ def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "file" / "events.jsonl")
     log.append(STORY[0])
     log.append(STORY[1])
-    assert "2 line(s) not written (" in log.close()
+    assert "2 lines not written (" in log.close()
     assert log.lost_events == 2
 
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_log_on_a_disk_that_hangs_is_bounded_and_said(tmp_path: Pat
     for event in STORY[:3]:
         log.append(event)
     began = time.monotonic()
-    assert "3 line(s) not written (the disk does not answer); the job went on" in log.close(0.2)
+    assert "3 lines not written (the disk does not answer); the job continued" in log.close(0.2)
     assert time.monotonic() - began < 5.0
     disk.free.set()
 

@@ -124,7 +124,7 @@ def test_a_reader_that_hangs_is_given_up_and_the_loss_is_said() -> None:
     start = time.monotonic()
     (lost,) = console.close(timeout=0.3)
     assert time.monotonic() - start < 2
-    assert "its reader took nothing for 0.3 s" in lost
+    assert "the reader read nothing for 0.3 s" in lost
     os.close(read)
     until(lambda: console._stdout.off_reason)
     os.close(write)
@@ -212,7 +212,7 @@ def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
     assert [int(text.split()[1]) for text in lines] == list(range(len(lines))), (
         "a line is missing before the gap"
     )
-    assert gap == b"pdrun: %d line(s) are missing here: nobody read them" % (
+    assert gap == b"pdrun: %d lines skipped here: the reader was too slow" % (
         2 * HIGH_WATER_BYTES // len(line) - len(lines)
     )
     assert last == b"pdrun: again"

@@ -198,7 +198,7 @@ def explain_failure(host: Host, code: int | None, stderr: str, python: str) -> t
 
 def _explain_remote_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
     """Explain a failure after the login: the interpreter did not start."""
-    if "far end:" in low:
+    if "remote side:" in low:
         return (
             f"{python} has no pdrun there, and pdrun cannot be copied ({last.partition(': ')[2]})",
             "",

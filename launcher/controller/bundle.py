@@ -51,7 +51,7 @@ bundle = json.loads(raw.readline())
 kind = "%s %s" % (sys.implementation.cache_tag, sysconfig.get_platform())
 missing = [name for name in bundle["compiled"] if importlib.util.find_spec(name) is None]
 if missing and kind != bundle["kind"]:
-    sys.exit("far end: pyzmq and psutil must be installed there "
+    sys.exit("remote side: pyzmq and psutil must be installed there "
              "(%s is missing; this is %s, they were built for %s)"
              % (", ".join(missing), kind, bundle["kind"]))
 base = os.environ.get("XDG_CACHE_HOME", "")
@@ -63,7 +63,7 @@ def is_private(path):
     is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
     return stat.S_ISDIR(found.st_mode) and is_own
 if not is_private(ship):
-    sys.exit("far end: %s must be a folder that only you can write" % ship)
+    sys.exit("remote side: %s must be a folder that only you can write" % ship)
 home = os.path.join(ship, bundle["digest"])
 send(need=not os.path.isdir(home))
 if not os.path.isdir(home):

@@ -1,5 +1,5 @@
 """
-`--local`'s front: fake agents that are real processes, their output, their signals, their ends.
+The controller with fake agents that are real processes: output, signals, exits.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ sys.exit(70)
 
 class ControlledJob:
     """
-    A front with fake agents, in a process of its own; they say at once what real ones say later:
-    up, running.
+    A controller with fake agents, in another process.
+
+    The agents report up and running immediately.
     """
 
     def __init__(self, folder: Path, *codes: str, said: str = "ur", outlives: bool = False) -> None:
@@ -116,12 +117,14 @@ def test_output_is_merged_by_whole_lines_and_streams_stay_apart(tmp_path: Path) 
     assert sorted(err.splitlines()) == [f"node{node} err" for node in range(3)]
 
 
-def test_the_verdict_s_code_is_the_front_s(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_verdict(tmp_path: Path) -> None:
     assert ControlledJob(tmp_path, "sys.exit(42)", "sys.exit(42)").finish() == (42, "", "")
 
 
-def test_codes_that_differ_are_told(tmp_path: Path) -> None:
-    status, _, err = ControlledJob(tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)").finish()
+def test_codes_that_differ_are_reported(tmp_path: Path) -> None:
+    status, _, err = ControlledJob(
+        tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)"
+    ).finish()
     assert status == 69
     told = re.search(
         r"the nodes ended with different codes \((.*), (.*)\); using the first that is not 0: 69",
@@ -148,7 +151,7 @@ def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
     assert job.finish()[:2] == (7, "15\n15\n")
 
 
-def test_killing_the_front_ends_the_agents(tmp_path: Path) -> None:
+def test_killing_the_controller_ends_the_agents(tmp_path: Path) -> None:
     job = ControlledJob(tmp_path, UNTIL_EOF, UNTIL_EOF)
     assert job.lines(2) == [b"up\n"] * 2
     pids = job.pids()
@@ -171,12 +174,14 @@ def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(
     tmp_path: Path, end: str
 ) -> None:
     first = "time.sleep(3); sys.exit(0)"  # longer than the others of a fixed job would be given
-    status, _, err = ControlledJob(tmp_path, first, f"time.sleep(0.1); {end}", outlives=True).finish()
+    status, _, err = ControlledJob(
+        tmp_path, first, f"time.sleep(0.1); {end}", outlives=True
+    ).finish()
     assert status == 0
     assert "did not end" not in err and "different codes" not in err
 
 
-def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
+def test_the_end_of_the_head_node_ends_the_job(tmp_path: Path) -> None:
     begin = time.monotonic()
     status, _, err = ControlledJob(
         tmp_path, "time.sleep(0.1); sys.exit(69)", UNTIL_EOF, outlives=True
@@ -185,7 +190,7 @@ def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_agents_are_told_that_a_stop_is_for_all(tmp_path: Path) -> None:
+def test_agents_learn_that_a_stop_is_for_the_whole_job(tmp_path: Path) -> None:
     code = (
         "signal.signal(15, lambda n, f: (print(os.read(0, 9), 'signalled', flush=True), sys.exit(143)))\nprint('up')\n"
         "time.sleep(60)"
@@ -221,7 +226,9 @@ def test_an_agent_that_fails_before_the_job_began_ends_others_that_hang(tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
-def test_the_front_answers_for_agents_that_take_no_signals_yet(tmp_path: Path, number: int) -> None:
+def test_the_controller_handles_signals_for_agents_that_are_not_up(
+    tmp_path: Path, number: int
+) -> None:
     job = ControlledJob(tmp_path, UNTIL_EOF, UNTIL_EOF, said="")
     assert job.lines(2) == [b"up\n"] * 2
     job.process.send_signal(signal.SIGUSR1)
@@ -236,7 +243,8 @@ def test_the_front_answers_for_agents_that_take_no_signals_yet(tmp_path: Path, n
 
 def test_when_all_are_killed_the_first_signal_is_the_code(tmp_path: Path) -> None:
     assert (
-        ControlledJob(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
+        ControlledJob(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0]
+        == 137
     )
 
 
@@ -278,13 +286,13 @@ def test_a_closed_stdout_does_not_end_the_job(tmp_path: Path) -> None:
 FLOOD = """
 def flood(size):
     while size > 0: size -= os.write(1, b'x' * 999 + b'\\n')
-flood((8 << 20) + 65536)  # what the front queues, and what its reader's pipe takes
+flood((8 << 20) + 65536)  # what the controller queues, and what its reader's pipe takes
 open('full', 'w').close()
 """
 
 
 def full(job: ControlledJob) -> None:
-    """Wait until nobody takes more of the output."""
+    """Wait until the output is not read any more."""
     deadline = time.monotonic() + 30
     while not (job.folder / "full").exists():
         assert time.monotonic() < deadline, "the output does not come"
@@ -292,7 +300,7 @@ def full(job: ControlledJob) -> None:
 
 
 def unread(job: ControlledJob) -> tuple[int, str]:
-    """Return exit code and stderr of a front whose stdout nobody reads."""
+    """Return exit code and stderr of a controller whose stdout is not read."""
     try:
         code = job.process.wait(20)
     finally:
@@ -300,9 +308,9 @@ def unread(job: ControlledJob) -> tuple[int, str]:
     return code, job.process.communicate()[1].decode()
 
 
-def test_without_a_reader_the_front_ends_when_all_have_ended(tmp_path: Path) -> None:
+def test_without_a_reader_the_controller_exits_when_all_have_ended(tmp_path: Path) -> None:
     code, err = unread(ControlledJob(tmp_path, FLOOD + "flood(32768); sys.exit(3)"))
-    assert code == 3 and "pdrun: stdout: its reader took nothing for 2 s" in err
+    assert code == 3 and "pdrun: stdout: the reader read nothing for 2 s" in err
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -331,7 +339,9 @@ def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path)
     assert job.process.stderr.readline() == b"stop\n"
     job.process.send_signal(signal.SIGINT)
     code, err = unread(job)
-    assert code == 130 and re.search("pdrun: [0-9]+ bytes of output not shown: their reader was behind", err)
+    assert code == 130 and re.search(
+        "pdrun: [0-9]+ bytes of output not shown: their reader was behind", err
+    )
 
 
 def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path) -> None:
@@ -343,7 +353,9 @@ def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path
     agent.connect(str(tmp_path), first=b"x" * (1 << 20))
     try:
         (ready,) = [
-            fd for fd, mask in agent.poll_descriptors(lambda stream: False) if mask == select.POLLOUT
+            fd
+            for fd, mask in agent.poll_descriptors(lambda stream: False)
+            if mask == select.POLLOUT
         ]
         agent.kill()
         with (tmp_path / "other").open("wb+", buffering=0) as other:
@@ -372,7 +384,7 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "asked", "code", "told"),
+    ("ends", "stopped", "code", "has_note"),
     [
         ([("a", 0), ("b", 0)], [], 0, False),
         ([("a", 3), ("b", 3)], [], 3, False),
@@ -388,23 +400,27 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
         ([("a", None), ("b", None)], [], 69, False),
     ],
 )
-def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:
-    found, note = job_exit_code(ends, asked=asked)
-    assert (found, bool(note)) == (code, told)
+def test_job_exit_code(
+    ends: list[tuple[str, int]], stopped: list[str], code: int, has_note: bool
+) -> None:
+    found, note = job_exit_code(ends, stopped_nodes=stopped)
+    assert (found, bool(note)) == (code, has_note)
 
 
-def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None:
+def test_the_exit_code_of_a_job_that_can_restart_is_that_of_its_head_node() -> None:
     ends = [("node2", -9), ("node1", 143), ("node0", 0)]
-    assert job_exit_code(ends, leader="node0") == (0, "")
-    assert job_exit_code([("node1", 143), ("node0", -9)], leader="node0") == (143, "")
-    assert job_exit_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (
+    assert job_exit_code(ends, head_node="node0") == (0, "")
+    assert job_exit_code([("node1", 143), ("node0", -9)], head_node="node0") == (143, "")
+    assert job_exit_code(
+        [("node1", 69), ("node0", 143)], stopped_nodes=["node0"], head_node="node0"
+    ) == (
         69,
         "",
     )
 
 
 @pytest.mark.parametrize(
-    ("ends", "asked", "stops", "code"),
+    ("ends", "stopped", "stops", "code"),
     [
         ([("a", 69), ("b", 130)], [], [2, 2], 130),
         ([("a", 143), ("b", 143)], [], [2, 15], 143),
@@ -414,16 +430,19 @@ def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None
     ],
 )
 def test_the_users_stop_wins_over_what_follows_from_it(
-    ends: list[tuple[str, int]], asked: list[str], stops: list[int], code: int
+    ends: list[tuple[str, int]], stopped: list[str], stops: list[int], code: int
 ) -> None:
-    assert job_exit_code(ends, asked=asked, stops=stops) == (code, "")
+    assert job_exit_code(ends, stopped_nodes=stopped, stop_signals=stops) == (code, "")
 
 
-def test_patience_is_longer_when_an_agent_was_killed() -> None:
-    for killed, term in ((False, exit_policy.AFTER_EXIT_SECONDS), (True, exit_policy.AFTER_KILL_SECONDS + 30)):
+def test_the_timer_waits_longer_when_an_agent_was_killed() -> None:
+    for killed, term in (
+        (False, exit_policy.AFTER_EXIT_SECONDS),
+        (True, exit_policy.AFTER_KILL_SECONDS + 30),
+    ):
         timer = ShutdownTimer(30.0)
         timer.on_agent_exit(100.0, is_killed=killed)
-        timer.on_agent_exit(110.0, killed=False)
+        timer.on_agent_exit(110.0, is_killed=False)
         assert timer.next_step(100.0 + term - 0.1) == ""
         assert [timer.next_step(100.0 + term), timer.next_step(100.0 + term)] == ["term", ""]
         assert [timer.next_step(1000.0), timer.next_step(1000.0), timer.next_step(1000.0)] == [
@@ -438,7 +457,11 @@ def test_before_there_are_workers_patience_is_short() -> None:
         timer = ShutdownTimer(30.0)
         timer.on_agent_exit(100.0, is_killed=killed, has_workers=False)
         assert timer.next_step(cut - 0.1) == ""
-        assert [timer.next_step(cut), timer.next_step(cut), timer.next_step(cut + exit_policy.AFTER_EARLY_EXIT_SECONDS)] == [
+        assert [
+            timer.next_step(cut),
+            timer.next_step(cut),
+            timer.next_step(cut + exit_policy.AFTER_EARLY_EXIT_SECONDS),
+        ] == [
             "close",
             "",
             "kill",
@@ -452,14 +475,14 @@ def test_before_there_are_workers_patience_is_short() -> None:
         (b"x" * (17 << 20), "the payload is longer than 16 MiB"),
     ],
 )
-def test_what_is_wrong_with_an_order_is_told(order: bytes, words: str) -> None:
+def test_an_invalid_payload_is_reported(order: bytes, words: str) -> None:
     done = subprocess.run(
         agent_command(), input=order, capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 78 and words in done.stderr.decode()
 
 
-def test_what_each_agent_is_told() -> None:
+def test_the_payload_of_each_agent() -> None:
     spec = JobSpec(Program("script", "train.py", ("-x",)), Resources(nodes=3, devices=2))
     plan = LaunchPlan(
         mode="local",
@@ -483,7 +506,11 @@ def test_what_each_agent_is_told() -> None:
     with bind_scheduler() as listener:
         host, port = listener.getsockname()
         starts = make_agent_starts(
-            plan, listener, secret, controller_pid=7, process_data={"tty": [True, False], "colour": False}
+            plan,
+            listener,
+            secret,
+            controller_pid=7,
+            process_data={"tty": [True, False], "colour": False},
         )
         fd = listener.fileno()
     assert host == "127.0.0.1"

@@ -1,5 +1,5 @@
 """
-What goes over a connection and onto a command line, without any host: frames, words, orders, cargo.
+What goes over a connection and onto a command line, without a host: frames, payloads, bundles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ANY_TEXT = st.text(
     st.binary(max_size=50),
     st.integers(0),
 )
-def test_frames_come_out_as_they_went_in_however_they_are_cut(
+def test_frames_survive_any_split_of_the_stream(
     sent: list[tuple[bytes, bytes]], noise: bytes, seed: int
 ) -> None:
     data = noise + frames.GREETING + b"".join(encode_frame(kind, body) for kind, body in sent)
@@ -70,7 +70,7 @@ def test_noise_never_breaks_the_reader(data: bytes) -> None:
     list(FrameReader().feed(data))
 
 
-def test_what_is_no_far_end_is_given_up() -> None:
+def test_other_programs_on_the_connection_are_refused() -> None:
     with pytest.raises(RendezvousError, match="something other than pdrun writes"):
         list(FrameReader(is_greeted=True).feed(b"Welcome to this machine!"))
     with pytest.raises(RendezvousError, match="without a greeting"):
@@ -79,37 +79,37 @@ def test_what_is_no_far_end_is_given_up() -> None:
         encode_frame(b"O", bytes(frames.MAX_FRAME_BYTES + 1))
 
 
-def test_an_outbox_never_waits() -> None:
+def test_the_writer_never_blocks() -> None:
     read, write = os.pipe()
-    box = NonblockingWriter(write)
+    writer = NonblockingWriter(write)
     data = os.urandom(1 << 20)
     began = time.monotonic()
-    box.put(data)
-    assert len(box) > 0 and time.monotonic() - began < 5
+    writer.put(data)
+    assert len(writer) > 0 and time.monotonic() - began < 5
     got = b""
     while len(got) < len(data):
         got += os.read(read, 1 << 16)
-        box.flush()
-    assert got == data and len(box) == 0
+        writer.flush()
+    assert got == data and len(writer) == 0
     os.close(read)
-    box.put(b"nobody reads this")
-    assert len(box) == 0
+    writer.put(b"not read")
+    assert len(writer) == 0
     os.close(write)
 
 
 @given(st.dictionaries(ANY_TEXT, ANY_TEXT, max_size=5))
-def test_an_order_survives(env: dict[str, str]) -> None:
-    told = {"env": env, "spec": "{}"}
-    assert payload.decode(payload.encode(told)) == told
+def test_a_payload_survives(env: dict[str, str]) -> None:
+    data = {"env": env, "spec": "{}"}
+    assert payload.decode(payload.encode(data)) == data
 
 
 @pytest.mark.parametrize("text", ["", "x", "eJw=", "!!!!", "bm90IHpsaWI="])
-def test_what_is_no_order_is_refused(text: str) -> None:
+def test_text_that_is_not_a_payload_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a payload"):
         payload.decode(text)
 
 
-def test_an_order_that_is_too_long_is_refused_before_anything_starts() -> None:
+def test_a_payload_that_is_too_long_is_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="must fit in 122880"):
         payload.encode({"env": {"X": os.urandom(200_000).hex()}})
 
@@ -140,7 +140,7 @@ def test_the_command_of_a_connection() -> None:
 
 @pytest.mark.parametrize("host", [Host("-oProxyCommand=touch x"), Host("h", user="-lroot")])
 def test_nothing_that_ssh_takes_for_an_option(host: Host) -> None:
-    with pytest.raises(UsageError, match="begins with '-'"):
+    with pytest.raises(UsageError, match="must not start with '-'"):
         sshcommand.build_ssh_argv("ssh", (), host, "true")
 
 
@@ -188,9 +188,9 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (
             255,
             "ssh: Could not resolve hostname x: Name or service not known",
-            "its name is not known",
+            "its name cannot be resolved",
         ),
-        (255, "ssh: connect to host x port 22: Connection refused", "nothing answers"),
+        (255, "ssh: connect to host x port 22: Connection refused", "its ssh port is closed"),
         (255, "ssh: connect to host x port 22: Connection timed out", "cannot be reached"),
         (255, "ssh: connect to host x port 22: No route to host", "cannot be reached"),
         (255, "alice@x: Permission denied (publickey).", "refuses the key"),
@@ -198,7 +198,7 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
             255,
             "No ED25519 host key is known for x and you have requested strict checking.\nHost key verification"
             " failed.",
-            "is not known here",
+            "is unknown on this machine",
         ),
         (
             255,
@@ -210,10 +210,10 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
             "kex_exchange_identification: Connection closed by remote host",
             "closed the connection",
         ),
-        (255, "command-line: line 0: Bad configuration option: foo", "refuses its options"),
-        (255, "", "says nothing"),
-        (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python there"),
-        (126, "permission denied: /x/python", "there is no /x/python there"),
+        (255, "command-line: line 0: Bad configuration option: foo", "refuses the options"),
+        (255, "", "no message"),
+        (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python on this host"),
+        (126, "permission denied: /x/python", "there is no /x/python on this host"),
         (
             1,
             "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
@@ -223,10 +223,10 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
         (
             1,
-            "far end: pyzmq and psutil must be installed there (zmq is missing; ...)",
-            "cannot be taken along",
+            "remote side: pyzmq and psutil must be installed there (zmq is missing; ...)",
+            "cannot be copied",
         ),
-        (9, "strange", "ended with code 9 (strange)"),
+        (9, "strange", "ended with exit code 9 (strange)"),
         (None, "", "did not answer in time"),
     ],
 )
@@ -325,7 +325,7 @@ def test_which_mpirun_it_is(said: str, family: str) -> None:
 
 def test_what_is_no_mpirun() -> None:
     assert identify_mpirun("/opt/ibm/jsrun", "").family == "jsrun"
-    with pytest.raises(ConfigError, match="no mpirun that pdrun knows"):
+    with pytest.raises(ConfigError, match="is not a known mpirun"):
         identify_mpirun("/bin/true", "true (GNU coreutils) 9.1")
 
 
@@ -388,14 +388,14 @@ def test_a_tasks_place_is_its_hosts() -> None:
 # --ship ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_cargo_is_this_installation_and_always_the_same() -> None:
-    load = bundle.cargo()
-    assert load == bundle.cargo()
+def test_the_bundle_is_this_installation_and_reproducible() -> None:
+    load = bundle.build_bundle()
+    assert load == bundle.build_bundle()
     names = set(zipfile.ZipFile(BytesIO(load.archive)).namelist())
     assert {
         "pure/pdrun/__init__.py",
-        "pure/pdrun/launcher/remote_main.py",
-        "pure/pdrun/rendezvous/state.py",
+        "pure/pdrun/launcher/launch/remote_main.py",
+        "pure/pdrun/rendezvous/membership/machine.py",
     } <= names
     assert any(name.startswith("compiled/zmq/") for name in names) and not any(
         "__pycache__" in name for name in names
@@ -443,7 +443,7 @@ def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
         external_launch=ExternalLaunch("mpirun", "", "", argv, {}, {}),
         spec=JobSpec(Program("script", "x.py")),
     )
-    tending = ExternalJob(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
+    job = ExternalJob(plan, SimpleNamespace(exit_code=None), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        tending.run()
+        job.run()
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before

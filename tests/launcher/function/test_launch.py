@@ -377,9 +377,9 @@ def test_a_job_that_keeps_no_logs_leaves_no_entry_behind(tmp_path: Path) -> None
             r"launch\(devices=\): must be a whole number, got '4'; give a whole number or 'auto'",
         ),
         ({"nodes": 2.0}, r"launch\(nodes=\): must be a whole number, got 2.0"),
-        ({"env": {"A": 1}}, r"launch\(env=\): 'A': 1 are not two texts"),
+        ({"env": {"A": 1}}, r"launch\(env=\): names and values must be str, got 'A': 1"),
         ({"env": ["A"]}, r"launch\(env=\): must be a mapping of str to str, got \['A'\]"),
-        ({"env": {"RANK": "1"}}, r"launch\(env=\): RANK is pdrun's own"),
+        ({"env": {"RANK": "1"}}, r"launch\(env=\): RANK is set by pdrun"),
     ],
 )
 def test_arguments_of_another_type_are_refused_at_once(

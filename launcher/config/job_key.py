@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from pdrun.launcher.config.spec import JobSpec
-from pdrun.names import make_name
+from pdrun.text import make_name
 
 MAX_COMMAND_CHARS = 400
 """Characters of a command that nodes send to the scheduler."""

@@ -349,7 +349,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--grace",),
-        "time from the first signal to SIGKILL (default: 30s)",
+        "time from signal to SIGKILL (default: 30s)",
         store_parsed("policy.grace", parsers.parse_duration_or_zero),
         HELP_GROUPS[3],
         "TIME",
@@ -464,7 +464,7 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--show-ranks",),
-        "ranks to show: all, none or 0,7-9; failed ones always",
+        "all, none or 0,7-9; failed ranks are always shown",
         store_parsed("output.show_ranks", rank_lists.parse_ranks),
         HELP_GROUPS[4],
         "RANKS",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
 from pdrun.launcher.hosts.selection import Host
-from pdrun.names import check_name
+from pdrun.text import check_name
 
 Sources = Mapping[str, str]
 """

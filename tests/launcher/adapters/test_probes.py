@@ -93,9 +93,9 @@ def test_the_other_end_of_a_connection_is_found(address: str) -> None:
 def test_a_word_of_a_process_above_is_found() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[3]], check=True)"
     inner = (
-        "from pdrun.launcher.adapters.probes import real; import pathlib;"
+        "from pdrun.launcher.adapters.probes import make_probes; import pathlib;"
         "name = pathlib.Path('/proc/self/comm').read_text().strip();"
-        "print(real().word_above((name,), '--control-port') or real().is_under((name,)))"
+        "print(make_probes().option_above((name,), '--control-port') or make_probes().is_under((name,)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--control-port", "h1:4000", inner],
@@ -150,7 +150,7 @@ def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path:
     }
     (stale,) = launcher_of(ENV, **left)
     assert stale["launcher"] == "none"
-    assert any("left over from another process" in note for note in stale["notes"])  # type: ignore[attr-defined]
+    assert any("stale variables of" in note for note in stale["notes"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -40,15 +40,15 @@ WORDS = [
     (["--nodes", ":"], "':' lacks a number"),
     (["--nnodes", "1:2:3"], "'2:3' is not a whole number"),
     (["--nodes", "4:1"], "write 1:4"),
-    (["--nodes", "2", "--grow", "5"], "jobs that change their size"),
+    (["--nodes", "2", "--grow", "5"], "applies to elastic jobs only"),
     (["--restart-on", "0"], "no exit code of a failure"),
-    (["--restart-on", "3"], "is about restarts, and none are allowed; add --max-restarts N"),
-    (["--no-restart-on", "3"], "is about restarts"),
-    (["--restart-window", "1h"], "is about restarts"),
-    (["--backoff", "1s"], "is about restarts"),
+    (["--restart-on", "3"], "applies to restarts only, and the job has none; add --max-restarts N"),
+    (["--no-restart-on", "3"], "applies to restarts only"),
+    (["--restart-window", "1h"], "applies to restarts only"),
+    (["--backoff", "1s"], "applies to restarts only"),
     (
         ["--launcher", "ssh"],
-        "ssh has no hosts to start agents on; add --hosts a,b or --hostfile FILE",
+        "ssh needs a list of hosts; add --hosts a,b or --hostfile FILE",
     ),
     (["--hostfile", "nope"], "--hostfile: no such file 'nope'"),
     (["--hostfile", "."], "--hostfile .: is not a regular file"),
@@ -68,7 +68,7 @@ WORDS = [
     (["--nproc-per-node", "0"], "'0' is below 1"),
     (
         ["--node-rank", "5", "--nnodes", "2"],
-        "5 is not a place among 2 node(s) (--nnodes 2); use 0 to 1",
+        "must be 0 to 1 (--nnodes 2), got 5",
     ),
     (["--node-rank", "-1"], "'-1' is below 0"),
     # addresses
@@ -77,7 +77,7 @@ WORDS = [
     (["--master-addr", "h", "--master-port", "-1"], "'-1' is not a port"),
     (["--master-addr", "h", "--master-port", "abc"], "'abc' is not a port"),
     (["--master-addr", ""], "--master-addr: '' is neither a host name nor an IP address"),
-    (["--nnodes", "2", "--master-port", "29500"], "a port without a host"),
+    (["--nnodes", "2", "--master-port", "29500"], "--master-port: needs a host"),
     (["--scheduler", "host:1:2"], "several colons"),
     (["--scheduler", "[::1"], "no closing bracket"),
     (["--scheduler", "host"], "has no port"),
@@ -89,26 +89,26 @@ WORDS = [
     (["--interface", "0.0.0.0"], "would listen everywhere"),
     (["--interface", "eth0;reboot"], "neither an interface nor an address"),
     # torchrun's and msrun's own grammars
-    (["--rdzv-conf", "a,b="], "'a' is not KEY=VALUE"),
-    (["--rdzv-conf", "=,=="], "'=' is not KEY=VALUE"),
-    (["--rdzv-conf", "timeout=3,timeout=4"], "'timeout' stands twice"),
+    (["--rdzv-conf", "a,b="], "must be KEY=VALUE, got 'a'"),
+    (["--rdzv-conf", "=,=="], "must be KEY=VALUE, got '='"),
+    (["--rdzv-conf", "timeout=3,timeout=4"], "'timeout' is given twice"),
     (["--rdzv-conf", "join_timeot=3"], "did you mean 'join_timeout'?"),
     (["--rdzv-conf", "join_timeout=nan"], "--rdzv-conf join_timeout: 'nan' is not a duration"),
-    (["--rdzv-backend", "etcd"], "pdrun brings its own rendezvous"),
-    (["--tee", "4"], "chooses no streams"),
-    (["--tee", "0:3,0:1"], "local rank 0 stands twice"),
-    (["--redirects", "1"], "hides stdout alone"),
-    (["--redirects", "1:3"], "give --nproc-per-node as a number"),
+    (["--rdzv-backend", "etcd"], "pdrun has its own rendezvous"),
+    (["--tee", "4"], "must be LOCAL_RANK:0-3, got '4'"),
+    (["--tee", "0:3,0:1"], "local rank 0 is given twice"),
+    (["--redirects", "1"], "hiding only stdout is not supported"),
+    (["--redirects", "1:3"], "set --nproc-per-node to a number"),
     (["--run-path"], "is not supported: a script always runs"),
     (["--logs-specs", "x"], "is not supported"),
     (["--standalone", "--nnodes", "2"], "--standalone contradicts"),
     (["--standalone", "--scheduler", "h:1"], "--standalone contradicts --scheduler h:1"),
     (["--standalone", "--serve"], "--standalone contradicts --serve"),
-    (["--numa-binding", "exclusive"], "'exclusive' is not supported: only node is"),
-    (["--worker_num", "4"], "4 workers do not divide into nodes of 8"),
-    (["--join", "False"], "pdrun stays with its workers"),
-    (["--join", "maybe"], "neither True nor False"),
-    (["--cluster_time_out", "-1"], "waiting for ever"),
+    (["--numa-binding", "exclusive"], "must be node, got 'exclusive'"),
+    (["--worker_num", "4"], "4 workers cannot be divided into nodes of 8"),
+    (["--join", "False"], "pdrun waits for its workers"),
+    (["--join", "maybe"], "must be True or False"),
+    (["--cluster_time_out", "-1"], "an unlimited wait is not supported"),
     (["--bind_core", '{"device0":["0-9"]}'], "a map of CPUs is not supported"),
     (
         ["--bind_core", "True", "--bind_numa", "True"],
@@ -131,7 +131,7 @@ WORDS = [
     (["--env", "=x"], "is not a variable's name"),
     (["--env", "A-B=x"], "is not a variable's name"),
     (["--env", "A=1", "--env", "A=2"], "given twice"),
-    (["--env", "RANK=3"], "--env: RANK is pdrun's own: it tells each worker its place"),
+    (["--env", "RANK=3"], "--env: RANK is set by pdrun for each worker"),
     (["--env", "MASTER_PORT=1"], "MASTER_PORT is pdrun's own"),
     (["--env", "TORCHELASTIC_X=1"], "TORCHELASTIC_X is pdrun's own"),
     (["--backend", "gpu"], "'gpu' is not one of auto, cpu"),
@@ -193,7 +193,7 @@ PROGRAMS = [
     ([""], 2, "the script's name is empty"),
     (["fifo"], 2, "is not a regular file"),
     (["/dev/zero"], 2, "is not a regular file"),
-    (["dangling"], 2, "is a link to nothing"),
+    (["dangling"], 2, "is a broken link"),
     (["loop"], 2, "Too many levels"),
     (["x" * 300], 2, "File name too long"),
     (["train.py/x"], 2, "Not a directory"),
@@ -206,19 +206,19 @@ PROGRAMS = [
         "is a pipe, not a regular file; give it on standard input: --hostfile -",
     ),
     (["--rank-table", "fifo", "train.py"], 2, "is a pipe, not a regular file; write it to a file"),
-    (["help"], 2, "for help write pdrun --help"),
+    (["help"], 2, "for help use pdrun --help"),
     (["stauts"], 2, "did you mean 'status'?"),
     (["-m"], 2, "no program to run"),
     (["-m", "no_such_module_here"], 2, "no module named 'no_such_module_here'"),
     (["-m", "json.nope"], 2, "no module named 'json.nope'"),
     (["-m", "email"], 2, "without a __main__ module"),
-    (["-m", "a/b"], 2, "is not a module's name"),
+    (["-m", "a/b"], 2, "is not a module name"),
     (["--no-python", "no-such-command"], 127, "command not found: 'no-such-command'"),
     (["--no-python", "train.py"], 127, "did you mean './train.py'?"),
     (
         ["--no-python", "echo hi there"],
         127,
-        "arguments are words of their own, in a job file under args:",
+        "write arguments separately, in a job file as args:",
     ),
     (["--no-python", "./train.py"], 126, "is not executable"),
     (["--no-python", "./"], 126, "is a directory"),
@@ -256,13 +256,13 @@ def test_bad_programs_and_commands_are_refused_in_one_line(
 
 VARIABLES = [
     ({"PET_NNODES": "x"}, "PET_NNODES: 'x' is not a whole number"),
-    ({"PDRUN_NODES": ""}, "PDRUN_NODES: is empty"),
+    ({"PDRUN_NODES": ""}, "PDRUN_NODES: must not be empty"),
     ({"PDRUN_NODES": "\u0663"}, "PDRUN_NODES: "),
     ({"PDRUN_LOCAL": "maybe"}, "PDRUN_LOCAL: 'maybe' is neither true nor false"),
     ({"PDRUN_NODES": "2", "PET_NNODES": "3"}, "PET_NNODES=3 contradicts PDRUN_NODES=2"),
     (
         {"PET_NNODES": "2", "PET_NODE_RANK": "2"},
-        "PET_NODE_RANK: 2 is not a place among 2 node(s) (PET_NNODES=2)",
+        "PET_NODE_RANK: must be 0 to 1 (PET_NNODES=2), got 2",
     ),
     ({"PET_RDZV_CONF": "=="}, "PET_RDZV_CONF"),
     ({"PDRUN_GRACE": "1 h"}, "PDRUN_GRACE: '1 h' is not a duration"),
@@ -285,7 +285,7 @@ def test_bad_variables_are_a_matter_of_set_up(
 def test_a_log_folder_that_is_a_file(pdrun: Call, folder: Path) -> None:
     refused(pdrun("--log-dir", "train.py", "train.py"), 78, "train.py is not a directory")
     (folder / "gone").symlink_to("nowhere")
-    refused(pdrun("--log-dir", "gone", "train.py"), 78, "is a link to nothing")
+    refused(pdrun("--log-dir", "gone", "train.py"), 78, "is a broken link")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -304,7 +304,7 @@ def test_a_working_directory_that_is_gone(
     (folder / "inner").mkdir()
     monkeypatch.chdir(folder / "inner")
     (folder / "inner").rmdir()
-    refused(pdrun("train.py"), 78, "the working directory is gone")
+    refused(pdrun("train.py"), 78, "the working directory does not exist")
 
 
 def test_an_argument_of_two_megabytes_reaches_the_plan(pdrun: Call) -> None:

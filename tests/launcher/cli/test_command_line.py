@@ -43,7 +43,7 @@ def test_the_whole_help_names_every_option(pdrun: Call) -> None:
         "--nproc-per-node N",
         "--worker_num N",
         "PDRUN_NODES",
-        "Failure and time:",
+        "Failures and time limits:",
     ):
         assert word in text
 
@@ -145,8 +145,8 @@ def test_explain_names_overridden_and_unknown_variables(
     monkeypatch.setenv("PMI_RANK", "0")
     text = pdrun("--dry-run", "--explain", "--nodes", "1", "train.py").out
     assert "PDRUN_NODES=7 is overridden by --nodes 1" in text
-    assert "PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?" in text
-    assert "PMI_RANK is taken out of the workers' environment" in text
+    assert "PDRUN_DEVICE: unknown variable; did you mean 'PDRUN_DEVICES'?" in text
+    assert "PMI_RANK is removed from the workers' environment" in text
 
 
 def test_a_mistyped_variable_is_a_warning_on_every_run(
@@ -155,7 +155,7 @@ def test_a_mistyped_variable_is_a_warning_on_every_run(
     assert pdrun("train.py").err == ""
     monkeypatch.setenv("PDRUN_DEVICE", "2")
     warning = (
-        "pdrun: warning: PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?\n"
+        "pdrun: warning: PDRUN_DEVICE: unknown variable; did you mean 'PDRUN_DEVICES'?\n"
     )
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err) == (42, warning)
@@ -179,7 +179,7 @@ def test_variables_of_the_dynamic_cluster_and_of_workers_are_known(
 
 def test_explain_shows_words_that_can_be_understood(pdrun: Call) -> None:
     text = pdrun("--dry-run", "--explain", "--nproc-per-node", "auto", "train.py").out
-    assert "resources.devices " in text and "accelerators, else one a usable CPU" in text
+    assert "resources.devices " in text and "one per accelerator, or one per usable CPU" in text
     assert "accelerators-or-cpus" not in text
     assert any(
         line.startswith("program.python ") and sys.executable in line for line in text.splitlines()
@@ -227,7 +227,7 @@ def test_a_flag_in_the_environment_may_say_no(pdrun: Call, monkeypatch: pytest.M
     monkeypatch.setenv("PET_STANDALONE", "0")
     monkeypatch.setenv("PDRUN_LOCAL", "0")
     monkeypatch.setenv("PDRUN_NODES", "1")
-    assert "mode       alone" in pdrun("--dry-run", "train.py").out
+    assert "mode       single" in pdrun("--dry-run", "train.py").out
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_limit_of_processes_is_no_fault_of_our_own(
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err.count("\n")) == (78, 1)
     assert (
-        "RLIMIT_NPROC: pdrun could start no further process or thread here (ulimit -u: "
+        "RLIMIT_NPROC: pdrun could not start another process or thread (ulimit -u: "
         in outcome.err
     )
 

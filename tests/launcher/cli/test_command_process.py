@@ -65,13 +65,13 @@ CLOSED = [
     (
         ["--python", "closed/python", "train.py"],
         126,
-        "--python: 'closed/python' cannot be reached: Permission denied",
+        "--python: 'closed/python' cannot be accessed: Permission denied",
     ),
-    (["--no-python", "closed/tool"], 126, "'closed/tool' cannot be reached: Permission denied"),
+    (["--no-python", "closed/tool"], 126, "'closed/tool' cannot be accessed: Permission denied"),
     (
         ["--chdir", "closed/there", "train.py"],
         2,
-        "--chdir: 'closed/there' cannot be reached: Permission denied",
+        "--chdir: 'closed/there' cannot be accessed: Permission denied",
     ),
     (
         ["--nodes", "2", "--scheduler", "127.0.0.1:0", "--token-file", "closed/token", "train.py"],

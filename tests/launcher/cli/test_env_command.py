@@ -27,12 +27,12 @@ def test_what_is_found_has_its_variable_and_what_is_ignored_its_reason() -> None
     assert "    limit      24h   by SLURM_JOB_END_TIME, SLURM_JOB_START_TIME" in text
     assert "    ends at    2023-11-15 22:13:20 UTC   by SLURM_JOB_END_TIME" in text
     assert "    attempt    2   by SLURM_RESTART_COUNT" in text
-    assert "  ignored: slurm-job: outer: srun (a step of Slurm) is nearer" in text
+    assert "  ignored: slurm-job: outer: srun (a step of Slurm) takes precedence" in text
 
 
 def test_an_environment_that_contradicts_itself_is_a_line_and_not_an_end() -> None:
     assert shown("srun-tasks-differ").splitlines() == [
-        "  error: SLURM_STEP_TASKS_PER_NODE: '1,2' counts 3 tasks of 2"
+        "  error: SLURM_STEP_TASKS_PER_NODE: '1,2' has 3 tasks, but the step has 2"
     ]
 
 

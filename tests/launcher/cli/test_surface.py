@@ -244,10 +244,10 @@ def test_every_parameter_of_a_row_is_used() -> None:
         "group",
         "metavar",
         "env",
-        "off",
+        "off_values",
         "origin",
         "note",
-        "first",
+        "is_in_short_help",
     }
     program = Setting("program.target", "x", Source("command line", Priority.COMMAND))
     assert derive.resolve_spec([program]).spec.program.target == "x"

@@ -166,7 +166,7 @@ def test_an_unknown_scheduler_name_is_the_error_and_not_the_route() -> None:
         FACTS, route_address="", is_scheduler_local=False, scheduler_error="the name is unknown"
     )
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(scheduler=Endpoint("n", 5)))
-    with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
+    with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check the name"):
         make_plan(spec, facts, {"place.scheduler": "--scheduler"})
     made = make_plan(
         dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {}

@@ -52,7 +52,7 @@ FITTING = WarmProcess(
         ({}, {"TORCH_LOGS": "x"}, "TORCH_LOGS has another value"),
         ({}, {"TMPDIR": "/x"}, "TMPDIR has another value"),
         ({}, {"HOME": "/i"}, "HOME has another value"),
-        ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH names a folder relative"),
+        ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH has a relative folder"),
         ({}, {"PYTHONPATH": "/a"}, "PYTHONPATH has another value"),
         ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
         (
@@ -164,7 +164,7 @@ def test_the_next_job_uses_it_and_says_so(node: Node, warm: int) -> None:
     before = node.status()[0]["served"]
     code, out, err = node.job("--explain", "--devices", "2", script)
     assert code == 0 and sorted(out.splitlines()) == ["True 0", "True 1"], err
-    assert f"start fork: from the warm process {warm}, which has imported torch" in err
+    assert f"start fork: from the warm process {warm} with torch" in err
     code, out, _ = node.job("--dry-run", script)
     assert f"start      fork: from the warm process {warm}" in out
     wait_until(lambda: node.status()[0]["running"] == 0, 20)
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_ignored_with_one_line(
     assert code == 0 and "from the warm process" not in out
     lines = [line for line in out.partition("why:")[2].splitlines() if "the warm process" in line]
     assert lines == (
-        [f"  the warm process {warm} is not used: {why}, which counts at import"] if why else []
+        [f"  the warm process {warm} is not used: {why}, which affects the import"] if why else []
     )
 
 

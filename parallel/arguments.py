@@ -1,4 +1,6 @@
-"""The arguments of `parallelize`, the checks that need no process group, and the settings they mean."""
+"""
+The arguments of `parallelize`: checks without a process group, and the settings that they mean.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model.weights import parse_bucket_policy
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction
-from pdrun.parallel.zero import precision as precisions
-from pdrun.parallel.zero.offload import parse_offload as parse_offload
+from pdrun.parallel.zero.offload import parse_offload
+from pdrun.parallel.zero.precision import parse_precision
 from pdrun.parallel.zero.settings import (
     PARALLELIZE,
     Settings,
@@ -81,17 +83,19 @@ def check_arguments(arguments: Arguments) -> None:
     mesh = arguments.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise UsageError(
-            f"mesh={mesh!r} is none", where=PARALLELIZE, hint="mesh=pdrun.mesh(dp=-1, tp=2)"
+            f"mesh must be a pdrun.Mesh, got {mesh!r}",
+            where=PARALLELIZE,
+            hint="use mesh=pdrun.mesh(dp=-1, tp=2)",
         )
     for name, value, methods, hint in (
         (
             "strategy",
             arguments.strategy,
             ("apply",),
-            "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})",
+            "use strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})",
         ),
-        ("pipeline", arguments.pipeline, ("apply",), "pipeline=pdrun.Pipeline(microbatches=8)"),
-        ("context", arguments.context, ("apply", "part"), "context=pdrun.ContextParallel()"),
+        ("pipeline", arguments.pipeline, ("apply",), "use pipeline=pdrun.Pipeline(microbatches=8)"),
+        ("context", arguments.context, ("apply", "part"), "use context=pdrun.ContextParallel()"),
     ):
         if value is not None:
             check_methods(name, value, methods, hint)
@@ -104,7 +108,7 @@ def check_arguments(arguments: Arguments) -> None:
             "scheduler",
             scheduler,
             ("step", "state_dict"),
-            "scheduler=lambda optimizer: StepLR(optimizer, 100)",
+            "use scheduler=lambda optimizer: StepLR(optimizer, 100)",
         )
         check_scheduler(scheduler)
 
@@ -118,7 +122,7 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
     """
     if mesh.size != world:
         raise UsageError(
-            f"{mesh} is for {mesh.size} devices, the job has {world}", where=PARALLELIZE
+            f"{mesh} needs {mesh.size} devices, the job has {world}", where=PARALLELIZE
         )
     tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
     for axes, value, name in (
@@ -127,15 +131,16 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
         (mesh.cp > 1 and ["cp"], arguments.context, "context"),
     ):
         if axes and value is None:
-            what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
-            raise UsageError(what, where=PARALLELIZE, hint=f"{name}= says what they do")
+            what = f"{mesh}: ranks along {' and '.join(axes)} would compute the same"
+            raise UsageError(what, where=PARALLELIZE, hint=f"pass {name}=")
     copies = check_count("copies", arguments.copies)
     if copies > 1 and arguments.pipeline is not None:
-        what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
-        raise UsageError(what, where=PARALLELIZE, hint="one of both")
+        what = f"copies={copies} is not supported with pipeline=: the schedule overlaps already"
+        raise UsageError(what, where=PARALLELIZE, hint="use one of both")
     check_count("seed", arguments.seed, 0)
     if arguments.native_dropout and mesh.size > mesh.dp * mesh.pp:
-        what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
+        what = f"native_dropout=True is not supported on {mesh}: torch's generators would drop "
+        what += "other elements than in one process"
         raise UsageError(
             what, where=PARALLELIZE, hint="leave it out: dropout is then placed by row and element"
         )
@@ -150,7 +155,7 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
     """
     level = check_level(arguments.optimizer_level)
     ranks = mesh.dp * mesh.cp
-    precision = precisions.parse_precision(arguments.precision)
+    precision = parse_precision(arguments.precision)
     offload = parse_offload(arguments.offload)
     staged = arguments.pipeline is not None
     settings = Settings(
@@ -173,11 +178,11 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
     parameters = arguments.model.parameters()
     if arguments.init is not None and all(param.device.type != "meta" for param in parameters):
         raise UsageError(
-            "init= is for weights made inside pdrun.empty_init(); this model has none",
+            "init= requires weights made inside pdrun.empty_init(); this model has none",
             where=PARALLELIZE,
         )
     if arguments.units is not None and level < 3:
-        raise UsageError("units= are what level 3 gathers", where=PARALLELIZE)
+        raise UsageError("units= requires optimizer_level=3", where=PARALLELIZE)
     return settings
 
 
@@ -188,6 +193,6 @@ def _count_microbatches(arguments: Arguments) -> int:
     if pipeline is None:
         return check_count("accumulate", accumulate)
     if accumulate != 1:
-        what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
-        raise UsageError(what, where=PARALLELIZE, hint="Pipeline(microbatches=...) alone")
+        what = f"accumulate={accumulate!r} is not supported with pipeline="
+        raise UsageError(what, where=PARALLELIZE, hint="use Pipeline(microbatches=...)")
     return check_count("microbatches", pipeline.microbatches)

@@ -1,8 +1,8 @@
 """
-What `parallelize` takes for ``strategy=``, ``pipeline=`` and ``context=``: protocols that any object can implement.
+Protocols of the arguments ``strategy=``, ``pipeline=`` and ``context=`` of `parallelize`.
 
-`pdrun.Strategy` and `pdrun.Operators` are a `Cutter`, `pdrun.Pipeline` is a `Pipeline`,
-`pdrun.ContextParallel` is a `SequenceCutter`.
+`pdrun.Strategy` and `pdrun.Operators` are a `Cutter`, `pdrun.Pipeline` is a `PipelineCutter`,
+`pdrun.ContextParallel` is a `SequenceCutter`. Any other object with these methods can be used too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Cutter(Protocol):
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
-        Return the model to run. Its parameters keep their names and are shards (`set_shard`) where
+        Return the model to run. Its parameters keep their names and have shards (`set_shard`) if
         they are sharded.
 
         Args:
             model: equal on all ranks; its weights may be on the meta device and are filled
                 afterwards.
-            axes: this rank's position on the mesh. Tensor axes are all axes but pp, dp and cp.
+            axes: this rank's groups on the mesh. Tensor axes are all axes but pp, dp and cp.
             sample: the batch of ``parallelize(sample=...)``, or None.
         """
         ...
@@ -53,9 +53,7 @@ class StagedCutter(Cutter, Protocol):
 
 
 class SequenceCutter(SequenceSlicer, Protocol):
-    """
-    Gives attention the full sequence when each rank has a part of it: ``parallelize(context=...)``.
-    """
+    """Lets attention see full sequences if each rank has a part: ``parallelize(context=...)``."""
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """Return the model to run; see `Cutter.apply`."""
@@ -80,7 +78,7 @@ class PipelineCutter(Protocol):
             sample: a batch, or None if the user gave none.
 
         The stage's parameters have the names that they have in the full model. The engine finds a
-        weight that several stages hold (tied weights, under any of their names) and sums its
+        weight that several stages have (tied weights, under any of their names) and sums its
         gradients over those stages.
         """
         ...
@@ -88,7 +86,7 @@ class PipelineCutter(Protocol):
 
 @runtime_checkable
 class StageSplitter(Protocol):
-    """A `Pipeline` that can name the stages before it cuts the model; a `StagedCutter` needs that."""
+    """A pipeline that knows the stages before it cuts the model; a `StagedCutter` needs that."""
 
     def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> StageSplit:
         """Return the stage of each module of a full model."""

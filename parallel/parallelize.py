@@ -2,8 +2,8 @@
 `pdrun.parallelize`: a model, its optimizer and its loss become a `Run`, which trains them on every
 device of the mesh.
 
-The order in which things are put on a model is visible here and nowhere else: checks, equal starts,
-cuts (`partition`), recomputation, the engine, the optimizer.
+Five phases, in this order: check the arguments, build the settings, prepare the model, apply the
+partitioning, build the run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import nn
 from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
-from pdrun.parallel.compiler import compile as compiling
-from pdrun.parallel.data.batch_slicing import BatchSlicing
-from pdrun.parallel.data.batch_slicing import parse_batch_slicing as parse_strategy
+from pdrun.parallel.compiler.compile import check_combination, compile_modules
+from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model import recompute as recomputing
@@ -34,11 +33,9 @@ from pdrun.parallel.training.interleave import InterleavedDriver
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction, Objective
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_scheduler
 from pdrun.parallel.training.state import RunState
-from pdrun.parallel.zero import optimizer as retarget
 from pdrun.parallel.zero.engine import Engine
 from pdrun.parallel.zero.full_tensors import weight_storages
-from pdrun.parallel.zero.offload import ActivationOffload
-from pdrun.parallel.zero.offload import parse_offload as parse_offload
+from pdrun.parallel.zero.offload import ActivationOffload, parse_offload
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings, check_above_zero, check_scheduler
 
 TIMEOUT_SECONDS = 600.0
@@ -83,75 +80,66 @@ def parallelize(
     timeout: float = TIMEOUT_SECONDS,
 ) -> Run:
     """
-    Make a run of a model; every rank of the job calls this with the same arguments.
+    Build a run of a model. Every rank of the job calls this with the same arguments.
 
     Args:
-        model: any module; it is moved to this rank's device, and all ranks start from rank 0's
-            weights.
+        model: any module. It is moved to this rank's device. All ranks start with rank 0's weights.
         optimizer: ``lambda params: AdamW(params, 3e-4)``, called with the model's trained
-            parameters, or an optimizer
-            of them.
-        loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None where the model
-            itself returns that.
+            parameters, or an optimizer of them.
+        loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None if the model
+            returns that.
         mesh: the devices; default: all of them on the data axis.
-        strategy: how operators are cut over the tensor axes of the mesh.
-        pipeline: how the model is cut into stages over pp, and their schedule.
-        context: how attention sees the whole sequence where each rank along cp has a part of it.
-        sample: a batch, for a strategy that has to see shapes.
+        strategy: shards operators over the tensor axes of the mesh.
+        pipeline: cuts the model into stages over pp, and defines their schedule.
+        context: lets attention see full sequences if each rank along cp has a part.
+        sample: a batch, for a strategy that needs shapes.
         forward: ``forward(model, batch) -> output``; default: see
             `pdrun.parallel.training.loss.call_model`.
-        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed
-            with the run. One
-            whose step wants a number (ReduceLROnPlateau) is made of ``run.optimizer`` and called by the loop.
-        optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the
-            ranks; 2 gradients
-            too; 3 weights too.
+        scheduler: ``lambda optimizer: LRScheduler``. It steps once per step, and is saved and
+            loaded with the run. A scheduler whose step needs a number (ReduceLROnPlateau) is made
+            of ``run.optimizer`` and called by the loop.
+        optimizer_level: 0: every rank trains all weights; 1: optimizer state is sharded over the
+            ranks; 2: gradients too; 3: weights too.
         shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
-        threshold: weights of fewer bytes than this are not cut.
+        threshold: weights of fewer bytes are not sharded.
         units: level 3: globs of the modules whose weights are gathered together; default: members
             of lists of modules.
-        gather: level 3: "pass" has a unit's weights there for one forward or backward; "step" from
-            its first forward
-            of a step to its last backward, and sums gradients over the ranks once a step: less traffic, more memory;
-            default: "step" beside a pipeline or copies, else "pass".
-        accumulate: micro-batches a step.
-        copies: 2: each micro-batch is cut in two, of which one computes while the other waits for a
-            collective of a
-            tensor axis or of cp (see `interleave`).
+        gather: level 3: "pass" gathers a unit's weights for one forward or backward. "step" gathers
+            them from the first forward of a step to the last backward, and sums gradients over the
+            ranks once per step: less traffic, more memory. Default: "step" with a pipeline or
+            copies, else "pass".
+        accumulate: micro-batches per step.
+        copies: 2: two micro-batches side by side, of which one computes while the other waits for a
+            collective of a tensor axis or of cp (see `interleave`).
         clip: largest norm of the gradients of all weights together.
-        norm: have `Metrics.grad_norm` without clipping.
-        gradients_mean: divide gradients by the loss's global count; False leaves them the gradients
-            of the sum.
+        norm: compute `Metrics.grad_norm` without clipping too.
+        gradients_mean: divide gradients by the loss's global count; False: gradients of the sum.
         recompute: "full", "selective", globs, or (globs, "selective").
-        compile: True, globs, or a dict of torch.compile's options: modules that torch.compile makes
-            kernels for (see
-            `compiling`).
+        compile: True, globs, or a dict of torch.compile's options: the modules to compile (see
+            `pdrun.parallel.compiler.compile`).
         precision: None, "bf16", "fp16" or a `pdrun.Precision`.
         compress: "bf16" or "fp16": type of gradients on the network.
         comm_fusion: "auto", MiB, a list of indices, False, or MindSpore's dict.
-        layerwise: globs of weights that each rank trains by itself, without communication.
-        dataset_strategy: None (batches are global, cut along dim 0), "data_parallel", "full_batch",
-            or a dim for each
-            tensor.
-        sync_batchnorm: have batch normalisations use the statistics of all ranks; without it they
-            are refused.
-        exact: fp32 results have the same bits for any number of ranks that work on the same slices,
-            and for every
-            level;
-            default: on CPUs only, since it costs a sum over ranks for each micro-batch and an order.
-        native_dropout: leave dropout to torch's generators: faster on GPUs, equal for equal slices
+        layerwise: globs of weights that each rank trains without communication.
+        dataset_strategy: None (global batches, sliced along dim 0), "data_parallel", "full_batch",
+            or a dim for each tensor.
+        sync_batchnorm: use the statistics of all ranks in batch normalisations; without it they are
+            refused.
+        exact: fp32 results have the same bits for any number of ranks with the same slices, and for
+            every level. Default: on CPUs only, because it costs an ordered sum over ranks for each
+            micro-batch.
+        native_dropout: use torch's generators for dropout: faster on GPUs, equal for equal slices
             only.
         offload: "optimizer", "activations", "all" or a `pdrun.Offload`: what is kept on the host,
             or in files.
-        init: for weights made inside `pdrun.empty_init`: fills a module's own parameters; default:
-            its
-            reset_parameters.
-        seed: of dropout, of the loader's order and of what the model draws.
+        init: for weights made inside `pdrun.empty_init`: initialises a module's own parameters;
+            default: its reset_parameters.
+        seed: of dropout, of the loader's order and of the model's random numbers.
         timeout: seconds that a collective may take.
 
     Raises:
-        UsageError: an argument is wrong, or the result could not equal that of one process; says
-            why.
+        UsageError: an argument is wrong, or the result could not equal that of one process; gives
+            the reason.
     """
     arguments = Arguments(
         model=model,
@@ -194,7 +182,7 @@ def parallelize(
     mesh = mesh or solve_mesh(job.world_size, {"dp": -1})
     check_mesh(arguments, mesh, job.world_size)
     settings = build_settings(arguments, mesh, torch.device(job.device))
-    slicing = parse_strategy(dataset_strategy, mesh.dp)
+    slicing = parse_batch_slicing(dataset_strategy, mesh.dp)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
@@ -237,23 +225,21 @@ def _build_state(
     prepared: PreparedModel,
     partitioned: PartitionedModel,
 ) -> RunState:
-    """Put the engine on the partitioned model and turn the optimizer to what this rank trains."""
+    """Build the engine, move the optimizer to what this rank trains, and collect the state."""
     device = torch.device(job.device)
     optimizer = prepared.optimizer
-    retarget.remap_params(optimizer, prepared.names, partitioned.weights)
+    remap_params(optimizer, prepared.names, partitioned.weights)
     filler = _build_filler(arguments, prepared, partitioned, device)
     if settings.level and mesh.dp * mesh.cp > 1:
-        retarget.check_elementwise(optimizer, device)
+        check_elementwise(optimizer, device)
     elif partitioned.original is not None:
-        retarget.check_elementwise(optimizer, device, tiles_only=True)
+        check_elementwise(optimizer, device, tiles_only=True)
     # once more, for the weights that are sharded now
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
-    compiled = compiling.compile_modules(partitioned.model, arguments.compile)
+    compiled = compile_modules(partitioned.model, arguments.compile)
     recomputed = recomputing.apply_recompute(partitioned.model, recompute)
-    compiling.check_combination(
-        compiled, recompute, recomputed, splits=partitioned.driver.splits_backward
-    )
+    check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
     engine = Engine(
         partitioned.model,
         partitioned.weights,
@@ -264,7 +250,7 @@ def _build_state(
         partitioned.local_units(settings.units) if settings.level == 3 else (),
         filler.fill_weights if filler else lambda weights: None,
     )
-    retarget.shard_param_groups(optimizer, engine.trained_parts)
+    shard_param_groups(optimizer, engine.trained_parts)
     scheduler = arguments.scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)
@@ -314,13 +300,15 @@ def _build_filler(
 
 
 def _settings_by_option(settings: Settings) -> dict[str, Any]:
-    """Return settings by the names that the user knows."""
+    """Return the settings by the names of `parallelize`'s arguments."""
     named = {
         "level": "optimizer_level",
         "mean": "gradients_mean",
         "fusion": "comm_fusion",
-        "wire": "compress",
+        "wire_dtype": "compress",
     }
     return {
-        named.get(name, name): value for name, value in vars(settings).items() if name != "home"
+        named.get(name, name): value
+        for name, value in vars(settings).items()
+        if name != "master_device"
     }

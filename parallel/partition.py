@@ -1,8 +1,7 @@
 """
-A whole model becomes what one rank runs of it: sequences, operators, stages, in this order.
+Partitions a full model into what one rank runs: sequences, operators, stages, in this order.
 
-The whole model is kept without memory: a proof needs it, and weights that are still to be filled
-come from it.
+The full model is kept without memory: proofs need it, and weights are filled from it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pdrun.parallel.training.driver import Driver, SimpleDriver
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """How a model is to be cut; see `parallelize`."""
+    """What partitions a model; see `parallelize`."""
 
     strategy: Cutter | None = None
     pipeline: PipelineCutter | None = None
@@ -39,13 +38,13 @@ class PartitionSpec:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model stays as it is."""
+        """Whether the model stays unchanged."""
         return self.strategy is None and self.pipeline is None and self.context is None
 
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """What this rank runs, and what is known of the whole."""
+    """What this rank runs, and what is known of the full model."""
 
     model: nn.Module
     weights: list[Weight]
@@ -53,16 +52,14 @@ class PartitionedModel:
     holders: ShardMap
     catalogue: WeightCatalogue
     original: nn.Module | None
-    """The whole model without memory; None where nothing was cut."""
+    """The full model without memory; None if nothing was partitioned."""
 
     def local_units(self, globs: Sequence[str] | None) -> list[str]:
         """
-        Return the names of the modules whose weights are gathered together, as far as this rank has
-        them.
+        Return the names of the modules on this rank whose weights are gathered together.
 
         Raises:
-            UsageError: globs that match nothing in the whole model, or a module that lies on
-                several stages.
+            UsageError: globs that match nothing in the full model, or a module on several stages.
         """
         names = find_units(self.original or self.model, globs)
         self.driver.check_units(names)
@@ -76,13 +73,13 @@ def apply_partitioning(
     model: nn.Module, weights: list[Weight], place: RankGroups, spec: PartitionSpec
 ) -> PartitionedModel:
     """
-    Cut a model, the same one on every rank.
+    Partition a model that is equal on every rank.
 
     Args:
         weights: its weights (`collect`).
 
     Raises:
-        UsageError: what was cut is no longer the model that was given.
+        UsageError: the partitioned model does not match the given one.
     """
     catalogue = WeightCatalogue(model, weights)
     original = None if spec.is_empty else on_meta(model)
@@ -123,26 +120,23 @@ def _apply_strategy(
 
 def _require_module(made: Any, name: str) -> nn.Module:
     if not isinstance(made, nn.Module):
-        raise UsageError(
-            f"{name}= made a {type(made).__name__} of the model",
-            where=API_NAME,
-            hint="apply returns a module",
-        )
+        what = f"{name}.apply must return a torch.nn.Module, got {type(made).__name__}"
+        raise UsageError(what, where=API_NAME)
     return made
 
 
 def _partial_axes(weight: Weight, place: RankGroups) -> set[str]:
     """
-    Return the tensor axes over which a weight's gradient is partial; axes of one device are left
-    out.
+    Return the tensor axes over which a weight's gradient is a partial sum, without axes of one
+    device.
     """
     foreign = [axis for axis in weight.shard.layout.axes if axis not in place.mesh.tensor_axes]
     if foreign:
-        what = f"{weight.name} is cut over {foreign[0]}, which is no tensor axis"
-        raise UsageError(what, where=API_NAME, hint="optimizer_level=3 cuts weights over the data")
+        what = f"{weight.name} is sharded over {foreign[0]}, which is not a tensor axis"
+        raise UsageError(what, where=API_NAME, hint="optimizer_level=3 shards over the data axes")
     for axis in weight.shard.sum_axes:
         if axis not in place.mesh.tensor_axes or axis in weight.shard.layout.axes:
-            what = f"the gradient of {weight.name} can't be added up over {axis}"
-            hint = "a tile's sums are tensor axes over which it is replicated"
+            what = f"the gradient of {weight.name} cannot be summed over {axis}"
+            hint = "sum axes are tensor axes over which the shard is replicated"
             raise UsageError(what, where=API_NAME, hint=hint)
     return {axis for axis in weight.shard.sum_axes if place.mesh.degree(axis) > 1}

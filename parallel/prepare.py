@@ -1,5 +1,6 @@
 """
-The model before it is partitioned: on its device, checked, with the same values on every rank.
+Prepares the model before it is partitioned: on its device, checked, with the same values on every
+rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pdrun.parallel.model.meta_init import move_model
 from pdrun.parallel.model.weights import Weight, collect_weights
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model, describe_optimizer
-from pdrun.parallel.zero import optimizer as retarget
+from pdrun.parallel.zero.optimizer import build_optimizer
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -72,9 +73,7 @@ def prepare_model(
         _check_forwards(model)
     keep_own_type = sync_batchnorm.running_stat_params(model) if precision.input_dtype else ()
     weights = collect_weights(model, settings.layerwise, keep_own_type)
-    optimizer = retarget.build_optimizer(
-        arguments.optimizer, [w.param for w in weights if w.is_trained]
-    )
+    optimizer = build_optimizer(arguments.optimizer, [w.param for w in weights if w.is_trained])
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     param_hooks.check_hooks(weights, [0] * len(weights), PARALLELIZE)
@@ -96,17 +95,17 @@ def store_of(job: Context) -> Any:
 
 def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool) -> bool:
     """
-    Move the model to its device; refuse what can't be equal to one process.
+    Move the model to its device; refuse modules whose result would depend on the number of ranks.
 
     Return whether some of its weights have no memory yet.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"the model is a {type(model).__name__}", where=PARALLELIZE, hint="an nn.Module"
+            f"model must be a torch.nn.Module, got {type(model).__name__}", where=PARALLELIZE
         )
     if getattr(model, "_pdrun", False):
         raise UsageError(
-            "the model belongs to a run already", where=PARALLELIZE, hint="make a new one"
+            "model already belongs to a run", where=PARALLELIZE, hint="make a new model"
         )
     _check_unwrapped(model)
     model._pdrun = True
@@ -116,9 +115,9 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
     found = sync_batchnorm.find_unsynced(model) if world > 1 else []
     if found:
         raise UsageError(
-            f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
+            f"{found[0]} normalises with each rank's own rows: {world} ranks would differ from one",
             where=PARALLELIZE,
-            hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
+            hint="use sync_batchnorm=True, .eval() on it, or a norm without batch statistics",
         )
     if world > 1:
         _check_frequencies(model)
@@ -127,41 +126,40 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
 
 def _check_frequencies(model: nn.Module) -> None:
     """
-    Refuse gradients that are divided by how often a word is in a batch: each rank would count its
-    own rows.
+    Refuse gradients that are divided by how often a word is in a batch: each rank counts its own
+    rows.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
-            what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
-            raise UsageError(what, where=PARALLELIZE, hint="without it; the loss may weigh words")
+            what = f"{name or 'model'}: scale_grad_by_freq=True is not supported on several ranks: "
+            what += "it counts each rank's own rows"
+            raise UsageError(what, where=PARALLELIZE, hint="apply the weights in the loss")
 
 
 def _check_forwards(model: nn.Module) -> None:
-    """
-    Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are
-    not kept.
-    """
+    """Refuse weights that the forward pass changes: by each rank's own rows, or in a copy."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UsageError(
-                f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
+                f"{name}: max_norm={module.max_norm:g} is not supported: the forward pass would "
+                "change weights",
                 where=PARALLELIZE,
-                hint="without it; a norm of the rows that are looked up may be limited in the model",
+                hint="limit the norm of the looked-up rows in the model",
             )
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model, or a part of one, that something else makes parallel already."""
+    """Refuse a model, or a part of one, that another wrapper makes parallel."""
     for name, module in model.named_modules():
         found = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
         if found:
-            what = f"{name or 'the model'} is in a {sorted(found)[0]}, which deals with gradients itself"
-            hint = "give the model that is inside of it (.module): optimizer_level= says what is cut over the ranks"
+            what = f"{name or 'model'} is in a {sorted(found)[0]}, which handles gradients itself"
+            hint = "pass the inner model (.module); optimizer_level= shards over the ranks"
             raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 
 def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> MeshGroups:
-    """Return this rank's places along the axes, where every wait is bounded."""
+    """Return this rank's groups along the axes; every wait has a limit."""
     world = job.world_size
     rank = job.rank
     watch = start_watch(timeout, rank, world, store_of(job), blocking=device.type == "cpu")
@@ -171,7 +169,7 @@ def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) 
 
 
 def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGroup) -> None:
-    """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
+    """Give every rank rank 0's weights and buffers, except layerwise weights."""
     with torch.no_grad():
         for weight in weights:
             if not weight.unsynced and weight.param.device.type != "meta":
@@ -179,8 +177,10 @@ def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGrou
         for name, buffer in model.named_buffers():
             if buffer.layout != torch.strided and axis.world > 1:
                 kind = str(buffer.layout).removeprefix("torch.")
-                what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
+                what = f"buffer {name} is {kind} and cannot be broadcast from rank 0"
                 raise UsageError(
-                    what, where=PARALLELIZE, hint="a dense one, or an attribute that is no buffer"
+                    what,
+                    where=PARALLELIZE,
+                    hint="use a dense buffer, or an attribute that is not a buffer",
                 )
             axis.broadcast_first(buffer, f"rank 0's {name}")

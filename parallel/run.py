@@ -1,9 +1,8 @@
 """
-A run: the loop's side of `pdrun.parallelize`.
+`Run`: the result of `pdrun.parallelize`, which the training loop uses.
 
-A step cuts its batch into micro-batches, has a driver go forward and backward through them, and
-tells global numbers. What happens to weights and gradients is the engine's business, what is random
-the dice's.
+The methods here check their arguments and call the rooms that do the work, with the run's state
+(`pdrun.parallel.training.state.RunState`).
 """
 
 from __future__ import annotations
@@ -42,21 +41,19 @@ class Run:
     A training run on every device of a mesh; made by `pdrun.parallelize`.
 
     Attributes:
-        model: the model, its parameters on this rank's device. Between steps they hold the weights
-            up to level 2; at
-            level 3
-            they read as NaN except inside a forward pass: `full_weights` gathers them.
-        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning
-            rates work on it as
-            ever.
+        model: the model, its parameters on this rank's device. Between steps they are the weights
+            up to level 2. At level 3 they read as NaN outside of a forward pass: `full_weights`
+            gathers them.
+        optimizer: the optimizer; its groups contain what this rank trains. Learning rate schedulers
+            can use it.
         mesh: the devices.
-        axes: this rank's places along the axes of the mesh.
-        steps: how many steps have been made.
+        axes: this rank's groups along the axes of the mesh.
+        steps: steps made so far.
     """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
-        """What the run consists of; internal."""
+        """The parts of the run; internal."""
         self.model = state.model
         self.optimizer = state.optimizer
         self.scheduler = state.scheduler
@@ -70,7 +67,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many steps have been made."""
+        """Steps made so far."""
         return self.state.steps
 
     @steps.setter
@@ -84,14 +81,12 @@ class Run:
         Train on a global batch: forward, backward, one step of the optimizer.
 
         Args:
-            batch: what `data` yielded, which is this rank's part; any other batch is global and the
-                same on every rank,
-                unless ``dataset_strategy`` says otherwise.
+            batch: a batch of `data`, which is this rank's part; any other batch is global and the
+                same on every rank, unless ``dataset_strategy`` says otherwise.
 
         Raises:
-            UsageError: the batch has no rows, other ranks have another first one, or the loss isn't
-                what `parallelize`
-                was promised.
+            UsageError: the batch has no rows, differs from other ranks' first batch, or the loss
+                does not keep its contract.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
         return train_batch(self.state, batch, self._call_watchers)
@@ -105,9 +100,8 @@ class Run:
         Return the model's outputs on this rank's micro-batches of a global batch; every rank calls
         this.
 
-        Nothing is trained. Dropout and the like are as ``run.model.train()`` or ``.eval()`` has
-        said. A micro-batch without rows has None, and so have all on ranks that the last stage of a
-        pipeline isn't on.
+        Nothing is trained. Dropout is active after ``run.model.train()`` and not after ``.eval()``.
+        Micro-batches without rows, and ranks without the last stage of a pipeline, give None.
         """
         return evaluate_batch(self.state, batch)
 
@@ -115,20 +109,19 @@ class Run:
 
     def data(self, source: Iterable[Any], *, training: bool = True) -> Iterator[Any]:
         """
-        Yield the batches of one epoch, from where the run stands to the epoch's end.
+        Yield the batches of one epoch, from the run's position to the epoch's end.
 
         Args:
             source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose
-                ``batch_size`` counts the
-                rows of
-                a step over all ranks; or any iterable of batches. Of the first two each rank reads only its own rows.
-            training: False is for evaluation: it begins with the first batch each time, in the
-                order of epoch 0, and
-                leaves the run's position and source alone, so that it may lie inside a loop over training data.
+                ``batch_size`` counts the rows of a step over all ranks; or any iterable of batches.
+                Of the first two each rank reads only its own rows.
+            training: False for evaluation: it starts with the first batch each time, in the order
+                of epoch 0, and does not change the run's position and source. Such a loop can be
+                inside a loop over training data.
 
         Raises:
-            UsageError: an epoch of another source is under way, or another loop has gone on with
-                this one.
+            UsageError: an epoch of another source is in progress, or another loop has moved the
+                position.
         """
         state = self.state
         ranks = state.row_axis.size, state.row_axis.index
@@ -138,59 +131,57 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """Where the run stands in its training data."""
+        """The run's position in its training data."""
         return self.state.feed.position
 
     @property
     def source(self) -> Loader | None:
-        """The loader that `data` was last given for training."""
+        """The last loader of a training loop."""
         return self.state.feed.source
 
     @property
     def seed(self) -> int:
-        """The seed of all randomness of the run."""
+        """The seed of all random numbers of the run."""
         return self.state.seed
 
     @seed.setter
     def seed(self, value: int) -> None:
         self.state.seed = value
 
-    # ---- words --------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------
 
     @property
     def plan(self) -> RunPlan:
-        """Where everything goes, as plain data: ``run.plan.save("plan.json")``."""
+        """The placement of everything, as plain data: ``run.plan.save("plan.json")``."""
         return build_plan(self.state)
 
     def explain(self, batch: Any = None) -> str:
         """
-        Return in words what the run does, and how much memory a step takes on this rank's device.
+        Return a description of the run, and the memory of a step on this rank's device.
 
         Args:
-            batch: one as `step` takes it; with it, activations are counted too, by running a
-                micro-batch on fake
-                tensors.
+            batch: as for `step`; with it, activations are counted too, by running a micro-batch on
+                fake tensors.
         """
         return explain_run(self.state, batch)
 
     def memory(self, batch: Any = None) -> MemoryEstimate:
-        """Return the bytes that a step takes on this rank's device, by kind; see `explain`."""
+        """Return the bytes of a step on this rank's device, by kind; see `explain`."""
         return estimate_memory(self.state, batch)
 
     # ---- proof --------------------------------------------------------------
 
     def verify(self, source: Iterable[Any] | None = None, *, steps: int = 3) -> VerifyReport:
         """
-        Compute some batches as the run does and as one process does, and compare losses, norms and
+        Compute some batches as the run does and as one process does; compare losses, norms and
         every gradient.
 
-        Nothing is trained: weights, optimizer and position stay. Every rank calls this, and
-        computes whole batches on a whole copy of the model, which must fit its device.
+        Nothing is trained: weights, optimizer and position do not change. Every rank calls this.
+        Each computes global batches on a full copy of the model, which must fit its device.
 
         Args:
-            source: global batches, or a Loader; default: the Loader that `data` was last given for
-                training.
-            steps: how many batches.
+            source: global batches, or a Loader; default: the last Loader of a training loop.
+            steps: number of batches.
 
         Raises:
             ConfigError: the run does not compute what one process does.
@@ -198,7 +189,7 @@ class Run:
         return verify_run(self.state, source, steps)
 
     def probe(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return (sum, count), norm and whole gradients of a global batch, and train nothing."""
+        """Return (sum, count), norm and full gradients of a global batch; nothing is trained."""
         return probe_gradients(self.state, batch)
 
     # ---- checkpoints --------------------------------------------------------
@@ -207,18 +198,18 @@ class Run:
         self, folder: str | Path, *, keep: int | None = None, wait: bool = True
     ) -> PendingSave:
         """
-        Save everything that the run needs to go on, as ``folder/step-N``; every rank calls this.
+        Save the run as ``folder/step-N``; every rank calls this.
 
         Args:
-            keep: how many checkpoints to leave in the folder, this one included; None: all.
-            wait: False returns once the tensors are copied; a thread writes them. The next save
+            keep: number of checkpoints to keep in the folder, this one included; None: all.
+            wait: False returns when the tensors are copied; a thread writes them. The next save
                 waits for it.
 
         Raises:
             ConfigError: a rank could not write.
         """
         if keep is not None and keep < 1:
-            raise UsageError(f"keep={keep}", where="pdrun.Run.save")
+            raise UsageError(f"keep must be at least 1, got {keep}", where="pdrun.Run.save")
         self.state.guard.check_not_torn("pdrun.Run.save")
         self.settle()
         seconds = self.state.data_group.watchdog.seconds
@@ -228,7 +219,7 @@ class Run:
         return started
 
     def settle(self) -> None:
-        """Wait for a save that is on its way."""
+        """Wait for a save in progress."""
         if self._saving is not None:
             started = self._saving
             self._saving = None
@@ -236,23 +227,22 @@ class Run:
 
     def load(self, folder: str | Path) -> None:
         """
-        Take up a checkpoint, saved by any number of ranks at any level: one by its own folder, or
-        the newest whole one.
+        Load a checkpoint, saved by any number of ranks at any level.
+
+        Args:
+            folder: of one checkpoint, or of several: the newest complete one is loaded.
 
         Raises:
-            ConfigError: there is none, or it belongs to another model or optimizer.
+            ConfigError: the folder has no checkpoint, or it belongs to another model or optimizer.
         """
         found = self._find_checkpoint(Path(folder))
         if found is None:
-            raise ConfigError("holds no whole checkpoint", where=str(folder))
+            raise ConfigError("has no complete checkpoint", where=str(folder))
         load_checkpoint(self.state, found)
         self.state.guard.remember_state()
 
     def resume(self, folder: str | Path) -> bool:
-        """
-        Take up the newest whole checkpoint of a folder where there is one; return whether there
-        was.
-        """
+        """Load the newest complete checkpoint of a folder, if it has one; return whether it has."""
         found = self._find_checkpoint(Path(folder))
         if found is not None:
             load_checkpoint(self.state, found)
@@ -267,31 +257,31 @@ class Run:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """
-        Return whole gradients by name; only inside a function of ``watchers``, and on every rank.
+        Return full gradients by name; only inside a function of ``watchers``, and on every rank.
         """
         return full_gradients(self.state)
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """
-        Return the whole weights by name, in the optimizer's type, on every rank's device; every
-        rank must call this.
+        Return the full weights by name, in the optimizer's type, on every rank's device; every rank
+        must call this.
         """
         return weights_by_name(self.state.engine)
 
     def export(self, path: str | Path) -> None:
         """
-        Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must
-        call this.
+        Write full weights and buffers as one safetensors file, one bucket at a time; every rank
+        must call this.
         """
         export_weights(self.state, Path(path))
 
     def load_weights(self, path: str | Path) -> None:
         """
-        Take the weights of a safetensors file; optimizer, step and data stay. Every rank must call
-        this.
+        Load the weights of a safetensors file; optimizer, step and data do not change. Every rank
+        must call this.
 
         Raises:
-            ConfigError: it lacks a weight, or one has another shape.
+            ConfigError: it lacks a weight, or a weight has another shape.
         """
         load_weights(self.state, Path(path))
         self.state.guard.remember_state()

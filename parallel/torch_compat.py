@@ -1,5 +1,5 @@
 """
-What differs between torch 2.11 and 2.14, in one place.
+Differences between torch 2.11 and 2.14, in one place.
 
 2.13 renamed the collectives on single tensors and warns about the old names.
 """
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _UntracedFunction:
-    """What an `untraced` function calls."""
+    """The function that an `untraced` wrapper calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -30,13 +30,13 @@ class _UntracedFunction:
 
 _untraced_functions: weakref.WeakSet[_UntracedFunction] = weakref.WeakSet()
 _compiler_excluded = False
-"""Whether `keep_out_compilers` has been called."""
+"""Whether `exclude_untraced` was called."""
 
 
 def untraced(function: Function) -> Function:
     """
-    Return a function that torch.compile calls and does not look into, once `keep_out_compilers` has
-    been called.
+    Return a function that torch.compile calls without tracing it, once `exclude_untraced` was
+    called.
     """
     entry = _UntracedFunction(function)
     _untraced_functions.add(entry)
@@ -52,8 +52,8 @@ def untraced(function: Function) -> Function:
 
 def exclude_untraced() -> None:
     """
-    Have torch.compile look into no `untraced` function; not before it is wanted, since that imports
-    the compiler.
+    Exclude all `untraced` functions from torch.compile. Not before it is needed: it imports the
+    compiler.
     """
     global _compiler_excluded
     if not _compiler_excluded:
@@ -63,15 +63,15 @@ def exclude_untraced() -> None:
 
 
 def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:
-    """Start gathering equal shards, in rank order, into ``full``; return torch's work handle."""
+    """Start to gather equal shards, in rank order, into ``full``; return torch's work handle."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(full, shard, group=group, async_op=True)
 
 
 def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
     """
-    Start summing ``full`` over the ranks, each keeping its own equal part in ``shard``; return
-    torch's work handle.
+    Start to sum ``full`` over the ranks, each keeping its equal part in ``shard``; return torch's
+    work handle.
     """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, full, group=group, async_op=True)
@@ -79,8 +79,8 @@ def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
 
 def gather_rows(full: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
     """
-    Start gathering ``[rows, part, ...]`` along dim 1, each row in its place at once; return torch's
-    work handle.
+    Start to gather ``[rows, part, ...]`` along dim 1, each row in place; return torch's work
+    handle.
     """
     return _resolve_group(group).allgather_into_tensor_coalesced(
         list(full.unbind()), list(part.unbind())
@@ -89,7 +89,7 @@ def gather_rows(full: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
 
 def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
     """
-    Start summing ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's
+    Start to sum ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's
     work handle.
     """
     return _resolve_group(group).reduce_scatter_tensor_coalesced(
@@ -98,7 +98,7 @@ def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
 
 
 def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory of a device that others of its host may come to reach."""
+    """Return device memory that other devices of the host can access."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -106,11 +106,11 @@ def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def symmetric_handle(memory: torch.Tensor, group: Any) -> Any:
     """
-    Return what gives each rank of a group tensors in the others' memory; every one of them calls
+    Return the handle that gives each rank of a group tensors in the others' memory; all ranks call
     it.
 
     Raises:
-        RuntimeError: the devices can't reach each other.
+        RuntimeError: the devices cannot access each other.
     """
     from torch.distributed import _symmetric_memory
 
@@ -125,23 +125,23 @@ def _resolve_group(group: Any) -> Any:
 
 def wait_for_all_ranks(name: str, rank: int, world: int) -> None:
     """
-    Return when all ranks of the default group have come here; rank 0, whose process may hold the
-    store, last.
+    Return when all ranks of the default group have called this; rank 0, which may own the store,
+    last.
 
-    gloo connects every rank with every other one while a group is made; whoever is through may end,
-    and break off a connection that another one is about to look at.
+    gloo connects every rank with every other rank while a group is created. A rank that has
+    finished could end and break a connection that another rank is still checking.
 
     Args:
-        name: of the meeting; every one has its own.
+        name: of the barrier; each one has another.
     """
     store = distributed_c10d._get_default_store()
-    if store is None:  # MPI's groups have none
+    if store is None:  # groups of MPI have none
         return
-    met = f"pdrun/met/{name}"
+    arrived = f"pdrun/met/{name}"
     left = f"pdrun/left/{name}"
-    if store.add(met, 1) == world:
-        store.set(f"{met}/all", "1")
-    store.wait([f"{met}/all"])
+    if store.add(arrived, 1) == world:
+        store.set(f"{arrived}/all", "1")
+    store.wait([f"{arrived}/all"])
     if rank == 0:
         store.wait([f"{left}/all"])
     elif store.add(left, 1) == world - 1:
@@ -157,23 +157,23 @@ def set_timeout(seconds: float, group: Any = None) -> None:
 _group_counts: Counter[tuple[int, ...]] = Counter()
 _naming_lock = threading.Lock()
 _unused_groups: list[Any] = []
-"""Groups whose owners are gone, until `end_groups`."""
+"""Groups whose owners are gone, until `destroy_unused_groups`."""
 
 
 def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
     """
-    Return a new process group of some ranks, which only these have to ask for, each as often as the
+    Return a new process group of some ranks. Only its members call this, each as often as the
     others.
 
     Args:
         ranks: the members, ascending.
-        seconds: what its collectives may take.
-        owner: when it is gone, so is the need for the group: see `end_groups`.
+        seconds: limit of its collectives.
+        owner: when it is garbage collected, the group is unused: see `destroy_unused_groups`.
 
-    torch names such a group by its ranks and by how many groups the process is in, which may differ
-    from rank to rank (a group of the first and the last pipeline stage): they would then wait for
-    each other under different names. Here the name is made of the ranks and of how many groups of
-    the very same ranks there were.
+    torch names such a group by its ranks and by the number of groups of the process. That number
+    can differ between ranks (a group of the first and the last pipeline stage): they would then
+    wait for each other under different names. Here the name consists of the ranks and the number of
+    earlier groups of exactly these ranks.
     """
     key = tuple(ranks)
     with _naming_lock:
@@ -193,10 +193,9 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
 
 def destroy_unused_groups() -> None:
     """
-    End gloo's groups that nobody needs any more, each of which has threads and connections; called
-    between runs.
+    Destroy unused groups of gloo, which have threads and connections; called between runs.
 
-    Groups of accelerators are left to torch: ending one of them waits for the other ranks.
+    Groups of accelerators are left to torch: destroying one waits for the other ranks.
     """
     while _unused_groups:
         group = _unused_groups.pop()
@@ -205,7 +204,7 @@ def destroy_unused_groups() -> None:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others inside a transform of torch.func (vmap, grad)."""
+    """Whether a tensor is inside a transform of torch.func (vmap, grad)."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
@@ -222,12 +221,12 @@ SENDABLE_DTYPES = {
     torch.complex64,
     torch.complex128,
 }
-"""Types that networks know."""
+"""Types that networks support."""
 
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """
-    Return a contiguous tensor, or its bytes in the same memory where networks do not know its type.
+    Return a contiguous tensor, or its bytes in the same memory if networks do not support its type.
     """
     if tensor.dtype in SENDABLE_DTYPES:
         return tensor

@@ -244,7 +244,7 @@ def _publish_checkpoint(
 
 
 def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
-    """Return the checkpoint that rank 0 finds in a folder, on every rank; None for no checkpoint."""
+    """Return the checkpoint that rank 0 finds in a folder, on every rank; None if it has none."""
     names = [path.name for path in storage.list_checkpoints(folder)]
     if (folder / "run.json").is_file():
         found = FOLDER_ITSELF

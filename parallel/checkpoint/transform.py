@@ -22,7 +22,7 @@ from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, count_elements, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
-from pdrun.parallel.comm import mesh as meshes
+from pdrun.parallel.comm.mesh import make_mesh
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
 from pdrun.parallel.layouts.placement import Placement, ShardRanges
@@ -89,7 +89,7 @@ def read_mesh(text: str) -> Grid:
         if matched[1] in degrees:
             raise UsageError(f"axis {matched[1]} is listed twice", where="--mesh")
         degrees[matched[1]] = int(matched[2])
-    return meshes.make_mesh(**degrees).grid
+    return make_mesh(**degrees).grid
 
 
 def placement_for(mesh: str, strategy: str) -> Placement:

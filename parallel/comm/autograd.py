@@ -165,14 +165,14 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: AxisGroup, cut_dim: int, whole_dim: int, total: int
+        ctx: Any, x: torch.Tensor, axis: AxisGroup, split_dim: int, concat_dim: int, total: int
     ) -> torch.Tensor:
         ctx.axis = axis
-        ctx.cut_dim = cut_dim
-        ctx.whole_dim = whole_dim
-        ctx.total = x.shape[cut_dim]
-        return axis.all_to_all(x, cut_dim, whole_dim, total)
+        ctx.split_dim = split_dim
+        ctx.concat_dim = concat_dim
+        ctx.total = x.shape[split_dim]
+        return axis.all_to_all(x, split_dim, concat_dim, total)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.axis.swap(grad, ctx.whole_dim, ctx.cut_dim, ctx.total), None, None, None, None
+        return ctx.axis.all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.total), None, None, None, None

@@ -100,7 +100,7 @@ def _order_nodes(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> 
     loose = _find_deferrable(nodes)
     waiting: list[fx.Node] = []
     on_way: dict[fx.Node, float] = {}
-    """Collectives that nobody has waited for yet, and the seconds that they may take."""
+    """Collectives in progress, and the seconds that they may take."""
 
     def beside(enough: float) -> Iterator[fx.Node]:
         spent = 0.0

@@ -223,12 +223,12 @@ class _RingAttention(torch.autograd.Function):
         pair = flat_pair_of(k, v)
         back = GradientRing(plan, pair)
         for step in range(plan.axis.size):
-            source = plan.source(step)
+            source = plan.source_of(step)
             keys, values = ring.take_step(step)
             back.start_step(step)
             flat = q.new_zeros(pair.numel_of(keys.shape[2]), dtype=kind)
             dk, dv = pair.unpack_views(flat, keys.shape[2])
-            for block in attention_blocks(plan.mine, plan.parts[source], plan.causal):
+            for block in attention_blocks(plan.own_positions, plan.positions[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
                 done = AttentionResult(
                     grad[:, :, low:high], out[:, :, low:high], lse[:, :, low:high]
@@ -240,14 +240,14 @@ class _RingAttention(torch.autograd.Function):
                     values[:, :, first:last],
                     block.causal,
                     plan.scale,
-                    plan.extra(block, source, bias),
+                    plan.score_terms(block, source, bias),
                 )
                 dq[:, :, low:high] += parts[0]
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
                 if dbias is not None:
                     _add_bias_grad(
-                        dbias, parts[3], block, positions_within(plan.parts[source], first, last)
+                        dbias, parts[3], block, positions_within(plan.positions[source], first, last)
                     )
             back.finish_step(step, flat)
         dk, dv = pair.unpack_views(back.collect_own(), k.shape[2])

@@ -70,7 +70,7 @@ class ShardedSequences:
         self.length = 0
         self.calls = 0
         self._replacement: tuple[AttentionFunction, AttentionFunction] | None = None
-        self.parts: tuple[Ranges, ...] = ()
+        self.positions_by_rank: tuple[Ranges, ...] = ()
         """Positions of each rank along cp, by index."""
         self.sizes: list[int] = []
         """How many positions each rank has."""
@@ -99,13 +99,13 @@ class ShardedSequences:
             told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
             raise UsageError(told, where=API_NAME, hint="a smaller cp, or longer sequences")
         self.length = length
-        self.parts = positions
+        self.positions_by_rank = positions
         self.sizes = sizes
 
     @property
     def own_positions(self) -> Ranges:
         """This rank's positions."""
-        return self.parts[self.axis.index]
+        return self.positions_by_rank[self.axis.index]
 
     def _positions_of(self, length: int, index: int) -> Ranges:
         """Return the positions of a rank along cp."""
@@ -140,7 +140,7 @@ class ShardedSequences:
         held = torch.cat([parts[index, :size] for index, size in enumerate(sizes)])
         order = [
             torch.arange(low, high, device=x.device)
-            for ranges in self.parts
+            for ranges in self.positions_by_rank
             for low, high in ranges
         ]
         found = torch.empty_like(held)

@@ -89,7 +89,7 @@ class SplitChooser:
     def _check_divisible(
         self, operator: Operator, splits: dict[str, OpSplit], entry_name: str
     ) -> None:
-        """Raise UsageError if a split cannot be made into so many shards."""
+        """Raise UsageError if a split cannot be made into that many shards."""
         for split in splits.values():
             parts = self.grid.group_size(
                 tuple(axis for axis, other in splits.items() if other == split)
@@ -110,8 +110,7 @@ class SplitChooser:
         Return the sharding of an operator whose inputs have these counts per dim.
 
         Outer axes are assigned to the dims that are named first. Axes that no count needs repeat
-        the
-        computation.
+        the computation.
 
         Raises:
             UsageError: a count is missing, or no assignment of axes gives the counts.

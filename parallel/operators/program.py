@@ -38,8 +38,8 @@ class LocalProgram:
     What one rank runs for one set of shapes.
 
     Attributes:
-        weight_names: of the weights and buffers that ``module`` takes, in order. After them come
-            the tensors of the call, then what the stage before has sent.
+        weight_names: of the weights and buffers that ``module`` takes, in order. They are followed
+            by the tensors of the call, then what the stage before has sent.
         module: the local graph. It returns the model's results, flat, or what the next stage is
             sent.
         vocab_shards: of the results that stay sharded on their last dim, by position.

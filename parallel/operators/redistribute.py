@@ -1,8 +1,8 @@
 """
 Redistribution: the moves from one layout of a tensor to another, each a differentiable collective.
 
-If ranks use a replicated tensor for different parts, `COPY_TO_AXIS` comes last, or is merged with
-the gather before it (`ALL_GATHER_SUM_GRAD`). `pdrun.parallel.comm.autograd` defines the convention.
+If ranks use a replicated tensor for different parts, `COPY_TO_AXIS` is last, or is merged with the
+gather before it (`ALL_GATHER_SUM_GRAD`). `pdrun.parallel.comm.autograd` defines the convention.
 Moves are the same on all ranks. Equal first moves of several paths are shared: q, k and v gather
 their input once.
 """

@@ -1,8 +1,8 @@
 """
 The proof of every rule: the operator on shards, joined, equals the operator on full tensors.
 
-For each example of each kind, and each split of its rule, the ranks along one axis (2 or 3, so
-that shards are uneven, too) are simulated in one process:
+For each example of each kind, and each split of its rule, the ranks along one axis (2 or 3, so that
+shards are uneven, too) are simulated in one process:
 
 1. Inputs are sharded, or replaced by terms of a sum.
 2. Each rank computes what `rule.make_local_call` returns.

@@ -2,10 +2,10 @@
 Calls of submodules in a local graph.
 
 Some features work on a submodule's forward: optimizer level 3 gathers a unit's weights around it,
-recomputation repeats it. A local graph calls no submodules. So the part of the graph that
-is from such a module becomes a separate graph, a segment, and the module is called with it. The
-module's hooks run. Its forward, recomputed or not, takes its weights from the module and computes
-the segment. A module that is called several times has several segments.
+recomputation repeats it. A local graph calls no submodules. So the part of the graph that is from
+such a module becomes a separate graph, a segment, and the module is called with it. The module's
+hooks run. Its forward, recomputed or not, takes its weights from the module and computes the
+segment. A module that is called several times has several segments.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def _has_user_hooks(module: nn.Module) -> bool:
 
 
 def find_unit(module: str, paths: list[str]) -> str:
-    """
-    Return the path that an operator's module is, or is inside; the empty string without one.
-    """
+    """Return the path that an operator's module is, or is inside; the empty string without one."""
     for path in paths:
         if module == path or module.startswith(f"{path}."):
             return path

@@ -82,7 +82,7 @@ class PipelineRunner:
         Return in which of this rank's chunks a weight is; one that several stages use belongs to
         chunk 0.
         """
-        return self._chunk_by_weight.get(self.stages.held[name], 0)
+        return self._chunk_by_weight.get(self.stages.own_weights[name], 0)
 
     def chunks_using(self, name: str) -> tuple[int, ...]:
         """Return the chunks that compute with a weight of this rank."""

@@ -105,15 +105,15 @@ class PipelineStages:
             else:
                 self._drop_module(name, module)
         self._drop_loose_weights(model)
-        self.held = {
+        self.own_weights = {
             names[name]: param for name, param in model.named_parameters(remove_duplicate=False)
         }
         """The weights of this rank, by the first of the names that they have in the whole model."""
         self.weight_stages = {
-            name: sorted(holders[name] & set(self.own_stages)) for name in self.held
+            name: sorted(holders[name] & set(self.own_stages)) for name in self.own_weights
         }
         """The stages of this rank that compute with each."""
-        self.shared_weights = {param for name, param in self.held.items() if len(holders[name]) > 1}
+        self.shared_weights = {param for name, param in self.own_weights.items() if len(holders[name]) > 1}
         """Those that several stages hold."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStages:
@@ -138,8 +138,8 @@ class PipelineStages:
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
             gone = each.__dict__.setdefault("_pdrun_remote", {})
-            for own_weights in (each._parameters, each._buffers):
-                for own, tensor in list(own_weights.items()):
+            for tensors in (each._parameters, each._buffers):
+                for own, tensor in list(tensors.items()):
                     if tensor is None or set(self.split.loose_weights.get(prefix + own, ())) & set(
                         self.own_stages
                     ):
@@ -149,7 +149,7 @@ class PipelineStages:
                         self.find_running,
                         self.make_placeholder(tuple(tensor.shape), tensor.dtype),
                     )
-                    del own_weights[own]
+                    del tensors[own]
             if each is not module:
                 each.__class__ = remote_class(type(each))
 

@@ -24,7 +24,6 @@ from pdrun.parallel.tensor.style import (
     check_forward,
     format_axes,
     identity,
-    no_shard_ranges,
     style_error,
     swap_class,
 )
@@ -35,8 +34,7 @@ GROUP_SIZE_NAMES = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 TOTAL_WIDTH_NAMES = ("split_size", "all_head_size", "inner_dim")
 """
 Attributes in which modules store their numbers of heads, queries per key, and the width of all
-heads
-together.
+heads together.
 """
 
 
@@ -82,19 +80,27 @@ class HeadsStyle(ModuleStyle):
         """
         heads = _find_head_count(name, module, self.heads, HEAD_COUNT_NAMES)
         if heads is None:
-            hint = "heads(axis, heads=...): the attribute that has it, or the number"
             raise style_error(
-                name, f"how many heads a {type(module).__name__} has is not known", hint
+                name,
+                f"the number of heads of a {type(module).__name__} is unknown",
+                "give heads(axis, heads=...): the attribute with the number, or the number",
             )
-        kv = _find_head_count(name, module, self.kv_heads, KV_HEAD_COUNT_NAMES) or heads
-        what = f"{heads} heads" + (f" with {kv} of keys and values" if kv != heads else "")
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-        if parts not in fits:
-            hint = f"these fit: {', '.join(map(str, fits))}"
+        kv_heads = _find_head_count(name, module, self.kv_heads, KV_HEAD_COUNT_NAMES) or heads
+        described = f"{heads} heads"
+        if kv_heads != heads:
+            described += f" with {kv_heads} of keys and values"
+        fitting = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
+        if parts not in fitting:
             raise style_error(
-                name, f"{what} cannot be cut over {parts} ranks ({format_axes(self.axis)})", hint
+                name,
+                f"{described} cannot be split over {parts} ranks ({format_axes(self.axis)})",
+                f"these numbers of ranks fit: {', '.join(map(str, fitting))}",
             )
-        return HeadCounts(heads, kv, parts)
+        return HeadCounts(heads, kv_heads, parts)
 
     def style_inner_modules(
         self, name: str, module: nn.Module, inside: dict[str, ModuleStyle], position: GridPosition
@@ -110,32 +116,35 @@ class HeadsStyle(ModuleStyle):
         """
         counts = self.count_heads(name, module, position.part_count(self.axis))
         if isinstance(module, nn.MultiheadAttention) and inside:
-            what = (
-                f"torch's attention is cut as one, and {next(iter(inside))} has a style of its own"
+            raise style_error(
+                name,
+                f"heads shards all of torch's attention, but {next(iter(inside))} has a style, too",
+                "leave its modules out of the globs",
             )
-            raise style_error(name, what, "leave its modules out of the globs")
-        rows = [
+        row_widths = [
             linear.full_sizes(f"{name}.{key}", module.get_submodule(key))[0]
             for key, style in inside.items()
             if isinstance(style, linear.RowStyle)
         ]
-        width = getattr(module, "head_dim", None) or (rows[0] // counts.heads if rows else None)
-        found: dict[str, ModuleStyle] = {}
+        width = getattr(module, "head_dim", None)
+        if not width and row_widths:
+            width = row_widths[0] // counts.heads
+        styles: dict[str, ModuleStyle] = {}
         for key, style in inside.items():
             if isinstance(style, linear.ColStyle):
                 size = linear.full_sizes(f"{name}.{key}", module.get_submodule(key))[1]
-                found[key] = _column_style(f"{name}.{key}", style, size, counts, width)
-        # attentions take lengths from their input: it has to be whole before they see it
+                styles[key] = _column_style(f"{name}.{key}", style, size, counts, width)
+        # attentions take lengths from their input, so it is gathered before their forward
         dims = {
             style.sequence
-            for style in found.values()
+            for style in styles.values()
             if isinstance(style, (linear.ColStyle, linear.SharedColStyle))
         } - {None}
         if dims:
-            found[""] = replace(self, sequence=dims.pop())
+            styles[""] = replace(self, sequence=dims.pop())
         if dims:
-            raise style_error(name, "its linear modules cut the sequence along different dims")
-        return found
+            raise style_error(name, "its linear modules shard the sequence on different dims")
+        return styles
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -160,27 +169,25 @@ class HeadsStyle(ModuleStyle):
             setattr(module, key, value)
         enter = identity if self.sequence is None else shared_input
         low = axis.index * counts.local_heads
-        here: ShardRanges = {
-            1: (low, low + counts.local_heads, counts.heads)
-        }  # of [rows, heads, queries, keys]
-        place = ModuleContext(
-            axis, enter, identity, no_shard_ranges if axis.size == 1 else lambda x: here
-        )
+        context = ModuleContext(axis, enter)
+        if axis.size > 1:
+            # dim 1 of the weights [rows, heads, queries, keys]
+            shard_ranges: ShardRanges = {1: (low, low + counts.local_heads, counts.heads)}
+            context = ModuleContext(axis, enter, identity, lambda x: shard_ranges)
         if isinstance(module, nn.MultiheadAttention):
-            module._heads = (low, counts.heads)
-            module._qkv_same_embed_dim = (
-                False  # layers around it read this, and then leave its weights alone
-            )
-            swap_class(module, multihead.MultiheadParallel, place)
+            module._head_range = (low, counts.heads)
+            # torch's encoder layers read this: False keeps them from using the weights directly
+            module._qkv_same_embed_dim = False
+            swap_class(module, multihead.MultiheadParallel, context)
         else:
-            make_region(module, place)
+            make_region(module, context)
 
     def _local_attributes(self, name: str, module: nn.Module, counts: HeadCounts) -> dict[str, int]:
         """
         Return the attributes that depend on the number of heads, with the values of this rank.
         """
-        found: dict[str, int] = {}
-        given: tuple[tuple[Any, tuple[str, ...], int, int], ...] = (
+        attributes: dict[str, int] = {}
+        rows: tuple[tuple[Any, tuple[str, ...], int, int], ...] = (
             (self.heads, HEAD_COUNT_NAMES, counts.heads, counts.local_heads),
             (self.kv_heads, KV_HEAD_COUNT_NAMES, counts.kv, counts.local_kv),
             (
@@ -190,22 +197,24 @@ class HeadsStyle(ModuleStyle):
                 counts.local_heads // counts.local_kv,
             ),
         )
-        for own, known, whole, local in given:
-            for key in (own,) if isinstance(own, str) else known:
-                if getattr(module, key, None) == whole:
-                    found[key] = local
+        for attribute, known, full, local in rows:
+            if isinstance(attribute, str):
+                known = (attribute,)
+            for key in known:
+                if getattr(module, key, None) == full:
+                    attributes[key] = local
         width = getattr(module, "head_dim", None)
         for key in TOTAL_WIDTH_NAMES:
             if width and getattr(module, key, None) == counts.heads * width:
-                found[key] = counts.local_heads * width
+                attributes[key] = counts.local_heads * width
         for key in self.divide:
             value = getattr(module, key, None)
             if not isinstance(value, int) or value % counts.parts:
                 raise style_error(
-                    name, f"its {key}, {value!r}, cannot be divided by {counts.parts}"
+                    name, f"its {key} must be a multiple of {counts.parts}, got {value!r}"
                 )
-            found[key] = value // counts.parts
-        return found
+            attributes[key] = value // counts.parts
+        return attributes
 
 
 def _find_head_count(
@@ -219,7 +228,7 @@ def _find_head_count(
     if isinstance(given, str):
         value = getattr(module, given, None)
         if not isinstance(value, int):
-            raise style_error(name, f"its {given} is {value!r}, no number of heads")
+            raise style_error(name, f"its {given} must be a number of heads, got {value!r}")
         return value
     for source in (module, getattr(module, "config", None)):
         for key in known:
@@ -237,15 +246,16 @@ def _column_style(
     width.
     """
     heads = counts.heads
-    kv = counts.kv
+    kv_heads = counts.kv
     if width is None:
         width = size // heads
-    fused = (heads + 2 * kv) * width
+    fused_size = (heads + 2 * kv_heads) * width
     if style.blocks != 1:
-        if kv < counts.parts:
+        if kv_heads < counts.parts:
             raise style_error(
                 name,
-                f"{kv} heads of keys and values for {counts.parts} ranks need q, k and v by themselves",
+                f"{kv_heads} heads of keys and values on {counts.parts} ranks are not supported"
+                " with fused q, k and v",
             )
         uneven = [
             block for block in style.block_sizes(name, size) if block % (width * counts.parts)
@@ -253,17 +263,25 @@ def _column_style(
         if uneven:
             raise style_error(
                 name,
-                f"a block of {uneven[0]} does not divide into {counts.parts} parts of heads of {width}",
+                f"a block of {uneven[0]} must be a multiple of {counts.parts} ranks times a head"
+                f" width of {width}",
             )
         return replace(style, is_input_gathered=style.sequence is not None)
-    if size == fused:
-        hint = "col(axis, blocks=3) where all of q comes first, then k and v; blocks=(size,) where each head has its own"
-        raise style_error(name, "how q, k and v lie side by side in its output is not known", hint)
-    if size == kv * width and kv < counts.parts:
-        return linear.SharedColStyle(style.axis, style.sequence, kv, style.sequence is not None)
+    if size == fused_size:
+        raise style_error(
+            name,
+            "the order of q, k and v in its output is unknown",
+            "col(axis, blocks=3) if all of q is first, then k and v; blocks=(size,) if each head"
+            " has its q, k and v side by side",
+        )
+    if size == kv_heads * width and kv_heads < counts.parts:
+        return linear.SharedColStyle(
+            style.axis, style.sequence, kv_heads, style.sequence is not None
+        )
     if size % (width * counts.parts):
         raise style_error(
             name,
-            f"its output of {size} does not divide into {counts.parts} parts of heads of {width}",
+            f"its output of {size} must be a multiple of {counts.parts} ranks times a head width"
+            f" of {width}",
         )
     return replace(style, is_input_gathered=style.sequence is not None)

@@ -53,20 +53,23 @@ def out_dim(name: str, module: nn.Module) -> int:
         if not isinstance(module, nn.Linear):
             raise style_error(
                 name,
-                f"a {type(module).__name__} is no linear module",
-                "nn.Linear, or transformers' Conv1D",
+                f"a {type(module).__name__} is not a linear module",
+                "use it for nn.Linear, or Conv1D of transformers",
             )
         if type(module).forward is not nn.Linear.forward:
             raise style_error(
                 name,
-                f"{type(module).__name__} has a forward of its own, which a cut one would not call",
+                f"{type(module).__name__} overrides forward, which the sharded module would not"
+                " call",
             )
-    found = {key for key, _ in module.named_parameters(recurse=False)}
-    if found - {"bias"} != {"weight"}:
+    weights = {key for key, _ in module.named_parameters(recurse=False)}
+    if weights - {"bias"} != {"weight"}:
         raise style_error(
-            name, f"its weights are {', '.join(sorted(found)) or 'none'}, not weight and bias"
+            name, f"its weights must be weight and bias, got {', '.join(sorted(weights)) or 'none'}"
         )
-    return 1 if is_transposed(module) else 0
+    if is_transposed(module):
+        return 1
+    return 0
 
 
 def full_sizes(name: str, module: nn.Module) -> tuple[int, int]:
@@ -91,9 +94,7 @@ def bring_in_checked(
     """
     x = enter(x)
     if x.shape[-1] != width:
-        raise style_error(
-            name, f"on this rank it takes {width} features, and was given {x.shape[-1]}", hint
-        )
+        raise style_error(name, f"it takes {width} features on this rank, got {x.shape[-1]}", hint)
     return x
 
 
@@ -103,12 +104,12 @@ def bring_in_checked(
 class ColumnParallel:
     """A linear module that computes this rank's shard of the output."""
 
-    _place: ModuleContext
+    _context: ModuleContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out / parts]`` of ``[..., in]``, or the full output if it is gathered."""
-        place = self._place
-        return place.leave(super().forward(place.enter(x)))  # type: ignore[misc]
+        context = self._context
+        return context.leave(super().forward(context.enter(x)))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,10 @@ class ColStyle(ModuleStyle):
     """Whether the module around it has brought the input in."""
 
     def __str__(self) -> str:
-        return f"columns over {format_axes(self.axis)}" + (", gathered" if self.gather else "")
+        text = f"columns over {format_axes(self.axis)}"
+        if self.gather:
+            text += ", gathered"
+        return text
 
     def block_sizes(self, name: str, total: int) -> tuple[int, ...]:
         """
@@ -133,14 +137,16 @@ class ColStyle(ModuleStyle):
         if isinstance(self.blocks, tuple):
             if sum(self.blocks) != total:
                 raise style_error(
-                    name, f"blocks {self.blocks} do not add up to its output of {total}"
+                    name, f"blocks must add up to its output of {total}, got {self.blocks}"
                 )
             return self.blocks
         if total % self.blocks:
             raise style_error(
-                name, f"its output of {total} is not {self.blocks} blocks of one size"
+                name, f"its output of {total} must be a multiple of blocks={self.blocks}"
             )
-        return () if self.blocks == 1 else (total // self.blocks,) * self.blocks
+        if self.blocks == 1:
+            return ()
+        return (total // self.blocks,) * self.blocks
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -159,18 +165,22 @@ class ColStyle(ModuleStyle):
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """Compute a shard of the output; gather it if wanted."""
-        into, out = full_sizes(name, module)
-        local = int(module.weight.shape[out_dim(name, module)])
-        set_sizes(module, into, out if self.gather and not is_transposed(module) else local)
-        leave = (
-            functools.partial(all_gather, axis=axis, dim=-1, total=out) if self.gather else identity
-        )
+        in_size, out_size = full_sizes(name, module)
+        local_size = int(module.weight.shape[out_dim(name, module)])
+        leave: Callable[[torch.Tensor], torch.Tensor] = identity
+        if self.gather:
+            leave = functools.partial(all_gather, axis=axis, dim=-1, total=out_size)
+        # Conv1D reshapes its product to nf, so that this stays the local size
+        if self.gather and not is_transposed(module):
+            set_sizes(module, in_size, out_size)
+        else:
+            set_sizes(module, in_size, local_size)
         enter = functools.partial(
             bring_in_checked,
             enter=identity if self.is_input_gathered else shared_input,
             name=name,
-            width=into,
-            hint="col takes what is whole: row after col, or col(axis, gather=True) before it",
+            width=in_size,
+            hint="col takes a full input: use row after col, or col(axis, gather=True) before it",
         )
         swap_class(module, ColumnParallel, ModuleContext(axis, enter, leave))
 
@@ -183,14 +193,17 @@ class SharedColumnParallel:
     A linear module with its full weight that computes the part of the output which this rank needs.
     """
 
-    _place: ModuleContext
+    _context: ModuleContext
     _range: tuple[int, int]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., high - low]`` of ``[..., in]``."""
-        (low, high), x = self._range, self._place.enter(x)
-        bias = None if self.bias is None else self.bias[low:high]  # type: ignore[attr-defined]
-        return functional.linear(x, self.weight[low:high], bias)  # type: ignore[attr-defined]
+        low, high = self._range
+        bias = self.bias  # type: ignore[attr-defined]
+        if bias is not None:
+            bias = bias[low:high]
+        weight = self.weight[low:high]  # type: ignore[attr-defined]
+        return functional.linear(self._context.enter(x), weight, bias)
 
 
 @dataclass(frozen=True)
@@ -200,8 +213,7 @@ class SharedColStyle(ModuleStyle):
     one.
 
     `ColStyle` becomes this within `HeadsStyle`; users do not choose it. Each rank has gradients for
-    the
-    head that it used, so the weight's gradients are partial sums over the axis.
+    the head that it used, so the weight's gradients are partial sums over the axis.
     """
 
     axis: AxisNames
@@ -210,23 +222,26 @@ class SharedColStyle(ModuleStyle):
     is_input_gathered: bool = False
 
     def __str__(self) -> str:
-        return f"whole on each rank of {format_axes(self.axis)}, which computes one of {self.heads} heads"
+        axes = format_axes(self.axis)
+        return f"replicated over {axes}, each rank computes one of {self.heads} heads"
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
         """Keep the full weight, with gradients to be summed."""
         if out_dim(name, module):
-            raise style_error(name, "fewer key and value heads than ranks need an nn.Linear")
-        found = module.named_parameters(recurse=False)
-        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
+            raise style_error(
+                name, "fewer key and value heads than ranks are supported for nn.Linear only"
+            )
+        params = module.named_parameters(recurse=False)
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in params}
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """Compute this rank's head."""
-        into, out = full_sizes(name, module)
-        width = out // self.heads
+        in_size, out_size = full_sizes(name, module)
+        width = out_size // self.heads
         head = axis.index * self.heads // axis.size
         swap_class(
             module,
@@ -234,7 +249,7 @@ class SharedColStyle(ModuleStyle):
             ModuleContext(axis, identity if self.is_input_gathered else shared_input, identity),
         )
         module._range = (head * width, head * width + width)
-        set_sizes(module, into, width)
+        set_sizes(module, in_size, width)
 
 
 # ---- rows -------------------------------------------------------------------
@@ -246,14 +261,17 @@ class RowParallel:
     sum.
     """
 
-    _place: ModuleContext
+    _context: ModuleContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
-        place = self._place
+        context = self._context
         bias = self.bias  # type: ignore[attr-defined]
-        y = place.leave(functional.linear(place.enter(x), self.weight))  # type: ignore[attr-defined]
-        return y if bias is None else y + bias
+        weight = self.weight  # type: ignore[attr-defined]
+        y = context.leave(functional.linear(context.enter(x), weight))
+        if bias is None:
+            return y
+        return y + bias
 
 
 class TransposedRowParallel(RowParallel):
@@ -261,8 +279,8 @@ class TransposedRowParallel(RowParallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
-        place = self._place
-        return place.leave(place.enter(x) @ self.weight) + self.bias  # type: ignore[attr-defined]
+        context = self._context
+        return context.leave(context.enter(x) @ self.weight) + self.bias  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -274,9 +292,10 @@ class RowStyle(ModuleStyle):
     sequence: int | None = None
 
     def __str__(self) -> str:
-        return f"rows over {format_axes(self.axis)}" + (
-            "" if self.sequence is None else ", sums to sequence parts"
-        )
+        text = f"rows over {format_axes(self.axis)}"
+        if self.sequence is not None:
+            text += ", reduce-scattered on the sequence"
+        return text
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -287,16 +306,16 @@ class RowStyle(ModuleStyle):
         With sequence parallel each rank adds the bias to its shard, so the bias's gradients are
         partial sums.
         """
-        found = {
+        shards = {
             "weight": position.shard_weight(
                 name, tuple(module.weight.shape), 1 - out_dim(name, module), self.axis
             )
         }
         if module.bias is not None and self.sequence is not None:
-            found["bias"] = position.keep_full(tuple(module.bias.shape), self.axis)
+            shards["bias"] = position.keep_full(tuple(module.bias.shape), self.axis)
         elif module.bias is not None:
-            found["bias"] = position.keep_full(tuple(module.bias.shape))
-        return found
+            shards["bias"] = position.keep_full(tuple(module.bias.shape))
+        return shards
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
@@ -305,23 +324,23 @@ class RowStyle(ModuleStyle):
         Take a shard of the input, or slice the full one. All-reduce the result, or reduce-scatter
         it on the sequence.
         """
-        transposed = is_transposed(module)
-        into, out = full_sizes(name, module)
-        part = int(module.weight.shape[0 if transposed else 1])
-        set_sizes(module, into if self.cut else part, out)
-        enter = functools.partial(slice_to_shard, axis=axis, dim=-1) if self.cut else identity
+        in_size, out_size = full_sizes(name, module)
+        local_size = int(module.weight.shape[1 - out_dim(name, module)])
+        take_shard: Callable[[torch.Tensor], torch.Tensor] = identity
+        if self.cut:
+            take_shard = functools.partial(slice_to_shard, axis=axis, dim=-1)
+            set_sizes(module, in_size, out_size)
+        else:
+            set_sizes(module, local_size, out_size)
         enter = functools.partial(
             bring_in_checked,
-            enter=enter,
+            enter=take_shard,
             name=name,
-            width=part,
-            hint="row takes a part: col before it, or row(axis, cut=True) of what is whole",
+            width=local_size,
+            hint="row takes a shard: use col before it, or row(axis, cut=True) for a full input",
         )
         leave = functools.partial(all_reduce, axis=axis)
         if self.sequence is not None:
             leave = functools.partial(reduce_scatter_parts, axis=axis, dim=self.sequence, name=name)
-        swap_class(
-            module,
-            TransposedRowParallel if transposed else RowParallel,
-            ModuleContext(axis, enter, leave),
-        )
+        kind = TransposedRowParallel if is_transposed(module) else RowParallel
+        swap_class(module, kind, ModuleContext(axis, enter, leave))

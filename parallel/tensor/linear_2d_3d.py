@@ -9,8 +9,7 @@ Distributed Training for Huge Neural Networks", 2021; the layouts are MindSpore'
 
 The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The layout
 of the output is that of the input with x and y exchanged: the next module is ``linear2d("y",
-"x")``.
-With b*s rows, h inputs and e outputs a rank sends, forward and backward together,
+"x")``. With b*s rows, h inputs and e outputs a rank sends, forward and backward together,
 
     2D   2 * b*s * (e*(x-1) + h*(y-1)) / (x*y)
     3D   2 * (b*s*e*(x-1) + b*s*h*(y-1) + h*e*(z-1)) / (x*y*z)
@@ -84,7 +83,9 @@ def linear3d(
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise UsageError(
-            f"rows={rows!r} is no dim", where=f"{STRATEGY_API}, linear3d", hint="0 for the first"
+            f"rows must be a dim, got {rows!r}",
+            where=f"{STRATEGY_API}, linear3d",
+            hint="0 for the first",
         )
     return HighDimStyle(_check_distinct("linear3d", x, y, z), rows, cut, gather)
 
@@ -92,7 +93,7 @@ def linear3d(
 def _check_distinct(style: str, *axes: str) -> tuple[str, ...]:
     if len(set(axes)) != len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
         raise UsageError(
-            f"{axes} are not different axes",
+            f"axes must be different tensor axes, got {axes}",
             where=f"{STRATEGY_API}, {style}",
             hint=f'{style}("x", "y", ...)',
         )
@@ -123,51 +124,55 @@ class HighDimStyle(ModuleStyle):
         the rows.
         """
         x, y, *z = self.axis
-        return (L(y), (*z, x)) if z else (L((y, x)), ())
+        if z:
+            return L(y), (*z, x)
+        return L((y, x)), ()
 
     def tensor_layout(self, dims: int, after: bool = False) -> L:
         """Return the layout of an input with ``dims`` dims, or of the output."""
         x, y, *z = self.axis
         if after:
             x, y = y, x
-        found: list[Any] = [None] * dims
+        dims_of_layout: list[Any] = [None] * dims
         if self.rows is None:
-            found[-1] = (x, y)
+            dims_of_layout[-1] = (x, y)
         else:
-            found[self.rows], found[-1] = (*z, y), x
-        return L(*found)
+            dims_of_layout[self.rows], dims_of_layout[-1] = (*z, y), x
+        return L(*dims_of_layout)
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
         """Shard the weight over all axes, and the bias like the output."""
         if out_dim(name, module) != 0:
-            raise style_error(name, "its weight is [in, out]", "an nn.Linear")
+            raise style_error(name, "a weight of [in, out] is not supported", "use nn.Linear")
         layouts: dict[str, tuple[L, tuple[str, ...]]] = {
             "weight": (self.weight_layout, ()),
             "bias": self.bias_layout(),
         }
-        found = {}
+        shards = {}
         for key, param in module.named_parameters(recurse=False):
             layout, sums = layouts[key]
             for size, axes in zip(param.shape, layout.dims, strict=True):
-                if size < position.part_count(axes):
+                parts = position.part_count(axes)
+                if size < parts:
                     raise style_error(
-                        name,
-                        f"{size} cannot be cut into {position.part_count(axes)} parts over {' x '.join(axes)}",
+                        name, f"{size} cannot be split into {parts} parts over {' x '.join(axes)}"
                     )
-            found[key] = make_shard(
+            shards[key] = make_shard(
                 tuple(param.shape), layout, position.grid, position.rank, sum_axes=sums
             )
-        return found
+        return shards
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """Gather, multiply and scatter."""
-        into = int(module.in_features)
-        out = int(module.out_features)
-        swap_class(module, HighDimLinear, HighDimContext(self, shared_input.axes, name, into, out))
+        in_size = int(module.in_features)
+        out_size = int(module.out_features)
+        swap_class(
+            module, HighDimLinear, HighDimContext(self, shared_input.axes, name, in_size, out_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -196,11 +201,11 @@ class HighDimContext:
         style = self.style
         y = self.axes[self.style.axis[1]]
         if style.cut:
-            whole = L(*[None] * x.dim())
+            full = L(*[None] * x.dim())
             layout = style.tensor_layout(x.dim())
             if style.rows is not None:
                 self._check_rows(x, style.rows, layout.dims[style.rows])
-            x = redistribute(x, whole, layout, self.axes, tuple(x.shape))
+            x = redistribute(x, full, layout, self.axes, tuple(x.shape))
         if style.rows is not None:
             return all_gather_sum_grad(x, y, style.rows)
         return all_gather_sum_grad(x, y, -1, self._local_size(self.in_size, style.axis[0]))
@@ -220,7 +225,8 @@ class HighDimContext:
         x = self.axes[self.style.axis[0]]
         if style.rows is not None:
             self._check_rows(y, style.rows, (style.axis[0],))
-        return reduce_scatter(y, x, -1 if style.rows is None else style.rows)
+        dim = -1 if style.rows is None else style.rows
+        return reduce_scatter(y, x, dim)
 
     def gather_output(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output, gathered if wanted."""
@@ -241,27 +247,33 @@ class HighDimContext:
 
     def _check_rows(self, x: torch.Tensor, dim: int, axes: tuple[str, ...]) -> None:
         if dim >= x.dim() - 1:
-            raise style_error(self.name, f"rows={dim} is no dim before the last of {list(x.shape)}")
+            raise style_error(
+                self.name, f"rows must be a dim before the last of {list(x.shape)}, got {dim}"
+            )
         parts = self.axes.grid.group_size(axes)
         if x.shape[dim] % parts:
-            what = f"dim {dim} of {list(x.shape)} does not divide into {parts} parts over {' x '.join(axes)}"
             raise style_error(
-                self.name, what, "choose another dim with rows=, or another number of rows"
+                self.name,
+                f"dim {dim} of {list(x.shape)} must be a multiple of {parts}, the size of"
+                f" {' x '.join(axes)}",
+                "choose another dim with rows=, or another number of rows",
             )
 
 
 class HighDimLinear:
     """A linear module over two or three axes."""
 
-    _place: HighDimContext
+    _context: HighDimContext
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
         Return this rank's shard of the output for its shard of the input, or the full output if
         wanted.
         """
-        place = self._place
+        context = self._context
         bias = self.bias  # type: ignore[attr-defined]
-        weight = place.gather_weight(self.weight)  # type: ignore[attr-defined]
-        y = place.leave(functional.linear(place.enter(x), weight))
-        return place.gather_output(y if bias is None else y + bias)
+        weight = context.gather_weight(self.weight)  # type: ignore[attr-defined]
+        y = context.leave(functional.linear(context.enter(x), weight))
+        if bias is not None:
+            y = y + bias
+        return context.gather_output(y)

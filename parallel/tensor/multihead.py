@@ -27,7 +27,7 @@ class MultiheadParallel:
     `nn.MultiheadAttention` that computes this rank's heads. The output is the sum over the ranks.
     """
 
-    _place: ModuleContext
+    _context: ModuleContext
     _head_range: tuple[int, int]
     """The first of this rank's heads, and the total number of heads."""
 
@@ -50,26 +50,26 @@ class MultiheadParallel:
             raise UsageError(
                 "is_causal says what attn_mask is, which is missing", where=STRATEGY_API
             )
-        axis = self._place.axis
+        axis = self._context.axis
         module = _as_multihead(self)
-        entered = {id(x): copy_to_axis(x, axis) for x in (query, key, value)}
-        inputs = [_rows_first(entered[id(x)], module.batch_first) for x in (query, key, value)]
+        copied = {id(x): copy_to_axis(x, axis) for x in (query, key, value)}
+        inputs = [_rows_first(copied[id(x)], module.batch_first) for x in (query, key, value)]
         q, k, v = (
             functional.linear(x, weight, bias).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
             for x, (weight, bias) in zip(inputs, _split_projections(module), strict=True)
         )
         mask = self._additive_mask(q, attn_mask, key_padding_mask)
-        drop = module.dropout if module.training else 0.0
-        with shard_region(self._place.shard_ranges(query)):
+        dropout_p = module.dropout if module.training else 0.0
+        with shard_region(self._context.shard_ranges(query)):
             if need_weights:
                 scores = q @ k.transpose(-2, -1) * module.head_dim**-0.5
                 weights = (scores if mask is None else scores + mask).softmax(-1)
-                weights = functional.dropout(weights, drop, module.training)
-                mixed = weights @ v
+                weights = functional.dropout(weights, dropout_p, module.training)
+                attended = weights @ v
             else:
-                mixed = functional.scaled_dot_product_attention(q, k, v, mask, drop)
+                attended = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p)
         out = all_reduce(
-            functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis
+            functional.linear(attended.transpose(1, 2).flatten(2), module.out_proj.weight), axis
         )
         out = out if module.out_proj.bias is None else out + module.out_proj.bias
         out = (
@@ -94,16 +94,16 @@ class MultiheadParallel:
         Return what is added to the scores ``[rows, heads, queries, keys]`` of this rank's heads.
         """
         low, heads = self._head_range
-        found = None
+        mask = None
         if attn_mask is not None:
-            found = _to_additive(attn_mask, q.dtype)
-            if found.dim() == 3:
-                found = found.unflatten(0, (-1, heads))[:, low : low + q.shape[1]]
+            mask = _to_additive(attn_mask, q.dtype)
+            if mask.dim() == 3:
+                mask = mask.unflatten(0, (-1, heads))[:, low : low + q.shape[1]]
         if key_padding_mask is not None:
             padding = _to_additive(key_padding_mask, q.dtype)
             padding = padding.view(-1, 1, 1, padding.shape[-1])
-            found = padding if found is None else found + padding
-        return found
+            mask = padding if mask is None else mask + padding
+        return mask
 
 
 def shard_multihead(
@@ -126,17 +126,17 @@ def shard_multihead(
             "an attention with add_bias_kv or add_zero_attn is not cut",
             "replicate() keeps it whole",
         )
-    found: dict[str, Shard] = {}
+    shards: dict[str, Shard] = {}
     for key, param in module.named_parameters():
         shape = tuple(param.shape)
         blocks = (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
         if key == "out_proj.bias":
-            found[key] = position.keep_full(shape)
+            shards[key] = position.keep_full(shape)
         else:
-            found[key] = position.shard_weight(
+            shards[key] = position.shard_weight(
                 name, shape, 1 if key == "out_proj.weight" else 0, axis, blocks
             )
-    return found
+    return shards
 
 
 def _as_multihead(module: object) -> nn.MultiheadAttention:

@@ -83,19 +83,21 @@ def strategy_for(
     Raises:
         UsageError: there is no strategy for this model type.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in STRATEGIES_BY_MODEL_TYPE:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in STRATEGIES_BY_MODEL_TYPE:
         hint = (
-            did_you_mean(str(kind), STRATEGIES_BY_MODEL_TYPE)
+            did_you_mean(str(model_type), STRATEGIES_BY_MODEL_TYPE)
             or f"known are {', '.join(STRATEGIES_BY_MODEL_TYPE)}; Strategy({{...}}) says it by hand"
         )
         raise UsageError(
-            f"no strategy is known for {kind or type(model).__name__}",
+            f"no strategy is known for {model_type or type(model).__name__}",
             where=STRATEGY_API,
             hint=hint,
         )
-    found = STRATEGIES_BY_MODEL_TYPE[kind](axis, sequence, gather)
-    inner = "model.layers.*.self_attn.[qk]_norm"
-    if fnmatch.filter((name for name, _ in model.named_modules()), inner):
-        return Strategy({**found.rules, inner: replicate(axis)})  # a norm over the width of a head
-    return found
+    strategy = STRATEGIES_BY_MODEL_TYPE[model_type](axis, sequence, gather)
+    head_norms = "model.layers.*.self_attn.[qk]_norm"
+    if fnmatch.filter((name for name, _ in model.named_modules()), head_norms):
+        return Strategy(
+            {**strategy.rules, head_norms: replicate(axis)}
+        )  # a norm over the width of a head
+    return strategy

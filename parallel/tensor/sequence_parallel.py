@@ -44,27 +44,27 @@ class SequenceRegion:
     mask.
     """
 
-    _place: ModuleContext
+    _context: ModuleContext
     _first_parameter: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Bring in the first argument, call the module, and return its result."""
-        place = self._place
+        context = self._context
         if args:
-            x = place.enter(args[0])
+            x = context.enter(args[0])
             args = (x, *args[1:])
         else:
-            x = kwargs[self._first_parameter] = place.enter(kwargs[self._first_parameter])
-        with shard_region(place.shard_ranges(x)):
-            found = super().forward(*args, **kwargs)  # type: ignore[misc]
-        return place.leave(found)
+            x = kwargs[self._first_parameter] = context.enter(kwargs[self._first_parameter])
+        with shard_region(context.shard_ranges(x)):
+            result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return context.leave(result)
 
 
 def make_region(module: nn.Module, context: ModuleContext) -> None:
     """
     Make a module bring in its first argument, by position or by name, and hand out its result.
     """
-    module._first = next(iter(inspect.signature(module.forward).parameters))
+    module._first_parameter = next(iter(inspect.signature(module.forward).parameters))
     swap_class(module, SequenceRegion, context)
 
 
@@ -84,10 +84,10 @@ def shard_ranges_along(
     if total is None:
         size = x.shape[dim]
         return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
-    ((here,),) = L(axis.names).ranges(
+    ((local_range,),) = L(axis.names).ranges(
         axis.grid, (total,), axis.rank
     )  # axis after axis, as weights are cut
-    return {dim: (*here, total)}
+    return {dim: (*local_range, total)}
 
 
 def slice_sequence(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:
@@ -115,10 +115,10 @@ class SeqStyle(ModuleStyle):
         """Keep the module's weights. Each rank's gradients are for its shard."""
         if self.cut or self.gather or may_drop(module):
             check_forward(name, module)
-        several = len(axis_names(self.axis)) > 1
+        has_several_axes = len(axis_names(self.axis)) > 1
         if (
             self.gather
-            and several
+            and has_several_axes
             and self.total is not None
             and self.total % position.part_count(self.axis)
         ):
@@ -126,8 +126,8 @@ class SeqStyle(ModuleStyle):
                 name,
                 f"{self.total} does not divide by {position.part_count(self.axis)}, which gathers over several axes need",
             )
-        found = module.named_parameters(recurse=False)
-        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
+        params = module.named_parameters(recurse=False)
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in params}
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
@@ -144,8 +144,12 @@ class SeqStyle(ModuleStyle):
             else identity
         )
         leave = functools.partial(all_gather, axis=axis, dim=self.dim, total=self.total)
-        cuts = functools.partial(shard_ranges_along, axis=axis, dim=self.dim, total=self.total)
-        make_region(module, ModuleContext(axis, enter, leave if self.gather else identity, cuts))
+        shard_ranges = functools.partial(
+            shard_ranges_along, axis=axis, dim=self.dim, total=self.total
+        )
+        make_region(
+            module, ModuleContext(axis, enter, leave if self.gather else identity, shard_ranges)
+        )
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,8 @@ class ReplicateStyle(ModuleStyle):
         """Keep the module's weights."""
         if isinstance(module, _DropoutNd):
             check_forward(name, module)
-        found = module.named_parameters(recurse=False)
-        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in found}
+        params = module.named_parameters(recurse=False)
+        return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in params}
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput

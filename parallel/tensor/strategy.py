@@ -68,11 +68,11 @@ class ModulePlan:
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text, one kind of sharding per line."""
-        groups: dict[str, list[str]] = {}
+        names_by_style: dict[str, list[str]] = {}
         for site in self.sites:
-            groups.setdefault(str(site.style), []).append(site.name)
-        for style, found in groups.items():
-            yield f"{style}: {', '.join(fold_names(found))}"
+            names_by_style.setdefault(str(site.style), []).append(site.name)
+        for style, names in names_by_style.items():
+            yield f"{style}: {', '.join(fold_names(names))}"
         if self.unmatched:
             yield f"not matched, whole on every rank: {', '.join(fold_names(self.unmatched))}"
 
@@ -118,13 +118,16 @@ class Strategy:
                     raise UsageError(
                         f"{axis} is no tensor axis: weights are not cut over it", where=STRATEGY_API
                     )
-        seat = GridPosition(grid, rank)
-        sites = _style_attentions(_match_globs(self.rules, model), seat)
+        position = GridPosition(grid, rank)
+        sites = _style_attentions(_match_globs(self.rules, model), position)
         tiles: dict[str, Shard] = {}
         for site in sites:
-            found = _shard_site(site, model, seat)
+            site_shards = _shard_site(site, model, position)
             tiles.update(
-                {f"{site.name}.{key}" if key else site.name: tile for key, tile in found.items()}
+                {
+                    f"{site.name}.{key}" if key else site.name: tile
+                    for key, tile in site_shards.items()
+                }
             )
         _check_ties(model, tiles)
         unmatched = tuple(name for name, _ in model.named_parameters() if name not in tiles)
@@ -145,14 +148,14 @@ class Strategy:
             UsageError: see `plan`.
         """
         plan = self.plan(model, axes.grid, axes.rank)
-        cut: set[int] = set()
+        sharded: set[int] = set()
         with torch.no_grad():
             for name, tile in plan.shards.items():
                 owner, _, key = name.rpartition(".")
                 param = model.get_submodule(owner)._parameters[key]
-                if param is None or id(param) in cut:
+                if param is None or id(param) in sharded:
                     continue  # tied: one tile
-                cut.add(id(param))
+                sharded.add(id(param))
                 if not tile.is_full:
                     param.grad, param.data = None, tile.take_from(param.data)
                 set_shard(param, tile)
@@ -172,14 +175,14 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
     """Return the sites in the model's order."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, tuple[str, ModuleStyle]] = {}
+    matches: dict[str, tuple[str, ModuleStyle]] = {}
     for rule, style in rules.items():
         for glob in rule.split("|"):
-            hits = fnmatch.filter(modules, glob)
-            if not hits and isinstance(style, (ReplicateStyle, SeqStyle)):
-                hits = fnmatch.filter(params, glob)
-            if not hits:
-                alike = (
+            names = fnmatch.filter(modules, glob)
+            if not names and isinstance(style, (ReplicateStyle, SeqStyle)):
+                names = fnmatch.filter(params, glob)
+            if not names:
+                candidates = (
                     [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules]
                     if "*" in glob
                     else modules
@@ -187,19 +190,19 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
                 raise UsageError(
                     f"{glob!r} matches no module",
                     where=STRATEGY_API,
-                    hint=did_you_mean(glob, alike),
+                    hint=did_you_mean(glob, candidates),
                 )
-            for name in hits:
-                other = found.setdefault(name, (glob, style))
+            for name in names:
+                other = matches.setdefault(name, (glob, style))
                 if other[1] != style:
                     what = f"it is matched by {other[0]!r} ({other[1]}) and by {glob!r} ({style})"
                     raise style_error(name, what, "make one of the globs narrower")
     sites: list[ModuleSite] = []
     seen: dict[int, ModuleSite] = {}
     for name in [*modules, *params]:
-        if name not in found:
+        if name not in matches:
             continue
-        site = ModuleSite(name, found[name][1], modules.get(name))
+        site = ModuleSite(name, matches[name][1], modules.get(name))
         first = seen.setdefault(id(site.module), site) if site.module is not None else site
         if first.style != site.style:
             raise style_error(
@@ -215,14 +218,14 @@ def _style_attentions(sites: list[ModuleSite], position: GridPosition) -> list[M
     changed: dict[str, ModuleStyle] = {}
     for site in sites:
         if isinstance(site.style, HeadsStyle) and site.module is not None:
-            front = f"{site.name}."
+            prefix = f"{site.name}."
             inside = {
-                other.name[len(front) :]: other.style
+                other.name[len(prefix) :]: other.style
                 for other in sites
-                if other.name.startswith(front)
+                if other.name.startswith(prefix)
             }
-            found = site.style.style_inner_modules(site.name, site.module, inside, position)
-            changed.update({(front + key).rstrip("."): style for key, style in found.items()})
+            styles = site.style.style_inner_modules(site.name, site.module, inside, position)
+            changed.update({(prefix + key).rstrip("."): style for key, style in styles.items()})
     return [
         ModuleSite(site.name, changed.get(site.name, site.style), site.module) for site in sites
     ]
@@ -280,22 +283,23 @@ def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str,
     Return the input of each site: linear modules of one parent with equal sharding share one.
 
     Modules whose attention brings in the input use none. They must not be counted: a shared input
-    keeps
-    its result until its last member has used it.
+    keeps its result until its last member has used it.
     """
     groups: dict[tuple[str, AxisNames, int | None], list[str]] = {}
     for site in sites:
         style = site.style
         parent = site.name.rpartition(".")[0]
-        shares = isinstance(style, (ColStyle, SharedColStyle))
+        is_column_style = isinstance(style, (ColStyle, SharedColStyle))
         sequence: int | None = getattr(style, "sequence", None)
-        brought = site.name if getattr(style, "is_input_gathered", False) else ""
-        group = brought or (parent if shares else f"{site.name}.")
+        own_input = site.name if getattr(style, "is_input_gathered", False) else ""
+        group = own_input or (parent if is_column_style else f"{site.name}.")
         groups.setdefault((group, style.axis, sequence), []).append(site.name)
-    found = {}
+    inputs = {}
     for (_, axis, dim), members in groups.items():
-        found.update(dict.fromkeys(members, SharedInput(axes, axis_names(axis), dim, len(members))))
-    return found
+        inputs.update(
+            dict.fromkeys(members, SharedInput(axes, axis_names(axis), dim, len(members)))
+        )
+    return inputs
 
 
 def fold_names(found: Iterable[str]) -> list[str]:
@@ -303,12 +307,14 @@ def fold_names(found: Iterable[str]) -> list[str]:
     ranges: dict[tuple[str, str], list[str]] = {}
     for name in found:
         pieces = name.split(".")
-        at = next((place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
-        ranges.setdefault((".".join(pieces[:at]), ".".join(pieces[at + 1 :])), []).extend(
-            pieces[at : at + 1]
+        position = next(
+            (place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces)
         )
-    told = []
-    for (front, back), numbers in ranges.items():
-        span = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
-        told.append(".".join(piece for piece in (front, span, back) if piece))
-    return told
+        ranges.setdefault(
+            (".".join(pieces[:position]), ".".join(pieces[position + 1 :])), []
+        ).extend(pieces[position : position + 1])
+    folded = []
+    for (head, tail), numbers in ranges.items():
+        number_range = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
+        folded.append(".".join(piece for piece in (head, number_range, tail) if piece))
+    return folded

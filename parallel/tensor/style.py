@@ -140,13 +140,12 @@ class SharedInput:
 
     A replicated input goes through `copy_to_axis`. An input that is sharded on ``dim`` goes through
     `all_gather_sum_grad`. Modules that are called with the same tensor share one collective,
-    forward and
-    backward.
+    forward and backward.
 
     Args:
         axis: over which the modules are sharded.
         dim: on which the tensor is sharded over the same axis; None: it is replicated.
-        members: how many modules share the input; after so many calls the result is dropped.
+        members: how many modules share the input; after that many calls the result is dropped.
     """
 
     def __init__(
@@ -162,21 +161,21 @@ class SharedInput:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensor from which a module computes its part."""
-        compiling = (
+        is_compiling = (
             torch.compiler.is_compiling()
         )  # which knows neither inference tensors nor versions
-        if self.members == 1 or (not compiling and x.is_inference()):
+        if self.members == 1 or (not is_compiling and x.is_inference()):
             return self._bring_in(x)
-        version = 0 if compiling else x._version
+        version = 0 if is_compiling else x._version
         key = (x, version, torch.is_grad_enabled())
         if self._key is None or self._key[0] is not x or self._key[1:] != key[1:]:
             self._key, self._result, self._calls_left = key, self._bring_in(x), self.members
-        made = self._result
+        result = self._result
         self._calls_left = self._calls_left - 1
         if self._calls_left == 0:
             self._key = self._result = None
-        assert made is not None  # set together with the key
-        return made
+        assert result is not None  # set together with the key
+        return result
 
     def _bring_in(self, x: torch.Tensor) -> torch.Tensor:
         if self.dim is None:
@@ -230,13 +229,15 @@ _swapped_classes: dict[tuple[type, type], type] = {}
 
 def swap_class(module: nn.Module, kind: type, context: Any) -> None:
     """Make a module's class a subclass of the old class, with the forward pass of ``kind``."""
-    old = type(module)
-    if (kind, old) not in _swapped_classes:
-        _swapped_classes[kind, old] = type(
-            f"{kind.__name__}{old.__name__}", (kind, old), {"__module__": old.__module__}
+    old_class = type(module)
+    if (kind, old_class) not in _swapped_classes:
+        _swapped_classes[kind, old_class] = type(
+            f"{kind.__name__}{old_class.__name__}",
+            (kind, old_class),
+            {"__module__": old_class.__module__},
         )
-    module.__class__ = _swapped_classes[kind, old]
-    module._place = context
+    module.__class__ = _swapped_classes[kind, old_class]
+    module._context = context
 
 
 def check_forward(name: str, module: nn.Module) -> None:

@@ -94,10 +94,8 @@ def heads(
     rank's heads.
 
     Attributes of the module with a number of heads get the rank's number. The usual names are
-    known, and
-    so is the configuration of models of transformers. If there are fewer key and value heads than
-    ranks,
-    each rank has all of them.
+    known, and so is the configuration of models of transformers. If there are fewer key and value
+    heads than ranks, each rank has all of them.
 
     Args:
         axis: the tensor axis, or several, major first.
@@ -122,8 +120,7 @@ def seq(
     column-parallel modules.
 
     Dropouts use the masks of the full tensor. For one between a column-parallel and a row-parallel
-    module
-    the dim is ``dim=-1``.
+    module the dim is ``dim=-1``.
 
     Args:
         axis: the tensor axis, or several, major first.
@@ -148,18 +145,18 @@ def replicate(axis: AxisNames = ()) -> ReplicateStyle:
 
 
 def _check_axis(axis: Any, style: str) -> AxisNames:
-    given = (axis,) if isinstance(axis, str) else axis
+    names = (axis,) if isinstance(axis, str) else axis
     if (
-        not isinstance(given, (tuple, list))
-        or not given
-        or not all(isinstance(name, str) for name in given)
+        not isinstance(names, (tuple, list))
+        or not names
+        or not all(isinstance(name, str) for name in names)
     ):
         raise UsageError(
             f"{axis!r} is not the name of an axis",
             where=f"{STRATEGY_API}, {style}",
             hint=f'{style}("tp")',
         )
-    return given[0] if len(given) == 1 else tuple(given)
+    return names[0] if len(names) == 1 else tuple(names)
 
 
 def _check_dim(dim: Any, style: str) -> int | None:

@@ -34,14 +34,13 @@ class VocabShard:
         are 0 here).
 
         Ids that no rank has, below 0 or beyond the last token, stay invalid on the first or the
-        last rank, so
-        that a lookup fails as in one process.
+        last rank, so that a lookup fails as in one process.
         """
         if self.axis.size == 1:
             return ids, None
-        below = ids < self.low if self.low > 0 else torch.zeros_like(ids, dtype=torch.bool)
-        foreign = below | (ids >= self.high) if self.high < self.total else below
-        return (ids - self.low).masked_fill(foreign, 0), foreign
+        is_below = ids < self.low if self.low > 0 else torch.zeros_like(ids, dtype=torch.bool)
+        is_foreign = is_below | (ids >= self.high) if self.high < self.total else is_below
+        return (ids - self.low).masked_fill(is_foreign, 0), is_foreign
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
         return self
@@ -96,31 +95,33 @@ def cross_entropy(
         raise UsageError(
             f"reduction={reduction!r} is none of mean, sum and none", where=CROSS_ENTROPY_API
         )
-    words: VocabShard | None = getattr(logits, "_pdrun_vocab_shard", None)
+    vocab_shard: VocabShard | None = getattr(logits, "_pdrun_vocab_shard", None)
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1)
-    if words is None or words.axis.size == 1:
-        if words is None and any(
-            cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1]
-            for cut in _sharded_vocabularies
+    if vocab_shard is None or vocab_shard.axis.size == 1:
+        if vocab_shard is None and any(
+            vocabulary.axis.size > 1 and vocabulary.high - vocabulary.low == logits.shape[-1]
+            for vocabulary in _sharded_vocabularies
         ):
             raise UsageError(
                 f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen",
                 where=CROSS_ENTROPY_API,
                 hint="give it the head's output itself, neither reshaped nor converted",
             )
-        wide = (
+        logits_fp32 = (
             rows if rows.dtype == torch.float64 else rows.float()
         )  # a sum of halves has no figures left
-        found = functional.cross_entropy(
-            wide,
+        loss = functional.cross_entropy(
+            logits_fp32,
             flat,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return found.view(targets.shape) if reduction == "none" else found
-    losses: torch.Tensor = _CrossEntropy.apply(rows, flat, words, ignore_index, label_smoothing)
+        return loss.view(targets.shape) if reduction == "none" else loss
+    losses: torch.Tensor = _CrossEntropy.apply(
+        rows, flat, vocab_shard, ignore_index, label_smoothing
+    )
     if reduction == "none":
         return losses.view(targets.shape)
     if reduction == "sum":
@@ -133,10 +134,8 @@ class _CrossEntropy(torch.autograd.Function):
     Losses ``[rows]`` of this rank's logits ``[rows, local vocabulary]``, the same on all ranks.
 
     With smoothing s and a vocabulary of V the loss is log(sum(exp x)) - (1 - s) x[target] - s / V
-    sum(x).
-    There are two collectives: the largest logit, then the three sums together. bf16 and fp16 are
-    computed
-    in fp32.
+    sum(x). There are two collectives: the largest logit, then the three sums together. bf16 and
+    fp16 are computed in fp32.
     """
 
     @staticmethod
@@ -144,36 +143,38 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        words: VocabShard,
+        vocab_shard: VocabShard,
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        axis = words.axis
+        axis = vocab_shard.axis
         x = logits if logits.dtype == torch.float64 else logits.float()
         x = x - axis.all_reduce(x.amax(-1), "max").unsqueeze(-1)
         exps = x.exp()
-        counted = targets != ignore_index
-        local, foreign = words.to_local_ids(targets.masked_fill(~counted, words.low))
-        assert foreign is not None  # of several ranks
-        hit = x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
-        sums = [exps.sum(-1), hit] + ([x.sum(-1)] if smoothing else [])
-        total, hit, *rest = axis.all_reduce(torch.stack(sums)).unbind()
+        is_counted = targets != ignore_index
+        local_ids, is_foreign = vocab_shard.to_local_ids(
+            targets.masked_fill(~is_counted, vocab_shard.low)
+        )
+        assert is_foreign is not None  # of several ranks
+        target_logits = x.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(is_foreign, 0)
+        sums = [exps.sum(-1), target_logits] + ([x.sum(-1)] if smoothing else [])
+        total, target_logits, *rest = axis.all_reduce(torch.stack(sums)).unbind()
         losses = (
             total.log()
-            - (1 - smoothing) * hit
-            - sum(smoothing / words.total * every for every in rest)
+            - (1 - smoothing) * target_logits
+            - sum(smoothing / vocab_shard.total * summed for summed in rest)
         )
-        ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), local, foreign, counted)
+        ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), local_ids, is_foreign, is_counted)
         ctx.smoothing = smoothing
-        ctx.total = words.total
+        ctx.total = vocab_shard.total
         ctx.dtype = logits.dtype
-        return losses.masked_fill_(~counted, 0)
+        return losses.masked_fill_(~is_counted, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        softmax, local, foreign, counted = ctx.saved_tensors
-        found = softmax - ctx.smoothing / ctx.total
-        own = (~foreign).to(found.dtype) * (ctx.smoothing - 1)
-        found.scatter_add_(-1, local.unsqueeze(-1), own.unsqueeze(-1))
-        found *= (grad * counted).unsqueeze(-1)
-        return found.to(ctx.dtype), None, None, None, None
+        softmax, local_ids, is_foreign, is_counted = ctx.saved_tensors
+        grads = softmax - ctx.smoothing / ctx.total
+        own = (~is_foreign).to(grads.dtype) * (ctx.smoothing - 1)
+        grads.scatter_add_(-1, local_ids.unsqueeze(-1), own.unsqueeze(-1))
+        grads *= (grad * is_counted).unsqueeze(-1)
+        return grads.to(ctx.dtype), None, None, None, None

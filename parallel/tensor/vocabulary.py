@@ -33,18 +33,18 @@ from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard, mark_sharded_l
 class VocabularyParallelEmbedding:
     """An embedding that looks up this rank's tokens. The sum over the ranks is the full result."""
 
-    _place: ModuleContext
+    _context: ModuleContext
     _vocab_shard: VocabShard
     _padding: int | None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ``[..., width]`` of ids ``[...]``."""
-        words = self._vocab_shard
-        local, foreign = words.to_local_ids(ids)
-        found = functional.embedding(local, self.weight, self._padding)  # type: ignore[attr-defined]
-        if foreign is not None:
-            found = found.masked_fill(foreign.unsqueeze(-1), 0)
-        return self._place.leave(found)
+        vocab_shard = self._vocab_shard
+        local_ids, is_foreign = vocab_shard.to_local_ids(ids)
+        embedded = functional.embedding(local_ids, self.weight, self._padding)  # type: ignore[attr-defined]
+        if is_foreign is not None:
+            embedded = embedded.masked_fill(is_foreign.unsqueeze(-1), 0)
+        return self._context.leave(embedded)
 
 
 class VocabularyParallelHead(linear.ColumnParallel):
@@ -73,10 +73,10 @@ class VocabStyle(ModuleStyle):
             _check_embedding(name, module)
         elif linear.out_dim(name, module):
             raise style_error(name, f"a {type(module).__name__} is neither an embedding nor a head")
-        found = module.named_parameters(recurse=False)
+        params = module.named_parameters(recurse=False)
         return {
             key: position.shard_weight(name, tuple(param.shape), 0, self.axis)
-            for key, param in found
+            for key, param in params
         }
 
     def apply_to(
@@ -84,17 +84,17 @@ class VocabStyle(ModuleStyle):
     ) -> None:
         """Look up or compute this rank's part of the vocabulary."""
         total = shard_of(module.weight).shape[0]
-        words = VocabShard(axis, total, *shard_range(total, axis.size, axis.index))
+        vocab_shard = VocabShard(axis, total, *shard_range(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):
             leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(all_reduce, axis=axis)
             if self.sequence is not None:
                 leave = functools.partial(
                     reduce_scatter_parts, axis=axis, dim=self.sequence, name=name
                 )
-            module._words = words
+            module._vocab_shard = vocab_shard
             padding = module.padding_idx
-            mine = padding is not None and words.low <= padding < words.high
-            module._padding = padding - words.low if mine else None
+            has_padding = padding is not None and vocab_shard.low <= padding < vocab_shard.high
+            module._padding = padding - vocab_shard.low if has_padding else None
             swap_class(
                 module, VocabularyParallelEmbedding, ModuleContext(axis, shared_input, leave)
             )
@@ -102,8 +102,8 @@ class VocabStyle(ModuleStyle):
         if self.gather:
             leave = functools.partial(all_gather, axis=axis, dim=-1, total=total)
         else:
-            leave = functools.partial(mark_sharded_logits, vocab_shard=words)
-            module.out_features = words.high - words.low
+            leave = functools.partial(mark_sharded_logits, vocab_shard=vocab_shard)
+            module.out_features = vocab_shard.high - vocab_shard.low
         swap_class(module, VocabularyParallelHead, ModuleContext(axis, shared_input, leave))
 
 

@@ -93,13 +93,11 @@ class BucketOrder:
                     raise UsageError(
                         f"{weight.name} got two gradients in one backward pass",
                         where="pdrun.Run.step",
-                        hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
+                        hint="use checkpoint(..., use_reentrant=False) or recompute=",
                     )
 
     def _expected_at(self, index: int) -> tuple[int, int]:
-        """
-        Return a sort key: buckets of the last unit come first, those outside of units last.
-        """
+        """Return a sort key: buckets of the last unit first, those outside of units last."""
         unit = self._unit_of[index]
         if self._gatherer is None or unit < 0:
             return 1, index

@@ -1,18 +1,20 @@
 """
-What happens to weights, gradients and optimizer around the forward and backward passes of one step.
+The engine: weights, gradients and optimizer around the forward and backward passes of one step.
 
-    begin_step                                                                               once
-    with forward(chunk, micro):                       the weights are there                  each micro-batch
+    begin_step                                                                once
+    with forward(chunk, micro):                weights are gathered           per micro-batch
         ...
-    with backward(chunk, micro, last):                they are there again                   each micro-batch
-        begin(first, last) -> ... -> backward_done    gradients are collected and summed     each micro-batch
-    finish(sums) -> optimizer.step -> step_done                                              once
+    with backward(chunk, micro, last):         weights are gathered again     per micro-batch
+        begin_gradients(first, last)           gradients are collected and    per micro-batch
+        ...                                    summed
+        end_gradients()
+    finish_gradients(sums) -> optimizer.step -> end_step                      once
 
-Below level 3 the weights are always there, and `forward` and `backward` do nothing.
+Below level 3 the weights are always in memory, and `forward` and `backward` do nothing.
 
-Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of
-the weights that it shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in
-memory only where they are needed.
+At level 0 a weight is trained in place. At levels 1 to 3 each rank trains its segments of the
+weights that it shards with its group (`shards`). At level 3 `gatherer` also keeps the weights in
+memory only while they are needed.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from pdrun.parallel.zero.shards import ShardedBucket
 
 class Engine:
     """
-    The weights of a model on the data axes, and the sums that go beyond these.
+    The weights of a model on the data axes, and the sums of their gradients.
 
     Args:
         model: what this rank runs.
-        weights: its weights, with their tiles.
-        place: this rank on the mesh.
-        holders: who holds what along the model axes.
-        catalogue: the weights of the whole model.
+        weights: its weights, with their shards.
+        place: this rank's groups.
+        holders: the shards of all ranks along the model axes.
+        catalogue: the weights of the full model.
         units: names of the modules whose weights are gathered together (level 3).
-        fill: gives weights that have no memory yet their first values.
+        fill: gives weights without memory their first values.
     """
 
     def __init__(
@@ -84,9 +86,9 @@ class Engine:
         self.gradient_buckets: list[GradientBucket] = []
         self.sharded_buckets: list[ShardedBucket] = []
         self.sharded_bucket_of: dict[int, ShardedBucket] = {}
-        """By index of a gradient bundle."""
+        """By index of a gradient bucket."""
         self.masters: dict[int, nn.Parameter] = {}
-        """Wider copies of weights that aren't cut, by index of the weight."""
+        """Wider copies of weights that are not sharded, by index of the weight."""
         self.gatherer: UnitGatherer | None = None
         self._units = list(units)
         self._build_buckets(model)
@@ -98,8 +100,8 @@ class Engine:
                 weight.param.register_post_accumulate_grad_hook(self._make_grad_hook(index))
         self._targets = [self._trained_params(index) for index in range(len(self.gradient_buckets))]
         self._is_paused = False
-        # where gathers run beside sums, a process that waits for a sum might keep others from the
-        # gather that they need
+        # if gathers run in parallel with sums, a process that waits for a sum could block the gather
+        # that other processes need
         may_wait = (
             self.gatherer is None or settings.keep_for_step or self.data_group.device.type != "cpu"
         )
@@ -110,8 +112,8 @@ class Engine:
         self._loss_ranks = (
             torch.tensor(place.loss_ranks, device=self.data_group.device) if only else None
         )
-        self.used = [False] * len(catalogue.weights)
-        """Which weights of the whole model had a gradient in the last step, on any rank."""
+        self.used_weights = [False] * len(catalogue.weights)
+        """Which weights of the full model had a gradient in the last step, on any rank."""
 
     # ---- building -----------------------------------------------------------
 
@@ -150,7 +152,8 @@ class Engine:
             )
 
     def _add_gradient_bucket(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
-        label = f"the sum of gradients {len(self.gradient_buckets)} ({group[0].name} and {len(group) - 1} more)"
+        label = f"the sum of gradients {len(self.gradient_buckets)} "
+        label += f"({group[0].name} and {len(group) - 1} more)"
         dtype = self.settings.precision.sum_dtype(group[0].dtype)
         across = self.place.sum_groups(group[0].sum_axes, group[0].stages)
         self.gradient_buckets.append(
@@ -179,9 +182,7 @@ class Engine:
         return made
 
     def _cast_weight(self, weight: Weight) -> None:
-        """
-        Have the model compute with a copy of a weight that isn't cut, in the type of the policy.
-        """
+        """Give the model a copy of an unsharded weight in the type of the policy."""
         self._fill([weight])
         compute = self.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
         if compute != weight.dtype or (
@@ -194,7 +195,7 @@ class Engine:
             weight.param.data = wide.to(compute, copy=True)
 
     def _trained_params(self, index: int) -> list[nn.Parameter]:
-        """Return what the optimizer trains of a bundle, in the order of its segments."""
+        """Return what the optimizer trains of a bucket, in the order of its segments."""
         if index in self.sharded_bucket_of:
             return self.sharded_bucket_of[index].parts
         part = self.gradient_buckets[index]
@@ -228,33 +229,31 @@ class Engine:
     # ---- a micro-batch ------------------------------------------------------
 
     def release_weights(self) -> None:
-        """Release weights that a pass which did not end has left there."""
+        """Release weights that an incomplete pass has left in memory."""
         if self.gatherer is not None:
             self.gatherer.release_chunk()
 
     def begin_step(self) -> None:
-        """
-        Begin a step: forget what one that did not end has left, whose error the user has caught.
-        """
+        """Begin a step: discard what an incomplete step has left, whose error the user caught."""
         self.release_weights()
         for part in self.gradient_buckets:
             part.abort_step()
         for weight in self.weights:
             weight.param.grad = None
             if weight.param.requires_grad and not weight.is_trained:
-                what = f"{weight.name} requires a gradient now, and did not when the run was made: it is not trained"
-                hint = "let it require one before pdrun.parallelize; requires_grad_(False) may freeze it afterwards"
+                what = f"{weight.name} requires a gradient now but did not in parallelize: "
+                what += "it is not trained"
+                hint = "set requires_grad before pdrun.parallelize; freeze the weight afterwards"
                 raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
     @contextmanager
     def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:
         """
-        While this lasts, weights are there for a forward pass.
+        Return the context manager of a forward pass: weights are gathered.
 
         Args:
             chunk: the part of the model that computes.
-            micro: the place of its micro-batch, of several that compute side by side the first
-                one's.
+            micro: position of its micro-batch; of the first one, if several compute side by side.
         """
         if self.gatherer is not None:
             self.gatherer.begin_forward(chunk, micro)
@@ -267,13 +266,13 @@ class Engine:
         self, chunk: int = 0, micro: int = 0, last: bool = True, for_input: bool = False
     ) -> Iterator[None]:
         """
-        While this lasts, weights are there for the backward pass that belongs to a forward one.
+        Return the context manager of the backward pass that belongs to a forward pass.
 
         Args:
             chunk, micro: of the forward pass.
-            last: whether it is the step's last one of the chunk, after which its weights need no
-                longer be there.
-            for_input: whether the gradients of weights come later.
+            last: whether it is the chunk's last one of the step, after which its weights are
+                released.
+            for_input: whether gradients of weights follow later.
         """
         if self.gatherer is not None:
             self.gatherer.begin_backward(chunk, micro, last, for_input)
@@ -282,7 +281,7 @@ class Engine:
             self.gatherer.end_backward()
 
     def end_evaluation(self, chunk: int = 0) -> None:
-        """Release the weights of a chunk that has gone forward only."""
+        """Release the weights of a chunk that ran forward only."""
         if self.gatherer is not None:
             self.gatherer.release_chunk(chunk)
 
@@ -290,19 +289,18 @@ class Engine:
         self, first: bool, last: bool, chunk: int | None = None, times: int = 1
     ) -> None:
         """
-        Prepare for the gradients of a micro-batch, when its forward pass has been made.
+        Prepare for the gradients of a micro-batch, after its forward pass.
 
         Args:
             first, last: whether it is the step's first or last one.
-            chunk: the part of the model whose backward comes; None: all of it.
-            times: how many gradients each weight gets, of copies that compute side by side; their
-                sum is taken.
+            chunk: the part of the model that goes backward; None: all of it.
+            times: gradients per weight, of copies that compute side by side; they are summed.
         """
         self._order.begin(first, last, chunk, times)
 
     def _make_grad_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # torch holds a tensor's hooks where no garbage collector looks: one that held the engine
-        # would keep a run, and all that it trains, for as long as the process lives
+        # torch's garbage collector does not see hooks of tensors: a hook with a reference to the
+        # engine would keep a run, and all that it trains, until the process ends
         me = weakref.ref(self)
 
         def arrived(param: torch.Tensor) -> None:
@@ -314,7 +312,7 @@ class Engine:
 
     def end_gradients(self) -> None:
         """
-        End a micro-batch: weights that took no part count as zero.
+        End a micro-batch: weights without a gradient count as zero.
 
         Raises:
             UsageError: a weight got a second gradient after its first had been sent.
@@ -329,21 +327,23 @@ class Engine:
         self, sums: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        End all sums over the ranks, divide and clip; return the global (sum, count) and the norm
-        where one is wanted.
+        Finish all sums over the ranks, divide and clip.
 
         Args:
             sums: ``[accumulate, 2]``: sum and count of the loss of each of this rank's
                 micro-batches.
-            scale: what the losses were multiplied with besides.
+            scale: the loss scale.
+
+        Returns:
+            the global (sum, count), and the norm if it is asked for.
 
         Raises:
-            UsageError: the counts add up to nothing.
+            UsageError: the counts add up to 0.
         """
         exchange = self._exchange_losses(sums)
         for part in self.gradient_buckets:
             part.start_join()
-        by_rank, self.used = exchange.wait()
+        by_rank, self.used_weights = exchange.wait()
         by_slice = (
             by_rank if self._loss_ranks is None else by_rank.index_select(0, self._loss_ranks)
         )
@@ -351,15 +351,18 @@ class Engine:
         count = numbers[1]
         if count.device.type == "cpu" and not float(count) > 0:
             raise UsageError(
-                f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step"
+                f"the sum of the loss's counts must be above 0, got {float(count):g}",
+                where="pdrun.Run.step",
             )
-        by = count * scale if self.settings.mean else torch.full_like(count, scale)
+        divisor = torch.full_like(count, scale)
+        if self.settings.mean:
+            divisor = count * scale
         totals = self._sum_totals()
         loose = [
             grad for weight in self.unsynced_weights if (grad := weight.param.grad) is not None
         ]
         for tensor in [*totals, *loose]:
-            tensor.div_(by)
+            tensor.div_(divisor)
         norm = None
         if self.settings.clip or self.settings.norm:
             pairs = list(zip(self.gradient_buckets, totals, strict=True))
@@ -370,25 +373,22 @@ class Engine:
                 for tensor in [*totals, *loose]:
                     tensor.mul_(factor.to(tensor.dtype))
                 if factor.device.type != "cpu" or not bool(torch.isfinite(factor)):
-                    for part in (
-                        self.gradient_buckets
-                    ):  # 0 times nan would stay, and make every later norm nan
+                    # 0 times nan would stay and make every later norm nan
+                    for part in self.gradient_buckets:
                         part.clear_padding()
         self._assign_grads()
         return numbers, norm
 
     def _exchange_losses(self, sums: torch.Tensor) -> PendingResult:
-        """Start exchanging every slice's loss, and which weights had a gradient on any rank."""
-        flags = [False] * len(self.used)
+        """Start to exchange every slice's loss, and which weights had a gradient on any rank."""
+        flags = [False] * len(self.used_weights)
         for part in self.gradient_buckets:
             for weight, used_weights in zip(part.weights, part.used_weights, strict=True):
                 flags[weight.index] = used_weights
         return self.place.job.exchange_numbers(sums, flags, "the losses")
 
     def _sum_totals(self) -> list[torch.Tensor]:
-        """
-        Return each bundle's total over the data axes and over what its weights ask for besides.
-        """
+        """Return each bucket's total over the data axes and over its weights' further axes."""
         for place in range(
             max((len(part.extra_groups) for part in self.gradient_buckets), default=0)
         ):
@@ -398,9 +398,9 @@ class Engine:
         return [part.finish_total() for part in self.gradient_buckets]
 
     def _assign_grads(self) -> None:
-        """Give the optimizer's tensors their gradients; those that nobody used get none."""
+        """Give the optimizer's tensors their gradients; None for weights that no rank used."""
         for index, part in enumerate(self.gradient_buckets):
-            part.used_weights = [self.used[weight.index] for weight in part.weights]
+            part.used_weights = [self.used_weights[weight.index] for weight in part.weights]
             all_used = all(part.used_weights)
             for target, segment, piece in zip(
                 self._targets[index], part.segments, part.total_segments(), strict=True
@@ -422,11 +422,11 @@ class Engine:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """
-        While this lasts, a copy of the model may be called and go backward: nothing is gathered or
-        summed for it.
+        Return a context manager in which a copy of the model can run: nothing is gathered or
+        summed.
 
         Raises:
-            UsageError: the model's own weights have got gradients.
+            UsageError: the model's own weights got gradients.
         """
         self._is_paused = True
         if self.gatherer is not None:
@@ -441,12 +441,14 @@ class Engine:
         for weight in found:
             weight.param.grad = None
         if found:
-            what = f"loss= or forward= computes with {found[0].name} of the run's model, and not of the one it is given"
-            hint = "forward=lambda model, batch: ... is given the model; what it returns is loss's first argument"
+            what = (
+                f"loss= or forward= uses {found[0].name} of the run's model instead of its argument"
+            )
+            hint = "use the model of forward=lambda model, batch: ...; loss gets its result"
             raise UsageError(what, where="pdrun.Run.verify", hint=hint)
 
     def wait_idle(self) -> None:
-        """Have nothing on its way, before weights are changed from outside."""
+        """Finish all gathers, before weights are changed from outside."""
         self.release_weights()
         for cut in self.sharded_buckets:
             if cut.frees_full:
@@ -455,13 +457,15 @@ class Engine:
                 cut.wait_gather()
 
     def publish_weights(self) -> None:
-        """Give the model the weights that the parts hold, after these were changed from outside."""
+        """
+        Give the model the weights of the trained parts, after these were changed from outside.
+        """
         for cut in self.sharded_buckets:
             cut.start_publish()
         self.refresh_weights()
 
     def end_step(self) -> None:
-        """After the optimizer's step: forget the gradients, and give the model its new weights."""
+        """After the optimizer's step: drop the gradients and give the model its new weights."""
         for index, part in enumerate(self.gradient_buckets):
             part.drop_total()
             for target in self._targets[index]:
@@ -475,8 +479,8 @@ class Engine:
     @cached_property
     def copied_weights(self) -> list[Weight]:
         """
-        Weights that are there between steps as copies of what the optimizer trains, in another type
-        or place.
+        Weights that are, between steps, copies of what the optimizer trains, in another type or
+        place.
         """
         cut = {
             weight.index
@@ -495,10 +499,7 @@ class Engine:
         return bool(self.sharded_bucket_of or self.masters)
 
     def refresh_weights(self) -> None:
-        """
-        Bring the model's parameters up to date with the masters that aren't cut, and end gathers
-        that publish.
-        """
+        """Copy unsharded masters to the model's parameters, and finish gathers that publish."""
         if self.masters:
             pairs = [
                 (weight.param.data, self.masters[weight.index].detach())
@@ -513,5 +514,5 @@ class Engine:
 
 
 def _cast_like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the type and place of what it trains."""
+    """Return a gradient in the type and on the device of the tensor that it trains."""
     return grad.to(device=target.device, dtype=target.dtype)

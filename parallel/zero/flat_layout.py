@@ -1,9 +1,9 @@
 """
-Weights laid end to end in one flat buffer, and that buffer cut into equal shards: pure integers.
+Weights stored end to end in one flat buffer, which is cut into equal shards: integers only.
 
-Every weight starts at a multiple of ALIGN elements and every shard ends at one, so that a cut never
-falls inside a vector register's worth of a weight: elementwise kernels then give each element the
-same bits, however it is cut.
+Every weight starts at a multiple of ALIGN_ELEMENTS and every shard ends at one. A cut never falls
+inside a vector register's worth of a weight: elementwise kernels give each element the same bits,
+for any number of shards.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 from math import prod
 
 ALIGN_ELEMENTS = 64
-"""Elements; at least what a vectorised loop of torch takes at once (4 registers of 16 floats)."""
+"""At least what a vectorised loop of torch takes at a time (4 registers of 16 floats)."""
 
 
 @dataclass(frozen=True)
 class FlatSlot:
-    """Where one weight lies."""
+    """The place of one weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class FlatSlot:
 
 @dataclass(frozen=True)
 class FlatSegment:
-    """The part of a weight that lies in one shard."""
+    """The part of a weight in one shard."""
 
     slot: int
     """Index of its weight."""
@@ -47,7 +47,7 @@ class FlatSegment:
     """First element, counted inside the flattened weight."""
     stop: int
     offset: int
-    """Where it starts in the shard."""
+    """Its start in the shard."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class FlatSegment:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots in a buffer of ``shards`` equal parts; the tail is padding."""
+    """Slots in a buffer of ``shards`` equal parts; the rest is padding."""
 
     slots: tuple[FlatSlot, ...]
     shards: int
@@ -66,23 +66,23 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """Elements of the full buffer, padding included."""
         return self.shards * self.shard_numel
 
     @cached_property
     def slot_extents(self) -> tuple[tuple[int, int], ...]:
-        """What isn't padding: the first and one past the last element of each slot."""
+        """The first and one past the last element of each slot: what is not padding."""
         return tuple((slot.start, slot.stop) for slot in self.slots)
 
     @cached_property
     def padding_extents(self) -> tuple[tuple[int, int], ...]:
-        """The padding: first and one past the last element of each stretch of it."""
+        """The first and one past the last element of each run of padding."""
         ends = [0, *(stop for _, stop in self.slot_extents)]
         starts = [*(start for start, _ in self.slot_extents), self.numel]
         return tuple((low, high) for low, high in zip(ends, starts, strict=True) if low < high)
 
     def segments_of(self, shard: int) -> list[FlatSegment]:
-        """Return what lies in a shard, in order."""
+        """Return the segments in a shard, in order."""
         low = shard * self.shard_numel
         high = (shard + 1) * self.shard_numel
         found = []
@@ -101,9 +101,9 @@ def make_flat_layout(
     Return the layout of named shapes, in order.
 
     Args:
-        shards: parts that the buffer is cut into.
-        ranks: a multiple of ``shards``; the buffer divides by it too, so that every rank can sum an
-            equal part.
+        shards: parts of the buffer.
+        ranks: a multiple of ``shards``. The buffer is divisible by it, so that every rank can sum
+            an equal part.
     """
     slots = []
     start = 0

@@ -1,9 +1,9 @@
 """
-Weights and gradients of an engine as wholes, and the ranges of them that this rank has.
+Full weights and gradients of an engine, and the ranges of them that this rank has.
 
-A whole is put together in two steps: shards are gathered over the data axes into this rank's tile,
-a bundle at a time, and tiles are sent over the model axes by the first rank that holds each. Every
-rank goes through the same weights in the same order.
+A full tensor is assembled in two steps. Shards are gathered over the data axes into this rank's
+shard of the model axes, one bucket at a time. Then the first rank that has each of those broadcasts
+it over the model axes. Every rank iterates over the same weights in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalRange:
-    """A range of a tile that this rank trains, or keeps where it isn't trained."""
+    """A range of a weight's local shard that this rank trains, or keeps if it is not trained."""
 
     name: str
     weight: Weight
@@ -35,22 +35,22 @@ class LocalRange:
     stop: int
     part: torch.Tensor
     is_saved_here: bool
-    """Whether this rank is the one of those that hold the same which saves it."""
+    """Whether this rank is the one of the replicas that saves it."""
     saves_scalars: bool
-    """Whether this rank saves what a weight has once, such as step counts."""
+    """Whether this rank saves what exists once per weight, such as step counts."""
 
     @property
     def tile(self) -> Shard:
-        """The tile of which it is elements ``start`` to ``stop``."""
+        """The shard of the model axes of which it is elements ``start`` to ``stop``."""
         return self.weight.shard
 
 
 def local_ranges(engine: Engine) -> Iterator[LocalRange]:
-    """Yield every range of a weight that is on this rank."""
+    """Yield every range of a weight on this rank."""
     cut_names = set()
     for cut in engine.sharded_buckets:
         cut_names |= {weight.name for weight in cut.weights}
-        owner = cut.comm.rank % cut.comm.shards  # the first copy
+        owner = cut.comm.rank % cut.comm.shards  # the first replica
         for segment, part in zip(cut.segments, cut.parts, strict=True):
             yield _make_range(
                 engine, cut.weights[segment.slot], segment.start, segment.stop, part, owner
@@ -72,10 +72,11 @@ def _make_range(
     engine: Engine, weight: Weight, start: int, stop: int, part: torch.Tensor, owner: int | None
 ) -> LocalRange:
     """
-    Return a range with who saves it: the work is dealt out among the ranks that hold the same.
+    Return a range and the rank that saves it. Replicas are distributed over the ranks that have
+    them.
 
     Args:
-        owner: the only rank on the data axes that does; None: all hold the same.
+        owner: the only rank on the data axes that has it; None: all have the same.
     """
     holders = engine.holders
     alike = holders.replicas_of(weight.index)
@@ -94,12 +95,12 @@ def _make_range(
     )
 
 
-# ---- wholes -----------------------------------------------------------------
+# ---- full tensors ------------------------------------------------------------
 
 
 def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    Yield each weight's name and whole value in the optimizer's type; every rank must read all of
+    Yield each weight's name and full value in the optimizer's type; every rank must read all of
     them.
     """
     bundles = [
@@ -128,10 +129,10 @@ def weights_by_name(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def full_weight_order(engine: Engine) -> list[WeightInfo]:
-    """Return the weights of the whole model in the order of `full_weights`."""
+    """Return the weights of the full model in the order of `iter_full_weights`."""
     entries = engine.catalogue.weights
     if engine.place.model.world > 1:
-        return entries[::-1]  # as bundles are filled
+        return entries[::-1]  # as buckets are filled
     cut = [weight.index for part in engine.sharded_buckets for weight in part.weights]
     return [entries[index] for index in cut] + [
         entry for entry in entries if entry.index not in set(cut)
@@ -140,8 +141,8 @@ def full_weight_order(engine: Engine) -> list[WeightInfo]:
 
 def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
     """
-    Yield each trained weight's name and whole gradient, between `finish` and `step`; every rank
-    must read all of them.
+    Yield each trained weight's name and full gradient, between `finish_gradients` and the
+    optimizer's step; every rank must read all of them.
     """
     bundles = [
         _GatheredBucket(b.weights, b.layout, _gradient_gatherer(engine, index))
@@ -166,22 +167,24 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
             dtype = engine.settings.precision.sum_dtype(entry.dtype)
             yield (
                 entry.name,
-                _assemble_weight(engine, entry, part, dtype) if engine.used[entry.index] else None,
+                _assemble_weight(engine, entry, part, dtype)
+                if engine.used_weights[entry.index]
+                else None,
             )
 
 
 def weight_storages(engine: Engine) -> set[int]:
-    """Return the identities of the storages in which the model's weights lie."""
+    """Return the identities of the storages of the model's weights."""
     cuts = {cut.full.untyped_storage()._cdata for cut in engine.sharded_buckets}
     return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
 
 
-# ---- inside -----------------------------------------------------------------
+# ---- assembly ----------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _GatheredBucket:
-    """Weights that lie in one flat buffer, and how to have all of it."""
+    """Weights of one flat buffer, and a function that gathers it."""
 
     weights: list[Weight]
     layout: FlatLayout
@@ -212,8 +215,8 @@ def _gradient_gatherer(engine: Engine, index: int) -> Callable[[], torch.Tensor]
 
 class _LocalShards:
     """
-    This rank's tiles, which are asked for once each; a bundle is in memory from its first one to
-    its last.
+    This rank's shards of the model axes; each is taken once. A bucket is in memory from the first
+    one taken to the last.
     """
 
     def __init__(self, bundles: list[_GatheredBucket], rest: dict[int, torch.Tensor]) -> None:
@@ -225,7 +228,7 @@ class _LocalShards:
         self._open: dict[int, torch.Tensor] = {}
 
     def take_shard(self, index: int) -> torch.Tensor | None:
-        """Return the tile of a weight; None where this rank has none."""
+        """Return the shard of a weight; None if this rank has none."""
         if index not in self._where:
             return self._rest.get(index)
         bundle, place = self._where[index]
@@ -242,7 +245,7 @@ class _LocalShards:
 def _assemble_weight(
     engine: Engine, entry: WeightInfo, part: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a whole weight of its parts on the model axes; ``part`` is this rank's."""
+    """Return a full weight from its shards on the model axes; ``part`` is this rank's."""
     holders = engine.holders
     comm = engine.place.model
     sources = holders.source_shards(entry.index)

@@ -1,11 +1,11 @@
 """
-The order in which units are gathered: one for each chunk of a pipeline's stage, the same on every
-rank that gathers.
+The order in which units are gathered: one schedule per chunk of a pipeline's stage, the same on
+every rank that gathers.
 
-Which units a rank runs, and when, may depend on its data; which gathers it starts may not. So a
-lane has a sequence, the order in which rank 0 first ran the units, and a pass goes over it:
-forward, or backward from its end. A unit that a rank leaves out is gathered all the same when a
-later one comes, or when the pass ends. While a unit computes, the next one is on its way.
+The units that a rank runs, and when, may depend on its data. The gathers that it starts must not. A
+schedule has a sequence: the order in which rank 0 first ran the units. A pass follows it, forward,
+or backward from its end. A unit that a rank skips is gathered anyway when a later one is run, or
+when the pass ends. While a unit computes, the next one is gathered.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdrun.parallel.zero.shards import ShardedBucket
 
 class GatherSchedule:
     """
-    The units of a chunk, their sequence, and how far a pass over it has come.
+    The units of a chunk, their sequence, and the progress of a pass.
 
     Args:
-        units: the cuts of each unit by its index, in registration order.
-        root: the cuts of what the chunk uses outside of units.
-        left_out: called in a backward pass with a unit that this rank did not run forward.
+        units: the buckets of each unit by its index, in registration order.
+        root: the buckets that the chunk uses outside of units.
+        on_skipped: called in a backward pass with a unit that this rank did not run forward.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GatherSchedule:
         self._on_skipped = on_skipped
         self._order = list(self.units)
         self._first_runs: list[int] | None = []
-        """Units in the order of their first run, until the ranks have agreed on one; then None."""
+        """Units in the order of their first run; None once the ranks have agreed on an order."""
         self._position = {index: place for place, index in enumerate(self._order)}
         self._next = len(self._order)
         self._backward = self._keep_units = False
@@ -48,10 +48,13 @@ class GatherSchedule:
         self.is_active = False
         """Whether the chunk is between its first forward of a step and its last backward."""
         self.is_resident = False
-        """Whether all units have been gathered and stay so."""
+        """Whether all units have been gathered and stay."""
 
     def position_of(self, unit: int) -> int:
-        """Return the place of a unit in forward passes, as far as the ranks have agreed on one."""
+        """
+        Return the position of a unit in forward passes, as far as the ranks have agreed on an
+        order.
+        """
         return self._position[unit]
 
     def begin_pass(self, *, backward: bool, keep_units: bool) -> None:
@@ -59,8 +62,7 @@ class GatherSchedule:
         Begin a pass.
 
         Args:
-            keeps: units stay when they are passed; once all of them are there, passes gather
-                nothing.
+            keep_units: units stay after use. Once all of them are gathered, passes gather nothing.
         """
         self._backward = backward
         self._keep_units = keep_units
@@ -70,10 +72,10 @@ class GatherSchedule:
 
     def open_unit(self, unit: int, ran: set[int]) -> None:
         """
-        Have a unit's weights there, keeping to the sequence.
+        Gather a unit's weights, in sequence.
 
         Args:
-            ran: the units that ran in the forward pass of the micro-batch at hand.
+            ran: the units that ran in the forward pass of this micro-batch.
         """
         if self._first_runs is not None and not self._backward and unit not in self._first_runs:
             self._first_runs.append(unit)
@@ -91,18 +93,19 @@ class GatherSchedule:
         wait_gathers(self.units[unit])
 
     def finish_pass(self, ran: set[int]) -> None:
-        """Go through what is left of a pass: what this rank has left out."""
+        """Gather the rest of a pass: units that this rank skipped."""
         self._skip_to(len(self._order), ran)
 
     def close_units(self) -> None:
-        """Give the units' memory back."""
+        """Free the units' memory."""
         for cuts in self.units.values():
             release_buckets(cuts)
 
     def agree_on_order(self, comm: ShardedGroup) -> None:
         """
-        Take over the order in which rank 0 ran the units, after the first forward pass; one that it
-        left out follows the unit registered before it.
+        Take the order in which rank 0 ran the units, after the first forward pass.
+
+        A unit that rank 0 skipped follows the unit that was registered before it.
         """
         if self._first_runs is None:
             return
@@ -120,11 +123,11 @@ class GatherSchedule:
 
     def _close_previous(self, place: int) -> None:
         """
-        Go backward on to a unit, and close the one before.
+        Continue backward to a unit, and release the one before.
 
-        autograd takes operations in the reverse of the order in which they ran: when it comes to a
-        unit, those that ran later are done, whether gradients of their weights have told so
-        (`Gatherer.release`) or none will.
+        autograd runs operations in the reverse of their forward order. When it reaches a unit, the
+        units that ran later are done, with gradients of their weights (`UnitGatherer.release_unit`)
+        or without.
         """
         if place > self._reached:
             if self._reached >= 0:
@@ -142,7 +145,7 @@ class GatherSchedule:
                 release_buckets(self.units[index])
             self._next += 1
             if self._backward and index not in ran:
-                # as a rank that runs the unit has done before its gradients are complete
+                # a rank that runs the unit does that too, before its gradients are complete
                 self._prefetch_next()
                 self._on_skipped(index)
 
@@ -152,18 +155,18 @@ class GatherSchedule:
 
 
 def start_gathers(buckets: Iterable[ShardedBucket]) -> None:
-    """Start gathering what isn't there."""
+    """Start to gather buckets that are not in memory."""
     for cut in buckets:
         cut.start_gather()
 
 
 def wait_gathers(buckets: Iterable[ShardedBucket]) -> None:
-    """Wait for what is on its way."""
+    """Wait for gathers in progress."""
     for cut in buckets:
         cut.wait_gather()
 
 
 def release_buckets(buckets: Iterable[ShardedBucket]) -> None:
-    """Give memory back."""
+    """Free the memory of buckets."""
     for cut in buckets:
         cut.release()

@@ -1,13 +1,12 @@
 """
-Level 3: the weights of a unit are gathered just before it computes and released when they aren't
-needed.
+Level 3: a unit's weights are gathered just before it computes, and released after use.
 
-    "pass"      a unit is there for one forward or one backward through it
-    "step"      from its first forward of a step to its last backward: gathered once, however many passes there are
+    "pass"      a unit is in memory for one forward or one backward
+    "step"      from its first forward of a step to its last backward: gathered once per step
 
-Weights that belong to no unit, or to several (tied), are there from the first forward of their
-chunk to its last backward. A *chunk* is a part of a pipeline's stage; a model that isn't cut is
-one. The order of gathers is that of `lanes`.
+Weights outside of units, or in several units (tied weights), stay from the first forward of their
+chunk to its last backward. A *chunk* is a part of a pipeline's stage; a model without stages is one
+chunk. `gather_order` defines the order of gathers.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from pdrun.parallel.zero.shards import ShardedBucket
 
 class UnitGatherer:
     """
-    Opens and closes the cuts of each unit around its computations.
+    Gathers and releases the buckets of each unit around its computations.
 
     Args:
-        model: the model; hooks are put on it and on the units.
-        cuts: by unit, those of the model itself under the empty string.
+        model: the model; hooks are registered on it and on the units.
+        buckets: by unit; those of the model itself under the empty string.
         units: names of the units in registration order.
-        keeps: whether units stay for a step.
-        left_out: called in the backward pass with a unit that this rank did not run: its gradients
-            are complete.
+        keep_for_step: whether units stay for a step.
+        on_skipped: called in the backward pass with a unit that this rank did not run: its
+            gradients are complete.
     """
 
     def __init__(
@@ -58,21 +57,18 @@ class UnitGatherer:
         self._keep_for_step = keep_for_step
         self._schedules = _build_schedules(self._units, buckets.get("", []), on_skipped)
         self._schedule_of_unit = {
-            index: lane for lane in self._schedules.values() for index in lane.units
+            index: schedule for schedule in self._schedules.values() for index in schedule.units
         }
         self._phase = "idle"
         self._active_schedules: list[GatherSchedule] = []
-        """
-        The lanes that the pass at hand goes over: one, or all where the model is called outside of
-        a step.
-        """
+        """The schedules of this pass: one, or all if the model is called outside of a step."""
         self._ran_forward: dict[tuple[int, int], set[int]] = {}
-        """Units that this rank has run forward, by chunk and micro-batch."""
+        """Units that this rank ran forward, by chunk and micro-batch."""
         self._ran_in_pass: set[int] = set()
-        """Those of the pass at hand."""
+        """Units that ran forward, of this pass."""
         self._is_last = self._is_outside_step = False
         self.is_paused = False
-        """Whether the hooks do nothing, since they were copied with the model."""
+        """Whether the hooks do nothing: a copy of the model has them too."""
         self._has_frozen = [
             any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
@@ -84,19 +80,19 @@ class UnitGatherer:
             module.register_forward_hook(self._make_leave_hook(index))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitGatherer:
-        """Return itself: a copy of a model has no units of its own."""
+        """Return itself: a copy of a model has no units."""
         return self
 
     # ---- passes -------------------------------------------------------------
 
     def begin_forward(self, chunk: int, micro: int) -> None:
-        """Begin the forward pass of a micro-batch through a chunk."""
+        """Start the forward pass of a micro-batch through a chunk."""
         self._is_outside_step, self._ran_in_pass = False, set()
         self._ran_forward[chunk, micro] = self._ran_in_pass
         self._begin_pass("forward", [self._schedule_of(chunk)])
 
     def end_forward(self) -> None:
-        """Gather what this rank has left out, and agree on the order after the first pass."""
+        """Gather the units that this rank skipped, and agree on the order after the first pass."""
         for schedule in self._active_schedules:
             schedule.finish_pass(self._ran_in_pass)
             schedule.agree_on_order(self._comm)
@@ -118,17 +114,17 @@ class UnitGatherer:
         self._is_last = last
         self._ran_in_pass = (
             set(schedule.units) if for_input else ran
-        )  # whose gradients don't come now aren't missed
+        )  # gradients of weights follow later, so none is missing
         self._begin_pass("backward", [schedule])
 
     def gather_rest(self) -> None:
-        """In a backward pass, gather what this rank has left out of it."""
+        """In a backward pass, gather the units that this rank skipped."""
         if self._phase == "backward":
             for schedule in self._active_schedules:
                 schedule.finish_pass(self._ran_in_pass)
 
     def end_backward(self) -> None:
-        """End a backward pass; after the last one nothing of the chunk stays in memory."""
+        """End a backward pass; after the last one no unit of the chunk stays in memory."""
         self.gather_rest()
         for schedule in self._active_schedules:
             if self._is_last:
@@ -139,7 +135,7 @@ class UnitGatherer:
         self._active_schedules = []
 
     def release_unit(self, unit: int) -> None:
-        """Give a unit's memory back if it is not needed again: its gradients are complete."""
+        """Free a unit's memory if it is not needed again: its gradients are complete."""
         if (
             self._phase == "backward"
             and not self._has_frozen[unit]
@@ -148,7 +144,7 @@ class UnitGatherer:
             release_buckets(self._units[unit])
 
     def release_chunk(self, chunk: int | None = None) -> None:
-        """Release what a chunk holds; None: everything, so that nothing stays in memory."""
+        """Release the weights of a chunk; None: all weights."""
         self._phase = "idle"
         self._active_schedules = []
         self._is_outside_step = False
@@ -179,7 +175,7 @@ class UnitGatherer:
     def _schedule_of(self, chunk: int) -> GatherSchedule:
         return self._schedules.setdefault(
             chunk, GatherSchedule({}, [], lambda unit: None)
-        )  # a chunk of which nothing is cut
+        )  # a chunk without sharded weights
 
     @property
     def _is_keeping(self) -> bool:
@@ -187,8 +183,8 @@ class UnitGatherer:
 
     def position_of(self, unit: int) -> int:
         """
-        Return the place of a unit in forward passes through its chunk, as far as the ranks have
-        agreed on one.
+        Return the position of a unit in its chunk's forward passes, as far as the ranks have agreed
+        on one.
         """
         return self._schedule_of_unit[unit].position_of(unit)
 
@@ -230,11 +226,11 @@ class UnitGatherer:
 
     def _refuse_double_backward(self) -> None:
         """
-        Refuse a gradient that is taken in a forward pass and has one of its own: it needs all
-        weights again.
+        Refuse a gradient inside a forward pass that is itself differentiated: it needs all weights
+        again.
         """
-        what = "a gradient with create_graph=True inside of a forward pass, whose units are there for one pass each"
-        hint = 'gather="step" has them there from their first forward to their last backward'
+        what = "create_graph=True inside a forward pass is not supported with gather='pass'"
+        hint = 'use gather="step": units stay from their first forward to their last backward'
         raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
     def _before_backward(self, index: int) -> None:
@@ -250,7 +246,7 @@ def _build_schedules(
     root: Sequence[ShardedBucket],
     on_skipped: Callable[[int], None],
 ) -> dict[int, GatherSchedule]:
-    """Return a lane for each chunk."""
+    """Return a schedule for each chunk."""
     chunks = {chunk for cuts in [*units, root] for cut in cuts for chunk in cut.chunks}
     mine = {index: cuts[0].chunks[0] for index, cuts in enumerate(units)}
     return {
@@ -265,10 +261,10 @@ def _build_schedules(
 
 def _call_on_first_grad(values: Any, call: Callable[[], None]) -> None:
     """
-    Have something called when the first gradient of what a computation has made is there.
+    Call a function when the first gradient of a computation's results is available.
 
-    The gradient of a tensor that it only passed on comes later; weights, which it may pass on too,
-    outlive the pass.
+    The gradient of a tensor that was only passed through arrives later. Weights, which can be
+    passed through too, outlive the pass.
     """
     called = False
 
@@ -280,8 +276,8 @@ def _call_on_first_grad(values: Any, call: Callable[[], None]) -> None:
 
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and torch_compat.is_transformed(leaf):
-            what = "a unit is called inside torch.func (vmap, grad), which does not tell when its backward begins"
-            hint = 'gather="step" has units there from their first forward to their last backward'
+            what = "a unit inside torch.func (vmap, grad) is not supported with gather='pass'"
+            hint = 'use gather="step": units stay from their first forward to their last backward'
             raise UsageError(what, where="pdrun.Run.step", hint=hint)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
             leaf.register_hook(came)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.zero.gradients import GradientBucket
 
 CHUNK_ELEMENTS = 65536
-"""Elements that are widened at once; they stay in a core's cache."""
+"""Elements that are widened at a time; they stay in a core's cache."""
 
 
 def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
@@ -23,10 +23,9 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     Return the sum of the squares of all elements, in fp64 (fp32 on devices that lack it).
 
     Args:
-        exact: widen every element first: the sum is then the same to about 1e-15 however the
-            tensors are cut, and so
-            the
-            norm in fp32 has the same bits. Otherwise norms of tensors are taken in their own type, which is faster.
+        exact: widen every element first. The sum is then the same to about 1e-15 for any sharding
+            of the tensors, and the norm in fp32 has the same bits. Otherwise norms of tensors are
+            computed in their own type, which is faster.
     """
     first = tensors[0]
     wide = widest_float(first.device)
@@ -45,7 +44,7 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """
-    Return what gradients of this norm are multiplied with, at most 1 (as
+    Return the factor that clips gradients of this norm, at most 1 (as
     `torch.nn.utils.clip_grad_norm_`).
     """
     return (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -90,7 +89,7 @@ def global_norm(
 
 
 def _counted_parts(part: GradientBucket, total: torch.Tensor) -> list[torch.Tensor]:
-    """Return what of a bundle's total counts in the norm here."""
+    """Return the parts of a bucket's total that count in the norm on this rank."""
     if all(weight.counts_in_norm for weight in part.weights):
         return [total]
     pieces = zip(part.segments, part.total_segments(), strict=True)

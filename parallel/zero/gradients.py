@@ -1,14 +1,13 @@
 """
-The gradients of one bundle: collected from autograd, added up over micro-batches, summed over the
-ranks.
+The gradients of one bucket: collected from autograd, added over micro-batches, summed over ranks.
 
-    autograd's .grad  --take-->  flat  --launch-->  on the network  --settle-->  total
+    autograd's .grad  --take_grads-->  flat  --start_sum-->  network  --wait_sum-->  total
 
-`take` moves a micro-batch's gradients into the flat buffer with one fused call, so that no gradient
-lives longer than its bundle's backward. Where every micro-batch is summed over the ranks (levels 2
-and 3, and `exact`) the flat buffer is needed for that long only, and what remains is this rank's
-part of the total. Where level 3 keeps weights for a step it keeps gradients too: they are added up
-here, and summed over the ranks after the last micro-batch (see `Policy.keeps`).
+`take_grads` moves a micro-batch's gradients into the flat buffer with one fused call. No gradient
+outlives its bucket's backward. If every micro-batch is summed over the ranks (levels 2 and 3, and
+`exact`), the flat buffer is needed for that time only, and this rank's part of the total remains.
+If level 3 keeps weights for a step, it keeps gradients too: they are added here, and summed over
+the ranks after the last micro-batch (see `ReductionPolicy.keep_for_step`).
 """
 
 from __future__ import annotations
@@ -31,18 +30,13 @@ class ReductionPolicy:
     level: int = 0
     """Optimizer level, 0 to 3."""
     exact: bool = True
-    """
-    Add slice by slice in the order of the slices, so that no bit depends on the number of ranks or
-    on the level.
-    """
+    """Add in the order of the slices: no bit depends on the number of ranks or on the level."""
     accumulate: int = 1
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     wire_dtype: torch.dtype | None = None
-    """Type on the network; None: the type in which they are added."""
+    """Type on the network; None: the type of the sum."""
     keep_for_step: bool = False
-    """
-    Add the micro-batches up here and sum over the ranks once, where that gives the right bits.
-    """
+    """Add the micro-batches locally and sum over the ranks once, if that gives the correct bits."""
 
     @property
     def reduce_each(self) -> bool:
@@ -52,10 +46,9 @@ class ReductionPolicy:
 
 class BufferPool:
     """
-    Flat buffers that wait for their next use: as many as were ever needed at once.
+    Unused flat buffers: as many as were ever needed at one time.
 
-    On an accelerator nothing waits here: torch's own allocator hands memory out again without
-    delay, and to anybody.
+    On an accelerator the pool is empty: torch's allocator reuses memory without delay.
     """
 
     def __init__(self) -> None:
@@ -66,14 +59,14 @@ class BufferPool:
     def take_buffer(
         self, layout: FlatLayout, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a buffer; its padding is zero, the rest is whatever was there."""
+        """Return a buffer; its padding is zero, the rest is undefined."""
         waiting = self._free.get((layout.numel, dtype, device))
         if not waiting:
             return torch.zeros(layout.numel, dtype=dtype, device=device)
         used, flat = waiting.pop()
         return (
             flat if used.slot_extents == layout.slot_extents else flat.zero_()
-        )  # norms look at all of a buffer
+        )  # norms read the padding too
 
     def return_buffer(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Take a buffer back."""
@@ -83,19 +76,19 @@ class BufferPool:
             )
 
     def clear(self) -> None:
-        """Forget the buffers."""
+        """Free the buffers."""
         self._free.clear()
 
 
 class GradientBucket:
     """
-    Gradients of weights that travel together.
+    Gradients of weights that are summed together.
 
     Args:
         weights: of one type, all trained, in the order in which their gradients are expected.
-        comm: the axis, with as many shards as the bundle is cut into.
+        comm: the group, with as many shards as the bucket is cut into.
         dtype: type in which gradients are added.
-        across: further axes over which the total is added up, one after the other, at the end of
+        across: further groups over which the total is summed, one after the other, at the end of
             the step.
     """
 
@@ -128,26 +121,28 @@ class GradientBucket:
         )
         """Whether ranks are added in their order; two numbers have one order only."""
         self.missing_grads = 0
-        """Gradients of this micro-batch that have not come yet."""
+        """Gradients of this micro-batch that have not arrived."""
         self.used_weights = [False] * len(self.weights)
-        """Which weights have had a gradient in this step, here."""
+        """Which weights had a gradient in this step, on this rank."""
         self._pool = pool
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._pending: PendingResult | None = None
         self._total: torch.Tensor | None = None
         self._keeps_buffer = comm.shards == 1
-        """The total is as large as the flat buffer, which then stays and holds it."""
+        """The total is as large as the flat buffer, which then contains it."""
         self._cached: list[torch.Tensor] = []
         self._padding: torch.Tensor | None = None
-        """Where the padding lies, once that was asked."""
+        """Indices of the padding, once they were computed."""
 
     # ---- one micro-batch ----------------------------------------------------
 
     def begin_microbatch(self, first: bool, times: int = 1) -> None:
         """
-        Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many
-        parts.
+        Prepare for the backward of a micro-batch.
+
+        Args:
+            times: gradients per weight.
         """
         self.missing_grads = len(self.weights) * times
         if first:
@@ -155,7 +150,7 @@ class GradientBucket:
             self._total = None
 
     def take_grads(self, first: bool) -> None:
-        """Move the gradients that came into the flat buffer; weights without one count as zero."""
+        """Move the gradients into the flat buffer; weights without one count as zero."""
         fresh = first or self.reduces_each
         self.wait_sum()
         self._open_buffer()
@@ -173,7 +168,7 @@ class GradientBucket:
                 self._views[i].zero_()
 
     def start_sum(self) -> None:
-        """Start summing the flat buffer over the ranks."""
+        """Start to sum the flat buffer over the ranks."""
         assert self._flat is not None
         flat = self._flat
         wire = self.policy.wire_dtype
@@ -184,7 +179,7 @@ class GradientBucket:
             self._pending = self.comm.sum_shards(send, self.label)
 
     def wait_sum(self) -> None:
-        """Wait for the sum that is on its way, if any, and add it to the total."""
+        """Wait for the sum in progress, if any, and add it to the total."""
         if self._pending is None:
             return
         result: torch.Tensor = self._pending.wait().to(self.dtype)
@@ -192,7 +187,7 @@ class GradientBucket:
         flat = self._flat
         aliased = result is flat
         if self.is_ordered:
-            self._total = result  # it was added on by the collective
+            self._total = result  # the collective has added it
         elif not self.reduces_each:
             self._total = (
                 flat.copy_(result)
@@ -209,7 +204,7 @@ class GradientBucket:
     # ---- the step's end -----------------------------------------------------
 
     def start_join(self) -> None:
-        """Start bringing the parts of an ordered sum together."""
+        """Start to join the parts of an ordered sum."""
         self.wait_sum()
         if self.is_ordered:
             assert self._total is not None
@@ -218,9 +213,7 @@ class GradientBucket:
             )
 
     def finish_total(self) -> torch.Tensor:
-        """
-        Return this rank's shard of the total: its segments are at their offsets, padding is zero.
-        """
+        """Return this rank's shard of the total: segments at their offsets, padding zero."""
         if self._pending is not None:
             self._total = self._pending.wait()
             self._pending = None
@@ -229,8 +222,7 @@ class GradientBucket:
 
     def clear_padding(self) -> None:
         """
-        Zero the padding again, where the total stays and may have been multiplied with what is no
-        number.
+        Zero the padding, if the total stays and was multiplied by a number that is not finite.
         """
         if not self._keeps_buffer or self._total is None or not self.layout.padding_extents:
             return
@@ -243,11 +235,11 @@ class GradientBucket:
         self._total.index_fill_(0, self._padding, 0)
 
     def reduce_over(self, place: int) -> None:
-        """Start adding the total up over one of the further axes; `finish` ends it."""
+        """Start to sum the total over one of the further groups; `finish_total` ends it."""
         self._pending = self.extra_groups[place].sum_shards(self.finish_total(), self.label)
 
     def total_segments(self) -> list[torch.Tensor]:
-        """Return the total's segments, flat; where a segment is a whole weight, in its shape."""
+        """Return the total's segments, flat; a segment that is a full weight has its shape."""
         total = self._total
         assert total is not None
         if self._cached and total is self._flat:
@@ -261,8 +253,7 @@ class GradientBucket:
 
     def abort_step(self) -> None:
         """
-        Forget a step that did not end; what is on its way ends first, since others have started it
-        too.
+        Discard an incomplete step. A sum in progress ends first: other ranks have started it too.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -270,7 +261,7 @@ class GradientBucket:
         self.drop_total()
 
     def drop_total(self) -> None:
-        """Forget the total; what stays is what the next step uses again."""
+        """Drop the total; buffers stay for the next step."""
         if self._total is not self._flat:
             self._cached = []
         self._total = None
@@ -295,5 +286,5 @@ class GradientBucket:
 
 
 def _to_dense(grad: Any, weight: Weight) -> torch.Tensor:
-    """Return a gradient as a dense tensor; an embedding with ``sparse=True`` gives another kind."""
+    """Return a gradient as a dense tensor; an embedding with ``sparse=True`` gives a sparse one."""
     return grad.to_dense() if grad.is_sparse else grad

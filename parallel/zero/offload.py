@@ -1,17 +1,17 @@
 """
-What need not be on the device all the time: masters and optimizer state on the host, or state in
-files; activations on the host.
+Offloading: masters and optimizer state on the host, optimizer state in files, activations on the
+host.
 
-*Optimizer.* Masters and state live on the host, where the optimizer works; gradients go there, new weights come back.
-At level 3 the master is a rank's only copy of its weights, so that these are on the host too, and come to the device a
-unit at a time.
+*Optimizer.* Masters and state are on the host, and the optimizer runs there. Gradients are copied
+to the host, new weights back. At level 3 the master is a rank's only copy of its weights: these are
+on the host too, and are copied to the device one unit at a time.
 
-*Disk.* After the first step the optimizer's state is moved into files that are mapped into memory: the system writes
-out what it needs the room for.
+*Disk.* After the first step the optimizer's state is moved into memory-mapped files: the system
+writes out what does not fit into memory.
 
-*Activations.* What autograd saves is copied to the host and comes back before it is needed: when one is asked for,
-those that were saved before it are already on their way. Copies run beside the computation where the device has
-streams.
+*Activations.* What autograd saves is copied to the host, and back before it is needed: when one
+tensor is used, those that were saved before it are already being copied. Copies run beside the
+computation if the device has streams.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import torch
 from pdrun.errors import ConfigError, UsageError
 
 PREFETCH_TENSORS = 2
-"""Tensors on their way back while one is used."""
+"""Tensors that are fetched while one is used."""
 
 
 @dataclass(frozen=True)
 class Offload:
     """
-    What to keep off the device.
+    What is kept off the device.
 
     Attributes:
         optimizer: masters and optimizer state (and, at level 3, weights) on the host.
-        disk: folder for files that hold the optimizer's state; each rank makes its own in it.
+        disk: folder for files with the optimizer's state; each rank makes its own in it.
         activations: what autograd saves on the host.
         least: bytes below which an activation stays.
     """
@@ -50,13 +50,15 @@ class Offload:
     def __post_init__(self) -> None:
         if self.disk is not None and not self.optimizer:
             raise UsageError(
-                "disk= holds the optimizer's state: set optimizer=True", where="pdrun.Offload"
+                "disk= is for the optimizer's state and requires optimizer=True",
+                where="pdrun.Offload",
             )
 
 
 def parse_offload(value: Any) -> Offload:
     """
-    Return what a user's ``offload`` means: None, "optimizer", "activations", "all" or an Offload.
+    Return the meaning of a user's ``offload``: None, "optimizer", "activations", "all" or an
+    Offload.
     """
     if value is None:
         return Offload()
@@ -64,8 +66,8 @@ def parse_offload(value: Any) -> Offload:
         return Offload(optimizer=value != "activations", activations=value != "optimizer")
     if isinstance(value, Offload):
         return value
-    hint = "'optimizer', 'activations', 'all' or pdrun.Offload(...)"
-    raise UsageError(f"offload={value!r}", where="pdrun.parallelize", hint=hint)
+    what = f"offload must be 'optimizer', 'activations', 'all' or a pdrun.Offload, got {value!r}"
+    raise UsageError(what, where="pdrun.parallelize")
 
 
 # ---- optimizer state in files -----------------------------------------------
@@ -73,8 +75,8 @@ def parse_offload(value: Any) -> Offload:
 
 def move_state_to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """
-    Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes
-    moved.
+    Move the optimizer's state into mapped files of a folder, if it is not there yet; return the
+    bytes moved.
     """
     moved = 0
     for state in optimizer.state.values():
@@ -95,15 +97,14 @@ def move_state_to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
             there.copy_(value)
             there._pdrun_file = str(path)
             state[key] = there
-            path.unlink()  # the mapping stays; nothing is left behind, however the process ends
+            path.unlink()  # the mapping stays; no file is left behind if the process is killed
             moved += value.numel() * value.element_size()
     return moved
 
 
 def _reserve_file(path: Path, size: int) -> None:
     """
-    Make a file that has its room on the disk: one without it would end the process when it is
-    written.
+    Make a file with allocated disk space: writing to a file without it would kill the process.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ def _reserve_file(path: Path, size: int) -> None:
                 path.unlink()
                 raise
     except OSError as error:
-        what = f"there is no room for {size:,} bytes of the optimizer's state ({error.strerror})"
+        what = f"no space for {size:,} bytes of optimizer state ({error.strerror})"
         raise ConfigError(what, where=str(path.parent)) from None
 
 
@@ -122,14 +123,14 @@ def _reserve_file(path: Path, size: int) -> None:
 
 
 class _SavedTensor:
-    """One saved tensor: on the host, or on its way to or from it."""
+    """One saved tensor: on the host, or being copied."""
 
     def __init__(
         self, among: list[_SavedTensor | None], host: torch.Tensor, device: torch.device, done: Any
     ) -> None:
         self.among = among
         self.index = len(among)
-        """What its forward pass has saved, in order, and its place there."""
+        """The tensors of its forward pass in order, and its index there."""
         self.host = host
         self.device = device
         self.done = done
@@ -154,10 +155,10 @@ class ActivationOffload:
         self._stream = self._module.Stream() if self._module is not None else None
         self._saved: list[_SavedTensor | None] = []
         self.moved_bytes = 0
-        """Bytes that went to the host in the last pass."""
+        """Bytes copied to the host in the last pass."""
 
     def saved_tensors_hooks(self) -> AbstractContextManager[Any]:
-        """Return what the forward pass runs in."""
+        """Return the context manager of the forward pass."""
         self._saved = []
         self.moved_bytes = 0
         hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
@@ -207,7 +208,7 @@ class ActivationOffload:
         return tensor
 
     def _start_fetch(self, saved: _SavedTensor) -> None:
-        """Start bringing one back."""
+        """Start to copy a tensor back."""
         if saved.back is not None:
             return
         if self._module is None or self._stream is None:

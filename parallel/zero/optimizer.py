@@ -1,11 +1,11 @@
 """
-An optimizer made for a model's parameters, turned to other tensors: shards and masters.
+Moves an optimizer that was built for a model's parameters to other tensors: shards and masters.
 
-The user's function gets the model's own parameters, so that groups may be formed by name, shape or
+The user's function gets the model's own parameters, so that groups can be formed by name, shape or
 module. Then each parameter in the groups is replaced by the tensors that this rank trains for it.
-That is right for *elementwise* optimizers only, whose update of an element depends on that
-element's gradient and state alone; others are refused. Whether one is elementwise is tried out: two
-steps on a small tensor, whole and in two parts, must give the same bits.
+That is correct for *elementwise* optimizers only, whose update of an element depends on that
+element's gradient and state alone. Others are refused. A trial decides: two steps on a small
+tensor, in one part and in two, must give the same bits.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from pdrun.parallel.zero.flat_layout import FlatSegment
 
 PARALLELIZE = "pdrun.parallelize"
 TRIAL_LEARNING_RATE = 1e-2
-"""Learning rate at which an optimizer is tried out."""
+"""Learning rate of the trial."""
 TrainedPart = tuple[nn.Parameter, "FlatSegment | None"]
-"""A tensor to train and the segment of the parameter that it is; None where it is all of it."""
+"""A tensor to train and its segment of the parameter; None: all of the parameter."""
 
 
 def build_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """
-    Return the optimizer that a user's function makes, or the one that he gives.
+    Return the optimizer that a user's function builds, or the user's optimizer.
 
     Raises:
-        UsageError: it is no optimizer, trains a tensor that is not the model's, or needs a closure.
+        UsageError: it is not an optimizer, trains a tensor that is not the model's, or needs a
+            closure.
     """
     given = isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
     built = optimizer if given else optimizer(list(params))
     if not isinstance(built, torch.optim.Optimizer):
         raise UsageError(
-            f"the optimizer is a {type(built).__name__}",
+            "optimizer must be a torch.optim.Optimizer or a function that returns one, "
+            f"got {_kind_of(built)}",
             where=PARALLELIZE,
             hint="optimizer=lambda params: AdamW(params, lr=3e-4)",
         )
     if isinstance(built, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS needs a closure, and a step of it several passes",
+            "LBFGS is not supported: its step runs the model several times",
             where=PARALLELIZE,
             hint="use a first-order optimizer",
         )
@@ -57,24 +59,29 @@ def build_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.opt
             if id(param) not in known:
                 shape = tuple(param.shape)
                 raise UsageError(
-                    f"the optimizer trains a tensor of shape {shape} that is no trained weight of the model",
+                    f"optimizer has a tensor of shape {shape} that is not a trained weight of the "
+                    "model",
                     where=PARALLELIZE,
-                    hint="make it from the parameters that it is given",
+                    hint="build it from the parameters that the function gets",
                 )
     return built
+
+
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def check_elementwise(
     optimizer: torch.optim.Optimizer, device: torch.device, *, tiles_only: bool = False
 ) -> None:
     """
-    Try out that the optimizer may work on parts of weights.
+    Try whether the optimizer can train parts of weights.
 
     Args:
-        tiles_only: only groups that hold a weight that is cut over tensor axes need that.
+        tiles_only: only groups with a weight that is sharded over tensor axes need that.
 
     Raises:
-        UsageError: it may not; names it.
+        UsageError: it cannot; names it.
     """
     for group in optimizer.param_groups:
         if tiles_only and all(shard_of(param).is_full for param in group["params"]):
@@ -83,7 +90,8 @@ def check_elementwise(
         parts = _try_two_steps(optimizer, group, device, 2)
         if whole is None or parts is None or not torch.equal(whole, parts):
             raise UsageError(
-                f"{type(optimizer).__name__} looks at more than one element at a time: its state cannot be cut",
+                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on "
+                "other elements",
                 where=PARALLELIZE,
                 hint=("" if tiles_only else "optimizer_level=0, or ")
                 + "an elementwise optimizer such as AdamW or SGD",
@@ -96,7 +104,8 @@ def _try_two_steps(
     """
     Take two steps on a small matrix, in one part or in several.
 
-    Return it, or None if the optimizer can't, or left it as it was: then nothing is known of it.
+    Returns:
+        the matrix; None if the optimizer cannot step or changes nothing: then nothing is known.
     """
     twin = _clone_optimizer(optimizer, group)
     seeded = torch.Generator().manual_seed(1)
@@ -122,7 +131,7 @@ def _split_values(values: torch.Tensor, parts: int) -> Iterable[torch.Tensor]:
 
 def _clone_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:
     """
-    Return an optimizer of the same kind with one group and no state; the original is not touched.
+    Return an optimizer of the same kind with one group and no state; the original is not changed.
     """
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -131,9 +140,8 @@ def _clone_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     ]
     rate = twin.param_groups[0].get("lr")
-    if (
-        rate is not None
-    ):  # at the begin of a warm-up it may be nothing, at which every optimizer would look alike
+    # at the start of a warm-up the rate may be 0, with which all optimizers are equal
+    if rate is not None:
         twin.param_groups[0]["lr"] = (
             torch.full_like(rate, TRIAL_LEARNING_RATE)
             if isinstance(rate, torch.Tensor)
@@ -143,7 +151,7 @@ def _clone_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
 
 
 def _init_state(twin: Any, kind: type, tensors: list[nn.Parameter]) -> None:
-    """Give the twin the state that its kind makes at construction (Adagrad)."""
+    """Give the clone the state that its kind makes at construction (Adagrad)."""
     if issubclass(kind, torch.optim.Adagrad):
         options = {
             key: value
@@ -154,9 +162,7 @@ def _init_state(twin: Any, kind: type, tensors: list[nn.Parameter]) -> None:
 
 
 def state_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """
-    Return the bytes of state an element that the optimizer keeps, tried out on a small tensor.
-    """
+    """Return the bytes of optimizer state per element, measured on a small tensor."""
     twin = _clone_optimizer(optimizer, optimizer.param_groups[0])
     tensor = nn.Parameter(torch.zeros(256, device=device))
     twin.param_groups[0]["params"] = [tensor]
@@ -178,11 +184,10 @@ def remap_params(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], weights: Iterable[Weight]
 ) -> None:
     """
-    Turn an optimizer that was made for the whole model to this rank's tiles; weights of other
-    stages are dropped.
+    Move an optimizer of the full model to this rank's shards; weights of other stages are dropped.
 
     Args:
-        names: of the whole model's parameters, by identity.
+        names: of the full model's parameters, by identity.
         weights: what this rank has, under the same names.
     """
     now = {weight.name: weight.param for weight in weights}
@@ -208,10 +213,7 @@ def remap_params(
 def shard_param_groups(
     optimizer: torch.optim.Optimizer, parts_of: Callable[[nn.Parameter], list[TrainedPart]]
 ) -> None:
-    """
-    Replace each parameter in the optimizer's groups by its parts, and cut the state that is there
-    already.
-    """
+    """Replace each parameter in the optimizer's groups by its parts, and shard existing state."""
     for group in optimizer.param_groups:
         found: list[nn.Parameter] = []
         for param in group["params"]:

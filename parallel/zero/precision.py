@@ -1,10 +1,10 @@
 """
-Mixed precision: the type in which the model computes, and what is kept wider.
+Mixed precision: the type in which the model computes, and what stays wider.
 
-Optimizers work on masters in the weights' own type. With ``compute`` set, the model's parameters
-are copies in that type, made anew after each step; gradients are added up and reduced in
-``reduce``. ``autocast`` leaves the parameters as they are and lets torch choose the type of each
-operator instead. fp16's narrow range needs its loss scaled: see `LossScale`.
+Optimizers use masters in the weights' own type. With ``compute``, the model's parameters are copies
+in that type, refreshed after each step; gradients are added and reduced in ``reduce``. With
+``autocast`` the parameters keep their type, and torch chooses the type of each operator. In fp16
+the loss is scaled because of the narrow range: see `LossScale`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ class Precision:
     A mixed precision policy.
 
     Attributes:
-        compute: "bf16" or "fp16": the model's parameters and floating point inputs have this type;
-            None: their own.
-            Weights of batch normalisations keep theirs, as their running statistics do.
-        reduce: type in which gradients are added up over micro-batches and ranks; None: that of the
+        compute: "bf16" or "fp16": type of the model's parameters and floating point inputs; None:
+            their own. Weights of batch normalisations keep theirs, as their running statistics do.
+        reduce: type in which gradients are added over micro-batches and ranks; None: that of the
             masters.
-        autocast: parameters keep their type, and ``compute`` is what autocast uses.
-        scale: the first factor of a loss in fp16; it doubles after 2,000 good steps and halves
-            after a bad one.
+        autocast: parameters keep their type, and ``compute`` is the type of autocast.
+        scale: first loss scale in fp16; it doubles after 2,000 good steps and halves after a bad
+            one.
     """
 
     compute: str | None = None
@@ -51,15 +50,21 @@ class Precision:
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
                 raise UsageError(
-                    f"{name}={value!r} is none of {', '.join(DTYPES)}", where="pdrun.Precision"
+                    f"{name} must be one of {', '.join(DTYPES)}, got {value!r}",
+                    where="pdrun.Precision",
                 )
         if self.autocast and self.compute not in ("bf16", "fp16"):
-            raise UsageError("autocast needs compute='bf16' or 'fp16'", where="pdrun.Precision")
+            raise UsageError(
+                "autocast=True requires compute='bf16' or 'fp16'", where="pdrun.Precision"
+            )
 
     def weight_dtype(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
         """
-        Return the type of a parameter in the model whose master has type ``own``, which a ``wide``
-        one keeps.
+        Return the type of a parameter in the model.
+
+        Args:
+            own: type of its master.
+            wide: whether it keeps that type.
         """
         if self.input_dtype is not None and own.is_floating_point and not wide:
             return self.input_dtype
@@ -71,11 +76,11 @@ class Precision:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """Type to which floating point inputs are brought, or None."""
+        """Type of floating point inputs; None: unchanged."""
         return DTYPES[self.compute] if self.compute and not self.autocast else None
 
     def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return what the forward pass runs in."""
+        """Return the context manager of the forward pass."""
         if not self.autocast:
             return nullcontext()
         context: AbstractContextManager[Any] = torch.autocast(
@@ -85,7 +90,7 @@ class Precision:
 
 
 def parse_precision(value: Any) -> Precision:
-    """Return the policy that a user's ``precision`` means: None, "bf16", "fp16" or a Precision."""
+    """Return the meaning of a user's ``precision``: None, "bf16", "fp16" or a Precision."""
     if value is None:
         return Precision()
     return Precision(compute=value) if isinstance(value, str) else _require_precision(value)
@@ -94,17 +99,14 @@ def parse_precision(value: Any) -> Precision:
 def _require_precision(value: Any) -> Precision:
     if not isinstance(value, Precision):
         raise UsageError(
-            f"precision={value!r}",
+            f"precision must be 'bf16', 'fp16' or a pdrun.Precision, got {value!r}",
             where="pdrun.parallelize",
-            hint="'bf16', 'fp16' or pdrun.Precision(...)",
         )
     return value
 
 
 class LossScale:
-    """
-    The factor on a loss in fp16: the same on every rank, since the norm that it looks at is global.
-    """
+    """The loss scale of fp16: the same on every rank, because it depends on the global norm."""
 
     GROWTH_STEPS = 2000
 
@@ -113,7 +115,7 @@ class LossScale:
         self.good_steps = 0
 
     def record_step(self, finite: bool) -> None:
-        """Take note of a step whose gradients were finite, or not: then it was left out."""
+        """Adapt the scale to a step with finite gradients, or to a skipped one."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2

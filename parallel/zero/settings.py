@@ -1,4 +1,4 @@
-"""What a user asks `parallelize` for, checked once."""
+"""The engine's settings, and checks of single arguments of `parallelize`."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ class Settings:
     wire_dtype: torch.dtype | None = None
     precision: Precision = field(default_factory=Precision)
     master_device: torch.device | None = None
-    """Where masters and optimizer state live; None: on the device."""
+    """Device of masters and optimizer state; None: this rank's device."""
     gather: str = "pass"
-    """How long level 3 has the weights of a unit there; see `gatherer`."""
+    """How long level 3 keeps a unit's weights; see `gatherer`."""
 
     @property
     def keep_for_step(self) -> bool:
-        """Whether level 3 gathers weights, and sums gradients over the ranks, once a step."""
+        """Whether level 3 gathers weights, and sums gradients over the ranks, once per step."""
         return self.level == 3 and self.gather == "step"
 
 
 def check_level(level: Any) -> int:
-    """Return the optimizer level, 0 to 3; MindSpore's names "level1" to "level3" are understood."""
+    """Return the optimizer level, 0 to 3; MindSpore's names "level1" to "level3" are accepted."""
     if isinstance(level, str) and level.removeprefix("level") in ("0", "1", "2", "3"):
         return int(level.removeprefix("level"))
     if level not in (0, 1, 2, 3) or isinstance(level, bool):
         raise UsageError(
-            f"optimizer_level={level!r}",
+            f"optimizer_level must be 0, 1, 2 or 3, got {level!r}",
             where=PARALLELIZE,
-            hint="0 whole optimizer, 1 state cut, 2 and gradients, 3 and weights",
+            hint="0: no sharding, 1: optimizer state, 2: and gradients, 3: and weights",
         )
     return int(level)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``."""
+    """Return an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(
-            f"{name}={value!r} is no whole number of at least {least}", where=PARALLELIZE
+            f"{name} must be an integer of at least {least}, got {value!r}", where=PARALLELIZE
         )
     return value
 
@@ -73,42 +73,45 @@ def check_above_zero(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UsageError(f"{name}={value!r} is not above 0", where=PARALLELIZE)
+        raise UsageError(f"{name} must be a number above 0, got {value!r}", where=PARALLELIZE)
     return float(value)
 
 
 def check_globs(name: str, value: Any) -> tuple[str, ...]:
-    """Return globs, of which there may be several."""
+    """Return a list of globs as a tuple."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(
-            f"{name}={value!r} is no list of globs", where=PARALLELIZE, hint=f'{name}=["blocks.*"]'
+            f"{name} must be a list of globs, got {value!r}",
+            where=PARALLELIZE,
+            hint=f'{name}=["blocks.*"]',
         )
     found = tuple(value)
     if not all(isinstance(glob, str) for glob in found):
         raise UsageError(
-            f"{name}={value!r} is no list of globs", where=PARALLELIZE, hint=f'{name}=["blocks.*"]'
+            f"{name} must be a list of globs, got {value!r}",
+            where=PARALLELIZE,
+            hint=f'{name}=["blocks.*"]',
         )
     return found
 
 
 def check_methods(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
-    """
-    Refuse what lacks one of the methods; None and classes that nobody has made an object of
-    included.
-    """
+    """Refuse an object without the methods, None and classes included."""
     if isinstance(value, type) or not all(
         callable(getattr(value, method, None)) for method in methods
     ):
-        raise UsageError(f"{name}={value!r} is none", where=PARALLELIZE, hint=hint)
+        raise UsageError(
+            f"{name} must have {' and '.join(methods)}, got {value!r}", where=PARALLELIZE, hint=hint
+        )
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse a scheduler whose step wants more than to be called."""
+    """Refuse a scheduler whose step needs an argument."""
+    if scheduler is None:
+        return
     try:
-        known = (
-            inspect.signature(scheduler.step).parameters.values() if scheduler is not None else ()
-        )
-    except (TypeError, ValueError):  # not told
+        known = inspect.signature(scheduler.step).parameters.values()
+    except (TypeError, ValueError):  # no signature
         return
     wanted = [
         each.name
@@ -117,15 +120,16 @@ def check_scheduler(scheduler: Any) -> None:
     ]
     if wanted:
         name = type(scheduler).__name__
-        what = f"the scheduler's step wants {', '.join(wanted)}, and a run calls it without anything: {name}"
-        hint = f"leave scheduler= out; schedule = {name}(run.optimizer), and schedule.step(metrics.loss) after run.step"
+        what = f"{name}.step needs {', '.join(wanted)}, and a run calls it without arguments"
+        hint = f"leave scheduler= out; make schedule = {name}(run.optimizer) and call "
+        hint += "schedule.step(metrics.loss) after run.step"
         raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 
 def check_callable(name: str, value: Any, hint: str) -> None:
-    """Refuse what can't be called, but for None."""
+    """Refuse a value that is neither callable nor None."""
     if value is not None and not callable(value):
-        raise UsageError(f"{name}={value!r} is no function", where=PARALLELIZE, hint=hint)
+        raise UsageError(f"{name} must be a function, got {value!r}", where=PARALLELIZE, hint=hint)
 
 
 def parse_compress(value: Any) -> torch.dtype | None:
@@ -133,35 +137,39 @@ def parse_compress(value: Any) -> torch.dtype | None:
     if value is None:
         return None
     if value not in ("bf16", "fp16"):
-        raise UsageError(f"compress={value!r}", where=PARALLELIZE, hint="'bf16', 'fp16' or None")
+        what = f"compress must be 'bf16', 'fp16' or None, got {value!r}"
+        raise UsageError(what, where=PARALLELIZE)
     return DTYPES[value]
 
 
 def check_gather(value: Any, level: int, copies: int, staged: bool) -> str:
     """
-    Return how long weights that level 3 has gathered stay: for a "pass" or a "step".
+    Return how long level 3 keeps gathered weights: for a "pass" or a "step".
 
     Args:
         copies: micro-batches that compute side by side.
-        staged: whether a pipeline's schedule has several micro-batches on their way.
+        staged: whether a pipeline's schedule has several micro-batches in flight.
     """
     if value not in (None, "pass", "step"):
-        raise UsageError(f"gather={value!r}", where=PARALLELIZE, hint="'pass', 'step' or None")
+        what = f"gather must be 'pass', 'step' or None, got {value!r}"
+        raise UsageError(what, where=PARALLELIZE)
     if value is not None and level < 3:
-        what = f"gather={value!r} at optimizer_level={level}, which gathers nothing"
-        raise UsageError(what, where=PARALLELIZE, hint="optimizer_level=3, or leave gather= out")
+        what = f"gather={value!r} requires optimizer_level=3, got {level}"
+        raise UsageError(what, where=PARALLELIZE, hint="leave gather= out")
     if value == "pass" and copies > 1:
-        what = f"gather='pass' beside copies={copies}, of which one needs a unit's weights while the other has left it"
-        raise UsageError(what, where=PARALLELIZE, hint="gather='step'")
-    return value or ("step" if staged or copies > 1 else "pass")
+        what = f"gather='pass' is not supported with copies={copies}: copies share a unit's weights"
+        raise UsageError(what, where=PARALLELIZE, hint="use gather='step'")
+    if value is not None:
+        return str(value)
+    return "step" if staged or copies > 1 else "pass"
 
 
 def check_group(value: Any, world: int, level: int) -> int:
-    """Return the size of a shard group: all ranks unless a divisor of their number is given."""
+    """Return the size of a shard group: all ranks, or a divisor of their number."""
     if level == 0:
         if value is not None:
             raise UsageError(
-                f"shard_group={value!r} with optimizer_level=0, which cuts nothing",
+                f"shard_group={value!r} requires optimizer_level 1, 2 or 3",
                 where=PARALLELIZE,
             )
         return 1
@@ -170,6 +178,7 @@ def check_group(value: Any, world: int, level: int) -> int:
     size = check_count("shard_group", value)
     if world % size:
         raise UsageError(
-            f"shard_group={size} does not divide the {world} ranks of dp", where=PARALLELIZE
+            f"shard_group must divide the {world} ranks of the data axes, got {size}",
+            where=PARALLELIZE,
         )
     return size

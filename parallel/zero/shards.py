@@ -1,15 +1,14 @@
 """
-The weights of one bundle under optimizer parallelism: what computes, what is trained, and how one
-becomes the other.
+The weights of one bucket under optimizer parallelism: the model's copy, the trained shard, and the
+transfer between them.
 
-    master   this rank's shard, in the type in which the optimizer works
-    full     every weight of the bundle, in the type in which the model computes; the model's parameters are views of it
+    master   this rank's shard, in the optimizer's type
+    full     every weight of the bucket, in the model's type; the model's parameters are views of it
 
 At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer
-step. Where the two types are equal the master is a part of ``full`` itself and takes no memory. At
-level 3 ``full`` has memory only while it is needed (see `gatherer`): its storage is given back and
-taken again underneath the tensors that autograd has saved, so that a backward pass finds the
-weights where it left them.
+step. If both types are equal the master is a part of ``full`` and needs no memory. At level 3
+``full`` has memory only while it is needed (see `gatherer`). Its storage is freed and allocated
+again under the tensors that autograd has saved: a backward pass finds the weights in place.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class ShardedBucket:
 
     Args:
         weights: of one type, all or none of them trained.
-        comm: the axis, with as many shards as the bundle is cut into.
-        compute: type in which the model computes with them.
-        train: type of the master.
-        released: whether ``full`` has memory only while it is needed (level 3).
-        home: where the master lives; the device of the axis, or the host.
+        comm: the group, with as many shards as the bucket is cut into.
+        compute_dtype: type in which the model computes with them.
+        master_dtype: type of the master.
+        frees_full: whether ``full`` has memory only while it is needed (level 3).
+        master_device: the device of the group, or the host.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class ShardedBucket:
         self.frees_full = frees_full
         self.label = label
         self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
-        """The parts of a pipeline's stage that compute with any of them."""
+        """The chunks of a pipeline's stage that compute with any of them."""
         self.layout: FlatLayout = make_flat_layout(
             [(w.name, w.shape) for w in weights], comm.shards, comm.world
         )
@@ -79,7 +78,7 @@ class ShardedBucket:
             nn.Parameter(self._master_segment(segment), weights[segment.slot].is_trained)
             for segment in self.segments
         ]
-        """What the optimizer trains: a segment each."""
+        """What the optimizer trains: one parameter per segment."""
         self._nan = torch.full((), float("nan"), dtype=compute_dtype, device=comm.device)
         self.is_open = True
         """Whether ``full`` has memory."""
@@ -87,7 +86,9 @@ class ShardedBucket:
             self.release()
 
     def _fill_shard(self) -> list[torch.Tensor]:
-        """Copy the weights in and make the model's parameters views; return the views."""
+        """
+        Copy the weights into the buffers and make the model's parameters views; return the views.
+        """
         views = [
             self.full.narrow(0, slot.start, slot.numel).view(slot.shape)
             for slot in self.layout.slots
@@ -104,7 +105,7 @@ class ShardedBucket:
         return views
 
     def _master_segment(self, segment: FlatSegment) -> torch.Tensor:
-        """Return a segment of the master; where it is a whole weight, in its shape."""
+        """Return a segment of the master; a full weight has its shape."""
         slot = self.layout.slots[segment.slot]
         piece = self.master.narrow(0, segment.offset, segment.numel)
         return piece.view(slot.shape) if segment.numel == slot.numel else piece
@@ -113,20 +114,20 @@ class ShardedBucket:
 
     def start_publish(self) -> None:
         """
-        Start giving every rank of the shard group the new weights, after an optimizer step (levels
+        Start to give every rank of the shard group the new weights, after an optimizer step (levels
         1 and 2).
         """
         if not self.frees_full:
             self._gather_shards()
 
     def start_gather(self) -> None:
-        """Start gathering the weights of a unit that is about to compute (level 3)."""
+        """Start to gather the weights of a unit that is about to compute (level 3)."""
         if not self.is_open and self._pending is None:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self._gather_shards()
 
     def wait_gather(self) -> None:
-        """Wait until the model's parameters hold the weights."""
+        """Wait until the model's parameters have the weights."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -137,10 +138,9 @@ class ShardedBucket:
 
     def release(self) -> None:
         """
-        Give the memory of ``full`` back; the model's parameters keep their shapes and read as NaN.
+        Free the memory of ``full``. The model's parameters keep their shapes and read as NaN.
 
-        An access outside of the unit that owns a weight shows as NaN, not as a read of memory that
-        is someone else's.
+        An access outside of the unit that owns a weight reads NaN, not memory of another tensor.
         """
         if self._pending is not None:
             self.wait_gather()

@@ -436,8 +436,8 @@ def count_sends(case: Case) -> tuple[int, int]:
     """Return how many messages a rank sends in its second step, and their bytes."""
     run = make(case)
     run.step(batch_of(16, 0))
-    axes = run.state.driver.traffic.links.axes
-    axes.forget()
+    axes = run.state.driver.exchange.links.axes
+    axes.reset_counts()
     run.step(batch_of(16, 1))
     count = axes.counts["send", ("pp",)]
     return count.calls, count.nbytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import pdrun
-from pdrun.parallel.comm import communicator as axis
+from pdrun.parallel.comm import axis_transport
 from pdrun.parallel.compiler import matmul_pass
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
@@ -101,7 +101,7 @@ def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
     """Prove, train, save, and take up again; return what went wrong."""
     wrong = []
     if kind == "joined":  # however little it is worth with tensors of these sizes
-        axis.MIN_SHARD_BYTES = axis.ROW = matmul_pass.MIN_BYTES = 0
+        axis_transport.MIN_SHARD_BYTES = axis_transport.MIN_ROW_BYTES = matmul_pass.MIN_BYTES = 0
     for number, (task, place) in enumerate(cases):
         try:
             before = mixed.first(task, place, f"{folder}/{number}")

@@ -13,7 +13,7 @@ Equality is checked, never assumed. A layer is exported separately if
 * it shares a weight with something outside
 * it is called with other shapes or values
 
-If a layer takes an activation from elsewhere than its arguments, the full model is exported without
+If a layer takes an activation that is not one of its arguments, the full model is exported without
 folding (`FoldError`).
 """
 

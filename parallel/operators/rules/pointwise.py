@@ -154,9 +154,7 @@ def split_linear_elementwise(view: OperatorView) -> list[OpSplit]:
 
 @register_rule(*CAST_KINDS)
 def split_cast(view: OperatorView) -> list[OpSplit]:
-    """
-    As `elementwise`; partial sums do not pass.
-    """
+    """As `elementwise`; partial sums do not pass."""
     return _split_any_dim(view)
 
 

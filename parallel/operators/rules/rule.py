@@ -2,10 +2,9 @@
 Rules: the ways to split an operator along one axis of the mesh.
 
 A rule takes an operator (its kind, arguments and shapes) and returns its splits. A split has a
-state
-for every input and output: what the ranks along the axis have of the tensor. The rule of a matrix
-product of [I, K] and [K, J] has three splits, in addition to the one in which all ranks compute
-everything:
+state for every input and output: what the ranks along the axis have of the tensor. The rule of a
+matrix product of [I, K] and [K, J] has three splits, in addition to the one in which all ranks
+compute everything:
 
     shard I   (0, REPLICATED) -> 0
     shard J   (REPLICATED, 1) -> 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx
 
-from pdrun.parallel.comm import custom_ops
+from pdrun.parallel.comm import cuda_copy, custom_ops
 from pdrun.parallel.comm import overlapped_matmul as products
 from pdrun.parallel.comm import p2p_copy as peers
 from pdrun.parallel.comm.communicator import AxisGroup
@@ -95,7 +95,7 @@ class Sent:
 
     def wait(self) -> None:
         parts = [self._parts[place] for place in range(self._axis.size)]
-        came = self._axis.all_to_all(parts, [tuple(self._out.shape)] * self._axis.size)
+        came = self._axis.all_to_all_lists(parts, [tuple(self._out.shape)] * self._axis.size)
         self._out.copy_(torch.stack(came).sum(0))
 
 
@@ -135,10 +135,10 @@ def test_products_that_are_added_up(
 
 def test_a_pitched_copy_is_laid_out_as_cuda_has_it() -> None:
     """CUDA_MEMCPY2D of cuda.h, on 64 bits."""
-    places = {name: getattr(peers._Copy, name).offset for name, _ in peers._Copy._fields_}
+    places = {name: getattr(cuda_copy._Memcpy2D, name).offset for name, _ in cuda_copy._Memcpy2D._fields_}
     assert places["from_kind"] == 16 and places["from_device"] == 32 and places["from_pitch"] == 48
     assert places["to_kind"] == 72 and places["to_device"] == 88 and places["to_pitch"] == 104
-    assert (places["width"], places["rows"], ctypes.sizeof(peers._Copy)) == (112, 120, 128)
+    assert (places["width"], places["rows"], ctypes.sizeof(cuda_copy._Memcpy2D)) == (112, 120, 128)
 
 
 # ---- in a graph -------------------------------------------------------------

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
-from pdrun.parallel.comm.communicator import AxisGroup, PendingTensor
+from pdrun.parallel.comm.axis_transport import PendingTensor
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.context_parallel import block_attention as block_attention
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ulysses import ulysses_attention

@@ -34,7 +34,7 @@ class PdrunGroup(click.Group):
         return sorted(LOADERS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None if there is none of that name."""
+        """Import and return a command; None: no command has that name."""
         if cmd_name in LOADERS and cmd_name not in self.commands:
             self.add_command(LOADERS[cmd_name]())
         return self.commands.get(cmd_name)

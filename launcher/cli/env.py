@@ -76,7 +76,7 @@ class EnvironmentReport:
     environ: Mapping[str, str]
     facts: Facts
     use: str
-    """The backend that a job would use, or why there is none."""
+    """The backend that a job would use, or why no backend can be used."""
     launcher: LauncherInfo
     launcher_error: str
     """Why no launcher was detected: its variables contradict each other."""

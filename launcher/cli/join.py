@@ -208,7 +208,7 @@ def run_scheduler(
         rows: the command's rows in the table of options.
         params: the options, as click parsed them.
         environ: the environment variables to use.
-        journal: recovery file. A job that it holds is resumed; empty: no recovery.
+        journal: recovery file. A job recorded in it is resumed; empty: no recovery.
     """
     endpoint = parsers.endpoint_parser()(listen, "--listen")
     if journal and not endpoint.port:

@@ -1,7 +1,7 @@
 """
 Entry point of the command line: arguments in, exit code out, one line per error.
 
-    a PdrunError, a click error    ``pdrun: error: WHERE: WHAT; HINT`` and its code (2, 69, 77, 78 ...)
+    a PdrunError, a click error    ``pdrun: error: WHERE: WHAT; HINT``, its code (2, 69, 77, 78 ...)
     Ctrl-C                         130
     stdout cannot be written       one line, 74
     any other exception            a bug of pdrun: one line, the traceback in a file, 70

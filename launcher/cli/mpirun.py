@@ -76,7 +76,7 @@ def mpirun_words(
         hostfile: value of --hostfile.
         nodes: value of --nodes.
         program: value of --mpirun.
-        words: arguments of ``pdrun run``.
+        words: the ``pdrun run`` command line.
 
     Raises:
         UsageError: the number of nodes is missing or contradicts the hosts.

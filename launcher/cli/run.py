@@ -1,8 +1,8 @@
 """
 ``pdrun run``: from arguments to a plan, which is printed or executed.
 
-The options come from the tables `run_options.RUN_OPTIONS` and `aliases.ALIAS_OPTIONS`. Parsing stops at the script:
-everything behind it belongs to the script.
+The options are those of the tables `run_options.RUN_OPTIONS` and `aliases.ALIAS_OPTIONS`. Parsing
+stops at the script: everything behind it belongs to the script.
 """
 
 from __future__ import annotations

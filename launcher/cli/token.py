@@ -1,7 +1,7 @@
 """
 ``pdrun token create`` and ``pdrun token show``.
 
-A token is the job's secret. It is written only to the file named, or to stdout if that is asked for.
+A token is the job's secret. It is written only to the named file, or to stdout if requested.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pdrun.launcher.plan.facts import read_torch_version
 from pdrun.launcher.plan.render import format_duration
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import import_env
-from pdrun.launcher.supervisor import warm_client
+from pdrun.launcher.supervisor import warm_client, warm_start
 from pdrun.launcher.supervisor.events import WarmProcess
 
 NO_PROCESS = "no warm process of this user runs on this node"
@@ -102,8 +102,8 @@ def start_warm_process(python: str, idle: float) -> int:
     if why:
         raise ConfigError(f"workers cannot be forked here: {why}", where="environment")
     folder = _socket_folder()
-    path = folder / f"{warm_client.warm_key(python, environ)}.sock"
-    with warm_client.locked_dir(folder, _print_line) as number:
+    path = folder / f"{warm_start.warm_key(python, environ)}.sock"
+    with warm_start.locked_dir(folder, _print_line) as number:
         scan = warm_client.WarmScan()
         found = _find_process(scan, path)
         if found is not None and not (why := _why_not_used(found, python, environ)):
@@ -111,10 +111,10 @@ def start_warm_process(python: str, idle: float) -> int:
             return 0
         if found is not None:
             _print_line(f"replacing the warm process {found.pid}: {why}")
-            warm_client.stop_warm(found)
-        warm_client.replace_silent(scan, path.name, _print_line)
-        _print_line(f"importing {', '.join(warm_client.WARM_MODULES)} with {python}")
-        warm_client.start_warm(number, path, python, environ, idle)
+            warm_start.stop_warm(found)
+        warm_start.replace_silent(scan, path.name, _print_line)
+        _print_line(f"importing {', '.join(warm_start.WARM_MODULES)} with {python}")
+        warm_start.start_warm(number, path, python, environ, idle)
         started = _find_process(warm_client.WarmScan(), path)
     if started is None:
         raise ConfigError("the warm process does not answer", where=str(path))
@@ -163,13 +163,13 @@ def stop_warm_processes(pids: Sequence[int]) -> int:
     """Stop the warm processes with these pids, or all; return 1 if one did not stop."""
     scan = warm_client.WarmScan()
     found = {process.pid: process for process in scan.collect_answers()}
-    removed = warm_client.remove_dead(scan, _print_line)
+    removed = warm_start.remove_dead(scan, _print_line)
     for pid in pids:
         if pid not in found:
             raise _unknown_pid(scan, pid)
     code = 0
     for pid in pids or found:
-        if not warm_client.stop_warm(found[pid]):
+        if not warm_start.stop_warm(found[pid]):
             _print_line(f"could not stop the warm process {pid}")
             code = 1
             continue

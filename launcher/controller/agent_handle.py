@@ -1,8 +1,8 @@
 """
 An agent as its controller sees it: its output, its progress, its exit.
 
-    Controller --- AgentHandle <|-- LocalAgentHandle   a child process: signals, two pipes, a socket as lifeline
-                               <|-- RemoteAgentHandle  the same in frames over one ssh connection (`ssh_agent`)
+    Controller --- AgentHandle <|-- LocalAgentHandle   a child process: signals, pipes, a lifeline
+                               <|-- RemoteAgentHandle  the same in frames over ssh (`ssh_agent`)
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AgentHandle(Protocol):
         ...
 
     def read_output(self, fd: int) -> Iterable[tuple[int, bytes]]:
-        """Process a descriptor that is ready; yield output as (STDOUT or STDERR, complete lines)."""
+        """Process a ready descriptor; yield output as (STDOUT or STDERR, complete lines)."""
         ...
 
     def is_drained(self) -> bool:

@@ -1,5 +1,5 @@
 """
-``--ship``: sends pdrun to hosts that lack it, over the same connection, into a private cache folder.
+``--ship``: sends pdrun to hosts that lack it, into a private cache folder there.
 
     ~/.cache/pdrun/ship/DIGEST (0700)    pdrun/, and zmq/ and psutil/ if that interpreter lacks them
 
@@ -28,7 +28,7 @@ from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
 FOLDERS = ("backends", "launcher", "parallel", "rendezvous", "templates", "ui")
 COMPILED_PACKAGES = ("zmq", "psutil")
 """
-Packages of the agents that are not pure Python; zmq's shared libraries are in pyzmq.libs beside it.
+Packages of the agents that are not pure Python; zmq has shared libraries in pyzmq.libs.
 """
 SKIPPED_FOLDERS = {"__pycache__", "tests", ".git"}
 SKIPPED_SUFFIXES = (".pyc", ".pyx")
@@ -49,7 +49,7 @@ if sys.version_info < (3, 11):
     sys.exit("unknown option: Python 3.11 is needed")
 bundle = json.loads(raw.readline())
 kind = "%s %s" % (sys.implementation.cache_tag, sysconfig.get_platform())
-missing = [name for name in bundle["compiled"] if importlib.util.find_spec(name) is None]
+missing = [name for name in bundle["compiled"] if not importlib.util.find_spec(name)]
 if missing and kind != bundle["kind"]:
     sys.exit("remote side: pyzmq and psutil must be installed there "
              "(%s is missing; this is %s, they were built for %s)"
@@ -156,7 +156,7 @@ class BundledAgentHandle(RemoteAgentHandle):
         self._folder = ""
 
     def connect(self, folder: str, first: bytes = b"") -> None:
-        """Start ssh and `_UNPACK`; its answer is awaited before anything else is sent."""
+        """Start ssh and `_UNPACK`; wait for its answer before sending more."""
         header = {
             "digest": self._bundle.digest,
             "size": len(self._bundle.archive),

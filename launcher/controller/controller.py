@@ -15,7 +15,7 @@ every wait:
 * When the controller dies in any way, the lifelines break. Every agent then exits with all its
   workers.
 * A slow reader of the output blocks the agents, and a blocked agent is not stopped. This ends with
-  the job: from the first stop signal on, agents are stopped all the same. From the second on, they
+  the job: from the first stop signal on, agents are stopped nevertheless. From the second on, they
   are read without the reader. What remains at the end he can read as long as `Console.close` waits.
 * Until workers are about to start (an agent reports it on its lifeline, a socket) the scheduler may
   not know an agent, or not run yet. Then the end of one agent ends the others immediately, and an
@@ -53,7 +53,7 @@ from pdrun.rendezvous.protocol.security import Secret, find_secret, is_secret_na
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.5
 POLL_SECONDS_WHILE_BLOCKED = 0.02
-"""While a reader of the output is behind: no descriptor tells when it reads again."""
+"""While a reader of the output is behind: no descriptor signals when it reads again."""
 
 
 def run_local(plan: LaunchPlan) -> int:
@@ -85,7 +85,7 @@ def _local_job_secret(plan: LaunchPlan) -> Secret:
     """
     Return the secret of a local job.
 
-    It is the user's own if other nodes may join from another terminal, else a random one.
+    It is the user's own if other nodes may join from another terminal, otherwise random.
     """
     if not plan.spec.can_restart:
         return Secret.random()
@@ -98,7 +98,7 @@ def _local_job_secret(plan: LaunchPlan) -> Secret:
 
 
 def job_secret(plan: LaunchPlan) -> Secret:
-    """Return the job's secret: the one that the user has named, else a random one."""
+    """Return the job's secret: the one that the user has named, otherwise a random one."""
     token_file = plan.spec.place.token_file
     return find_secret(token_file)[0] if is_secret_named(token_file) else Secret.random()
 
@@ -132,7 +132,7 @@ class Controller:
         self._stop_signals: list[int] = []
         """Stop signals received so far."""
         self._dropped_bytes = 0
-        """Output read after a second stop signal that was not shown, because its reader was behind."""
+        """Output read after a second stop signal and not shown: its reader was behind."""
         self._restore = ExitStack()
         self._signal_fd = -1
 

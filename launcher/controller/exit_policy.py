@@ -63,7 +63,7 @@ class ShutdownTimer:
         self._steps = [(now, "close"), (now + AFTER_CLOSE_SECONDS, "kill")]
 
     def next_step(self, now: float) -> str:
-        """Return a step whose time has come, once; empty: none."""
+        """Return a step that is due, once; empty: none."""
         if self._steps and now >= self._steps[0][0]:
             return self._steps.pop(0)[1]
         return ""

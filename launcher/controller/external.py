@@ -7,7 +7,7 @@ mpirun or srun.
 
 The exit code is the scheduler's verdict.
 
-* When the launcher ends before there is a verdict, the remaining agents are told so and exit.
+* When the launcher ends before there is a verdict, the remaining agents get a message and exit.
 * When this process dies, the agents lose their scheduler and exit.
 * A launcher that stays after the verdict is ended.
 """

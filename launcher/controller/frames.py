@@ -3,8 +3,8 @@ Frames between a controller and a remote server, over the remote server's stdin 
 
     GREETING FRAME FRAME ...        FRAME = kind (1 byte), length (4 bytes, big-endian), payload
 
-Text in front of the greeting comes from start-up files of the login shell and is skipped. A frame's
-length, not a mark, says where it ends: no output of a worker can be mistaken for a frame.
+Text in front of the greeting is the output of the login shell's start-up files; it is skipped. A
+frame's length, not a mark, defines its end: no output of a worker can be mistaken for a frame.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIGNAL = b"S"
 HOLD = b"P"
 """{"streams"}: streams that must not be read for now."""
 ALIVE = b"."
-"""Nothing; sent often enough that silence means that the controller is gone."""
+"""Nothing; sent often enough that silence means that the controller is lost."""
 
 # from the remote server
 HELLO = b"H"
@@ -54,8 +54,8 @@ EXIT = b"X"
 ALIVE_SECONDS = 10.0
 SILENCE_SECONDS = 120.0
 """
-Time without a frame after which the remote server assumes that the controller is gone: a host that
-lost its power closes no connection.
+Time without a frame after which the remote server assumes that the controller is lost: a host
+without power closes no connection.
 """
 
 

@@ -91,7 +91,7 @@ def _head_addresses(plan: LaunchPlan, agents: Sequence[RemoteAgentHandle]) -> li
     Return addresses by which the others may reach the first host, the best first.
 
     In this order: the address that the user gives; the address at which our ssh arrived there, or
-    from which our connections come if the first host is this machine; its name.
+    the source address of our connections if the first host is this machine; its name.
     """
     assert plan.host_plan is not None
     head = plan.host_plan.hosts[0]

@@ -71,7 +71,7 @@ class RemoteAgentHandle:
 
         Args:
             folder: working directory of the job.
-            first: bytes to send before anything else.
+            first: bytes to send before the first frame.
 
         Raises:
             OSError: the program cannot be started.
@@ -145,7 +145,7 @@ class RemoteAgentHandle:
         """
         See `AgentHandle`.
 
-        One connection carries both streams: the remote server is told which of them to hold.
+        One connection carries both streams, so a frame names the streams that must wait.
         """
         now = time.monotonic()
         held = tuple(stream for stream in (STDOUT, STDERR) if is_behind(stream))

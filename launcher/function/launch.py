@@ -54,7 +54,7 @@ from pdrun.launcher.config.spec import (
 )
 from pdrun.launcher.function.transfer import WorkerResult, read_results, write_call
 from pdrun.launcher.jobs import registry
-from pdrun.names import make_name
+from pdrun.text import make_name
 from pdrun.worker_env import refuse_reserved
 
 ERROR_OF_EXIT_CODE: Mapping[int, type[PdrunError]] = {

@@ -2,8 +2,8 @@
 Files that carry a function from `pdrun.launch` to its workers, and their results back.
 
 All files are in one private folder (0700, files 0600), which is made for the call and removed after
-it. Only pdrun, as the same user, writes there. That is why pickle may be read here, and nowhere
-else in pdrun: no data comes from outside.
+it. Only pdrun, as the same user, writes there. Therefore pickle may be read here: no data is from
+outside. No other module of pdrun reads pickle.
 
 A file is one line of JSON, followed by pickled bytes::
 
@@ -57,7 +57,7 @@ class WorkerResult:
             raise PdrunError(what, where="pdrun.launch") from error
 
     def load_exception(self) -> BaseException | None:
-        """Return the exception, if it can be unpickled, else None."""
+        """Return the exception; None if it cannot be unpickled."""
         try:
             found = pickle.loads(self.data) if self.data else None  # noqa: S301 - as above
         except Exception:
@@ -79,7 +79,7 @@ def write_call(
     Functions of ``__main__``, lambdas and closures are pickled by value, others by name.
 
     Raises:
-        UsageError: the function or an argument cannot be pickled; the message says which and why.
+        UsageError: the function or an argument cannot be pickled; names it and the reason.
     """
     for what, value in (("the function", function), ("the arguments", (tuple(args), dict(kwargs)))):
         try:

@@ -1,7 +1,7 @@
 """
 ``python -m pdrun.launcher.function.worker_main FILE``: one worker of `pdrun.launch`.
 
-It calls the function in FILE and writes the result or the exception to a file beside it.
+It calls the function in FILE and writes the result or the exception to a file in the same folder.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class AgentOptions:
     run: str = ""
     """Name of the run, if a controller chose it, started all nodes and registered the job."""
     all_nodes_started: bool = False
-    """mpirun or srun starts all nodes: no message says how to start a missing one."""
+    """mpirun or srun starts all nodes: messages do not explain how to start a missing one."""
     may_read_stdin: bool = True
     """Whether rank 0 may read the standard input of this process."""
 

@@ -157,8 +157,8 @@ def _journal_path(plan: LaunchPlan, events: Path | None) -> Iterator[Path | None
     """
     Yield the recovery file from which a scheduler that died is resumed.
 
-    It is beside the event log, or in a temporary folder if there is no event log. None: nodes do
-    not wait for a lost scheduler.
+    It is in the folder of the event log, or in a temporary folder if there is no event log. None:
+    nodes do not wait for a lost scheduler.
     """
     if not plan.spec.policy.scheduler_loss:
         yield None

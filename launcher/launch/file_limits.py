@@ -11,7 +11,7 @@ from pdrun.launcher.plan.model import LaunchPlan
 MIN_FILES = 32
 FILES_OF_SINGLE_AGENT = 16
 FILES_OF_AGENT = 32
-"""Beside those of its workers, and one per node if it runs the scheduler."""
+"""In addition: those of its workers, and one per node if it runs the scheduler."""
 FILES_OF_CONTROLLER = 16
 FILES_PER_AGENT = 3
 """Of a controller, for each agent: two pipes and the lifeline."""

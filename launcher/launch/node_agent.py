@@ -169,8 +169,8 @@ def start_supervisor(
     """
     Return a supervisor for the workers of a plan.
 
-    It is forked from the warm process if the plan has one, else a child. A child of a forking plan
-    starts a fork server, which imports torch.
+    It is forked from the warm process if the plan has one, otherwise a child. If the plan forks its
+    workers, a child starts a fork server, which imports torch.
     """
     if plan.start_method.warm:
         from pdrun.launcher.supervisor.warm_client import borrow_supervisor

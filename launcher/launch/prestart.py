@@ -1,8 +1,8 @@
 """
 Starts the import of torch before the command line is parsed, on a guess.
 
-The import of torch is the longest part of a start, and pdrun needs 0.2 s until its plan says what
-to import. But ``pdrun --devices 8 train.py`` nearly always leads to what the arguments and the
+The import of torch is the longest part of a start, and pdrun needs 0.2 s until its plan defines
+what to import. But ``pdrun --devices 8 train.py`` nearly always leads to what the arguments and the
 environment suggest: a fork server of this interpreter and this environment (see `start_method`).
 
 * `start` starts that fork server and its supervisor first.
@@ -160,7 +160,7 @@ def guess_command(
     Return argv, environment and folder of the fork server of a script; None: no fork server.
 
     Args:
-        words: the script and its arguments.
+        words: path of the script, then its arguments.
         environ: the environment of pdrun.
     """
     from pathlib import Path

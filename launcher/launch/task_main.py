@@ -6,7 +6,7 @@ the secret; both are removed from the environment first. The launcher's variable
 the task.
 
 The exit code is 0 once the job has a verdict, whatever the verdict is: the controller knows it, and
-mpirun would report any other code as a failure of its own.
+mpirun would report any other code as its own failure.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _spec_of_task(spec: JobSpec, rank: int) -> JobSpec:
     from pdrun.launcher.plan.external import find_node_rank
     from pdrun.launcher.plan.hosts import name_hosts
     from pdrun.launcher.plan.placement import resources_on_host
-    from pdrun.names import make_name
+    from pdrun.text import make_name
 
     hosts = spec.place.hosts
     hostname = os.uname().nodename

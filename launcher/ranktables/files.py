@@ -117,7 +117,7 @@ def wait_for_table(
         wait: longest time to wait, in seconds.
         print_line: called with what is waited for, and with every warning.
         clock: monotonic seconds.
-        sleep: waits for so many seconds.
+        sleep: waits for a number of seconds.
 
     Raises:
         ConfigError: the table cannot be used; its first fault, with file and line.

@@ -120,7 +120,7 @@ def _explain_syntax_error(text: str, error: json.JSONDecodeError, name: str) -> 
 
 
 def _find_placeholder(text: str, offset: int) -> str:
-    """Return the placeholder that is nearest to an offset; empty: there is none."""
+    """Return the placeholder that is nearest to an offset; empty: no placeholder."""
     start = max(0, offset - PLACEHOLDER_WINDOW)
     matches = list(_PLACEHOLDER.finditer(text, start, offset + PLACEHOLDER_WINDOW))
     if not matches:

@@ -115,7 +115,7 @@ def make_table(
 def _device_ids(
     host: Host, addresses: Mapping[int, str], device_count: int | None
 ) -> tuple[int, ...]:
-    """Return the device ids of a host: as listed, else by number, else those with addresses."""
+    """Return the device ids of a host: as listed, or by number, or those with addresses."""
     count = host.devices if host.devices is not None else device_count
     if host.indices:
         ids = tuple(host.indices)

@@ -113,7 +113,7 @@ class ValueReader:
         required: bool = True,
         maximum: int = MAX_RANKS,
     ) -> int:
-        """Return a number that a dialect 1.x writes as text; -1 if there is none."""
+        """Return a number that a dialect 1.x writes as text; -1 if it is missing."""
         earlier_faults = len(self.faults)
         value = self.read_text(data, key, path, required=required)
         is_faulty = any(not fault.is_warning for fault in self.faults[earlier_faults:])
@@ -136,7 +136,7 @@ class ValueReader:
         required: bool = True,
         maximum: int = MAX_RANKS,
     ) -> int:
-        """Return a number of dialect 2.0; -1 if there is none."""
+        """Return a number of dialect 2.0; -1 if it is missing."""
         if key not in data:
             if required:
                 self.add_fault((*path, key), "is missing")

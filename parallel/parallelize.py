@@ -21,8 +21,8 @@ from pdrun.parallel.compiler.compile import check_combination, compile_modules
 from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
-from pdrun.parallel.model import recompute as recomputing
 from pdrun.parallel.model.meta_init import WeightInitializer
+from pdrun.parallel.model.recompute import apply_recompute
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
@@ -36,6 +36,7 @@ from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero.engine import Engine
 from pdrun.parallel.zero.full_tensors import weight_storages
 from pdrun.parallel.zero.offload import ActivationOffload, parse_offload
+from pdrun.parallel.zero.optimizer import check_elementwise, remap_params, shard_param_groups
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings, check_above_zero, check_scheduler
 
 TIMEOUT_SECONDS = 600.0
@@ -238,7 +239,7 @@ def _build_state(
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     compiled = compile_modules(partitioned.model, arguments.compile)
-    recomputed = recomputing.apply_recompute(partitioned.model, recompute)
+    recomputed = apply_recompute(partitioned.model, recompute)
     check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
     engine = Engine(
         partitioned.model,

@@ -102,7 +102,8 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
         raise UsageError(
             f"a DataLoader with a {type(sampler).__name__} is not supported",
             where=RUN_DATA,
-            hint="use pdrun.Loader(dataset, batch, shuffle=True) or dataset_strategy='data_parallel'",
+            hint="use pdrun.Loader(dataset, batch, shuffle=True) or "
+            "dataset_strategy='data_parallel'",
         )
     if isinstance(sampler, RandomSampler) and (
         sampler.replacement or len(sampler) != len(loader.dataset)

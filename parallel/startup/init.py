@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun import elastic
 from pdrun.backends.base import Backend
-from pdrun.backends.detect import choose_backend, probe_all
-from pdrun.backends.detect import get_backend as backend_named
+from pdrun.backends.detect import choose_backend, get_backend, probe_all
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.startup import excepthook as excepthook
 from pdrun.worker_env import WorkerEnv
@@ -235,7 +234,7 @@ def _join_mpi_tasks(environ: Mapping[str, str], group: bool) -> WorkerEnv | None
 def _find_backend(kind: str, group: bool) -> Backend:
     """Return the table of the named kind, or of what this machine has."""
     if kind:
-        return backend_named(kind)
+        return get_backend(kind)
     if group or _has_torch():
         from pdrun.backends.collectives import native_backend
 
@@ -263,7 +262,7 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
     from pdrun.backends.collectives import group_backend, import_torch, open_group
 
     dist = import_torch().distributed
-    table = backend_named(context.backend)
+    table = get_backend(context.backend)
     if dist.is_available() and dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
             raise ConfigError(

@@ -100,8 +100,8 @@ class Engine:
                 weight.param.register_post_accumulate_grad_hook(self._make_grad_hook(index))
         self._targets = [self._trained_params(index) for index in range(len(self.gradient_buckets))]
         self._is_paused = False
-        # if gathers run in parallel with sums, a process that waits for a sum could block the gather
-        # that other processes need
+        # if gathers run in parallel with sums, a process that waits for a sum could block the
+        # gather that other processes need
         may_wait = (
             self.gatherer is None or settings.keep_for_step or self.data_group.device.type != "cpu"
         )

@@ -90,8 +90,8 @@ def check_elementwise(
         parts = _try_two_steps(optimizer, group, device, 2)
         if whole is None or parts is None or not torch.equal(whole, parts):
             raise UsageError(
-                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on "
-                "other elements",
+                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends "
+                "on other elements",
                 where=PARALLELIZE,
                 hint=("" if tiles_only else "optimizer_level=0, or ")
                 + "an elementwise optimizer such as AdamW or SGD",

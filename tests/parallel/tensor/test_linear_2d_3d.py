@@ -148,14 +148,14 @@ def test_the_bytes_of_the_closed_forms(worlds: Any, degrees: tuple[int, ...]) ->
 
 
 def test_wrong_styles_are_refused() -> None:
-    with pytest.raises(UsageError, match="not different axes"):
+    with pytest.raises(UsageError, match="must be different tensor axes"):
         linear2d("x", "x")
-    with pytest.raises(UsageError, match="no dim"):
+    with pytest.raises(UsageError, match="rows must be a dim"):
         linear3d("x", "y", "z", rows=-1)
     grid = Grid(("x", "y"), (2, 2))
-    with pytest.raises(UsageError, match="first: 3 cannot be cut into 4 parts over y x x"):
+    with pytest.raises(UsageError, match="first: 3 cannot be split into 4 parts over y x x"):
         Strategy({"first": linear2d("x", "y")}).plan(build(8, 3, 4), grid)
-    with pytest.raises(UsageError, match="is no linear module"):
+    with pytest.raises(UsageError, match="is not a linear module"):
         Strategy({"0": linear2d("x", "y")}).plan(nn.Sequential(nn.ReLU()), grid)
     with pytest.raises(UsageError, match="no axis 'z'"):
         Strategy({"first": linear3d("x", "y", "z")}).plan(build(8, 8, 4), grid)
@@ -174,5 +174,5 @@ def wrong_rows() -> list[str]:
 
 def test_rows_that_do_not_divide_are_refused(worlds: Any) -> None:
     first, second = worlds(4).run(wrong_rows)[0]
-    assert "first: dim 0 of [3, 8] does not divide into 2 parts over z x y" in first
+    assert "first: dim 0 of [3, 8] must be a multiple of 2, the size of z x y" in first
     assert "rows=1 is no dim before the last" in second

@@ -295,7 +295,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_place(worlds: Any) 
     kind, text = worlds(4).failures(edges, 6)[0]
     assert kind == "UsageError"
     assert text == (
-        "Strategy, layers.0: dim 1 of [3, 6, 32] does not divide into 4 parts of the sequence; pad to a multiple of 4"
+        "Strategy, layers.0: dim 1 of [3, 6, 32], the sequence, must be a multiple of 4; pad it to a multiple of 4"
     )
 
 

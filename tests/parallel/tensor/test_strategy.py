@@ -98,7 +98,7 @@ def test_norms_that_are_forgotten_where_the_sequence_is_cut() -> None:
 
 
 def test_axes_that_there_are_not() -> None:
-    assert "dp is no tensor axis: weights are not cut over it" in mistake({"head": vocab("dp")})
+    assert "dp is not a tensor axis: weights cannot be sharded over it" in mistake({"head": vocab("dp")})
     assert "there is no axis 'x'" in mistake({"head": vocab("x")})
 
 
@@ -111,14 +111,14 @@ def test_modules_that_a_style_cannot_cut() -> None:
     model = nn.Sequential(
         nn.LayerNorm(8), Scaled(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8, max_norm=1.0), nn.ReLU()
     )
-    assert "Strategy, 0: a LayerNorm is no linear module" in mistake({"0": col("tp")}, model)
-    assert "Strategy, 1: Scaled has a forward of its own" in mistake({"1": row("tp")}, model)
-    assert "Strategy, 3: an embedding with max_norm cannot be cut by words" in mistake(
+    assert "Strategy, 0: a LayerNorm is not a linear module" in mistake({"0": col("tp")}, model)
+    assert "Strategy, 1: Scaled overrides forward" in mistake({"1": row("tp")}, model)
+    assert "Strategy, 3: an embedding with max_norm cannot be sharded over the vocabulary" in mistake(
         {"3": vocab("tp")}, model
     )
-    assert "Strategy, 4: a ReLU is no linear module" in mistake({"4": vocab("tp")}, model)
+    assert "Strategy, 4: a ReLU is not a linear module" in mistake({"4": vocab("tp")}, model)
     nn.utils.parametrizations.weight_norm(model[2])
-    assert "Strategy, 2: its weights are bias, not weight and bias" in mistake(
+    assert "Strategy, 2: its weights must be weight and bias, got bias" in mistake(
         {"2": col("tp")}, model
     )
     model[1].forward = model[1].forward  # as wrappers do
@@ -131,20 +131,20 @@ def test_attentions_of_torch_that_are_not_cut() -> None:
     model = nn.Sequential(
         nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, add_zero_attn=True)
     )
-    assert "0: torch's attention is cut as one, and out_proj has a style of its own" in mistake(
+    assert "0: heads shards all of torch's attention, but out_proj has a style, too" in mistake(
         {"0": heads("tp"), "0.out_proj": row("tp")}, model
     )
-    assert "1: an attention with add_bias_kv or add_zero_attn is not cut" in mistake(
+    assert "1: an attention with add_bias_kv or add_zero_attn cannot be sharded" in mistake(
         {"1": heads("tp")}, model
     )
 
 
 def test_parts_that_would_be_empty_or_uneven_over_two_axes() -> None:
     two = Grid(("x", "y"), (2, 2))
-    assert "3 cannot be cut into 4 parts over tp: some would be empty" in mistake(
+    assert "3 cannot be split into 4 parts over tp: some would be empty" in mistake(
         {"head": vocab("tp")}, build(words=3)
     )
-    assert "37 does not divide by 4, which cuts over several axes need" in mistake(
+    assert "37 must be a multiple of 4 to be sharded over several axes" in mistake(
         {"head": vocab(("x", "y"))}, grid=two
     )
 
@@ -157,33 +157,33 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
 
     model = nn.Sequential(Attention())
     rules = {"0": heads("tp"), "0.qkv": col("tp"), "0.out": row("tp")}
-    assert "Strategy, 0.qkv: how q, k and v lie side by side in its output is not known" in mistake(
+    assert "Strategy, 0.qkv: the order of q, k and v in its output is unknown" in mistake(
         rules, model
     )
-    assert "0.qkv: its output of 48 is not 5 blocks" in mistake(
+    assert "0.qkv: its output of 48 must be a multiple of blocks=5" in mistake(
         {**rules, "0.qkv": col("tp", blocks=5)}, model
     )
-    assert "a block of 24 does not divide" in mistake(
+    assert "a block of 24 must be a multiple of" in mistake(
         {**rules, "0.qkv": col("tp", blocks=2)}, model
     )
-    assert "blocks (16, 16) do not add up" in mistake(
+    assert "blocks must add up to its output of 48, got (16, 16)" in mistake(
         {**rules, "0.qkv": col("tp", blocks=(16, 16))}, model
     )
     model[0].num_key_value_heads, model[0].qkv = 2, nn.Linear(16, 32)
     grouped = {**rules, "0.qkv": col("tp", blocks=(16, 8, 8))}
     two = Grid(("tp",), (2,))
-    assert "how q, k and v lie side by side" in mistake(rules, model, two)
+    assert "the order of q, k and v" in mistake(rules, model, two)
     assert Strategy(grouped).plan(model, two, 1).shards["0.qkv.weight"].ranges[0] == (
         (8, 16),
         (20, 24),
         (28, 32),
     )
-    assert "2 heads of keys and values for 4 ranks need q, k and v by themselves" in mistake(
+    assert "2 heads of keys and values on 4 ranks are not supported with fused q, k and v" in mistake(
         grouped, model
     )
     del model[0].num_heads
-    assert "Strategy, 0: how many heads a Attention has is not known" in mistake(rules, model)
-    assert "Strategy, 0: its width is None, no number of heads" in mistake(
+    assert "Strategy, 0: the number of heads of a Attention is unknown" in mistake(rules, model)
+    assert "Strategy, 0: its width must be a number of heads, got None" in mistake(
         {**rules, "0": heads("tp", heads="width")}, model
     )
 
@@ -212,14 +212,14 @@ def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
         build(n_kv=2), GRID, rank=3
     )
     assert list(plan.lines()) == [
-        "words over tp: emb, head",
+        "vocabulary over tp: emb, head",
         "heads over tp: layers.0-1.attn",
         "columns over tp: layers.0-1.attn.wq, layers.0-1.mlp.gate, layers.0-1.mlp.up",
-        "whole on each rank of tp, which computes one of 2 heads: layers.0-1.attn.wk, layers.0-1.attn.wv",
+        "replicated over tp, each rank computes one of 2 heads: layers.0-1.attn.wk, layers.0-1.attn.wv",
         "rows over tp: layers.0-1.attn.wo, layers.0-1.mlp.down",
-        "parts of dim -1 over tp: layers.0-1.mlp.thin",
-        "whole: layers.0.norm1.weight",
-        "not matched, whole on every rank: layers.0-1.norm1.bias, layers.0-1.norm2.weight, layers.0-1.norm2.bias, "
+        "dim -1 sharded over tp: layers.0-1.mlp.thin",
+        "replicated: layers.0.norm1.weight",
+        "not matched, replicated: layers.0-1.norm1.bias, layers.0-1.norm2.weight, layers.0-1.norm2.bias, "
         "layers.1.norm1.weight, norm.weight, norm.bias",
     ]
     assert plan.shards["layers.1.mlp.up.weight"].ranges == (((38, 50),), ((0, 32),))

@@ -161,11 +161,11 @@ def ill_matched(styles: dict[str, Any]) -> str:
     [
         (
             {"*": col("tp")},
-            "1: on this rank it takes 8 features, and was given 4; col takes what is whole",
+            "1: it takes 8 features on this rank, got 4; col takes a full input",
         ),
         (
             {"*": row("tp")},
-            "0: on this rank it takes 4 features, and was given 8; row takes a part",
+            "0: it takes 4 features on this rank, got 8; row takes a shard",
         ),
     ],
 )

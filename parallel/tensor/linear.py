@@ -280,7 +280,8 @@ class TransposedRowParallel(RowParallel):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
         context = self._context
-        return context.leave(context.enter(x) @ self.weight) + self.bias  # type: ignore[attr-defined]
+        weight = self.weight  # type: ignore[attr-defined]
+        return context.leave(context.enter(x) @ weight) + self.bias  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _check_distinct(style: str, *axes: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HighDimStyle(ModuleStyle):
-    """See `linear2d` and `linear3d`; ``rows`` is None in 2D."""
+    """See `linear2d` and `linear3d`; a 2D style has no ``rows``."""
 
     axis: tuple[str, ...]
     rows: int | None

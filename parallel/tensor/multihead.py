@@ -45,10 +45,12 @@ class MultiheadParallel:
         """Return what `nn.MultiheadAttention` returns, with the same arguments."""
         if query.is_nested:
             hint = "nn.TransformerEncoder(..., enable_nested_tensor=False)"
-            raise UsageError("heads of nested tensors are not cut", where=STRATEGY_API, hint=hint)
+            raise UsageError(
+                "nested tensors are not supported with heads", where=STRATEGY_API, hint=hint
+            )
         if is_causal and attn_mask is None:
             raise UsageError(
-                "is_causal says what attn_mask is, which is missing", where=STRATEGY_API
+                "is_causal=True needs attn_mask, as in nn.MultiheadAttention", where=STRATEGY_API
             )
         axis = self._context.axis
         module = _as_multihead(self)
@@ -63,29 +65,30 @@ class MultiheadParallel:
         with shard_region(self._context.shard_ranges(query)):
             if need_weights:
                 scores = q @ k.transpose(-2, -1) * module.head_dim**-0.5
-                weights = (scores if mask is None else scores + mask).softmax(-1)
-                weights = functional.dropout(weights, dropout_p, module.training)
+                if mask is not None:
+                    scores = scores + mask
+                weights = functional.dropout(scores.softmax(-1), dropout_p, module.training)
                 attended = weights @ v
             else:
                 attended = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p)
         out = all_reduce(
             functional.linear(attended.transpose(1, 2).flatten(2), module.out_proj.weight), axis
         )
-        out = out if module.out_proj.bias is None else out + module.out_proj.bias
-        out = (
-            out.squeeze(0)
-            if query.dim() == 2
-            else out
-            if module.batch_first
-            else out.transpose(0, 1)
-        )
+        if module.out_proj.bias is not None:
+            out = out + module.out_proj.bias
+        if query.dim() == 2:
+            out = out.squeeze(0)
+        elif not module.batch_first:
+            out = out.transpose(0, 1)
         if not need_weights:
             return out, None
         if average_attn_weights:
             weights = all_reduce(weights.sum(1), axis) / self._head_range[1]
         else:
             weights = all_gather(weights, axis, 1)
-        return out, weights.squeeze(0) if query.dim() == 2 else weights
+        if query.dim() == 2:
+            weights = weights.squeeze(0)
+        return out, weights
 
     def _additive_mask(
         self, q: torch.Tensor, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None
@@ -102,7 +105,9 @@ class MultiheadParallel:
         if key_padding_mask is not None:
             padding = _to_additive(key_padding_mask, q.dtype)
             padding = padding.view(-1, 1, 1, padding.shape[-1])
-            mask = padding if mask is None else mask + padding
+            if mask is not None:
+                return mask + padding
+            return padding
         return mask
 
 
@@ -118,13 +123,13 @@ def shard_multihead(
     if type(module).forward is not nn.MultiheadAttention.forward:
         raise style_error(
             name,
-            f"{type(module).__name__} has a forward of its own, which a cut one would not call",
+            f"{type(module).__name__} overrides forward, which the sharded module would not call",
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise style_error(
             name,
-            "an attention with add_bias_kv or add_zero_attn is not cut",
-            "replicate() keeps it whole",
+            "an attention with add_bias_kv or add_zero_attn cannot be sharded",
+            "use replicate()",
         )
     shards: dict[str, Shard] = {}
     for key, param in module.named_parameters():
@@ -132,15 +137,15 @@ def shard_multihead(
         blocks = (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
         if key == "out_proj.bias":
             shards[key] = position.keep_full(shape)
+        elif key == "out_proj.weight":
+            shards[key] = position.shard_weight(name, shape, 1, axis)
         else:
-            shards[key] = position.shard_weight(
-                name, shape, 1 if key == "out_proj.weight" else 0, axis, blocks
-            )
+            shards[key] = position.shard_weight(name, shape, 0, axis, blocks)
     return shards
 
 
 def _as_multihead(module: object) -> nn.MultiheadAttention:
-    assert isinstance(module, nn.MultiheadAttention)  # it has become a subclass of what it was
+    assert isinstance(module, nn.MultiheadAttention)  # `swap_class` made a subclass of its class
     return module
 
 
@@ -152,8 +157,9 @@ def _split_projections(
         weights = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    return list(zip(weights, biases, strict=True))
+    if module.in_proj_bias is None:
+        return [(weight, None) for weight in weights]
+    return list(zip(weights, module.in_proj_bias.chunk(3), strict=True))
 
 
 def _rows_first(x: torch.Tensor, batch_first: bool) -> torch.Tensor:

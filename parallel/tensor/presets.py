@@ -85,19 +85,16 @@ def strategy_for(
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in STRATEGIES_BY_MODEL_TYPE:
-        hint = (
-            did_you_mean(str(model_type), STRATEGIES_BY_MODEL_TYPE)
-            or f"known are {', '.join(STRATEGIES_BY_MODEL_TYPE)}; Strategy({{...}}) says it by hand"
-        )
+        known = ", ".join(STRATEGIES_BY_MODEL_TYPE)
         raise UsageError(
-            f"no strategy is known for {model_type or type(model).__name__}",
+            f"there is no strategy for {model_type or type(model).__name__}",
             where=STRATEGY_API,
-            hint=hint,
+            hint=did_you_mean(str(model_type), STRATEGIES_BY_MODEL_TYPE)
+            or f"write a Strategy({{...}}); known model types: {known}",
         )
     strategy = STRATEGIES_BY_MODEL_TYPE[model_type](axis, sequence, gather)
     head_norms = "model.layers.*.self_attn.[qk]_norm"
     if fnmatch.filter((name for name, _ in model.named_modules()), head_norms):
-        return Strategy(
-            {**strategy.rules, head_norms: replicate(axis)}
-        )  # a norm over the width of a head
+        # a norm over the width of a head: each rank uses it for its heads
+        return Strategy({**strategy.rules, head_norms: replicate(axis)})
     return strategy

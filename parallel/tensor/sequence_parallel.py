@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +85,8 @@ def shard_ranges_along(
     if total is None:
         size = x.shape[dim]
         return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
-    ((local_range,),) = L(axis.names).ranges(
-        axis.grid, (total,), axis.rank
-    )  # axis after axis, as weights are cut
+    # sharded axis after axis, like weights
+    ((local_range,),) = L(axis.names).ranges(axis.grid, (total,), axis.rank)
     return {dim: (*local_range, total)}
 
 
@@ -107,7 +107,7 @@ class SeqStyle(ModuleStyle):
     total: int | None = None
 
     def __str__(self) -> str:
-        return f"parts of dim {self.dim} over {format_axes(self.axis)}"
+        return f"dim {self.dim} sharded over {format_axes(self.axis)}"
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -124,7 +124,8 @@ class SeqStyle(ModuleStyle):
         ):
             raise style_error(
                 name,
-                f"{self.total} does not divide by {position.part_count(self.axis)}, which gathers over several axes need",
+                f"total={self.total} must be a multiple of {position.part_count(self.axis)} to be"
+                " gathered over several axes",
             )
         params = module.named_parameters(recurse=False)
         return {key: position.keep_full(tuple(param.shape), self.axis) for key, param in params}
@@ -138,18 +139,16 @@ class SeqStyle(ModuleStyle):
         """
         if not (self.cut or self.gather or may_drop(module)):
             return
-        enter = (
-            functools.partial(slice_sequence, axis=axis, dim=self.dim, name=name)
-            if self.cut
-            else identity
-        )
-        leave = functools.partial(all_gather, axis=axis, dim=self.dim, total=self.total)
+        enter: Callable[[torch.Tensor], torch.Tensor] = identity
+        if self.cut:
+            enter = functools.partial(slice_sequence, axis=axis, dim=self.dim, name=name)
+        leave: Callable[[torch.Tensor], torch.Tensor] = identity
+        if self.gather:
+            leave = functools.partial(all_gather, axis=axis, dim=self.dim, total=self.total)
         shard_ranges = functools.partial(
             shard_ranges_along, axis=axis, dim=self.dim, total=self.total
         )
-        make_region(
-            module, ModuleContext(axis, enter, leave if self.gather else identity, shard_ranges)
-        )
+        make_region(module, ModuleContext(axis, enter, leave, shard_ranges))
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,9 @@ class ReplicateStyle(ModuleStyle):
     axis: AxisNames = ()
 
     def __str__(self) -> str:
-        return "whole" + (f", used for parts over {format_axes(self.axis)}" if self.axis else "")
+        if self.axis:
+            return f"replicated, gradients summed over {format_axes(self.axis)}"
+        return "replicated"
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition

@@ -74,7 +74,7 @@ class ModulePlan:
         for style, names in names_by_style.items():
             yield f"{style}: {', '.join(fold_names(names))}"
         if self.unmatched:
-            yield f"not matched, whole on every rank: {', '.join(fold_names(self.unmatched))}"
+            yield f"not matched, replicated: {', '.join(fold_names(self.unmatched))}"
 
 
 class Strategy:
@@ -90,15 +90,16 @@ class Strategy:
     def __init__(self, rules: Mapping[str, ModuleStyle]) -> None:
         if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
             raise UsageError(
-                f"{rules!r} is no dict of styles by glob",
+                f"rules must be a dict of styles by glob, got {rules!r}",
                 where=STRATEGY_API,
                 hint='{"blocks.*.up": col("tp")}',
             )
         for glob, style in rules.items():
             if not isinstance(style, ModuleStyle):
-                hint = "col, row, vocab, heads, seq or replicate of pdrun.parallel.tensor"
                 raise UsageError(
-                    f"{glob!r} has {style!r}, which is no style", where=STRATEGY_API, hint=hint
+                    f"the value of {glob!r} must be a style, got {style!r}",
+                    where=STRATEGY_API,
+                    hint="col, row, vocab, heads, seq or replicate of pdrun.parallel.tensor",
                 )
         self.rules = dict(rules)
 
@@ -116,23 +117,18 @@ class Strategy:
                 grid.degree(axis)
                 if axis in FIXED_AXES:
                     raise UsageError(
-                        f"{axis} is no tensor axis: weights are not cut over it", where=STRATEGY_API
+                        f"{axis} is not a tensor axis: weights cannot be sharded over it",
+                        where=STRATEGY_API,
                     )
         position = GridPosition(grid, rank)
         sites = _style_attentions(_match_globs(self.rules, model), position)
-        tiles: dict[str, Shard] = {}
+        shards: dict[str, Shard] = {}
         for site in sites:
-            site_shards = _shard_site(site, model, position)
-            tiles.update(
-                {
-                    f"{site.name}.{key}" if key else site.name: tile
-                    for key, tile in site_shards.items()
-                }
-            )
-        _check_ties(model, tiles)
-        unmatched = tuple(name for name, _ in model.named_parameters() if name not in tiles)
+            shards.update(_shard_site(site, model, position))
+        _check_ties(model, shards)
+        unmatched = tuple(name for name, _ in model.named_parameters() if name not in shards)
         _check_unmatched(sites, unmatched)
-        return ModulePlan(tuple(sites), tiles, unmatched)
+        return ModulePlan(tuple(sites), shards, unmatched)
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
@@ -150,20 +146,21 @@ class Strategy:
         plan = self.plan(model, axes.grid, axes.rank)
         sharded: set[int] = set()
         with torch.no_grad():
-            for name, tile in plan.shards.items():
+            for name, shard in plan.shards.items():
                 owner, _, key = name.rpartition(".")
                 param = model.get_submodule(owner)._parameters[key]
                 if param is None or id(param) in sharded:
-                    continue  # tied: one tile
+                    continue  # a tied weight has one shard
                 sharded.add(id(param))
-                if not tile.is_full:
-                    param.grad, param.data = None, tile.take_from(param.data)
-                set_shard(param, tile)
-        entries = _shared_inputs(plan.sites, axes)
+                if not shard.is_full:
+                    param.grad = None
+                    param.data = shard.take_from(param.data)
+                set_shard(param, shard)
+        inputs = _shared_inputs(plan.sites, axes)
         for site in plan.sites:
             if site.module is not None:
                 site.style.apply_to(
-                    site.name, site.module, axes[axis_names(site.style.axis)], entries[site.name]
+                    site.name, site.module, axes[axis_names(site.style.axis)], inputs[site.name]
                 )
         return model
 
@@ -182,11 +179,10 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
             if not names and isinstance(style, (ReplicateStyle, SeqStyle)):
                 names = fnmatch.filter(params, glob)
             if not names:
-                candidates = (
-                    [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules]
-                    if "*" in glob
-                    else modules
-                )
+                candidates = list(modules)
+                if "*" in glob:
+                    # layers.3.attn -> layers.*.attn
+                    candidates = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules]
                 raise UsageError(
                     f"{glob!r} matches no module",
                     where=STRATEGY_API,
@@ -195,15 +191,20 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
             for name in names:
                 other = matches.setdefault(name, (glob, style))
                 if other[1] != style:
-                    what = f"it is matched by {other[0]!r} ({other[1]}) and by {glob!r} ({style})"
-                    raise style_error(name, what, "make one of the globs narrower")
+                    raise style_error(
+                        name,
+                        f"it has two styles: {other[0]!r} ({other[1]}) and {glob!r} ({style})",
+                        "make one of the globs narrower",
+                    )
     sites: list[ModuleSite] = []
     seen: dict[int, ModuleSite] = {}
     for name in [*modules, *params]:
         if name not in matches:
             continue
         site = ModuleSite(name, matches[name][1], modules.get(name))
-        first = seen.setdefault(id(site.module), site) if site.module is not None else site
+        first = site
+        if site.module is not None:
+            first = seen.setdefault(id(site.module), site)
         if first.style != site.style:
             raise style_error(
                 name, f"it is the same module as {first.name}, which has another style"
@@ -232,10 +233,12 @@ def _style_attentions(sites: list[ModuleSite], position: GridPosition) -> list[M
 
 
 def _shard_site(site: ModuleSite, model: nn.Module, position: GridPosition) -> dict[str, Shard]:
-    """Return the shards of a site's weights, by name within the site."""
+    """Return the shards of a site's weights, by their full names."""
     if site.module is not None:
-        return site.style.shard_weights(site.name, site.module, position)
-    return {"": position.keep_full(tuple(model.get_parameter(site.name).shape), site.style.axis)}
+        shards = site.style.shard_weights(site.name, site.module, position)
+        return {f"{site.name}.{key}": shard for key, shard in shards.items()}
+    shape = tuple(model.get_parameter(site.name).shape)
+    return {site.name: position.keep_full(shape, site.style.axis)}
 
 
 def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
@@ -244,9 +247,10 @@ def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
     for name, param in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(param), name)
         if shards.get(name, full_shard(param)) != shards.get(other, full_shard(param)):
-            what = f"it is tied to {other}, which is cut otherwise"
             raise style_error(
-                name, what, "one style for both: vocab(axis) for an embedding and its head"
+                name,
+                f"it is tied to {other}, which is sharded differently",
+                "use one style for both: vocab(axis) for an embedding and its head",
             )
 
 
@@ -256,19 +260,18 @@ def _check_unmatched(sites: list[ModuleSite], unmatched: tuple[str, ...]) -> Non
     for name in unmatched:
         for site in attentions:
             if name.startswith(f"{site.name}."):
-                hint = f"replicate({site.style.axis!r}) where it works on a rank's heads, replicate() where on all"
                 raise style_error(
                     name,
-                    f"it belongs to {site.name}, which is cut by heads, and nothing is said of it",
-                    hint,
+                    f"it has no style, but {site.name} is sharded by heads",
+                    f"replicate({site.style.axis!r}) if it works on a rank's heads, replicate() if"
+                    " it works on all",
                 )
     region = next((site for site in sites if _shards_sequence(site.style)), None)
     if region is not None and unmatched:
-        hint = "seq(axis) where it works on parts of the sequence, replicate() where on all of it"
         raise style_error(
             unmatched[0],
-            f"{region.name} cuts the sequence, and nothing is said of this weight",
-            hint,
+            f"it has no style, but {region.name} shards the sequence",
+            "seq(axis) if it works on shards of the sequence, replicate() if on full sequences",
         )
 
 
@@ -291,8 +294,12 @@ def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str,
         parent = site.name.rpartition(".")[0]
         is_column_style = isinstance(style, (ColStyle, SharedColStyle))
         sequence: int | None = getattr(style, "sequence", None)
-        own_input = site.name if getattr(style, "is_input_gathered", False) else ""
-        group = own_input or (parent if is_column_style else f"{site.name}.")
+        if getattr(style, "is_input_gathered", False):
+            group = site.name
+        elif is_column_style:
+            group = parent
+        else:
+            group = f"{site.name}."
         groups.setdefault((group, style.axis, sequence), []).append(site.name)
     inputs = {}
     for (_, axis, dim), members in groups.items():
@@ -307,14 +314,13 @@ def fold_names(found: Iterable[str]) -> list[str]:
     ranges: dict[tuple[str, str], list[str]] = {}
     for name in found:
         pieces = name.split(".")
-        position = next(
-            (place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces)
-        )
+        digits = [index for index, piece in enumerate(pieces) if piece.isdigit()]
+        position = (digits or [len(pieces)])[0]
         ranges.setdefault(
             (".".join(pieces[:position]), ".".join(pieces[position + 1 :])), []
         ).extend(pieces[position : position + 1])
     folded = []
     for (head, tail), numbers in ranges.items():
-        number_range = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
+        number_range = "-".join(dict.fromkeys(numbers[:1] + numbers[-1:]))
         folded.append(".".join(piece for piece in (head, number_range, tail) if piece))
     return folded

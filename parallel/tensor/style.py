@@ -76,19 +76,19 @@ class GridPosition:
             if size < parts:
                 raise style_error(
                     name,
-                    f"{size} cannot be cut into {parts} parts over {format_axes(axis)}: some would be empty",
+                    f"{size} cannot be split into {parts} parts over {format_axes(axis)}: some"
+                    " would be empty",
                 )
             if size % parts and len(axes) > 1:
-                # layouts cut axis after axis, collectives along all at once: uneven parts would
-                # differ
+                # layouts shard axis after axis, collectives along all axes together: uneven
+                # shards would differ
                 raise style_error(
-                    name, f"{size} does not divide by {parts}, which cuts over several axes need"
+                    name, f"{size} must be a multiple of {parts} to be sharded over several axes"
                 )
         dims: list[Any] = [None] * len(shape)
         dims[dim] = axes
-        return make_shard(
-            shape, L(*dims), self.grid, self.rank, blocks={dim: blocks} if blocks else None
-        )
+        blocks_by_dim = {dim: blocks} if blocks else None
+        return make_shard(shape, L(*dims), self.grid, self.rank, blocks=blocks_by_dim)
 
     def keep_full(self, shape: tuple[int, ...], sums: AxisNames = ()) -> Shard:
         """Return the full weight; the gradients of the ranks must be summed over ``sums``."""
@@ -125,7 +125,9 @@ class ModuleStyle(ABC):
 
 def axis_names(axis: AxisNames) -> tuple[str, ...]:
     """Return axes as a tuple of names."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+    if isinstance(axis, str):
+        return (axis,)
+    return tuple(axis)
 
 
 def format_axes(axis: AxisNames) -> str:
@@ -161,17 +163,18 @@ class SharedInput:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensor from which a module computes its part."""
-        is_compiling = (
-            torch.compiler.is_compiling()
-        )  # which knows neither inference tensors nor versions
+        # compiled code has neither inference tensors nor versions
+        is_compiling = torch.compiler.is_compiling()
         if self.members == 1 or (not is_compiling and x.is_inference()):
             return self._bring_in(x)
         version = 0 if is_compiling else x._version
         key = (x, version, torch.is_grad_enabled())
         if self._key is None or self._key[0] is not x or self._key[1:] != key[1:]:
-            self._key, self._result, self._calls_left = key, self._bring_in(x), self.members
+            self._key = key
+            self._result = self._bring_in(x)
+            self._calls_left = self.members
         result = self._result
-        self._calls_left = self._calls_left - 1
+        self._calls_left -= 1
         if self._calls_left == 0:
             self._key = self._result = None
         assert result is not None  # set together with the key
@@ -183,7 +186,7 @@ class SharedInput:
         return all_gather_sum_grad(x, self.axis, self.dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        # it holds a process group, which has no copy; a copied model computes in the same place
+        # it has a process group, which cannot be copied; a copy of the model uses the same group
         return self
 
 
@@ -249,7 +252,7 @@ def check_forward(name: str, module: nn.Module) -> None:
         raise style_error(
             name,
             "its forward has been replaced on the object",
-            "cut the model first, then wrap its modules",
+            "apply the strategy first, then wrap the modules",
         )
 
 
@@ -259,10 +262,11 @@ def check_even_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> N
     bounds.
     """
     if x.shape[dim] % axis.size:
-        what = (
-            f"dim {dim} of {list(x.shape)} does not divide into {axis.size} parts of the sequence"
+        raise style_error(
+            name,
+            f"dim {dim} of {list(x.shape)}, the sequence, must be a multiple of {axis.size}",
+            f"pad it to a multiple of {axis.size}",
         )
-        raise style_error(name, what, f"pad to a multiple of {axis.size}")
 
 
 def reduce_scatter_parts(x: torch.Tensor, axis: AxisGroup, dim: int, name: str) -> torch.Tensor:

@@ -48,9 +48,9 @@ def col(
     checked = _check_blocks(blocks)
     if gather and checked != 1:
         raise UsageError(
-            "parts of several blocks are not gathered",
+            "gather=True is not supported with blocks",
             where=f"{STRATEGY_API}, col",
-            hint="leave out one of both",
+            hint="remove one of them",
         )
     return ColStyle(_check_axis(axis, "col"), gather, _check_dim(sequence, "col"), checked)
 
@@ -152,17 +152,22 @@ def _check_axis(axis: Any, style: str) -> AxisNames:
         or not all(isinstance(name, str) for name in names)
     ):
         raise UsageError(
-            f"{axis!r} is not the name of an axis",
+            f"axis must be the name of a tensor axis, or several, got {axis!r}",
             where=f"{STRATEGY_API}, {style}",
             hint=f'{style}("tp")',
         )
-    return names[0] if len(names) == 1 else tuple(names)
+    if len(names) == 1:
+        return names[0]
+    return tuple(names)
 
 
 def _check_dim(dim: Any, style: str) -> int | None:
     if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-        hint = "the dim that is cut: 1 for [rows, length, width]"
-        raise UsageError(f"sequence={dim!r} is no dim", where=f"{STRATEGY_API}, {style}", hint=hint)
+        raise UsageError(
+            f"sequence must be a dim, got {dim!r}",
+            where=f"{STRATEGY_API}, {style}",
+            hint="the sharded dim: 1 for [rows, length, width]",
+        )
     return dim
 
 
@@ -172,8 +177,10 @@ def _check_blocks(blocks: Any) -> int | tuple[int, ...]:
         isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes
     ):
         raise UsageError(
-            f"blocks={blocks!r} is neither a count nor sizes",
+            f"blocks must be a count or a tuple of sizes, got {blocks!r}",
             where=f"{STRATEGY_API}, col",
             hint="blocks=3",
         )
-    return blocks if isinstance(blocks, int) else tuple(sizes)
+    if isinstance(blocks, int):
+        return blocks
+    return tuple(sizes)

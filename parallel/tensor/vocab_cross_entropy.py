@@ -38,8 +38,12 @@ class VocabShard:
         """
         if self.axis.size == 1:
             return ids, None
-        is_below = ids < self.low if self.low > 0 else torch.zeros_like(ids, dtype=torch.bool)
-        is_foreign = is_below | (ids >= self.high) if self.high < self.total else is_below
+        if self.low > 0:
+            is_foreign = ids < self.low
+        else:
+            is_foreign = torch.zeros_like(ids, dtype=torch.bool)
+        if self.high < self.total:
+            is_foreign = is_foreign | (ids >= self.high)
         return (ids - self.low).masked_fill(is_foreign, 0), is_foreign
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
@@ -89,11 +93,11 @@ def cross_entropy(
         raise UsageError(
             what,
             where=CROSS_ENTROPY_API,
-            hint="one target for each row of logits, the words along the last dim",
+            hint="one target per row of logits; the vocabulary is the last dim",
         )
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(
-            f"reduction={reduction!r} is none of mean, sum and none", where=CROSS_ENTROPY_API
+            f"reduction must be mean, sum or none, got {reduction!r}", where=CROSS_ENTROPY_API
         )
     vocab_shard: VocabShard | None = getattr(logits, "_pdrun_vocab_shard", None)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -104,21 +108,23 @@ def cross_entropy(
             for vocabulary in _sharded_vocabularies
         ):
             raise UsageError(
-                f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen",
+                f"logits of {logits.shape[-1]} classes can be full or one rank's shard: their mark"
+                " is missing",
                 where=CROSS_ENTROPY_API,
-                hint="give it the head's output itself, neither reshaped nor converted",
+                hint="pass the output of the head, not reshaped and not converted",
             )
-        logits_fp32 = (
-            rows if rows.dtype == torch.float64 else rows.float()
-        )  # a sum of halves has no figures left
+        if rows.dtype != torch.float64:
+            rows = rows.float()  # a sum in bf16 or fp16 would lose most digits
         loss = functional.cross_entropy(
-            logits_fp32,
+            rows,
             flat,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return loss.view(targets.shape) if reduction == "none" else loss
+        if reduction == "none":
+            return loss.view(targets.shape)
+        return loss
     losses: torch.Tensor = _CrossEntropy.apply(
         rows, flat, vocab_shard, ignore_index, label_smoothing
     )
@@ -155,9 +161,11 @@ class _CrossEntropy(torch.autograd.Function):
         local_ids, is_foreign = vocab_shard.to_local_ids(
             targets.masked_fill(~is_counted, vocab_shard.low)
         )
-        assert is_foreign is not None  # of several ranks
+        assert is_foreign is not None  # the axis has several ranks
         target_logits = x.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(is_foreign, 0)
-        sums = [exps.sum(-1), target_logits] + ([x.sum(-1)] if smoothing else [])
+        sums = [exps.sum(-1), target_logits]
+        if smoothing:
+            sums.append(x.sum(-1))
         total, target_logits, *rest = axis.all_reduce(torch.stack(sums)).unbind()
         losses = (
             total.log()

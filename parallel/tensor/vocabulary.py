@@ -41,7 +41,8 @@ class VocabularyParallelEmbedding:
         """Return ``[..., width]`` of ids ``[...]``."""
         vocab_shard = self._vocab_shard
         local_ids, is_foreign = vocab_shard.to_local_ids(ids)
-        embedded = functional.embedding(local_ids, self.weight, self._padding)  # type: ignore[attr-defined]
+        weight = self.weight  # type: ignore[attr-defined]
+        embedded = functional.embedding(local_ids, weight, self._padding)
         if is_foreign is not None:
             embedded = embedded.masked_fill(is_foreign.unsqueeze(-1), 0)
         return self._context.leave(embedded)
@@ -63,7 +64,10 @@ class VocabStyle(ModuleStyle):
     sequence: int | None = None
 
     def __str__(self) -> str:
-        return f"words over {format_axes(self.axis)}" + ("" if self.gather else ", logits stay cut")
+        text = f"vocabulary over {format_axes(self.axis)}"
+        if not self.gather:
+            text += ", logits stay sharded"
+        return text
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -94,7 +98,9 @@ class VocabStyle(ModuleStyle):
             module._vocab_shard = vocab_shard
             padding = module.padding_idx
             has_padding = padding is not None and vocab_shard.low <= padding < vocab_shard.high
-            module._padding = padding - vocab_shard.low if has_padding else None
+            module._padding = None
+            if has_padding:
+                module._padding = padding - vocab_shard.low
             swap_class(
                 module, VocabularyParallelEmbedding, ModuleContext(axis, shared_input, leave)
             )
@@ -111,11 +117,13 @@ def _check_embedding(name: str, module: nn.Embedding) -> None:
     check_forward(name, module)
     kind = type(module).__name__
     if type(module).forward is not nn.Embedding.forward:
-        raise style_error(name, f"{kind} has a forward of its own, which a cut one would not call")
+        raise style_error(
+            name, f"{kind} overrides forward, which the sharded module would not call"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             raise style_error(
                 name,
-                f"an embedding with {option} cannot be cut by words",
-                "replicate() keeps it whole",
+                f"an embedding with {option} cannot be sharded over the vocabulary",
+                "use replicate()",
             )

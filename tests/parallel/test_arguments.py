@@ -28,22 +28,31 @@ def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"mesh": {"tp": 2}}, "mesh={'tp': 2} is none"),
-        ({"mesh": ()}, "mesh=() is none"),
-        ({"strategy": {"a": pdrun.col("tp")}}, "strategy="),
-        ({"strategy": pdrun.Strategy}, "strategy="),
-        ({"pipeline": "1f1b"}, "pipeline='1f1b' is none"),
-        ({"context": True}, "context=True is none"),
-        ({"copies": "2"}, "copies='2' is no whole number"),
-        ({"units": "blocks.*", "optimizer_level": 3}, "units='blocks.*' is no list of globs"),
-        ({"units": [3], "optimizer_level": 3}, "no list of globs"),
-        ({"layerwise": 3}, "layerwise=3 is no list of globs"),
-        ({"seed": "x"}, "seed='x' is no whole number"),
-        ({"scheduler": "cosine"}, "scheduler='cosine' is none"),
-        ({"forward": 3}, "forward=3 is no function"),
-        ({"loss": "mse"}, "loss='mse' is no function"),
-        ({"optimizer": None}, "the optimizer is a NoneType"),
-        ({"strategy": pdrun.Operators({}), "sample": ()}, "sample must be a batch, got an empty tuple"),
+        ({"mesh": {"tp": 2}}, "mesh must be a pdrun.Mesh, got {'tp': 2}"),
+        ({"mesh": ()}, "mesh must be a pdrun.Mesh, got ()"),
+        ({"strategy": {"a": pdrun.col("tp")}}, "strategy must be an object with apply()"),
+        ({"strategy": pdrun.Strategy}, "strategy must be an object with apply()"),
+        ({"pipeline": "1f1b"}, "pipeline must be an object with apply(), got '1f1b'"),
+        ({"context": True}, "context must be an object with apply() and part(), got True"),
+        ({"copies": "2"}, "copies must be an integer of at least 1, got '2'"),
+        (
+            {"units": "blocks.*", "optimizer_level": 3},
+            "units must be a list of globs, got 'blocks.*'",
+        ),
+        ({"units": [3], "optimizer_level": 3}, "units must be a list of globs, got [3]"),
+        ({"layerwise": 3}, "layerwise must be a list of globs, got 3"),
+        ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+        (
+            {"scheduler": "cosine"},
+            "scheduler must be an object with step() and state_dict(), got 'cosine'",
+        ),
+        ({"forward": 3}, "forward must be a function, got 3"),
+        ({"loss": "mse"}, "loss must be a function, got 'mse'"),
+        ({"optimizer": None}, "or a function that returns one, got None"),
+        (
+            {"strategy": pdrun.Operators({}), "sample": ()},
+            "sample must be a batch, got an empty tuple",
+        ),
         (
             {"context": pdrun.ContextParallel(tables={"weight": 7})},
             "weight, [8, 8], are not along dim 7",
@@ -98,7 +107,7 @@ def test_a_scheduler_that_wants_a_number_is_refused(given: bool) -> None:
     optimizer = sgd(model.parameters())
     kind = torch.optim.lr_scheduler.ReduceLROnPlateau
     with pytest.raises(
-        UsageError, match=r"wants metrics.*ReduceLROnPlateau.*schedule.step\(metrics.loss\)"
+        UsageError, match=r"ReduceLROnPlateau.step needs metrics.*schedule.step\(metrics.loss\)"
     ):
         made(model=model, optimizer=optimizer, scheduler=kind(optimizer) if given else kind)
 
@@ -123,7 +132,7 @@ class FullyShardedDataParallel(nn.Module):
 @pytest.mark.parametrize(
     "model, told",
     [
-        (nn.DataParallel(nn.Linear(4, 1)), "the model is in a DataParallel"),
+        (nn.DataParallel(nn.Linear(4, 1)), "model is in a DataParallel"),
         (
             nn.Sequential(FullyShardedDataParallel(), nn.Linear(1, 1)),
             "0 is in a FullyShardedDataParallel",
@@ -153,10 +162,10 @@ class Telling(nn.Linear):
     [
         (
             {"loss": lambda out, batch: (out.sum().item(), 3)},
-            "the loss's sum is a float, and must be a tensor",
+            "the loss's sum must be a tensor with a gradient, got float",
         ),
         ({"loss": lambda out, batch: (out.detach().sum(), 3)}, "torch.no_grad()"),
-        ({"loss": lambda out, batch: "x"}, "the loss returned str"),
+        ({"loss": lambda out, batch: "x"}, "loss must return (sum, count), got str"),
         ({"loss": None, "model": Telling(4, 1)}, "loss=lambda out, batch: out.loss"),
         (
             {"loss": None, "forward": lambda model, batch: {"y": model(batch)}},

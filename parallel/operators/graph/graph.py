@@ -1,9 +1,9 @@
 """
 The operator graph: the forward pass of a model as data.
 
-It has what planning needs: operators in order, the tensors between them with their full shapes,
-and the line of the user's model for each operator. `pdrun.parallel.operators.graph.export` makes
-it from a model.
+It has what planning needs: operators in order, the tensors between them with their full shapes, and
+the line of the user's model for each operator. `pdrun.parallel.operators.graph.export` makes it
+from a model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorRef:
-    """
-    Stands for a tensor in the arguments of an operator: an index into `OperatorGraph.tensors`.
-    """
+    """A tensor in the arguments of an operator: an index into `OperatorGraph.tensors`."""
 
     index: int
 

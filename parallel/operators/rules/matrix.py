@@ -1,7 +1,6 @@
 """
 Products: a dim of the result is sharded with the dim of the factor that it is from. A contracted
-dim
-that is sharded leaves partial sums.
+dim that is sharded leaves partial sums.
 """
 
 from __future__ import annotations

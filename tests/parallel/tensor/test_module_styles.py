@@ -460,8 +460,8 @@ def lost_mark() -> str:
 def test_a_part_of_logits_is_not_taken_for_the_whole(worlds: Any) -> None:
     told = worlds(4).run(lost_mark)[0]
     assert told == (
-        "cross_entropy: whether logits of 3 words are whole or one rank's part cannot be seen; "
-        "give it the head's output itself, neither reshaped nor converted"
+        "cross_entropy: logits of 3 classes can be full or one rank's shard: their mark is missing; "
+        "pass the output of the head, not reshaped and not converted"
     )
 
 

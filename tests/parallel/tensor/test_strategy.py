@@ -43,7 +43,7 @@ def test_a_glob_that_matches_nothing() -> None:
 def test_a_module_with_two_styles() -> None:
     told = mistake({"*.wq": col("tp"), "layers.0.*.w[qk]": col("tp", gather=True)})
     assert told == (
-        "Strategy, layers.0.attn.wq: it is matched by '*.wq' (columns over tp) and by 'layers.0.*.w[qk]' "
+        "Strategy, layers.0.attn.wq: it has two styles: '*.wq' (columns over tp) and 'layers.0.*.w[qk]' "
         "(columns over tp, gathered); make one of the globs narrower"
     )
     Strategy({"*.up": col("tp"), "layers.0.mlp.up": col("tp"), "*.down": row("tp")}).plan(
@@ -54,11 +54,13 @@ def test_a_module_with_two_styles() -> None:
 def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
     told = mistake(RULES, build(n_heads=8, n_kv=8), Grid(("tp",), (3,)))
     assert told == (
-        "Strategy, layers.0.attn: 8 heads cannot be cut over 3 ranks (tp); these fit: 1, 2, 4, 8"
+        "Strategy, layers.0.attn: 8 heads cannot be split over 3 ranks (tp); "
+        "these numbers of ranks fit: 1, 2, 4, 8"
     )
     told = mistake(RULES, build(n_heads=16, n_kv=2), Grid(("tp",), (32,)))
     assert (
-        "16 heads with 2 of keys and values cannot be cut over 32 ranks (tp); these fit: 1, 2, 4, 8, 16"
+        "16 heads with 2 of keys and values cannot be split over 32 ranks (tp); "
+        "these numbers of ranks fit: 1, 2, 4, 8, 16"
         in told
     )
 
@@ -66,8 +68,8 @@ def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
 def test_tied_weights_that_would_be_cut_differently() -> None:
     told = mistake({"emb": vocab("tp")}, build(tied=True))
     assert told == (
-        "Strategy, head.weight: it is tied to emb.weight, which is cut otherwise; "
-        "one style for both: vocab(axis) for an embedding and its head"
+        "Strategy, head.weight: it is tied to emb.weight, which is sharded differently; "
+        "use one style for both: vocab(axis) for an embedding and its head"
     )
     assert "head.weight: it is tied to emb.weight" in mistake(
         {"emb": vocab("tp"), "head": row("tp", cut=True)}, build(tied=True)
@@ -78,8 +80,8 @@ def test_a_weight_in_an_attention_of_which_nothing_is_said() -> None:
     rules = {key: value for key, value in RULES.items() if "wo" not in key}
     told = mistake(rules)
     assert told == (
-        "Strategy, layers.0.attn.wo.weight: it belongs to layers.0.attn, which is cut by heads, and nothing is said of "
-        "it; replicate('tp') where it works on a rank's heads, replicate() where on all"
+        "Strategy, layers.0.attn.wo.weight: it has no style, but layers.0.attn is sharded by heads; "
+        "replicate('tp') if it works on a rank's heads, replicate() if it works on all"
     )
 
 
@@ -90,10 +92,10 @@ def test_norms_that_are_forgotten_where_the_sequence_is_cut() -> None:
     }
     told = mistake(rules)
     assert told.startswith(
-        "Strategy, layers.0.norm1.weight: emb cuts the sequence, and nothing is said"
+        "Strategy, layers.0.norm1.weight: it has no style, but emb shards the sequence"
     )
     assert (
-        "seq(axis) where it works on parts of the sequence, replicate() where on all of it" in told
+        "seq(axis) if it works on shards of the sequence, replicate() if on full sequences" in told
     )
 
 

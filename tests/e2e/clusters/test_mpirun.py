@@ -167,7 +167,7 @@ def test_where_rank_0_is_elsewhere_the_error_says_what_to_pass(cluster: Cluster)
     )
     assert code != 0
     assert re.search(
-        r"rank 0 runs on h2, but the others will look for it at \S+; set PDRUN_SCHEDULER=h2:\d+ for all ranks",
+        r"rank 0 runs on h2, but the other ranks connect to \S+; set PDRUN_SCHEDULER=h2:\d+ for all ranks",
         err,
     )
     code, out, err = cluster.run(
@@ -385,7 +385,7 @@ def test_mpirun_inside_a_worker_still_works(program: str, tmp_path: Path) -> Non
 
 def test_a_program_that_is_no_mpirun_is_refused(tmp_path: Path) -> None:
     for program, text in (
-        ("/bin/true", "is no mpirun that pdrun knows"),
+        ("/bin/true", "is not a known mpirun"),
         ("/no/such/mpirun", "there is no /no/such/mpirun"),
     ):
         done = alone(

@@ -33,7 +33,7 @@ def test_a_machine_that_is_none_of_the_hosts_is_refused(cluster: Cluster) -> Non
         "pdrun", "--launcher", "none", "--hosts", "h2,h3", cluster.script(SHOW), at="h1"
     )
     assert code == 2
-    assert "h1 is none of the 2 host(s)" in err
+    assert "h1 is not among the 2 host(s)" in err
 
 
 def test_a_rank_table_starts_its_servers_with_its_ranks(cluster: Cluster) -> None:

@@ -117,7 +117,7 @@ def test_only_what_is_forwarded_goes_along(cluster: Cluster) -> None:
     code, _, err = cluster.run("pdrun", "--hosts", "h2", "--forward", "MNIE", script)
     assert (code, err) == (
         2,
-        "pdrun: error: --forward: MNIE is not set here; set it, or use --env NAME=VALUE\n",
+        "pdrun: error: --forward: MNIE is not set; set it, or use --env NAME=VALUE\n",
     )
 
 
@@ -266,10 +266,10 @@ def test_every_host_that_fails_is_named_with_its_reason_and_nothing_starts(
     code, out, err = cluster.run("pdrun", "--hosts", names, cluster.script("open('ran', 'w')\n"))
     assert (code, out) == (69, "")
     for name, text in {
-        "refused": "nothing answers on its ssh port (ssh: connect to host",
-        "nowhere.invalid": "its name is not known",
+        "refused": "its ssh port is closed (ssh: connect to host",
+        "nowhere.invalid": "its name cannot be resolved",
         "nokey": "it refuses the key",
-        "stranger": "its host key is not known here",
+        "stranger": "its host key is unknown on this machine",
         "altered": "its host key has changed",
         "silent": "it cannot be reached",
     }.items():
@@ -288,13 +288,13 @@ def test_an_interpreter_that_is_not_there(cluster: Cluster) -> None:
     code, _, err = cluster.run("pdrun", "--hosts", "h2,h3", "--python", "/no/such/python", script)
     assert code == 69
     assert (
-        err.count("there is no /no/such/python there; give the interpreter's path with --python")
+        err.count("there is no /no/such/python on this host; set the interpreter with --python")
         == 2
     )
     code, _, err = cluster.run(
         "pdrun", "--hosts", "h2,h3", "--python", "/bin/python$(touch ran)", script
     )
-    assert code == 2 and "cannot be given to another host's shell" in err
+    assert code == 2 and "cannot be passed to the shell of another host" in err
     assert not (cluster.folder / "ran").exists()
 
 
@@ -379,7 +379,7 @@ def test_a_dry_run_shows_every_command_and_reaches_nobody(cluster: Cluster) -> N
     )
     assert code == 0
     assert "variables  A_NAME=v A_TOKEN=(hidden)" in out
-    assert f"here, no ssh: {sys.executable} -P -m pdrun.launcher.launch.remote_main" in out
+    assert f"this machine, no ssh: {sys.executable} -P -m pdrun.launcher.launch.remote_main" in out
     assert re.search(
         r"  ssh -p 2222 -o BatchMode=yes .* -T -l alice -- h9 'exec \S+ -P -m pdrun.launcher.launch.remote_main'\n",
         out,
@@ -405,7 +405,7 @@ def test_pdrun_goes_along_where_it_is_lacking(cluster: Cluster, bare: Path) -> N
     )
     code, _, err = cluster.run("pdrun", "--hosts", "h2,h3", "--python", str(bare), script)
     assert code == 69
-    assert err.count(f"{bare} has no pdrun there; install it there, or add --ship") == 2
+    assert err.count(f"{bare} has no pdrun there; install pdrun on this host, or add --ship") == 2
     cache = {"XDG_CACHE_HOME": str(cluster.folder / "cache")}
     for _ in range(2):  # the second time it is there already
         code, out, err = cluster.run(

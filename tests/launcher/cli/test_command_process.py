@@ -202,7 +202,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path, was_warm: bool) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     if was_warm:  # `pdrun warm start` has made the folder; its process has ended
-        (tmp_path / "pdrun").mkdir(mode=0o700)
+        (tmp_path / "runtime" / "pdrun").mkdir(mode=0o700, parents=True)
     program = (
         "import sys; from pdrun.launcher.cli import main as cli; code = cli.main(['--dry-run', 'train.py']);"
         "heavy = {'torch', 'numpy', 'zmq', 'rich', 'yaml', 'psutil', 'asyncio', 'socket', 'importlib.metadata'};"
@@ -211,7 +211,7 @@ def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path, was_warm: boo
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime")},
         capture_output=True,
         text=True,
         timeout=60,

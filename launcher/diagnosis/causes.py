@@ -1,27 +1,33 @@
 """
-Why did a worker end? Evidence in, a `Cause` out; pure, so that every case is a line in a table of
-tests.
+Find why a worker ended. Evidence in, a `Cause` out; pure.
 
-Evidence, strongest first: it could not be started; the kernel's count of out-of-memory kills; a Python traceback as its
-last word together with a failing exit code; its exit code or signal; its last lines. An error whose text says that a
-*peer* went away is `communication`: such a worker is a victim, even when it ended first. Whatever began after pdrun had
-told the worker to stop is `stopped`.
+Evidence, strongest first:
 
-A traceback alone proves nothing: a program may print one, with `logging.exception` say, and live
-on. It counts
+1. The worker could not be started.
+2. The kernel counted an out-of-memory kill.
+3. The last output was a Python traceback, and the exit code shows a failure.
+4. Exit code or signal.
+5. The last lines.
 
-* as an `exception`, when the worker then ended by itself: with Python's code for it (1), or soon after (LINGER).
-  `Group` lets a worker whose last word was a traceback do so, for a moment, before it passes on an order to stop;
-* as a `suspect`, when our order ended it first, and nothing says that it had gone on (a line of a logger above the
-  traceback, output after it). A suspect explains a job whose other workers only complain of a peer: it is mostly one
-  that hangs in the destructors of torch.distributed. It never outranks a worker that died by itself. Time is no test
-  here: the destructors may hang until the peers' timeouts, and a caught exception may be a second old;
-* for nothing otherwise.
+An error whose text names a lost *peer* is `communication`: such a worker is a victim, even if it
+ended first. If the end began after pdrun had sent a stop signal, the cause is `stopped`.
 
-Limits. A victim is known by the words of gloo, NCCL, HCCL and torch.distributed, in the tables
-below; other words are taken for an error of the worker's own, which is the safer mistake: a true
-cause is never hidden. The parallel runtime says it in words of its own, in one line
-(`pdrun.PeerLost`).
+A traceback alone proves nothing. A program may print one, with `logging.exception` for example, and
+continue. A traceback counts
+
+* as `exception`, if the worker then ended without a signal from pdrun: with Python's exit code for
+  it (1), or within LINGER_SECONDS. `WorkerGroup` delays a stop signal for a worker whose last
+  output was a traceback, so that it can end.
+* as `suspect`, if pdrun's signal ended it first, and nothing shows that it had continued: neither a
+  logger's line above the traceback nor output after it. A suspect explains a job whose other workers only
+  report a lost peer. Usually it hangs in the destructors of torch.distributed. It never outranks a
+  worker that died without a signal from pdrun. Time is not considered: the destructors may hang
+  until the peers time out, and a caught exception may be a second old.
+* not at all otherwise.
+
+Limits: a victim is recognised by the messages of gloo, NCCL, HCCL and torch.distributed in the
+tables below. Other messages count as the worker's own error. That mistake is the safer one: it
+never hides a true cause. The parallel runtime reports a lost peer in one line (`pdrun.PeerLost`).
 """
 
 from __future__ import annotations
@@ -46,16 +52,12 @@ from pdrun.rendezvous.protocol.messages import Cause, CauseKind
 
 LINGER_SECONDS = 10.0
 """
-Seconds between a traceback and the death that it explains, where the exit code is not Python's own
-for it.
+Maximum time between a traceback and the death that it explains, if the exit code is not Python's.
 """
 PROMPT_SECONDS = 2.0
-"""
-The same for a death by SIGKILL or SIGTERM of somebody else, which a traceback rarely has to do
-with.
-"""
+"""The same for a death by another process's SIGKILL or SIGTERM, which rarely has to do with it."""
 FATAL_PREFIX = "Fatal Python error"
-"""How faulthandler's report of a deadly signal begins."""
+"""First words of faulthandler's report of a deadly signal."""
 TAIL_LINES = 20
 TAIL_CHARS = 500
 
@@ -65,13 +67,13 @@ SIGNAL_MEANINGS = {
     "SIGQUIT": "quit",
     "SIGILL": "illegal instruction",
     "SIGTRAP": "breakpoint",
-    "SIGABRT": "aborted by itself",
+    "SIGABRT": "aborted itself",
     "SIGBUS": "bus error: often /dev/shm or a disk is full",
     "SIGFPE": "arithmetic error",
     "SIGKILL": "killed",
     "SIGSEGV": "segmentation fault",
     "SIGPIPE": "broken pipe",
-    "SIGTERM": "told to terminate",
+    "SIGTERM": "asked to terminate",
     "SIGXCPU": "CPU time limit",
     "SIGXFSZ": "file size limit",
     "SIGSYS": "forbidden system call",
@@ -89,7 +91,8 @@ _PEER_GONE = re.compile(
     re.DOTALL,
 )
 _CONNECTION = re.compile(
-    r"Connection (?:reset|refused|aborted|timed out)|Broken pipe|recvBytes|sendBytes|recvValue|Socket Timeout"
+    r"Connection (?:reset|refused|aborted|timed out)|Broken pipe|recvBytes|sendBytes|recvValue"
+    r"|Socket Timeout"
     r"|[Nn]etwork (?:error|is unreachable)|failed to connect|[Tt]imed out|timeout|wait timeout"
 )
 _COLLECTIVE_WORDS = re.compile(
@@ -114,38 +117,32 @@ _NOT_FOUND = re.compile(
 )
 
 _UNREADABLE = re.compile(r"SyntaxError: (?:Non-UTF-8 code|encoding problem)")
-"""
-What Python says of a script whose bytes it cannot decode: without a traceback, and without a line
-of it.
-"""
+"""Python's error for a script that it cannot decode; it prints no traceback."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the agent saw of one worker's end."""
+    """What the agent observed of a worker's end."""
 
     status: int | None
-    """As waitpid gave it; None when the worker never started, or would not even die."""
+    """Wait status; None if the worker never started, or SIGKILL did not end it."""
     at: float
-    """Monotonic seconds of the end."""
+    """Time of the end (monotonic)."""
     traceback: tuple[float, str] | None = None
-    """The last traceback when nothing followed it, with the time of its first byte."""
+    """The last traceback, if it was the last output, and the time of its first byte."""
     survived: bool = False
-    """Whether the worker is known to have gone on after that traceback."""
+    """Whether the worker is known to have continued after that traceback."""
     tail: tuple[str, ...] = ()
-    """The last lines that it printed."""
+    """The last lines of its output."""
     recent: str = ""
-    """
-    The end of its stderr, longer than the tail: the reason of an abort may stand above a long
-    stack.
-    """
+    """End of its stderr, longer than the tail: the reason of an abort may precede a long stack."""
     stopped_at: float | None = None
-    """When pdrun first told this worker to stop."""
+    """When pdrun first decided to stop this worker."""
     stop_signals: tuple[int, ...] = ()
-    """The signals that pdrun sent for that; none while the order was still held back."""
+    """The signals that pdrun has sent for that; empty while they are delayed."""
     spawn_failure: SpawnFailed | None = None
     oom_kills: int = 0
-    """Out-of-memory kills that the kernel counted in this cgroup since the workers started."""
+    """Out-of-memory kills in this cgroup since the workers started."""
     log: str = ""
 
 
@@ -183,58 +180,62 @@ def _cause_of_failure(evidence: Evidence, code: int) -> Cause:
         return _cause_of_signal(evidence, number, ours, crash or (evidence.at, ""))
     if ours:
         return _make_cause(
-            evidence, "stopped", code, f"exit code {code} after pdrun had told it to stop"
+            evidence, "stopped", code, f"exit code {code} after pdrun had asked it to stop"
         )
     last = strip_rank_prefix(evidence.tail[-1]).strip() if evidence.tail else ""
     if code in (1, 2) and (_NOT_FOUND.search(last) or _UNREADABLE.match(last)):
         return _make_cause(evidence, "startup", code, last[:500], retry=False)
-    said = last.removeprefix(
-        "pdrun: error: "
-    )  # by `pdrun.init()`, of a mistake that the script did not catch
-    if said == last:
+    # `pdrun.init()` prints an error that the script did not catch with this prefix.
+    message = last.removeprefix("pdrun: error: ")
+    if message == last:
         return _make_cause(evidence, "exit", code, f"exit code {code}")
-    return _make_cause(
-        evidence, "communication" if PeerLost.SIGN in said else "exit", code, said[:500]
-    )
+    kind: CauseKind = "exit"
+    if PeerLost.SIGN in message:
+        kind = "communication"
+    return _make_cause(evidence, kind, code, message[:500])
 
 
 def _faulthandler_report(evidence: Evidence, number: int) -> tuple[float, str] | None:
-    """
-    Return faulthandler's report, when it is about this death: not a child's, and not a signal of
-    ours.
-    """
+    """Return faulthandler's report of this death; None if the signal was sent by pdrun."""
     if evidence.traceback is None or not number or number in evidence.stop_signals:
         return None
-    return evidence.traceback if evidence.traceback[1].startswith(FATAL_PREFIX) else None
+    if evidence.traceback[1].startswith(FATAL_PREFIX):
+        return evidence.traceback
+    return None
 
 
 def _traceback_kind(evidence: Evidence, number: int, code: int) -> CauseKind | None:
-    """Return what a traceback says about this end: see the module. None: nothing."""
+    """Return what a traceback proves about this end (see the module); None: nothing."""
     if evidence.traceback is None or evidence.traceback[1].startswith(FATAL_PREFIX):
         return None
     at = evidence.traceback[0]
-    told = evidence.stopped_at
-    if told is not None and at >= told:
+    stopped_at = evidence.stopped_at
+    if stopped_at is not None and at >= stopped_at:
         return None
     if evidence.stop_signals:
-        return None if evidence.survived else "suspect"
+        if evidence.survived:
+            return None
+        return "suspect"
     if number == signal.SIGKILL and evidence.oom_kills:
         return None
-    if code == 1 and told is None:
+    if code == 1 and stopped_at is None:
         return "exception"
-    foreign = number in (signal.SIGKILL, signal.SIGTERM)
-    if foreign and evidence.survived:
-        return None  # it was caught, and somebody else's signal needs no such reason
-    limit = PROMPT_SECONDS if foreign else LINGER_SECONDS
-    return "exception" if evidence.at - at <= limit else None
+    limit = LINGER_SECONDS
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        if evidence.survived:
+            return None  # the exception was caught; another process's signal has another reason
+        limit = PROMPT_SECONDS
+    if evidence.at - at <= limit:
+        return "exception"
+    return None
 
 
 def _cause_of_exception(
     evidence: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind
 ) -> Cause:
-    """The last word was a traceback, and it came before any order of ours to stop."""
+    """Return the cause of a worker whose last output was a traceback, before any stop signal."""
     if number in evidence.stop_signals:
-        # the order came while it was on its way out, with Python's code for an exception
+        # The signal arrived while it was exiting with Python's code for an exception.
         number = 0
         code = 1
     chain = parse_exceptions(text)
@@ -256,7 +257,7 @@ def _cause_of_exception(
 def _cause_of_signal(
     evidence: Evidence, number: int, ours: bool, since: tuple[float, str]
 ) -> Cause:
-    """It was killed; ``since`` is when that began, with faulthandler's report of it."""
+    """Return the cause of a death by signal; ``since``: its begin and faulthandler's report."""
     name = format_signal(number)
     plain = f"killed by {name}" + (
         f" ({SIGNAL_MEANINGS[name]})" if SIGNAL_MEANINGS.get(name, "killed") != "killed" else ""
@@ -270,7 +271,7 @@ def _cause_of_signal(
         )
     if ours:
         return _make_cause(
-            evidence, "stopped", code, f"{plain} after pdrun had told it to stop", number=number
+            evidence, "stopped", code, f"{plain} after pdrun had asked it to stop", number=number
         )
     if number == signal.SIGABRT and _is_peer_abort(evidence):
         return _make_cause(
@@ -284,7 +285,7 @@ def _cause_of_signal(
 
 
 def is_peer_error(error: RaisedException) -> bool:
-    """Whether an exception says that a peer went away, rather than what went wrong here."""
+    """Return whether an exception reports a lost peer instead of an own error."""
     if _OWN_FAULT.search(error.text):
         return False
     if error.type in _DISTRIBUTED_ERRORS or _PEER_GONE.search(error.text):
@@ -297,8 +298,9 @@ def is_peer_error(error: RaisedException) -> bool:
 
 def _is_peer_abort(evidence: Evidence) -> bool:
     """
-    Whether an abort in C++ was about a peer: torch and NCCL end the process so when a watchdog
-    gives up.
+    Return whether an abort in C++ was caused by a lost peer.
+
+    torch and NCCL abort the process when a watchdog times out.
     """
     text = _abort_text(evidence)
     if _OWN_FAULT.search(text):
@@ -311,7 +313,7 @@ def _is_peer_abort(evidence: Evidence) -> bool:
 
 def _abort_text(evidence: Evidence) -> str:
     """
-    What was printed last before the abort: from C++'s own last words on, where those are found.
+    Return the last output before the abort, from C++'s ``terminate called`` on if it is found.
     """
     text = strip_rank_prefix(evidence.recent or "\n".join(evidence.tail))
     return text[max(0, text.rfind("terminate called") - 2000) :]
@@ -326,16 +328,15 @@ def _abort_reason(evidence: Evidence) -> str:
 
 def _cause_of_spawn_failure(evidence: Evidence, failure: SpawnFailed) -> Cause:
     """
-    As in a shell, 127: not there, 126: there but not to be executed. Only a lack of means may pass
-    by itself.
+    Return the cause of a failed start, with the codes of a shell.
+
+    127: not found; 126: not executable. Only a lack of resources may be temporary.
     """
     code = 127 if failure.errno == errno.ENOENT else 126
     passing = failure.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-    hint = (
-        "; no interpreter line (#!), or of another machine?"
-        if failure.errno == errno.ENOEXEC
-        else ""
-    )
+    hint = ""
+    if failure.errno == errno.ENOEXEC:
+        hint = "; no interpreter line (#!), or built for another machine?"
     return _make_cause(
         evidence,
         "startup",

@@ -1,19 +1,21 @@
 """
-Does a worker hang? Judged from what can be seen from outside; pure: each look at it is an argument,
-as is the time.
+Detect workers that hang, from observations at given times. Pure.
 
-    it reports progress      no new step, none newly saved, for the timeout: whatever its CPU does (collectives spin)
-    it does not (yet)        no output and no CPU time of its whole process tree for the timeout
-    its last word is a traceback, and it lives on idle for TRACEBACK seconds: without a timeout, too, but only
-                             where its stacks show that the program's own code has ended
+A worker hangs if
 
-Time counts as it is seen: between two looks at most two intervals pass, so that a stall of the
-agent, or of the whole machine, makes nobody hang. A worker in a debugger is left alone. One that
-somebody stopped (SIGSTOP) does hang.
+* it has reported progress, and then neither a new step nor a newly saved step for the timeout. CPU
+  time does not matter, because collectives spin;
+* it has not reported progress yet, and there was neither output nor CPU time of its process tree
+  for the timeout;
+* its last output is a traceback, and it was idle for TRACEBACK_SECONDS. This needs no timeout, but
+  only counts if its stacks show that the program's code has ended.
 
-Limits. A worker that waits for others is as quiet as one that hangs: see `Reports` for who must be
-quiet as well. Work that needs no CPU (a long kernel on a device, waited for without spinning)
-counts as none: let such programs report progress.
+At most two intervals count between two samples, so that a stall of the agent or of the machine
+makes no worker hang. A worker in a debugger never hangs. A stopped worker (SIGSTOP) hangs.
+
+Limits: a worker that waits for others is as idle as one that hangs. `WorkerMonitor` decides which
+others must be idle, too. Work without CPU time (a long kernel on a device, waited for without
+spinning) is not seen: such programs should report progress.
 """
 
 from __future__ import annotations
@@ -21,40 +23,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 IDLE_CPU_SHARE = 0.02
-"""Share of one CPU up to which a process does nothing: threads that look around now and then."""
+"""A process below this share of one CPU is idle: its threads only poll."""
 CPU_TICK_SECONDS = 0.02
-"""CPU seconds beyond that, at any time: the kernel may count in hundredths."""
+"""Additional CPU time that is ignored: the kernel may count in hundredths of a second."""
 TRACEBACK_SECONDS = 60.0
-"""
-Seconds after which a worker that printed a traceback, and did nothing since, is on its way out and
-stuck.
-"""
+"""A worker that was idle for this time after a traceback is stuck in its exit."""
 MAX_INTERVAL_SECONDS = 5.0
 MIN_INTERVAL_SECONDS = 0.2
-"""Seconds between two looks."""
+"""Limits of the time between two samples."""
 _STATE_NOTES = {
-    "D": "; it waits in the kernel, uninterruptibly",
+    "D": "; it is in uninterruptible sleep in the kernel",
     "T": "; it is stopped by a signal",
 }
 
 
 @dataclass(frozen=True)
 class WorkerSample:
-    """One look at one worker."""
+    """An observation of a worker."""
 
     step: int | None = None
-    """The last step that it reported."""
+    """Last step that it has reported."""
     saved: int | None = None
     output_at: float = 0.0
-    """Monotonic seconds of its last output."""
+    """Time of its last output (monotonic)."""
     cpu_seconds: float | None = None
-    """CPU seconds of its process tree; None: not known."""
+    """CPU time of its process tree; None: unknown."""
     letter: str = "S"
-    """Its state, as in /proc."""
+    """Process state, as in /proc."""
     is_traced: bool = False
-    """Whether a debugger holds it."""
+    """Whether a debugger traces it."""
     has_traceback: bool = False
-    """Whether a traceback was its last word, and nothing tells that it went on."""
+    """Whether its last output is a traceback, and nothing shows that it has continued."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,13 @@ class HangSuspicion:
 
     reason: str
     may_be_waiting: bool = False
-    """It is only quiet: it may be waiting for a worker that is at work."""
+    """It is idle only: it may be waiting for a worker that is busy."""
     only_if_ended: bool = False
-    """Holds only where its stacks show that the program's code has ended."""
+    """Counts only if its stacks show that the program's code has ended."""
 
 
 class HangDetector:
-    """One worker of one generation."""
+    """Judges one worker of one generation."""
 
     def __init__(self, timeout: float | None, now: float) -> None:
         """``timeout``: the user's ``--hang-timeout`` in seconds, or None."""
@@ -77,43 +76,40 @@ class HangDetector:
         self.interval = min(
             MAX_INTERVAL_SECONDS, max(MIN_INTERVAL_SECONDS, (timeout or TRACEBACK_SECONDS) / 10)
         )
-        """Seconds between two looks."""
+        """Time between two samples."""
         self._last_at = now
         self._last_sample = WorkerSample()
         self.idle_seconds = 0.0
-        """Seconds without output, CPU time or progress."""
+        """Time without output, CPU time or progress."""
         self.stuck_seconds = 0.0
-        """Seconds without progress."""
+        """Time without progress."""
         self._active_cpu_seconds: float | None = None
-        """CPU seconds that it had used when it was last active."""
+        """CPU time that it had used when it was last active."""
 
     def add_sample(self, seen: WorkerSample, now: float) -> HangSuspicion | None:
-        """Take what is seen now; return the suspicion, if there is one."""
+        """Add an observation; return a suspicion, or None."""
         before = self._last_sample
         self._last_sample = seen
         passed = min(now - self._last_at, 2 * self.interval)
         self._last_at = now
-        moved = (seen.step, seen.saved) != (before.step, before.saved)
-        # measured over all of the quiet time: the kernel counts in ticks, and one now and then is
-        # no work
-        if (
-            seen.cpu_seconds is not None and self._active_cpu_seconds is not None
-        ):  # a child that has ended takes its time along
+        has_moved = (seen.step, seen.saved) != (before.step, before.saved)
+        # CPU time is measured over the whole idle time, because a tick now and then is no work. It
+        # decreases when a child ends that is not reaped yet.
+        if seen.cpu_seconds is not None and self._active_cpu_seconds is not None:
             self._active_cpu_seconds = min(self._active_cpu_seconds, seen.cpu_seconds)
-        spent = (
-            None
-            if seen.cpu_seconds is None or self._active_cpu_seconds is None
-            else seen.cpu_seconds - self._active_cpu_seconds
-        )
-        worked = (
-            spent is None
-            or spent > IDLE_CPU_SHARE * (self.idle_seconds + passed) + CPU_TICK_SECONDS
-        )
-        first = before.cpu_seconds is None  # the start of the process counts as work
-        self.stuck_seconds = 0.0 if moved or seen.is_traced else self.stuck_seconds + passed
-        active = moved or worked or first or seen.is_traced or seen.output_at > before.output_at
-        self.idle_seconds = 0.0 if active else self.idle_seconds + passed
-        if active:
+        has_worked = True
+        if seen.cpu_seconds is not None and self._active_cpu_seconds is not None:
+            spent = seen.cpu_seconds - self._active_cpu_seconds
+            idle_share = IDLE_CPU_SHARE * (self.idle_seconds + passed)
+            has_worked = spent > idle_share + CPU_TICK_SECONDS
+        is_first = before.cpu_seconds is None  # the start of the process counts as work
+        has_output = seen.output_at > before.output_at
+        self.stuck_seconds += passed
+        if has_moved or seen.is_traced:
+            self.stuck_seconds = 0.0
+        self.idle_seconds += passed
+        if has_moved or has_worked or is_first or seen.is_traced or has_output:
+            self.idle_seconds = 0.0
             self._active_cpu_seconds = seen.cpu_seconds
         return self._judge_sample(seen)
 
@@ -131,7 +127,7 @@ class HangDetector:
             )
         if seen.has_traceback and self.idle_seconds >= TRACEBACK_SECONDS:
             return HangSuspicion(
-                f"it printed a traceback and is still there {self.idle_seconds:.0f} s later",
+                f"it printed a traceback and is still running {self.idle_seconds:.0f} s later",
                 only_if_ended=True,
             )
         return None

@@ -1,13 +1,13 @@
 """
-Where are the workers of this node? Asked, waited for at most WITHIN seconds, without ever blocking.
+Collect the stacks of the workers of this node, within COLLECT_SECONDS and without blocking.
 
-First of these that answers counts, for each worker by itself:
+For each worker the first source that answers is used:
 
-1. ``py-spy dump --native``, where py-spy is installed: Python and native frames, read from outside;
-2. faulthandler: a worker that has offered its stacks (forked ones, and those that use `pdrun.elastic`) writes them into
-   a file when it gets STACKS_SIGNAL. It is asked only while it catches that signal and holds that file, so that the
-   signal never ends a process, nor lands in a file of the program's own;
-3. /proc: the state, and the kernel's function in which it waits.
+1. ``py-spy dump --native``, if py-spy is installed: Python and native frames, read from outside.
+2. faulthandler: forked workers, and workers that use `pdrun.elastic`, write their stacks to a file
+   when they get STACKS_SIGNAL. The signal is sent only if the worker handles it and has that file
+   open. So it never ends a process, and never writes to a file of the program.
+3. /proc: the state, and the kernel function in which the worker waits.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from pdrun.launcher.diagnosis.stacks import (
 from pdrun.rendezvous.protocol.messages import StackGroup
 
 COLLECT_SECONDS = 3.0
+"""Time after which missing stacks are given up."""
 SETTLE_SECONDS = 0.15
-"""Seconds without a further byte after which a worker's file is whole."""
+"""A worker's file is complete if it did not grow for this time."""
 POLL_SECONDS = 0.05
 MAX_PY_SPY = 16
-"""Workers that py-spy looks at, at most."""
+"""Workers that are examined with py-spy at most."""
 _MAX_DUMP_BYTES = 1 << 20
 
 
 @dataclass
 class WorkerDump:
-    """One worker that was asked."""
+    """The stack dump of one worker."""
 
     rank: int
     slot: int
     pid: int
     file: Path | None = None
-    """Where faulthandler writes, if it was asked."""
+    """The file to which faulthandler writes, if it was requested."""
     old_bytes: int = 0
-    """Bytes of the file that are older than the question."""
+    """Bytes of the file that are older than the request."""
     size: int = 0
     grown_at: float = 0.0
     spy: subprocess.Popen[bytes] | None = None
@@ -58,13 +59,10 @@ class WorkerDump:
 
 
 class StackRequest:
-    """One question to some workers. Call `look` at `deadline` until it returns True."""
+    """A request for the stacks of workers. Call `poll_workers` at `deadline` until it is True."""
 
     _killed_spies: ClassVar[list[subprocess.Popen[bytes]]] = []
-    """
-    Those of py-spy that were killed, and may take their time to end (state D): reaped by a later
-    question.
-    """
+    """Killed py-spy processes that may still be in state D; a later request reaps them."""
 
     def __init__(
         self,
@@ -77,10 +75,10 @@ class StackRequest:
         """
         Args:
             workers: (rank, slot, pid) of each.
-            folder: where workers have their files.
+            folder: the folder of the workers' files.
             signal: sends a signal (number) to a worker (slot).
-            now: monotonic seconds.
-            active: ranks that were at work at that moment.
+            now: monotonic time.
+            active: ranks that were busy at that moment.
         """
         self.active = active
         self._give_up_at = now + COLLECT_SECONDS
@@ -94,7 +92,7 @@ class StackRequest:
                 self._start_py_spy(spy, worker)
 
     def poll_workers(self, now: float) -> bool:
-        """See what has come; whether all is here, or the time is over."""
+        """Check for answers; return whether all have arrived or the time is over."""
         self.deadline = now + POLL_SECONDS
         whole = [self._is_complete(worker, now) for worker in self._dumps]
         if not all(whole) and now < self._give_up_at:
@@ -103,22 +101,16 @@ class StackRequest:
         return True
 
     def grouped_stacks(self) -> tuple[StackGroup, ...]:
-        """
-        Return the workers grouped by equal stack, once `look` has returned True; may be called
-        again.
-        """
+        """Return the workers grouped by equal stack, after `poll_workers` has returned True."""
         return group_stacks((worker.rank, self._read_stack(worker)) for worker in self._dumps)
 
     def has_program_ended(self, rank: int) -> bool:
-        """
-        Whether the stacks of a worker show that the code of its program has ended; False where that
-        is not known.
-        """
+        """Return whether a worker's stacks show that its program's code has ended."""
         dumps = [self._read_dump(worker) for worker in self._dumps if worker.rank == rank]
         return any(dump and not is_program_running(dump) for dump in dumps)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Kill py-spy processes and close files."""
         self._kill_py_spies()
         for worker in self._dumps:
             if worker.spy_output is not None:
@@ -157,7 +149,7 @@ class StackRequest:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError:  # no process, descriptor or memory is left: the others may tell
+        except OSError:  # no process, descriptor or memory is left: use the next source
             pass
 
     @staticmethod
@@ -176,7 +168,7 @@ class StackRequest:
         return written and not spying
 
     def _read_dump(self, worker: WorkerDump) -> str:
-        """What the worker, or py-spy, wrote; empty: nothing."""
+        """Return what py-spy or the worker wrote; empty: nothing."""
         if worker.spy is not None and worker.spy_output is not None and worker.spy.poll() == 0:
             worker.spy_output.seek(0)
             text = worker.spy_output.read(_MAX_DUMP_BYTES).decode("utf-8", "replace")
@@ -208,7 +200,7 @@ def _read_kernel_view(pid: int) -> str:
         return "(has ended)"
     lines = [f"(no Python stack) state {state.description}"]
     if function := procfs.read_wait_channel(pid):
-        lines.append(f"waits in the kernel's {function}")
+        lines.append(f"waits in the kernel function {function}")
     if stack := procfs.read_kernel_stack(pid):
-        lines += ["the kernel's stack:", *(f"  {line}" for line in stack.splitlines())]
+        lines += ["kernel stack:", *(f"  {line}" for line in stack.splitlines())]
     return truncate_text("\n".join(lines))

@@ -1,15 +1,14 @@
 """
-Stacks as text: what faulthandler and py-spy print, read, and made comparable between processes.
-Pure.
+Parse the stacks that faulthandler and py-spy print, and normalize them for comparison. Pure.
 
-    Thread 0x00007f2b6ffff640 (most recent call first):          faulthandler: newest thread first, the main one last
+    Thread 0x00007f2b6ffff640 (most recent call first):          faulthandler: main thread last
       File "/usr/lib/python3.11/threading.py", line 324 in wait
 
     Thread 4711 (idle): "MainThread"                              py-spy
         wait (threading.py:324)
 
-What counts is the main thread. Where that only waits for another thread (its innermost frame is one
-of threading or queue), the others are shown below it.
+The main thread matters. If it only waits for another thread (its innermost frame is in threading or
+queue), the other threads are shown below it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from pdrun.rendezvous.protocol.messages import StackGroup
 
 MAX_STACK_BYTES = 8 * 1024
 MAX_NODE_BYTES = 64 * MAX_STACK_BYTES
-"""
-Bytes of all stacks of a node: in JSON they, and what stands around them, fit into one message.
-"""
+"""All stacks of a node must fit into one message, as JSON with its other fields."""
 _HEAD = re.compile(
-    r'(?:Current thread|Thread) (?:0x[0-9a-fA-F]+|\d+)(?: [\[(][^\])]*[\])])*(?:: "(?P<name>[^"]*)")?'
+    r"(?:Current thread|Thread) (?:0x[0-9a-fA-F]+|\d+)"
+    r'(?: [\[(][^\])]*[\])])*(?:: "(?P<name>[^"]*)")?'
 )
 _FILE = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<function>.*)')
 _PY_SPY_FRAME = re.compile(r"\s+(?P<function>.+) \((?P<file>[^()]*?)(?::\d+)?\)$")
@@ -39,16 +37,14 @@ _WAITS = re.compile(
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """One thread; ``frames`` innermost first, as printed."""
+    """The stack of a thread; ``frames`` as printed, innermost first."""
 
     frames: tuple[str, ...]
     is_main: bool = False
 
 
 def parse_threads(text: str) -> tuple[ThreadStack, ...]:
-    """
-    Return the threads of a dump of either tool, the main one first; empty where there is none.
-    """
+    """Return the threads of a dump of either tool, main thread first; empty if there are none."""
     blocks: list[tuple[str | None, list[str]]] = []
     for line in text.splitlines():
         head = _HEAD.match(line)
@@ -58,12 +54,11 @@ def parse_threads(text: str) -> tuple[ThreadStack, ...]:
             blocks[-1][1].append(line.strip())
     if not blocks:
         return ()
-    named = any(name == "MainThread" for name, _ in blocks)
-    main = (
-        next(at for at, (name, _) in enumerate(blocks) if name == "MainThread")
-        if named
-        else len(blocks) - 1
-    )
+    main = len(blocks) - 1
+    for at, (name, _) in enumerate(blocks):
+        if name == "MainThread":
+            main = at
+            break
     order = [main, *(at for at in range(len(blocks)) if at != main)]
     return tuple(
         ThreadStack(tuple(_ADDRESS.sub("0x", frame) for frame in blocks[at][1]), at == main)
@@ -73,25 +68,32 @@ def parse_threads(text: str) -> tuple[ThreadStack, ...]:
 
 def is_program_running(text: str) -> bool:
     """
-    Whether a dump shows code of the program in its main thread: not so once only the interpreter's
-    end is left.
+    Return whether the main thread of a dump runs the program's code.
+
+    It does not while the interpreter finalizes. True if there are no threads in the text.
     """
-    found = parse_threads(text)
-    main = found[0].frames if found else ("in <module>",)
-    return any(frame.endswith("in <module>") or frame.startswith("<module> (") for frame in main)
+    threads = parse_threads(text)
+    if not threads:
+        return True
+    return any(
+        frame.endswith("in <module>") or frame.startswith("<module> (")
+        for frame in threads[0].frames
+    )
 
 
 def normalize_stack(text: str) -> str:
     """
-    Return what to show of a dump: equal for processes that stand at the same place; empty where
-    there is nothing.
+    Return the part of a dump to show: equal for processes at the same place in the code.
+
+    Empty if there are no threads in the text.
     """
     found = parse_threads(text)
     if not found:
         return ""
     own = _user_frames(found[0].frames)
     lines = list(own) or ["(no Python code)"]
-    if _parse_frame(lines[0])[0] is None or _WAITS.search(_parse_frame(lines[0])[0] or ""):
+    innermost = _parse_frame(lines[0])[0]
+    if innermost is None or _WAITS.search(innermost):
         others = sorted({_user_frames(thread.frames) for thread in found[1:]} - {()})
         for number, frames in enumerate(others, 2):
             lines += [f"thread {number}:", *frames]
@@ -99,7 +101,7 @@ def normalize_stack(text: str) -> str:
 
 
 def truncate_text(text: str, max_bytes: int = MAX_STACK_BYTES) -> str:
-    """Return the text, at most ``longest`` bytes of it in UTF-8."""
+    """Return the text, truncated to ``max_bytes`` in UTF-8."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:
         return text
@@ -108,9 +110,10 @@ def truncate_text(text: str, max_bytes: int = MAX_STACK_BYTES) -> str:
 
 def group_stacks(stacks: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
     """
-    Return the groups of equal stacks, the largest first, from (rank, stack).
+    Return groups of equal stacks from (rank, stack), the largest first.
 
-    Of many different ones each has its share of MOST: the innermost calls, which tell places apart.
+    If there are many, each is truncated to its share of MAX_NODE_BYTES. The innermost calls are
+    kept.
     """
     found: dict[str, list[int]] = {}
     for rank, stack in stacks:
@@ -123,7 +126,7 @@ def group_stacks(stacks: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
 
 
 def _user_frames(frames: Sequence[str]) -> tuple[str, ...]:
-    """Leave out the frames that only started the program, at the bottom."""
+    """Remove the outermost frames that only started the program."""
     kept = list(frames)
     while kept and _is_launcher_frame(kept[-1]):
         kept.pop()
@@ -138,6 +141,8 @@ def _is_launcher_frame(frame: str) -> bool:
 
 
 def _parse_frame(frame: str) -> tuple[str | None, str]:
-    """Return (file, function) of a frame; the file is None where there is none."""
+    """Return (file, function) of a frame; without a file (None, frame)."""
     match = _FILE.match(frame) or _PY_SPY_FRAME.match(" " + frame)
-    return (match["file"], match["function"]) if match else (None, frame)
+    if match is None:
+        return None, frame
+    return match["file"], match["function"]

@@ -1,20 +1,24 @@
 """
-Finds the last Python traceback in a worker's stderr, as it comes, without any decorator in the
-user's script.
+Find the last Python traceback in a worker's stderr while it is read.
+
+No decorator in the user's script is needed. A state machine reads lines:
 
     Traceback (most recent call last):            header   -> FRAMES
       File "train.py", line 3, in <module>        frames
-    ValueError: boom                              the exception -> MESSAGE (further lines may belong to it)
+    ValueError: boom                              the exception -> MESSAGE (may have more lines)
                                                   a blank line  -> GAP (a chain may follow)
     During handling of the above exception ...    one block with what went before
-    [W1127 ...] destroy_process_group() was ...   teardown noise: passed over
+    [W1127 ...] destroy_process_group() was ...   noise of the shutdown: skipped
 
-Also read: exception groups, a SyntaxError of the script itself (no header), faulthandler's `Fatal Python error`, rich's
-boxes. What Python prints while it ignores an exception is not a cause. Pure: bytes and times come in as arguments.
-A header may stand behind other text, as on a progress bar's unfinished line (``10%|# | 1/9Traceback (most ...``); such
-a one counts when the next line is what follows a header.
-Limits: a traceback with a logger's prefix on every line is not seen; text of other threads inside one is kept as it
-stands.
+Exception groups, a SyntaxError of the script itself (without header), faulthandler's `Fatal Python
+error` and rich's boxes are read, too. Exceptions that Python ignores ("Exception ignored in") are
+not causes. Pure: bytes and times are arguments.
+
+A header may follow other text, such as a progress bar without line end (``10%|# | 1/9Traceback
+(most ...``). It counts if the next line can follow a header.
+
+Limits: a traceback with a logger's prefix on every line is not found. Output of other threads
+inside a traceback is kept.
 """
 
 from __future__ import annotations
@@ -26,29 +30,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_TRACEBACK_BYTES = 1 << 16
-"""Bytes of a traceback that are kept, of its end."""
+"""Only the last bytes of a traceback are kept."""
 MAX_MESSAGE_LINES = 100
-"""Lines after the exception's own that can belong to its message."""
+"""Further lines that can belong to an exception's message."""
 LAST_WORD_LINES = 20
 """
-Lines of its own that a dying worker may still print (``giving up``) before its traceback is no
-longer the reason.
+A dying worker may print this many lines after its traceback ("giving up"). With more, the traceback
+is not the reason of its end.
 """
 LAST_WORD_SECONDS = 30.0
-"""
-Seconds in which it may print them: closing a run's recorder takes its time, a minute of ordinary
-life is none.
-"""
+"""Time in which it may print them. Closing the recorder of a run takes a while."""
 PAUSE_SECONDS = 2.0
-"""
-Seconds after which a further line is not part of a traceback's message, and a sign of life after
-it.
-"""
+"""A line after a longer pause does not belong to the traceback's message."""
 _MAX_FOREIGN_LINES = 20
 _COMPLETE = ("message", "gap", "chain", "fatal", "group", "box")
 """
-States in which the open block can be shown; a group's or a box's end is only known from what
-follows.
+States in which the open block is complete enough to show. Only the next line shows the end of a
+group or a box.
 """
 
 Kind = Literal["exception", "syntax", "fatal"]
@@ -62,7 +60,8 @@ _SCRIPT_FRAME = re.compile(rb'  File ".*", line \d+$')
 _SYNTAX = re.compile(rb"(?:SyntaxError|IndentationError|TabError)(?::|$)")
 _FATAL = re.compile(rb"Fatal Python error: ")
 _FATAL_LINE = re.compile(
-    rb"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state|Stack \(|<|Garbage-coll"
+    rb"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state|Stack \(|<"
+    rb"|Garbage-coll"
 )
 _EXCEPTION = re.compile(rb"[^\W\d][\w.<>-]*(?::(?:\s|$)|$)")
 _CHAIN = re.compile(
@@ -72,14 +71,15 @@ _CHAIN = re.compile(
 )
 _IGNORED = re.compile(rb"Exception ignored |Error in atexit|Error in sys.excepthook")
 _NOISE = re.compile(
-    rb"\[[IWEF]\d{3,}|\[rank\d+\]:\[[IWEF]\d{3,}|[IWEF]\d{4} |terminate called|.*resource_tracker|.*UserWarning:"
+    rb"\[[IWEF]\d{3,}|\[rank\d+\]:\[[IWEF]\d{3,}|[IWEF]\d{4} |terminate called"
+    rb"|.*resource_tracker|.*UserWarning:"
     rb"|  warnings\.warn\(|.*ResourceWarning:|Exception ignored |sys:1: "
 )
 _LOG = re.compile(
     rb"\[?\d{4}-\d\d-\d\d|\[?\d\d:\d\d:\d\d|\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b"
 )
 _LOGGED = re.compile(rb".*\b(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|[WEF]\d{4} ")
-"""A logger's line of a level at which exceptions are logged."""
+"""A logger's line of a level that is used for exceptions."""
 _RANK = re.compile(rb"\[rank\d+\]: ")
 _BAR = re.compile(rb"\r|\d%|\d+/\d+|it/s|s/it")
 _SECOND_LINES = {
@@ -88,7 +88,7 @@ _SECOND_LINES = {
     "box": _BOX_LINE,
     "fatal": re.compile(rb"$|Current thread|Thread 0x|Python runtime state|<|Stack \("),
 }
-"""What the first line below a header that stood behind other text must be."""
+"""What must follow a header that was found behind other text."""
 _SGR = re.compile(rb"\x1b\[[0-9;:]*m")
 _HEADS = {"group": _GROUP, "frames": _HEADER, "box": _BOX, "fatal": _FATAL}
 _KINDS: dict[str, Kind] = {"fatal": "fatal", "script": "syntax"}
@@ -97,45 +97,37 @@ _HINTS = (b"Traceback (most recent", b"Fatal Python error", b'  File "')
 
 @dataclass(frozen=True)
 class Traceback:
-    """The last block of a stream."""
+    """The last traceback of a stream."""
 
     at: float
-    """Monotonic seconds at which its first byte was read."""
+    """Time at which its first byte was read (monotonic)."""
     text: str
     kind: Kind
     lines_after: int
-    """Lines that followed it, noise of a shutdown not counted."""
+    """Lines after it, without noise of the shutdown."""
     output_seconds: float = 0.0
-    """
-    Seconds from its first byte to the last of those lines (or to a half one, or a bar's update).
-    """
+    """Time from its first byte to the last output after it."""
     is_logged: bool = False
-    """
-    Whether a logger's line (warning or worse) stood directly above it: the program had caught this
-    exception.
-    """
+    """Whether a logger's line (warning or worse) precedes it: the program has caught it."""
 
     @property
     def is_last_word(self) -> bool:
-        """Whether the worker said little enough afterwards that it ended because of this."""
+        """Return whether so little output followed that the worker ended because of it."""
         return self.lines_after <= LAST_WORD_LINES and self.output_seconds <= LAST_WORD_SECONDS
 
     @property
     def has_survived(self) -> bool:
-        """Whether its surroundings say that the program went on after it."""
+        """Return whether the output shows that the program continued after it."""
         return self.is_logged or self.output_seconds > PAUSE_SECONDS
 
     @property
     def summary(self) -> str:
-        """The line that names the exception (``ValueError: boom``), at most 500 characters."""
+        """Return the line of the exception (``ValueError: boom``), at most 500 characters."""
         return find_exception_line(self.text)
 
 
 def find_exception_line(text: str) -> str:
-    """
-    Return the line of a traceback that names its last exception, at most 500 characters; empty if
-    there is none.
-    """
+    """Return the line of a traceback's last exception, at most 500 characters, or empty."""
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     after = lines[starts[-1] + 1 :] if starts and "Group" not in lines[starts[-1]] else lines
@@ -147,7 +139,7 @@ def find_exception_line(text: str) -> str:
 
 
 class TracebackFinder:
-    """Reads one stream. Feed costs little while nothing looks like a traceback."""
+    """Reads one stream. `feed` is fast as long as nothing looks like a traceback."""
 
     def __init__(self) -> None:
         self._partial = b""
@@ -176,7 +168,7 @@ class TracebackFinder:
         }
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take bytes that were read at monotonic second ``at``."""
+        """Process bytes that were read at time ``at`` (monotonic)."""
         data = self._partial + data
         first_at = self._partial_at if self._partial else at
         if self._can_skip(data):
@@ -196,7 +188,7 @@ class TracebackFinder:
             self._output_at = at
 
     def finish(self) -> None:
-        """The stream has ended: take a last half line as a line."""
+        """Process an unfinished last line; the stream has ended."""
         half = self._partial
         self._partial = b""
         if half:
@@ -204,7 +196,7 @@ class TracebackFinder:
 
     @property
     def last_traceback(self) -> Traceback | None:
-        """The last complete block so far, or None."""
+        """Return the last complete traceback so far, or None."""
         block = self._last_block
         if self._state in _COMPLETE:
             block = self._block
@@ -228,20 +220,19 @@ class TracebackFinder:
 
     def _take_line(self, line: bytes, first_at: float, at: float) -> None:
         """
-        One whole line, through the state's method; a line that ends a block is looked at again from
-        idle.
+        Process a line with the method of the current state.
 
         Args:
-            first_at: when its first byte came: long before the rest, where a bar stands at its
-                beginning.
-            at: when its last byte came.
+            first_at: time of its first byte. Behind a progress bar that is long before the rest.
+            at: time of its last byte.
         """
         bare = _SGR.sub(b"", line) if b"\x1b" in line else line
-        if bare.startswith(b"[rank"):  # torch.distributed's excepthook marks each line
+        if bare.startswith(b"[rank"):  # the prefix of torch.distributed's excepthook
             bare = _RANK.sub(b"", bare)
         bare = bare.removesuffix(b"\r")
         if self._state in ("message", "gap", "chain") and at - self._line_at > PAUSE_SECONDS:
-            self._close_block()  # a message is printed in one go: what comes later is the program's further life
+            # A message is printed without pauses. This line is later output of the program.
+            self._close_block()
         if self._is_unconfirmed and bare:
             self._is_unconfirmed = False
             if not _SECOND_LINES[self._state].match(bare):
@@ -253,16 +244,14 @@ class TracebackFinder:
         self._line_at = at
 
     def _open_block(self, line: bytes, first_at: float, at: float) -> bool:
-        """
-        Open a block when this line is the head of one; a chain goes on with the block that is open.
-        """
+        """Open a block if this line is its head; a chained exception continues the open block."""
         if self._state in ("frames", "group") and not _FATAL.match(line):
             return False
         state, start = self._match_head(line)
         if not state:
             return self._match_ignored(line)
         if self._state == "message" and line.startswith(b"Original "):
-            return False  # a data loader's worker: part of the message
+            return False  # from a data loader's worker: a part of the message
         chained = self._state == "chain" and state in ("frames", "group")
         if not chained:
             self._close_block()
@@ -284,10 +273,7 @@ class TracebackFinder:
         return True
 
     def _match_head(self, line: bytes) -> tuple[str, int]:
-        """
-        The state that this line opens as the head of a block, if any, and where in the line the
-        head begins.
-        """
+        """Return the state that this line opens, or empty, and the position of the head."""
         for state, pattern in _HEADS.items():
             if pattern.match(line):
                 return state, 0
@@ -302,7 +288,7 @@ class TracebackFinder:
         return "", 0
 
     def _match_ignored(self, line: bytes) -> bool:
-        """Note that the traceback which follows is one that Python does not act on."""
+        """Detect that Python ignores the next traceback."""
         if _IGNORED.match(line):
             self._close_block()
             self._ignores_next = True
@@ -310,7 +296,7 @@ class TracebackFinder:
         return False
 
     def _close_block(self) -> None:
-        """Keep the open block if it is complete, and be idle."""
+        """Keep the open block if it is complete, and return to idle."""
         if self._state in _COMPLETE:
             self._last_block = self._block
         self._state = "idle"
@@ -322,12 +308,11 @@ class TracebackFinder:
         self._output_at = at
         if (
             self._lines_after > 10 * LAST_WORD_LINES
-        ):  # long stale: forget it, so that feed is cheap again
+        ):  # too old to matter: forget it, so that `feed` is fast again
             self._last_block = None
             self._lines_after = 0
 
-    # One method a state: take a line that may belong to the block; False when the block has ended
-    # before it.
+    # One method per state. It adds a line to the block, or returns False if the block ended before.
 
     def _in_idle(self, line: bytes) -> bool:
         self._ignores_next = self._ignores_next and line.startswith(b" ")
@@ -340,10 +325,11 @@ class TracebackFinder:
             pass
         elif _EXCEPTION.match(line):
             self._complete_block(line, "message")
-        else:  # another thread's line; not for ever
+        else:  # a line of another thread; a limited number
             self._block.add(line)
             self._extra_lines += 1
-            return self._drop_block() if self._extra_lines > _MAX_FOREIGN_LINES else True
+            if self._extra_lines > _MAX_FOREIGN_LINES:
+                return self._drop_block()
         return True
 
     def _in_group(self, line: bytes) -> bool:
@@ -403,7 +389,7 @@ class TracebackFinder:
         return bool(_NOISE.match(line))
 
     def _in_ignored(self, line: bytes) -> bool:
-        """Inside a traceback that does not count: up to its exception line."""
+        """Skip an ignored traceback, up to its exception line."""
         if not line.startswith(b" ") and line:
             self._state = "idle"
         return True
@@ -421,17 +407,14 @@ class TracebackFinder:
 
 
 def _limit_partial(half: bytes) -> bytes:
-    """
-    What is kept of a line that has not ended: no decision needs more; of a bar drawn over and over,
-    its end.
-    """
+    """Return what is kept of an unfinished line: of a redrawn progress bar only its end."""
     if len(half) <= MAX_TRACEBACK_BYTES:
         return half
     return half[half.rfind(b"\r", 0, -1) + 1 :][:MAX_TRACEBACK_BYTES]
 
 
 class _TracebackBlock:
-    """The lines of one block; only LIMIT bytes of the end are kept."""
+    """The lines of a block; only the last MAX_TRACEBACK_BYTES are kept."""
 
     def __init__(self, at: float, kind: Kind, logged: bool = False) -> None:
         self.at = at

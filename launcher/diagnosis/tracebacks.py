@@ -1,10 +1,9 @@
 """
-Python tracebacks as text: what was raised, where, and the user's part of it. Pure functions, no
-input or output.
+Python tracebacks as text: which exceptions, where, and the user's frames. Pure.
 
-The text is what `pdrun.launcher.diagnosis.traceback_parser` found in a worker's stderr: chained or
-not, with notes and carets, or the report of a SyntaxError. Nothing here fails on text that is no
-traceback; it then finds nothing.
+The text is what `traceback_parser` has found in a worker's stderr: chained or not, with notes and
+carets, or the report of a SyntaxError. In other text these functions find nothing, without an
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 HEADER = "Traceback (most recent call last):"
 _HEADS = (HEADER, "Exception Group Traceback", "Original Traceback")
 MAX_TRACEBACK_BYTES = 64 * 1024
-"""Bytes of a traceback that travel, at most; the end is kept."""
+"""A traceback is truncated to this before it is sent; the end is kept."""
 
 _RANK_PREFIX = re.compile(r"^\[(?:default|rank)\d+\]:\s?", re.MULTILINE)
 _FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]*)", line \d+(?:, in (?P<function>.*))?$')
@@ -28,25 +27,25 @@ _LAUNCHER_FOLDER = __file__.rpartition("/diagnosis/")[0] + "/"
 
 @dataclass(frozen=True)
 class RaisedException:
-    """The exception at the end of a traceback."""
+    """An exception in a traceback."""
 
     type: str
-    """Its name without the module: ``ValueError``, ``DistBackendError``."""
+    """Type without the module: ``ValueError``, ``DistBackendError``."""
     lines: Sequence[str]
-    """Its message."""
+    """Lines of its message."""
     files: tuple[str, ...]
-    """Files of the frames of its own traceback, outermost first."""
+    """Files of its frames, outermost first."""
     functions: tuple[str, ...]
     """Functions of the same frames; ``<module>`` at a file's top level."""
 
     @property
     def text(self) -> str:
-        """Its message as one string."""
+        """Return its message as one string."""
         return "\n".join(self.lines).strip()
 
     @property
     def summary(self) -> str:
-        """One line: ``ValueError: boom``."""
+        """Return one line: ``ValueError: boom``."""
         first = self.text.split("\n", 1)[0].strip()
         return (f"{self.type}: {first}" if first else self.type)[:500]
 
@@ -88,7 +87,7 @@ def parse_exceptions(traceback: str) -> list[RaisedException]:
 
 
 def is_permanent(error: RaisedException) -> bool:
-    """Whether the program could not even be loaded: nothing that another attempt could change."""
+    """Return whether the program could not be loaded, which no restart can change."""
     if error.type in _SYNTAX:
         return True
     own = [
@@ -100,14 +99,15 @@ def is_permanent(error: RaisedException) -> bool:
 
 
 def is_launcher_file(file: str) -> bool:
-    """Whether a frame's file is how a worker is started, not what the user runs."""
+    """Return whether a frame belongs to the start of a worker, not to the user's program."""
     return file.startswith(_LAUNCHER_FOLDER) or bool(_PYTHON_STARTERS.search(file))
 
 
 def extract_user_frames(traceback: str) -> str:
     """
-    Return the traceback without the frames that only started the user's program, cut to MOST bytes
-    of its end.
+    Return the traceback without the frames that started the program.
+
+    Truncated to its last MAX_TRACEBACK_BYTES.
     """
     lines = strip_rank_prefix(traceback).rstrip("\n").split("\n")
     kept: list[str] = []
@@ -116,7 +116,9 @@ def extract_user_frames(traceback: str) -> str:
         if match and is_launcher_file(match["file"]) and kept and kept[-1].strip() == HEADER:
             continue
         kept += block
-    text = "\n".join(kept) if _count_frames(kept) or not _count_frames(lines) else "\n".join(lines)
+    if _count_frames(lines) and not _count_frames(kept):
+        kept = lines
+    text = "\n".join(kept)
     if len(text) > MAX_TRACEBACK_BYTES:
         text = "...\n" + text[-MAX_TRACEBACK_BYTES:].partition("\n")[2]
     return text + "\n"
@@ -127,7 +129,7 @@ def _count_frames(lines: Sequence[str]) -> int:
 
 
 def _group_frames(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Group each File line with the code and carets below it; other lines stand alone."""
+    """Group each File line with the code and carets below it; other lines are groups of one."""
     block: list[str] = []
     for line in lines:
         indent = len(line) - len(line.lstrip())

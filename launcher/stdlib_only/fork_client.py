@@ -1,8 +1,8 @@
 """
 The supervisor's side of the fork server: start it, request workers, execute what it cannot fork.
 
-The fork server (`fork_server`) is a child of the supervisor that has imported torch. Workers that it
-forks become children of the supervisor, the nearest sub-reaper. A fork server that is not fit to
+The fork server (`fork_server`) is a child of the supervisor that has imported torch. Workers that
+it forks become children of the supervisor, the nearest sub-reaper. A fork server that is not fit to
 fork, or ends before it has forked a worker, costs its speed only: the supervisor still has the
 command, and executes it.
 
@@ -108,7 +108,7 @@ class ForkClient:
         self.supervisor.add_child(worker_exec.ChildProcess(FORK_SERVER_SLOT, pid, -1))
 
     def send_status(self, why: str) -> None:
-        """Tell the agent that the fork server is ready (empty), or why there is none."""
+        """Report that the fork server is ready (empty), or why it is not used."""
         self.supervisor.send_event(ev="starter", slot=FORK_SERVER_SLOT, why=why)
 
     def read_fork_server(self, link: ForkServerLink) -> None:

@@ -4,8 +4,8 @@ The fork server: a process that has imported torch, has done nothing with it, an
     python fork_server.py MODULES PADDING
 
 The supervisor starts it. Its socket to the supervisor is descriptor 3. When the imports are done it
-sends ``{"why": ""}``, or why it is not fit to fork. A fork is safe if the process has one thread and
-no open device. Both are checked before every fork. Each further packet requests one worker: the
+sends ``{"why": ""}``, or why it is not fit to fork. A fork is safe if the process has one thread
+and no open device. Both are checked before every fork. Each further packet requests one worker: the
 command, as the supervisor got it, and the worker's descriptors. An intermediate process forks the
 workers and exits, so that they become children of the supervisor, the nearest sub-reaper. The
 supervisor reaps them as its own, and they survive the fork server.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdrun.launcher.stdlib_only import (
+        fast_exit,
         forked_worker,
         import_env,
         process_tree,
@@ -166,7 +167,7 @@ class ForkServer:
 
     Args:
         connection: the socket to the supervisor.
-        fast_exit: makes the end of workers cheap.
+        worker_exit: makes the exit of workers fast.
         import_output: what the imports printed.
         environ_before: the environment before the imports.
     """
@@ -174,12 +175,12 @@ class ForkServer:
     def __init__(
         self,
         connection: socket.socket,
-        fast_exit: "forked_worker.FastExit",
+        worker_exit: "fast_exit.FastExit",
         import_output: bytes,
         environ_before: Environ,
     ) -> None:
         self.connection = connection
-        self.fast_exit = fast_exit
+        self.worker_exit = worker_exit
         self.import_output = import_output
         changed = os.environb.items() - environ_before.items()
         self.set_by_import = {name: (environ_before.get(name), value) for name, value in changed}
@@ -295,7 +296,7 @@ class ForkServer:
             if program is None:
                 argv = [worker_exec.encode_text(word) for word in command["argv"]]
                 worker_exec.exec_program(argv, self.environ)
-            self.fast_exit.arm_exit()
+            self.worker_exit.arm_exit()
             os.close(request.report_fd)
             return program
         except (OSError, ValueError) as error:
@@ -328,16 +329,16 @@ class ForkServer:
         return forked_worker.prepare_program([os.fsdecode(word) for word in argv])
 
 
-def load_modules(modules: str, fast_exit: "forked_worker.FastExit") -> str:
+def load_modules(modules: str, worker_exit: "fast_exit.FastExit") -> str:
     """Import modules and prepare this process for forks; return why that failed, or empty."""
     why = import_modules(modules.split(","))
     forked_worker.patch_destroy_process_group()
-    fast_exit.freeze_imports()
+    worker_exit.freeze_imports()
     return why
 
 
 def serve_warm(
-    argv: "list[str]", fast_exit: "forked_worker.FastExit"
+    argv: "list[str]", worker_exit: "fast_exit.FastExit"
 ) -> "tuple[socket.socket, bytes]":
     """
     Import, then stay between jobs; returns in the fork server of a job only.
@@ -349,7 +350,7 @@ def serve_warm(
     warm_server = load_sibling("warm_server")
     environ = dict(os.environ)
     with import_tracker.EnvironLookups() as lookups:
-        why = load_modules(argv[1], fast_exit)
+        why = load_modules(argv[1], worker_exit)
     import_output = read_import_output()
     os.dup2(0, 2)  # output from here on is not output of the imports
     server = None
@@ -400,16 +401,16 @@ def load_warm_siblings() -> "dict[str, ModuleType]":
 def main(argv: "list[str]") -> "forked_worker.ForkedProgram":
     """Import, check, and serve; returns in workers only."""
     os.set_inheritable(SOCKET_FD, False)
-    fast_exit = forked_worker.FastExit()
+    worker_exit = fast_exit.FastExit()
     environ_before = dict(os.environb)
     if argv[2].startswith("warm="):
         why = ""
-        connection, import_output = serve_warm(argv, fast_exit)
+        connection, import_output = serve_warm(argv, worker_exit)
     else:
-        why = load_modules(argv[1], fast_exit)
+        why = load_modules(argv[1], worker_exit)
         connection = socket.socket(fileno=SOCKET_FD)
         import_output = read_import_output()
-    server = ForkServer(connection, fast_exit, import_output, environ_before)
+    server = ForkServer(connection, worker_exit, import_output, environ_before)
     server.send_status(why)
     if why:
         os._exit(1)
@@ -420,6 +421,7 @@ if __name__ == "__main__":
     process_tree = load_sibling("process_tree")
     watchdog = load_sibling("watchdog", process_tree=process_tree)
     worker_exec = load_sibling("worker_exec", process_tree=process_tree, watchdog=watchdog)
+    fast_exit = load_sibling("fast_exit")
     forked_worker = load_sibling("forked_worker")
     import_env = load_sibling("import_env")
     program = main(sys.argv).exec_arguments()

@@ -1,29 +1,25 @@
 """
-The child's side of a fork from the starter: make this process what ``python SCRIPT`` would have
-become.
+The worker's side of a fork: make this process what ``python SCRIPT`` would have become.
 
-Order matters: who it is (session, descriptors, folder, CPUs) before any thread, the environment
-before whatever reads it, random state and threads before the program. What exec would have made
-anew is made anew here; what cannot be is listed in docs/starting.md (hash seed, address layout,
+The order matters: identity (session, descriptors, folder, CPUs) before any thread, the environment
+before its readers, random state and threads before the program. Everything that exec would have
+renewed is renewed here. docs/starting.md lists what cannot be renewed (hash seed, address layout,
 /proc/PID/environ, frames below the program's own).
 
-Loaded by path in the starter's interpreter, which may have no pdrun: standard library, and torch as
-it is there.
+Loaded by path in the fork server's interpreter, which may have no pdrun. Uses the standard library,
+and torch if it is imported.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import gc
 import io
 import os
 import re
 import sys
 import time
 import types
-import weakref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,17 +29,11 @@ if TYPE_CHECKING:
 PR_SET_MM = 35
 PR_SET_MM_ARG_END = 9
 STACKS_SIGNAL = 51
-"""As in `pdrun.elastic`, which need not be there for this interpreter."""
-KEPT_MODULES = ("sys", "builtins", "__main__", "__mp_main__")
-TORN_DOWN_PREFIX = "torch.distributed"
-"""
-Modules in which scripts leave things that must end with the process (process groups) are torn down
-as ever.
-"""
+"""As in `pdrun.elastic`, which this interpreter may not have."""
 
 
 class ForkedProgram:
-    """What a worker runs: code and the namespace of its ``__main__``, or the name of a module."""
+    """What a worker runs: code and the namespace of ``__main__``, or the name of a module."""
 
     __slots__ = ("code", "module", "namespace")
 
@@ -55,19 +45,21 @@ class ForkedProgram:
         self.module = module
 
     def exec_arguments(self) -> list[Any]:
-        """Return the arguments of exec, or the name of a module alone."""
-        return [self.module] if self.code is None else [self.code, self.namespace]
+        """Return the arguments of exec, or only the name of a module."""
+        if self.code is None:
+            return [self.module]
+        return [self.code, self.namespace]
 
 
 def replace_environment(wanted: Mapping[bytes, bytes]) -> None:
-    """Make this the environment, of Python and of C."""
+    """Replace the environment of Python and of C."""
     os.environb.clear()
     ctypes.CDLL(None).clearenv()
     os.environb.update(wanted)
 
 
 def find_argument_memory() -> tuple[int, int, int, int]:
-    """Where the kernel finds this process's command line and environment: start and end of each."""
+    """Return the addresses of this process's command line and environment: start, end of each."""
     with open("/proc/self/stat", "rb") as file:
         words = file.read().rpartition(b")")[2].split()
     start, end, first, last = (int(words[number - 3]) for number in (48, 49, 50, 51))
@@ -76,10 +68,10 @@ def find_argument_memory() -> tuple[int, int, int, int]:
 
 def set_command_line(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> None:
     """
-    Let /proc/PID/cmdline say ``argv``, and the marker in /proc/PID/environ name this worker.
+    Write ``argv`` to /proc/PID/cmdline, and the marker to /proc/PID/environ.
 
-    ``keep_room``: zeros stand behind it, and what is forked from here has all the room that this
-    process had.
+    ``keep_room``: pad with zeros instead of moving the end, so that processes forked from this one
+    have the same room.
     """
     start, end, first, last = find_argument_memory()
     text = b"".join(word + b"\0" for word in argv)
@@ -97,26 +89,23 @@ def set_command_line(argv: list[bytes], marker: bytes, *, keep_room: bool = Fals
 
 
 def reopen_streams() -> None:
-    """
-    New sys.stdin, stdout and stderr on descriptors 0, 1 and 2, as the interpreter makes them at its
-    start.
-    """
+    """Create sys.stdin, stdout and stderr on descriptors 0, 1, 2 as a new interpreter does."""
     old = sys.stdout, sys.stderr
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before: Any = getattr(sys, f"__{name}__")
         try:
-            made: io.TextIOWrapper | None = _open_stream(
+            stream: io.TextIOWrapper | None = _open_stream(
                 number, f"<{name}>", before.encoding, before.errors, unbuffered
             )
         except OSError:
-            made = None  # the descriptor is closed: so it is in a process that is executed
-        setattr(sys, name, made)
-        setattr(sys, f"__{name}__", made)
+            stream = None  # the descriptor is closed, as it would be in an executed process
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     logging = sys.modules.get("logging")
     for reference in getattr(logging, "_handlerList", ()):
         handler = reference()
-        if getattr(handler, "stream", None) in old:  # made while torch was imported
+        if getattr(handler, "stream", None) in old:  # created during the imports
             handler.stream = sys.stdout if handler.stream is old[0] else sys.stderr
 
 
@@ -144,8 +133,9 @@ def _open_stream(
 
 def renew_process_state() -> None:
     """
-    What an interpreter draws at its start, or at the import of a module, and every worker needs for
-    itself.
+    Renew what a new interpreter, or the import of a module, initialises for each process.
+
+    Random states, the key of multiprocessing, logging's start time, caches.
     """
     modules: dict[str, Any] = dict(sys.modules)
     torch = modules.get("torch")
@@ -168,11 +158,8 @@ def renew_process_state() -> None:
 
 
 def set_thread_counts(environ: Mapping[str, str]) -> None:
-    """
-    Apply the thread counts that the libraries would have read; the starter imported them with one
-    thread.
-    """
-    most = len(os.sched_getaffinity(0))  # MKL and OpenBLAS take no more than there are CPUs
+    """Set the thread counts from the environment; the imports were made with one thread."""
+    most = len(os.sched_getaffinity(0))  # MKL and OpenBLAS use at most the number of CPUs
     own = int(environ.get("OMP_NUM_THREADS") or most)
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -189,8 +176,9 @@ def set_thread_counts(environ: Mapping[str, str]) -> None:
 
 def set_openblas_threads(count: int) -> None:
     """
-    Tell every OpenBLAS that is loaded; it makes its threads now, as it does in a process that is
-    executed.
+    Set the threads of every OpenBLAS that is loaded.
+
+    It creates them now, as it does in an executed process.
     """
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
@@ -209,11 +197,11 @@ def set_openblas_threads(count: int) -> None:
 
 def patch_destroy_process_group() -> None:
     """
-    In the starter: have ``destroy_process_group`` let go of the interpreter for a moment first.
+    Let ``destroy_process_group`` release the GIL for a moment first. Called in the fork server.
 
-    torch joins a group's thread while it holds the interpreter, and that thread may need the
-    interpreter to drop the last collective's tensor: a script whose end follows within the 5 ms of
-    a switch hangs, however it was started. Workers that find torch._dynamo imported are that quick.
+    torch joins the thread of a group while it has the GIL. That thread may need the GIL to release
+    the last collective's tensor. A script that ends within 5 ms (the switch interval) then hangs,
+    forked or executed. Workers with torch._dynamo imported are that fast.
     """
     home: Any = sys.modules.get("torch.distributed.distributed_c10d")
     original = getattr(home, "destroy_process_group", None)
@@ -232,8 +220,9 @@ def patch_destroy_process_group() -> None:
 
 def register_stacks(agent: str) -> None:
     """
-    Have STACKS_SIGNAL write this worker's stacks into a file beside its agent's socket, as
-    `pdrun.elastic` does.
+    Let STACKS_SIGNAL write this worker's stacks to a file next to the agent's socket.
+
+    `pdrun.elastic` does the same.
     """
     import faulthandler
     import fcntl
@@ -244,16 +233,18 @@ def register_stacks(agent: str) -> None:
         path = f"{agent.rpartition('/')[0]}/{os.getpid()}.stacks"
         low = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)  # scripts may count on 3, 4, ...
+            high = fcntl.fcntl(
+                low, fcntl.F_DUPFD_CLOEXEC, 200
+            )  # a script may rely on 3, 4, ... being free
         finally:
             os.close(low)
         faulthandler.register(STACKS_SIGNAL, file=high, all_threads=True)
     except (OSError, ValueError):
-        pass  # they are then read from outside, as far as that goes
+        pass  # stacks are then read from outside, as far as possible
 
 
 def _is_called_by_torch() -> bool:
-    """Whether torch itself sets a variable, for its own children: its compiler does so."""
+    """Return whether torch sets the variable for its children, as its compiler does."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "os":
         frame = frame.f_back
@@ -263,33 +254,35 @@ def _is_called_by_torch() -> bool:
     )
 
 
-def warn_late_variables(frozen: Callable[[str], bool]) -> None:
-    """Say once for each variable that the program sets too late to count; see `importtime`."""
+def warn_late_variables(is_import_variable: Callable[[str], bool]) -> None:
+    """Print a note for each variable that is set after the import; see `import_env`."""
     put = os.putenv
     given = dict(os.environ)
-    told = set()
+    noted = set()
 
     def putenv(name: Any, value: Any, /) -> None:
         put(name, value)
         text = os.fsdecode(name)
         if (
-            text not in told
-            and frozen(text)
+            text not in noted
+            and is_import_variable(text)
             and given.get(text) != os.fsdecode(value)
             and not _is_called_by_torch()
         ):
-            told.add(text)
-            note = f"pdrun: {text} is set after torch was imported and has no effect on it; use --start exec\n"
-            os.write(2, note.encode(errors="replace"))
+            noted.add(text)
+            note = f"pdrun: {text} is set after torch was imported and has no effect on it"
+            os.write(2, f"{note}; use --start exec\n".encode(errors="replace"))
 
     os.putenv = putenv
 
 
 def prepare_program(argv: list[str]) -> ForkedProgram | None:
     """
-    Lay out ``sys`` and ``__main__`` for a command line as the interpreter does; return what to run.
+    Set up ``sys`` and ``__main__`` for a command line as the interpreter does; return what to run.
 
-    None: that needs the interpreter itself (an error in the source, whose report only it words so).
+    Returns:
+        None if a new interpreter must run it: an error in the source, which only that reports
+        alike.
     """
     sys.orig_argv = list(argv)
     words = argv[1:]
@@ -300,7 +293,7 @@ def prepare_program(argv: list[str]) -> ForkedProgram | None:
     space.update(__annotations__={}, __builtins__=sys.modules["builtins"])
     sys.modules["__main__"] = main
     if "__mp_main__" in sys.modules:
-        sys.modules["__mp_main__"] = main  # by which a spawned process names what it sends back
+        sys.modules["__mp_main__"] = main  # a spawned process pickles objects by this name
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
         if not sys.flags.safe_path:
@@ -322,10 +315,7 @@ def prepare_program(argv: list[str]) -> ForkedProgram | None:
 
 
 def hide_own_frame() -> None:
-    """
-    Have the exception on its way out reported without the one frame of the starter below the
-    program's.
-    """
+    """Hide the frame of the fork server in the report of the exception that ends the program."""
     hook = getattr(sys, "excepthook", None)
     if hook is None:
         return
@@ -340,82 +330,3 @@ def hide_own_frame() -> None:
         hook(kind, error, own)
 
     sys.excepthook = excepthook
-
-
-class _ModuleProxy:
-    """
-    Stands in sys.modules for a module that the starter imported, while the interpreter takes the
-    others apart.
-    """
-
-    def __init__(self, module: types.ModuleType) -> None:
-        self.__dict__["_module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
-
-
-class FastExit:
-    """
-    Makes the end of a worker cheap: nothing that the starter imported is taken apart, neither by
-    Python nor by C.
-
-    Everything of the worker's own ends as ever: threads are joined, its exit handlers run, its
-    objects are destroyed, its files flushed, and libraries that it loaded itself are ended. Made
-    before any other exit handler is registered (so that its own runs last), `arm`ed in the worker.
-    """
-
-    def __init__(self) -> None:
-        self.modules: dict[str, types.ModuleType] | None = None
-        atexit.register(self.run_last)
-
-    def freeze_imports(self) -> None:
-        """In the starter, after its imports: what is here now belongs to nobody in particular."""
-        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            found = finalizer.peek()
-            if found and (getattr(found[1], "__module__", None) or "").startswith("torch."):
-                # operators that torch registered from Python: the process takes them along
-                finalizer.atexit = False
-        gc.freeze()
-
-    def arm_exit(self) -> None:
-        """In the worker: this is one."""
-        self.modules = {
-            name: module
-            for name, module in sys.modules.items()
-            if name not in KEPT_MODULES and not name.startswith(TORN_DOWN_PREFIX)
-        }
-        libc = ctypes.CDLL(None)
-        if not hasattr(libc, "on_exit"):
-            return  # not glibc: the long way out
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-        libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)
-
-    def run_last(self) -> None:
-        """
-        The last exit handler: flush what is open, and take the starter's modules out of the
-        interpreter's sight.
-        """
-        if self.modules is None:
-            return
-        for thing in gc.get_objects():
-            if issubclass(
-                type(thing), io.IOBase
-            ):  # not isinstance: a proxy of what is gone would raise
-                try:
-                    if not thing.closed and thing.writable():
-                        thing.flush()
-                except Exception:
-                    continue
-        if len(os.listdir("/proc/self/task")) > 1:
-            # A thread of torch that waits for the interpreter to let go of a last tensor must have
-            # its turn before process groups are destroyed, which join it; a slow end gives it that
-            # by chance, a quick one would hang.
-            for _ in range(3):
-                time.sleep(0.001)
-        kept = []
-        for name, module in self.modules.items():
-            if sys.modules.get(name) is module:
-                kept.append(module)
-                sys.modules[name] = _ModuleProxy(module)  # type: ignore[assignment]
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,12 +1,14 @@
 """
-Which variables are read when a process starts or imports torch, and so come too late in a worker
-forked after that.
+Environment variables that are read when a process starts or imports torch.
 
-Pure text work, standard library only: the launcher decides with it, and the starter, which may run
-in an interpreter without pdrun, loads this file by its path. The names come from tracing ``import
-torch`` (2.11 to 2.13), its libraries and torch._dynamo. A name that is missing here makes a forked
-worker ignore a late change of it; one too many costs speed only. Variables that torch, NCCL, gloo
-or a driver read at first use (NCCL_*, GLOO_*, CUDA_VISIBLE_DEVICES) are not among them.
+A worker that is forked after the import ignores a later change of them. The launcher decides with
+this module between fork and exec. The fork server loads it by path, because its interpreter may
+have no pdrun. Standard library only.
+
+The names come from tracing ``import torch`` (2.11 to 2.13), its libraries and torch._dynamo. If a
+name is missing here, a forked worker ignores a late change of it. A superfluous name costs only
+speed. Variables that torch, NCCL, gloo or a driver read at first use (NCCL_*, GLOO_*,
+CUDA_VISIBLE_DEVICES) are not listed.
 """
 
 from __future__ import annotations
@@ -19,30 +21,33 @@ if TYPE_CHECKING:
 
 IMPORT_VARIABLES = re.compile(
     r"PYTHON\w*|LD_\w+|MALLOC_\w+|GLIBC_TUNABLES|LANG|LC_\w+|TZ"  # read when a process starts
-    r"|OMP_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|OPENBLAS_\w+|GOTO_\w+|MKLDNN_\w+|DNNL_\w+|ONEDNN_\w+|BLIS_\w+"
+    r"|OMP_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|OPENBLAS_\w+|GOTO_\w+|MKLDNN_\w+|DNNL_\w+|ONEDNN_\w+"
+    r"|BLIS_\w+"
     r"|PYTORCH_(?:CUDA_|HIP_|NPU_|)ALLOC_CONF|PYTORCH_JIT\w*|PYTORCH_NVML_BASED_CUDA_CHECK"
     r"|TORCH_(?:SHOW_CPP_STACKTRACES|CPP_LOG_LEVEL|LOGS|LOGS_FORMAT|LOGS_OUT|TRACE|USE_RTLD_GLOBAL"
-    r"|DEVICE_BACKEND_AUTOLOAD|ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE\w*|DISTRIBUTED_DEBUG)"
+    r"|DEVICE_BACKEND_AUTOLOAD|ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE\w*"
+    r"|DISTRIBUTED_DEBUG)"
     r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+|TQDM_\w+"
 )
-"""Names whose value counts at import or before it."""
+"""Variables that are read before or during the import."""
 SESSION_VARIABLES = re.compile(
-    r"_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|PS[1-4]|PROMPT\w*|HIST\w*|LS_COLORS|LESS\w*|MAIL|COLORTERM|TERM\w*|WINDOWID|VTE_\w+"
-    r"|SSH_\w+|TMUX\w*|STY|GPG_\w+|DISPLAY|WAYLAND_DISPLAY|DBUS_\w+|XDG_(?:SESSION|SEAT|VTNR)\w*|INVOCATION_ID|JOURNAL_STREAM"
+    r"_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|PS[1-4]|PROMPT\w*|HIST\w*|LS_COLORS|LESS\w*|MAIL|COLORTERM"
+    r"|TERM\w*|WINDOWID|VTE_\w+|SSH_\w+|TMUX\w*|STY|GPG_\w+|DISPLAY|WAYLAND_DISPLAY|DBUS_\w+"
+    r"|XDG_(?:SESSION|SEAT|VTNR)\w*|INVOCATION_ID|JOURNAL_STREAM"
 )
 """
-Names that a shell or a terminal has for itself: they count where they were asked for by name, not
-in a walk.
+Variables of a shell or a terminal. They matter if a module looked them up by name, not if it only
+iterated over the environment.
 """
 PER_WORKER_VARIABLES = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
-"""Names that differ between the workers of a node, beside ranks, and are read at first use."""
+"""Variables that may differ between the workers of a node, because they are read at first use."""
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "GOTO_NUM_THREADS",
 )
-"""Names that a forked worker applies itself: whole numbers only."""
+"""Variables that a forked worker applies itself; integers only."""
 EXEC_VARIABLES = (
     "OMP_PROC_BIND",
     "OMP_PLACES",
@@ -60,36 +65,34 @@ EXEC_VARIABLES = (
     "PYTHONINSPECT",
 )
 """
-Names whose very presence means that a process is to be started by exec: tools that attach there,
-fixed CPUs.
+Variables that require exec if they are set: tools that attach when a process starts, fixed CPUs.
 """
 
 
 def is_import_variable(name: str) -> bool:
-    """Whether a change of this variable after the import would go unnoticed."""
+    """Return whether a change of this variable after the import has no effect."""
     return IMPORT_VARIABLES.fullmatch(name) is not None
 
 
 def is_session_variable(name: str) -> bool:
-    """Whether a variable only says from which shell or terminal a command came."""
+    """Return whether a variable only describes the shell or terminal of a command."""
     return SESSION_VARIABLES.fullmatch(name) is not None
 
 
 def why_exec_needed(environ: dict[str, str]) -> str:
-    """Return why workers with this environment cannot be forked, or the empty string."""
+    """Return why workers with this environment must be executed, or the empty string."""
     for name in EXEC_VARIABLES:
         if environ.get(name):
-            return f"{name} is set, which counts when a process starts"
+            return f"{name} is set, which is read when a process starts"
     for name in THREAD_VARIABLES:
         if not re.fullmatch(r"[1-9][0-9]{0,3}|", environ.get(name, "")):
-            return f"{name}={environ[name]} is no plain number of threads"
+            return f"{name} must be a number of threads from 1 to 9999, got {environ[name]!r}"
     return ""
 
 
 def import_environment(environ: dict[str, str]) -> dict[str, str]:
     """
-    Return the environment for the import itself: one thread, so that no pool is ever made before a
-    fork.
+    Return the environment for the import: one thread, so that no thread pool exists at a fork.
     """
     return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -99,9 +102,11 @@ _SETS_ENVIRON = re.compile(r"environ|putenv")
 
 def find_late_assignment(text: str) -> tuple[int, str] | None:
     """
-    Return line and name of the first variable that a program sets before its own import of torch,
-    and that a forked worker would find set too late; None where there is none, or the text is no
-    Python.
+    Return line and name of the first variable that a program sets before it imports torch, although
+    a forked worker has torch imported already.
+
+    Returns:
+        None if there is no such variable, or the text is not Python.
     """
     if not _SETS_ENVIRON.search(text):
         return None
@@ -133,7 +138,7 @@ def _imports_torch(node: object) -> bool:
 
 
 def _assigned_variables(node: object) -> list[tuple[int, str]]:
-    """The variables that a statement or call sets by a name written there."""
+    """Return (line, name) of the variables that a statement or call sets by a literal name."""
     import ast
 
     keys: list[ast.expr] = []
@@ -185,5 +190,5 @@ def _constant_names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
 
 
 def _is_environ(node: object) -> bool:
-    """Whether an expression is ``os.environ``, or ``environ`` imported from it."""
+    """Return whether an expression is ``os.environ``, or ``environ`` imported from os."""
     return "environ" in (getattr(node, "attr", ""), getattr(node, "id", ""))

@@ -1,13 +1,12 @@
 """
-What an import depended on: which variables Python looked up while it ran, and the files that it
-came from.
+What an import depended on: the variables that Python looked up, and the files that it loaded.
 
-With this a process that has imported torch knows later whether the same import would still give the
-same: a variable that was looked up has another value now, a module's file was changed, or another
-one would now be found first. What compiled code reads by ``getenv`` is not seen here; its names
-stand in `importtime.FROZEN`.
+A warm process uses it to find out whether the same import would still have the same result. It
+would not if a variable has another value, a module's file was changed, or another file would be
+found first. Variables that compiled code reads with ``getenv`` are not seen here. They are listed
+in `import_env.IMPORT_VARIABLES`.
 
-Loaded by path in the workers' interpreter: standard library only.
+Loaded by path in the workers' interpreter. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,43 +20,39 @@ if TYPE_CHECKING:
     from typing import Any
 
 _PATH_SUFFIXES = (".pth", ".dist-info", ".egg-info", ".egg-link")
-"""
-Entries of a folder of modules that count whatever they are called: paths to more of them, and
-plug-ins of torch.
-"""
+"""Entries of a module folder that always matter: files that extend sys.path, plug-ins of torch."""
 
-
-_WALK_MODULES = (
-    "_collections_abc",
-    "collections.abc",
-    "os",
-    __name__,
-)  # the first two are one module, and its two names
-"""Modules that stand between a walk through os.environ and whoever walks."""
+_WALK_MODULES = ("_collections_abc", "collections.abc", "os", __name__)
+"""
+Modules whose frames are between an iteration over os.environ and the code that iterates. The first
+two are names of one module.
+"""
 _KNOWN_WALKERS = ("tqdm.utils",)
 """
-Modules that go through the whole environment for names of their own, which `importtime.FROZEN` has:
-almost every installation has tqdm, which torch imports.
+Modules that iterate over the environment for known names, which are in `IMPORT_VARIABLES`. torch
+imports tqdm if it is installed, which is nearly always.
 """
 
 
 class EnvironLookups:
-    """Notes the names that are looked up in os.environ inside a ``with`` block."""
+    """Records the names that are looked up in os.environ inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """Those that something asked for by name."""
+        """Names that were looked up by name."""
         self.has_unknown_walk = False
-        """Whether something went through the whole environment, whose names are not known."""
+        """Whether unknown code iterated over the whole environment."""
         self._kind: Any = type(os.environ)
         self._walked: dict[int, Any] = {}
         """
-        The very objects that walks have given: whoever asks for the value of one goes on with a
-        walk.
+        Key objects that an iteration has returned, by id. A lookup with such an object belongs to
+        the iteration.
         """
 
     def __enter__(self) -> EnvironLookups:
-        get, walk = self._real = self._kind.__getitem__, self._kind.__iter__
+        get = self._kind.__getitem__
+        walk = self._kind.__iter__
+        self._real = (get, walk)
 
         def __getitem__(mapping: Any, key: Any) -> Any:
             if id(key) not in self._walked:
@@ -85,21 +80,20 @@ class EnvironLookups:
 
 
 def _walking_module() -> str:
-    """Return the name of the module that goes through the environment."""
+    """Return the name of the module that iterates over the environment."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _WALK_MODULES:
         frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__"))
+    if frame is None:
+        return ""
+    return str(frame.f_globals.get("__name__"))
 
 
 FileStamp = tuple[int, int, int]
 
 
 class ImportedFiles:
-    """
-    The files of everything that is imported or mapped now, and what stands in the folders of
-    ``sys.path``.
-    """
+    """The files that are imported or mapped now, and the entries of the folders in sys.path."""
 
     def __init__(self) -> None:
         self._names = {name.partition(".")[0] for name in sys.modules} | {
@@ -116,7 +110,7 @@ class ImportedFiles:
         }
 
     def find_changed(self) -> str:
-        """Return the first path that is not what it was, or the empty string."""
+        """Return the first path that has changed, or the empty string."""
         for path, stamp in self._stamps.items():
             if _stamp_file(path) != stamp:
                 return path
@@ -126,11 +120,11 @@ class ImportedFiles:
                 found = self._list_entries(path)
                 if found != entries:
                     return path
-                self._folders[path] = now, found  # something else came or went there
+                self._folders[path] = now, found  # an entry that does not matter has changed
         return ""
 
     def _list_entries(self, folder: str) -> frozenset[str]:
-        """What stands in a folder and could change what the imports would find."""
+        """Return the entries of a folder that could change what the imports find."""
         try:
             names = os.listdir(folder)
         except OSError:
@@ -156,18 +150,19 @@ def _module_files() -> set[str]:
 
 
 def _mapped_files() -> set[str]:
-    """Files that are mapped: the interpreter, shared libraries."""
+    """Return the mapped files: the interpreter and shared libraries."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        words = (line.split(maxsplit=5) for line in file)
-        return {
-            word[5].rstrip("\n") for word in words if len(word) == 6 and word[5].startswith("/")
-        }
+        paths = set()
+        for line in file:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                paths.add(fields[5].rstrip("\n"))
+        return paths
 
 
 def _interpreter_files() -> set[str]:
     """
-    What the interpreter reads before any module: the virtual environment, files that lengthen
-    sys.path.
+    Return what the interpreter reads before any module: pyvenv.cfg, files that extend sys.path.
     """
     found = {os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")}
     for folder in sys.path:

@@ -1,14 +1,14 @@
 """
-What a process has from its parent, read in one process and taken on in another.
+What a process inherits from its parent: read in one process, adopted in another.
 
-The keeper of a job is a child of its agent and stands where that stands: same limits, priority,
-namespaces, cgroup. A keeper that was forked from a warm process (`warm_server`) stands where
-somebody once typed ``pdrun warm start``. Part of that can be set (`SETTABLE`), the rest must be
-equal already; `take_on` does both, and says what cannot be had.
+A supervisor that is a child of its agent has the agent's limits, priority, namespaces and cgroup. A
+supervisor that was forked from a warm process (`warm_server`) has those of the shell in which
+``pdrun warm start`` was run. Some can be set (`SETTABLE`). The others must be equal. `adopt_state`
+does both and returns what cannot be adopted.
 
-Loaded by path in the workers' interpreter: standard library only. Limits: the I/O priority, the
-session keyring and the memory policy are compared on x86-64 and aarch64 alone, where their system
-calls' numbers are known here.
+Loaded by path in the workers' interpreter. Standard library only. Limits: I/O priority, session
+keyring and memory policy are compared only on x86-64 and aarch64, whose system call numbers are
+known here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STATUS_FIELDS = (
     "THP_enabled",
     "Mems_allowed",
 )
-"""Lines of /proc/self/status that must be equal."""
+"""Fields of /proc/self/status that must be equal."""
 _PROC_FILES = (
     "cgroup",
     "personality",
@@ -51,7 +51,7 @@ _PROC_FILES = (
 )
 """Files of /proc/self that must be equal."""
 _SYSCALL_NUMBERS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
-"""machine -> numbers of ioprio_get, keyctl, get_mempolicy."""
+"""Machine -> system call numbers of ioprio_get, keyctl, get_mempolicy."""
 RESET_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -60,17 +60,14 @@ RESET_SIGNALS = (
     signal.SIGPIPE,
     signal.SIGXFSZ,
 )
-"""Signals that a worker never inherits as ignored (`keeper.become`)."""
+"""Signals that a worker never inherits as ignored (`worker_exec.exec_child`)."""
 
 _LIBC_SIGNALS = (32, 33)
-"""Signals of the C library, which posix_spawn leaves ignored and nobody else may change."""
+"""Signals of the C library: posix_spawn leaves them ignored, and no program may change them."""
 
 
 def read_state() -> dict[str, Any]:
-    """
-    Return what this process has inherited: JSON, every name of SETTABLE and those that must be
-    equal.
-    """
+    """Return what this process has inherited, as JSON values: SETTABLE and what must be equal."""
     status = dict(line.split(":", 1) for line in _read_proc("status").splitlines() if ":" in line)
     found: dict[str, Any] = {name: status.get(name, "").strip() for name in _STATUS_FIELDS}
     found.update({name: _read_proc(name) for name in _PROC_FILES})
@@ -97,10 +94,7 @@ def read_state() -> dict[str, Any]:
 
 
 def find_difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool = False) -> str:
-    """
-    Return the name of the first thing that differs, or empty; what can be set only where that is
-    asked for.
-    """
+    """Return the first name that differs, or empty. ``settable``: compare SETTABLE names, too."""
     for name in sorted({*here, *wanted}):
         if (settable or name not in SETTABLE) and here.get(name) != wanted.get(name):
             return name
@@ -109,8 +103,10 @@ def find_difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: b
 
 def adopt_state(wanted: dict[str, Any]) -> str:
     """
-    Make this process stand as ``wanted`` says (see `read`); return what cannot be had, or the empty
-    string.
+    Change this process to the state ``wanted`` (see `read_state`).
+
+    Returns:
+        the name of what cannot be adopted, or the empty string.
     """
     here = read_state()
     differs = find_difference(here, wanted)
@@ -134,7 +130,7 @@ def _read_proc(name: str) -> str:
 
 
 def _read_syscalls() -> list[str]:
-    """I/O priority, session keyring and memory policy, as their system calls tell them."""
+    """Return I/O priority, session keyring and memory policy; empty on other machines."""
     numbers = _SYSCALL_NUMBERS.get(os.uname().machine)
     if numbers is None:
         return []

@@ -1,5 +1,5 @@
 """
-Linux processes: what /proc says of them, their descendants, and SIGKILL to exactly one of them.
+Linux processes: their state in /proc, their descendants, and SIGKILL to exactly one of them.
 
 Loaded in three ways, see `supervisor`. Standard library only.
 """

@@ -1,5 +1,6 @@
 """
-The supervisor: a small process between the agent and the workers, so that no process outlives a job.
+The supervisor: a small process between the agent and the workers, so that no process outlives a
+job.
 
 * It is the parent of every worker and a sub-reaper. Whatever a worker leaves behind, `setsid` or
   not, becomes its child.
@@ -15,8 +16,8 @@ has imported torch (`fork_client`). `leftovers` kills what a worker leaves behin
 
 Started as ``python -I -S -c BOOT_CODE supervisor.py FD TOKEN`` (`boot`), or forked from a warm
 process (`warm_server`). Every launch waits for its start (20 ms). It imports only the standard
-library, and neither dataclasses, typing nor pathlib, which would double that time. The files of this
-folder are loaded in three ways:
+library, and neither dataclasses, typing nor pathlib, which would double that time. The files of
+this folder are loaded in three ways:
 
     as modules of pdrun      pdrun's own processes, tests
     by name                  BOOT_CODE has put this folder on sys.path
@@ -26,9 +27,9 @@ Messages are JSON, one per SOCK_SEQPACKET packet. Descriptors are passed with SC
 descriptor contains a command.
 
 Limits: a set-user-ID worker loses its PDEATHSIG (the kernel clears it), but not the cleanup. A
-process in uninterruptible sleep cannot be killed. It is named, and given up after KILL_SECONDS. Only
-descendants of this process are signalled: each is pinned by a pidfd and identified by its start
-time.
+process in uninterruptible sleep cannot be killed. It is named, and given up after KILL_SECONDS.
+Only descendants of this process are signalled: each is pinned by a pidfd and identified by its
+start time.
 """
 
 from __future__ import annotations

@@ -1,26 +1,28 @@
 """
-The warm process: it has imported torch and waits for jobs; each gets a keeper and a starter that
-are forked from it.
+The warm process: it has imported torch and waits for jobs. It forks a supervisor for each job.
 
-    warm process --fork--> keeper of a job --fork--> starter --fork--> worker 0..n
-                              ^-- the connection that the job's agent made is the keeper's socket from then on
+    warm process --fork--> supervisor of a job --fork--> fork server --fork--> worker 0..n
 
-So a job holds on to nothing here but a parent: its keeper hears its agent, is sub-reaper and parent
-of its workers and ends them with the agent, as a keeper that the agent started does (`keeper`); the
-warm process may be stopped or killed meanwhile. What such a keeper lacks, being no child of the
-agent, is made up for: it takes on what the agent has inherited, or refuses (`inherited`); its
-standby wakes it when it was stopped and the agent has died; what a killed keeper's workers leave
-comes to the warm process, the sub-reaper above it, and is ended there.
+The connection that the job's agent has supervisor becomes the supervisor's socket. From then on the
+warm process may be stopped or killed: the supervisor serves its agent, is the parent and sub-reaper
+of the workers, and kills them with the agent, as a supervisor that the agent has started does. It
+is not a child of the agent, which is compensated for:
 
-One thread, one loop, no signal handler (workers must find none). It speaks with processes of its
-own user alone, one JSON packet each way; it never sees a job's command, environment, descriptors or
-token: those go to the keeper.
+* It adopts what the agent has inherited (limits, priority, CPUs), or refuses (`inherited_state`).
+* Its watchdog continues it if it was stopped and the agent has died.
+* If it is killed, its workers' leftovers become children of the warm process, the sub-reaper above
+  it, and are killed here.
 
-    {"ask": "hello"}                       -> what was imported, and whether it is still so
-    {"ask": "keeper", "inherited": {...}}  -> {"keeper": PID, "mark": ...} with a pidfd, from the keeper; or {"refused"}
+One thread, one loop, no signal handler: workers must not inherit one. It answers processes of its
+own user only, one JSON packet each way. It never gets a job's command, environment, descriptors or
+token, which are sent to the supervisor.
+
+    {"ask": "hello"}                       -> what was imported, and whether that is unchanged
+    {"ask": "keeper", "inherited": {...}}  -> {"keeper": PID, "mark": TOKEN} and a pidfd, sent by
+                                              the supervisor; or {"refused": REASON}
     {"ask": "stop"}                        -> {"stopping": PID}
 
-Loaded by path in the workers' interpreter by `starter_main`: standard library only.
+Loaded by path in the workers' interpreter (`fork_server`). Standard library only.
 """
 
 from __future__ import annotations
@@ -45,23 +47,26 @@ if TYPE_CHECKING:
 MAX_PACKET_BYTES = 1 << 16
 FORK_SERVER_FD = 3
 MAX_CLIENTS = 64
-"""Connections that may wait with their question; more are closed at once."""
+"""Open connections; more are closed immediately."""
 REQUEST_SECONDS = 5.0
-"""Seconds that a connection may take to ask."""
+"""Time that a client may take to send its request."""
 REPLY_SECONDS = 2.0
-"""Seconds that an answer may take."""
+"""Time that sending an answer may take."""
 
 
 class WarmServer:
     """
-    See the module. `serve` returns in the starter of a job only: its socket to that job's keeper.
+    Serves the clients of a warm process.
 
     Args:
-        listener: a bound socket, not yet listening; its name is removed at the end.
-        idle: seconds without a job after which it ends.
-        unfit: says why this process must not fork.
-        lookups: made by what was imported, and ``environ`` the environment then.
-        tools: the modules `keeper`, `inherited`, `importtime` and `forked`.
+        listener: a bound socket that does not listen yet; its path is removed at the end.
+        path: path of the socket.
+        idle: seconds without a job after which the process exits.
+        why_not_forkable: returns why this process must not fork.
+        lookups: the variables that the imports looked up.
+        environ: the environment during the imports.
+        files: the files that were imported.
+        siblings: the modules of `fork_server.load_warm_siblings`.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class WarmServer:
         lookups: EnvironLookups,
         environ: dict[str, str],
         files: ImportedFiles,
-        tools: dict[str, ModuleType],
+        siblings: dict[str, ModuleType],
     ) -> None:
         self.listener = listener
         self.path = path
@@ -82,18 +87,18 @@ class WarmServer:
         self.lookups = lookups
         self.environ = environ
         self.files = files
-        self.fork_client = tools["fork_client"]
-        self.process_tree = tools["process_tree"]
-        self.supervisor = tools["supervisor"]
-        self.watchdog = tools["watchdog"]
-        self.inherited_state = tools["inherited_state"]
-        self.import_env = tools["import_env"]
-        self.forked_worker = tools["forked_worker"]
+        self.fork_client = siblings["fork_client"]
+        self.process_tree = siblings["process_tree"]
+        self.supervisor = siblings["supervisor"]
+        self.watchdog = siblings["watchdog"]
+        self.inherited_state = siblings["inherited_state"]
+        self.import_env = siblings["import_env"]
+        self.forked_worker = siblings["forked_worker"]
         self.clients: dict[socket.socket, float] = {}
         self.supervisors: dict[int, int] = {}
-        """Pid of a keeper -> its pidfd; -1 where there was no descriptor left."""
+        """Pid of a supervisor -> its pidfd; -1 if no descriptor was left."""
         self.stuck: set[int] = set()
-        """Orphans that even SIGKILL did not end."""
+        """Orphans that SIGKILL did not end."""
         self.served_jobs = 0
         self.started_at = time.time()
         self.used_at = time.monotonic()
@@ -104,7 +109,9 @@ class WarmServer:
 
     def serve_until_idle(self) -> socket.socket:
         """
-        Answer until it is stopped or has been idle for too long; returns in a job's starter only.
+        Answer clients until a client stops this process or it has been idle for too long.
+
+        Returns in a job's fork server only: its socket to the job's supervisor.
         """
         while True:
             ready = self.wait_ready()
@@ -123,8 +130,7 @@ class WarmServer:
 
     def wait_ready(self) -> set[int]:
         """
-        Sleep until somebody speaks, a keeper ends, or something is due; return the readable
-        descriptors.
+        Wait for a client, the end of a supervisor, or a time-out; return readable descriptors.
         """
         poll = select.poll()
         for number in (self.listener.fileno(), *(client.fileno() for client in self.clients)):
@@ -136,12 +142,12 @@ class WarmServer:
             *self.clients.values(),
             *([] if self.supervisors else [self.used_at + self.idle_seconds]),
         ]
-        # at most a day: poll counts milliseconds in an int
+        # At most a day: poll takes milliseconds as a C int.
         wait = min(max(0.0, min(due) - time.monotonic()), 86400.0) * 1000 + 1 if due else None
         return {number for number, _ in poll.poll(wait)}
 
     def accept_client(self) -> None:
-        """Take a connection of this user's; nobody else is answered."""
+        """Accept a connection of this user; close all others."""
         try:
             client, _ = self.listener.accept()
         except OSError:
@@ -159,11 +165,10 @@ class WarmServer:
         client.close()
 
     def handle_client(self, client: socket.socket) -> socket.socket | None:
-        """Answer the one question of a connection; whatever is no question ends it."""
+        """Answer the request of a connection and close it; also if the request is not valid."""
         try:
-            data, _, flags, _ = client.recvmsg(
-                MAX_PACKET_BYTES
-            )  # descriptors that come with it are closed by the kernel
+            # No room for descriptors: the kernel closes any that are sent.
+            data, _, flags, _ = client.recvmsg(MAX_PACKET_BYTES)
             asked = json.loads(data) if data and not flags & socket.MSG_TRUNC else {}
             what = asked.get("ask") if isinstance(asked, dict) else None
         except BlockingIOError:
@@ -184,7 +189,7 @@ class WarmServer:
     def send_reply(
         client: socket.socket, reply: dict[str, Any], handles: tuple[int, ...] = ()
     ) -> None:
-        """Send one packet; one who does not take it does without."""
+        """Send one packet, if the client reads it in time."""
         try:
             client.settimeout(REPLY_SECONDS)
             socket.send_fds(client, [json.dumps(reply).encode()], handles, socket.MSG_NOSIGNAL)
@@ -192,7 +197,7 @@ class WarmServer:
             pass
 
     def shut_down(self) -> None:
-        """End. Keepers of running jobs go on."""
+        """Exit. Supervisors of running jobs continue."""
         try:
             if os.stat(self.path).st_ino == self.inode:
                 os.unlink(self.path)
@@ -201,10 +206,7 @@ class WarmServer:
         os._exit(0)
 
     def describe_process(self) -> dict[str, Any]:
-        """
-        Return what a job needs to know before it uses this process, and what ``pdrun warm status``
-        shows.
-        """
+        """Return what a job must know before it uses this process, and what status shows."""
         torch = sys.modules.get("torch")
         return {
             "pid": os.getpid(),
@@ -225,7 +227,7 @@ class WarmServer:
         }
 
     def import_variables(self) -> dict[str, str | None]:
-        """Return the variables on which the import depended; None: looked up and not there."""
+        """Return the variables on which the imports depended; None: looked up and not set."""
         names = (
             self.lookups.names
             | {name for name in self.environ if self.import_env.is_import_variable(name)}
@@ -239,14 +241,15 @@ class WarmServer:
         return {name: self.environ.get(name) for name in sorted(names)}
 
     # One job
-    # ----------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def lend_supervisor(
         self, client: socket.socket, wanted: dict[str, Any]
     ) -> socket.socket | None:
         """
-        Fork the keeper of a job, which takes the connection over; returns a socket in the job's
-        starter only.
+        Fork the supervisor of a job, which takes over the connection.
+
+        Returns in the job's fork server its socket, in this process None.
         """
         why = self.why_not_forkable()
         agent = -1
@@ -277,40 +280,41 @@ class WarmServer:
         self, client: socket.socket, wanted: dict[str, Any], agent: int
     ) -> socket.socket:
         """
-        The child's side: serve the agent as its keeper; returns in the starter that is forked on
-        the way.
+        Serve the agent as its supervisor, in a child that was just forked.
+
+        Forks the fork server, and returns in that one only.
         """
         try:
             self.close_inherited(client)
             os.setsid()
             why = self.inherited_state.adopt_state(wanted)
             if why:
-                self.send_reply(client, {"refused": f"{why} cannot be made what it is here"})
+                self.send_reply(client, {"refused": f"{why} of the agent cannot be adopted"})
                 os._exit(0)
             mark = os.urandom(8).hex()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            supervisor = os.getpid()
-            starter = os.fork()
-            if starter == 0:
+            supervisor_pid = os.getpid()
+            fork_server_pid = os.fork()
+            if fork_server_pid == 0:
                 ours.close()
                 client.close()
                 os.close(agent)
-                self.become_fork_server(supervisor, mark)
-                # where a starter that is executed has it: descriptors that come with an order get
-                # higher numbers
+                self.become_fork_server(supervisor_pid, mark)
+                # The number that an executed fork server has: descriptors that are received with a
+                # request must get higher ones.
                 number = theirs.detach()
                 if number != FORK_SERVER_FD:
                     os.dup2(number, FORK_SERVER_FD, inheritable=False)
                     os.close(number)
                 return socket.socket(fileno=FORK_SERVER_FD)
             theirs.close()
-            self.run_supervisor(client, ours, starter, mark, agent)
+            self.run_supervisor(client, ours, fork_server_pid, mark, agent)
         except BaseException:
             os._exit(1)
         os._exit(0)
 
     def close_inherited(self, client: socket.socket) -> None:
-        """Close what is the warm process's own."""
+        """Close the descriptors of the warm process."""
         self.listener.close()
         for other in self.clients:
             if other is not client:
@@ -320,36 +324,38 @@ class WarmServer:
                 os.close(handle)
         client.setblocking(True)
 
-    def become_fork_server(self, keeper: int, mark: str) -> None:
-        """As `keeper.become` does for one that is executed."""
+    def become_fork_server(self, supervisor_pid: int, mark: str) -> None:
+        """Set session, death signal and marker, as `worker_exec.exec_child` does."""
         os.setsid()
         self.process_tree.prctl(self.process_tree.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+        if os.getppid() != supervisor_pid:
             os._exit(127)
         slot = self.watchdog.marker_value(mark, self.fork_client.FORK_SERVER_SLOT)
         self.forked_worker.set_command_line([], f"{self.watchdog.MARKER_VARIABLE}={slot}".encode())
 
     def run_supervisor(
-        self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int
+        self,
+        client: socket.socket,
+        ours: socket.socket,
+        fork_server_pid: int,
+        mark: str,
+        agent: int,
     ) -> None:
-        """Run the keeper until the agent has gone."""
+        """Run the supervisor until the agent has closed its end."""
         watchdog_pid = self.watchdog.start_watchdog((client.fileno(), ours.fileno()), mark, agent)
         os.close(agent)
-        made = self.supervisor.Supervisor(client, mark)
-        made.watchdog_pid = watchdog_pid
-        made.forks.adopt_fork_server(starter, ours)
+        supervisor = self.supervisor.Supervisor(client, mark)
+        supervisor.watchdog_pid = watchdog_pid
+        supervisor.forks.adopt_fork_server(fork_server_pid, ours)
         myself = os.pidfd_open(os.getpid())
         self.send_reply(client, {"keeper": os.getpid(), "mark": mark}, (myself,))
         os.close(myself)
         client.setblocking(True)
-        made.run()
-        made.send_event(ev="ended")
+        supervisor.run()
+        supervisor.send_event(ev="ended")
 
     def reap_supervisors(self) -> None:
-        """
-        Collect keepers that have ended; what the workers of a killed one have left came here, and
-        is ended.
-        """
+        """Reap supervisors that have ended, and kill what a killed one has left."""
         try:
             while True:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -365,7 +371,7 @@ class WarmServer:
         self.kill_orphans()
 
     def kill_orphans(self) -> None:
-        """SIGKILL whatever descends from here and not from a keeper, for at most STUCK seconds."""
+        """Kill descendants that belong to no supervisor, for at most KILL_SECONDS."""
         myself = self.process_tree.find_process(os.getpid())
         give_up_at = time.monotonic() + self.process_tree.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
@@ -392,10 +398,7 @@ class WarmServer:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """
-    Return (pid, user, group) of the process at the other end of a unix socket, as the kernel knows
-    them.
-    """
+    """Return (pid, user, group) of the process at the other end of a unix socket."""
     size = struct.calcsize("3i")
     pid, user, group = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -404,9 +407,7 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def memory_bytes() -> int:
-    """
-    Return this process's proportional share of memory in bytes; 0 where the kernel does not tell.
-    """
+    """Return this process's proportional set size in bytes; 0: unknown."""
     try:
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))

@@ -1,8 +1,8 @@
 """
 Start a supervisor, and lay out the commands that it and the fork server read.
 
-`pdrun.launcher.launch.prestart` imports this module before anything else, so it imports nothing that
-takes time.
+`pdrun.launcher.launch.prestart` imports this module first, so it imports nothing
+that takes time.
 """
 
 from __future__ import annotations

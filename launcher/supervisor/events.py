@@ -18,37 +18,34 @@ class WarmProcess:
     """
 
     socket: str
-    """Path of the socket on which it answers."""
+    """Path of its socket."""
     pid: int
     python: str
-    """The interpreter, by the path it was started with."""
+    """Path of its interpreter."""
     torch_version: str
     modules: tuple[str, ...]
-    """What it has imported."""
+    """Modules that it has imported."""
     variables: Mapping[str, str | None]
-    """Environment variables that counted in that import, with their values; None: not set."""
+    """Environment variables that the imports looked up; None: not set."""
     depends_on_all: bool = False
-    """Whether something went through the whole environment, so that all of it counts."""
+    """Whether an import iterated over the whole environment, so that every variable matters."""
     unfit: str = ""
-    """
-    Why it is of no use to any job from here (a module's file has changed, another namespace), or
-    empty.
-    """
+    """Why no job of this shell can use it (a file has changed, another namespace), or empty."""
     memory_bytes: int = 0
-    """Bytes, its proportional share."""
+    """Proportional set size."""
     started_at: float = 0.0
-    """Wall-clock seconds."""
+    """Wall clock, seconds since the epoch."""
     unused_seconds: float = 0.0
-    """Seconds since the last job, or its start."""
+    """Time since the last job, or since its start."""
     idle_seconds: float = 0.0
-    """Seconds without a job after which it ends."""
+    """Time without a job after which it exits."""
     running_jobs: int = 0
     served_jobs: int = 0
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """One process for the keeper to start. `slot` names it in every later event."""
+    """A process that the supervisor starts. ``slot`` identifies it in later events."""
 
     slot: int
     """The local rank, or STORE_SLOT."""
@@ -57,16 +54,16 @@ class WorkerCommand:
     cwd: str
     cpus: tuple[int, ...] = ()
     start: Literal["exec", "auto", "fork"] = "exec"
-    """auto: forked where there is a starter. fork: forked or not at all."""
+    """auto: forked if there is a fork server. fork: fails if there is none."""
 
 
 STORE_SLOT = -1
-"""The slot of the process that serves torch's store."""
+"""Slot of the process that serves the TCPStore."""
 
 
 @dataclass(frozen=True)
 class Spawned:
-    """The keeper has started a process; it runs its program (exec succeeded)."""
+    """A process has started: exec succeeded, or the forked worker runs its program."""
 
     slot: int
     pid: int
@@ -74,7 +71,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class SpawnFailed:
-    """The keeper could not start a process."""
+    """A process could not be started."""
 
     slot: int
     errno: int
@@ -83,7 +80,7 @@ class SpawnFailed:
 
 @dataclass(frozen=True)
 class Exited:
-    """A process of the keeper ended. ``status`` is what waitpid gave."""
+    """A process has ended. ``status`` is its wait status."""
 
     slot: int
     pid: int
@@ -94,17 +91,17 @@ class Exited:
 
 @dataclass(frozen=True)
 class Swept:
-    """Descendants of workers that had outlived them were ended: one ``pid command`` each."""
+    """Leftovers of workers were killed; each is listed as ``pid command``."""
 
     slot: int
     processes: tuple[str, ...]
     stuck: tuple[str, ...] = ()
-    """Those that even SIGKILL did not end (uninterruptible sleep), as ``pid command state``."""
+    """Leftovers that SIGKILL did not end (uninterruptible sleep), as ``pid command state``."""
 
 
 @dataclass(frozen=True)
 class ForkServerStatus:
-    """The starter is ready (``why`` is empty), or says why the workers will be executed instead."""
+    """The fork server is ready (``why`` is empty), or workers are executed for this reason."""
 
     slot: int
     why: str

@@ -6,7 +6,8 @@ This user's warm processes on this node, as a launcher uses them: find, query, b
 
 There is one for each interpreter and import-time environment; KEY is their hash. The folder belongs
 to this user alone (0700, checked each time), and so does the process that answers (SO_PEERCRED). A
-socket without a listener was left by a killed process. That is no error: the next start replaces it.
+socket without a listener was left by a killed process. That is no error: the next start replaces
+it.
 
 `pdrun.launcher.stdlib_only.warm_server` is the other end. `warm_start` starts and stops them.
 `pdrun.launcher.plan.start_method` decides which one fits a job.
@@ -129,7 +130,7 @@ def read_reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 # Find
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class WarmScan:
@@ -209,7 +210,7 @@ def _parse_hello(path: str, reply: dict[str, Any]) -> WarmProcess:
 
 
 # Borrow
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from pdrun.disk import make_private_folder
 from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.launcher.stdlib_only import import_env, process_tree, watchdog, worker_exec
 from pdrun.launcher.supervisor.boot import FORK_SERVER_FILE
@@ -29,7 +30,6 @@ from pdrun.launcher.supervisor.warm_client import (
     open_private_dir,
     read_reply,
 )
-from pdrun.private_folder import make_private_folder
 
 WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo")
 EXIT_SECONDS = 5.0

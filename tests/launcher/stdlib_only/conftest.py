@@ -129,7 +129,7 @@ def starter_of(
     """The command of a starter for workers with this environment."""
     plan = make_plan(1, argv=(python, "x" * 200), kind="script")
     return fork_server_command(
-        replace(plan, base_env=dict(env), starting=StartMethod("fork", modules=modules))
+        replace(plan, base_env=dict(env), start_method=StartMethod("fork", modules=modules))
     )
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pdrun.launcher.common.exit import drop_output, fault, say
+from pdrun.launcher.common.exit import discard_output, print_message, report_fault
 from pdrun.sys_path import put_standard_library_first
 
 
@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run_command(list(argv))
     except KeyboardInterrupt:
-        say("interrupted")
+        print_message("interrupted")
         return 130
     except BrokenPipeError:
         # the reader of stdout has exited (pdrun --help | head)
-        drop_output()
+        discard_output()
         return 141
     except Exception as error:
-        return fault(error)
+        return report_fault(error)
 
 
 def _run_command(argv: list[str]) -> int:
@@ -62,10 +62,10 @@ def _run_command(argv: list[str]) -> int:
     except click.exceptions.Exit as exit:
         return exit.exit_code
     except PdrunError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         return error.exit_code
     except click.ClickException as error:
-        say(f"error: {_format_click_error(error)}")
+        print_message(f"error: {_format_click_error(error)}")
         return 2
 
 

@@ -33,9 +33,9 @@ def main() -> int:
         async_writer.write_message(str(error))
         return error.exit_code
     except Exception as error:
-        from pdrun.launcher.common.exit import fault
+        from pdrun.launcher.common.exit import report_fault
 
-        return fault(error)
+        return report_fault(error)
 
 
 def _read_payload() -> dict[str, Any]:

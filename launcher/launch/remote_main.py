@@ -55,9 +55,9 @@ def main() -> int:
     try:
         return RemoteServer().run()
     except Exception as error:
-        from pdrun.launcher.common.exit import fault
+        from pdrun.launcher.common.exit import report_fault
 
-        return fault(error)
+        return report_fault(error)
 
 
 class RemoteServer:

@@ -35,9 +35,9 @@ def main() -> int:
         async_writer.write_message(f"{os.uname().nodename}: {error}")
         return error.exit_code
     except Exception as error:
-        from pdrun.launcher.common.exit import fault
+        from pdrun.launcher.common.exit import report_fault
 
-        return fault(error)
+        return report_fault(error)
 
 
 def _run_task() -> int:

@@ -197,5 +197,5 @@ def test_a_limit_on_processes_is_said_and_ends_soon(make_bed: Callable[[int], Be
     assert (
         "Resource temporarily unavailable" in jobs[1].err + jobs[1].out or "thread" in jobs[1].err
     ), bed.said()
-    assert "a fault of pdrun itself" not in jobs[0].err + jobs[1].err, bed.said()
+    assert "a bug of pdrun" not in jobs[0].err + jobs[1].err, bed.said()
     bed.clean()

@@ -199,7 +199,7 @@ def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args:
             shell, f"{home}; {limited} {sys.executable} -m pdrun --start exec {args} work.py"
         )
     assert done.returncode in (78, 126), done.stderr
-    assert "a fault of pdrun itself" not in done.stderr and "Traceback" not in done.stderr
+    assert "a bug of pdrun" not in done.stderr and "Traceback" not in done.stderr
     assert "ulimit -u" in done.stderr, done.stderr
 
 
@@ -218,7 +218,7 @@ def test_too_few_descriptors_is_one_line(shell: Shell, limit: int, args: str) ->
     done = in_shell(shell, f"ulimit -n {limit}; pdrun {args} work.py")
     assert done.returncode == 78
     assert done.stderr.count("\n") == 1
-    assert f"RLIMIT_NOFILE: a process may open {limit} files here, and a node with" in done.stderr
+    assert f"RLIMIT_NOFILE: the limit of open files is {limit}, but a node with" in done.stderr
     assert "ulimit -n" in done.stderr
 
 

@@ -261,7 +261,7 @@ def test_a_fault_of_our_own_is_one_honest_line(
     outcome = pdrun("train.py")
     (line,) = outcome.err.splitlines()
     assert outcome.code == 70
-    assert "a fault of pdrun itself" in line
+    assert "a bug of pdrun" in line
     assert "ZeroDivisionError: a test's own" in Path(line.rpartition(" ")[2]).read_text()
 
 

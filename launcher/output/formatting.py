@@ -1,14 +1,12 @@
 r"""
-What one worker's stream looks like on the terminal: prefix, whole lines, calm progress bars,
-harmless escapes.
+How one worker's stream looks on the terminal: prefix, whole lines, limited bars, safe escapes.
 
     node1:3| step 10 loss 2.31          a line
     node1:3+ ...                        the next piece of a line above 64 KiB
 
-A shaper turns bytes into bytes and knows nothing of files or threads. A worker's bytes are data: on
-a terminal every control sequence but SGR colours is shown instead of obeyed (moving the cursor can
-forge another rank's lines, OSC can write the clipboard). What goes to a file or a pipe is left as
-it is.
+A formatter turns bytes into bytes, without files and threads. A worker's bytes are untrusted: on a
+terminal all control sequences except SGR colours are escaped. Cursor movements could forge lines of
+other ranks, OSC could write the clipboard. Output to a file or a pipe is not changed.
 """
 
 from __future__ import annotations
@@ -19,28 +17,31 @@ from typing import Protocol
 from pdrun.launcher.output.line_splitter import MAX_PIECE_BYTES, Line, LineSplitter
 
 BAR_SECONDS = 1.0
-"""Seconds between two shown states of a progress bar; the last state of a bar is always shown."""
+"""Time between two shown states of a progress bar. The last state is always shown."""
 
 _SGR = r"\x1b\[[0-9;:]*m"
 _BIDI = "\u202a-\u202e\u2066-\u2069"
 _RISKY = re.compile(rf"({_SGR})|[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
 _RISKY_IN_PLACE = re.compile(rf"({_SGR})|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f{_BIDI}]")
-"""Lets ``\\b`` and ``\\r`` through: they move inside the line only."""
+"""Accepts ``\\b`` and ``\\r``: they move within the line only."""
 _UNFINISHED = re.compile(
-    rb"(?:\x1b(?:\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+    rb"(?:\x1b(?:\[[0-9;:]{0,64})?"
+    rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
-"""The start of a colour or of a UTF-8 character at the end of what has come so far."""
+"""An incomplete colour or UTF-8 character at the end of the data."""
 _PLAIN_BYTES = bytes(range(0x20, 0x7F)) + b"\t\n"
+_MAX_SEQUENCE_BYTES = 80
+"""No incomplete sequence is longer."""
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 def escape_controls(text: bytes, *, in_place: bool = False) -> bytes:
     r"""
-    Return ``text`` with everything that a terminal would obey made visible, SGR colours excepted.
+    Return ``text`` with all control sequences except SGR colours escaped.
 
     Args:
-        text: whole characters; bytes that are no UTF-8 are shown as ``\xNN``.
-        in_place: let ``\r`` and ``\b`` through, for a worker that has the terminal to itself.
+        text: complete characters; invalid UTF-8 is shown as ``\xNN``.
+        in_place: keep ``\r`` and ``\b``, for the only worker on the terminal.
     """
     if not text.translate(None, _PLAIN_BYTES):
         return text
@@ -58,27 +59,26 @@ def _escape_match(match: re.Match[str]) -> str:
 
 
 class StreamFormatter(Protocol):
-    """Shapes one stream for the terminal."""
+    """Formats one stream for the terminal."""
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take the next bytes, at monotonic second ``now``; return what is to be shown for them."""
+        """Add bytes, at the monotonic time ``now``; return what to show."""
         ...
 
     def finish(self) -> bytes:
-        """The stream has ended: return what was held back, as a whole line."""
+        """Return the rest at the end of the stream, as a whole line."""
         ...
 
 
 class PrefixFormatter(StreamFormatter):
-    """
-    Several workers share the terminal: whole lines, each behind its worker's prefix (which may be
-    empty).
-    """
+    """For several workers on one terminal: whole lines, each with its worker's prefix."""
 
     def __init__(self, prefix: str, *, tty: bool, colour: int | None = None) -> None:
         """
-        Shape for ``prefix`` (``node0:3``); ``colour`` is any number that picks the prefix's colour,
-        or None.
+        Args:
+            prefix: ``node0:3``; may be empty.
+            tty: whether the stream is a terminal.
+            colour: any number, which selects the prefix's colour; None: no colour.
         """
         self._line_prefix, self._piece_prefix = _make_prefixes(prefix, colour)
         self._is_terminal = tty
@@ -87,7 +87,7 @@ class PrefixFormatter(StreamFormatter):
         self._bar_shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take the next bytes; return whole lines."""
+        """Add bytes; return whole lines."""
         shown = [
             self._format_line(line)
             for line in self._splitter.feed(data)
@@ -96,7 +96,7 @@ class PrefixFormatter(StreamFormatter):
         return b"".join(shown)
 
     def finish(self) -> bytes:
-        """Return the half line and the last state of a bar."""
+        """Return the partial line, and the last state of a bar."""
         shown = []
         for line in self._splitter.finish():
             if line.end == b"\r":
@@ -126,10 +126,10 @@ class PrefixFormatter(StreamFormatter):
 
 class RawFormatter(StreamFormatter):
     r"""
-    The job has one worker: its bytes pass as they are, bars and prompts included.
+    For a job of one worker: its bytes are passed on unchanged, with bars and prompts.
 
-    On a terminal they pass at once, cleaned; elsewhere up to the last ``\n`` or ``\r``, so that
-    what reads a pipe or shares a file with pdrun's own lines sees whole lines.
+    On a terminal they are passed on immediately, with control sequences escaped. Otherwise only up
+    to the last ``\n`` or ``\r``, so that a pipe or a shared file gets whole lines.
     """
 
     def __init__(self, *, tty: bool) -> None:
@@ -137,21 +137,23 @@ class RawFormatter(StreamFormatter):
         self._pending_bytes = b""
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """
-        Take the next bytes; return all but an unfinished sequence (terminal) or line (elsewhere).
-        """
+        """Add bytes; return all except an incomplete sequence (terminal) or line (otherwise)."""
         data = self._pending_bytes + data
+        end = len(data)
         if self._is_terminal:
-            unfinished = _UNFINISHED.search(data, max(0, len(data) - 80))
-            cut = unfinished.start() if unfinished else len(data)
+            unfinished = _UNFINISHED.search(data, max(0, len(data) - _MAX_SEQUENCE_BYTES))
+            if unfinished is not None:
+                end = unfinished.start()
         else:
-            cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-            cut = len(data) if len(data) - cut > MAX_PIECE_BYTES else cut
-        data, self._pending_bytes = data[:cut], data[cut:]
+            line_end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            if len(data) - line_end <= MAX_PIECE_BYTES:
+                end = line_end
+        self._pending_bytes = data[end:]
+        data = data[:end]
         return escape_controls(data, in_place=True) if self._is_terminal else data
 
     def finish(self) -> bytes:
-        """Return what was held back, as the worker wrote it."""
+        """Return the rest, as the worker wrote it."""
         data = self._pending_bytes
         self._pending_bytes = b""
         return escape_controls(data, in_place=True) if self._is_terminal else data
@@ -159,33 +161,35 @@ class RawFormatter(StreamFormatter):
 
 def format_tail(recent: bytes, count: int, characters: int, *, cut: bool) -> list[str]:
     """
-    Return the last lines of a stream's end, for a summary: bars in their last state, control
-    characters visible.
+    Return the last lines of a stream for a summary: last states of bars, controls escaped.
 
     Args:
         recent: the end of the stream.
-        count: lines, at most.
-        characters: of each line, at most.
-        cut: whether something came before ``recent``, so that its first line is perhaps none.
+        count: maximum number of lines.
+        characters: maximum length of each line.
+        cut: ``recent`` is not the whole stream, so its first line may be incomplete.
     """
     splitter = LineSplitter()
     pieces = splitter.feed(recent) + splitter.finish()
-    # a bar that nothing followed is a line, too: its last state is what stood on the screen
-    lines = [line for line in pieces[:-1] if line.end != b"\r"] + [
-        line for line in pieces[-1:] if line.text.strip()
-    ]
-    lines = lines[1:] if cut and len(lines) > 1 else lines
-    return [
-        escape_controls(line.text).decode("utf-8", "replace")[:characters]
-        for line in lines[-count:]
-    ]
+    lines = [line for line in pieces[:-1] if line.end != b"\r"]
+    # a bar at the very end counts as a line: its last state was on the screen
+    lines += [line for line in pieces[-1:] if line.text.strip()]
+    if cut and len(lines) > 1:
+        lines = lines[1:]
+    texts = []
+    for line in lines[-count:]:
+        text = escape_controls(line.text).decode("utf-8", "replace")
+        texts.append(text[:characters])
+    return texts
 
 
 def _make_prefixes(prefix: str, colour: int | None) -> tuple[bytes, bytes]:
-    """Return the prefix of a line and that of a piece that goes on with one."""
+    """Return the prefix of a line, and that of a further piece of a line."""
     if not prefix:
         return b"", b""
-    on, off = (
-        ("", "") if colour is None else (f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m", "\x1b[0m")
-    )
+    on = ""
+    off = ""
+    if colour is not None:
+        on = f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m"
+        off = "\x1b[0m"
     return f"{on}{prefix}|{off} ".encode(), f"{on}{prefix}+{off} ".encode()

@@ -1,11 +1,11 @@
 r"""
-Bytes of one stream -> lines, whatever the writes were cut into.
+Splits the bytes of one stream into lines, independent of how the writes cut them.
 
     b"a\nb"  b"c\r\n"  b"10%\r20%\rdone\n"   ->   a | bc | 10% (bar) | 20% (bar) | done
 
-``\n`` and ``\r\n`` end a line. A ``\r`` alone says that what follows is drawn over what went before: that piece is a
-*bar update*. A line above LIMIT bytes comes in pieces, so that no amount of output without a line end is ever held.
-The splitter is pure: any cutting of the same bytes gives the same lines (tests/launcher/output/test_line_splitter.py holds it to that).
+``\n`` and ``\r\n`` end a line. After a single ``\r``, the next text overwrites the present one: the
+text before it is a *bar update*. A line above MAX_PIECE_BYTES is returned in pieces, so memory is
+bounded. Any cutting of the same bytes gives the same lines.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_PIECE_BYTES = 1 << 16
-"""Bytes of one piece of a line, at most."""
 
 
 class Line(NamedTuple):
-    r"""One line, one bar update, or one piece of a very long line, without its line end."""
+    """One line, one bar update, or one piece of a very long line, without its line end."""
 
     text: bytes
     end: bytes
-    r"""
-    ``\n``: the line is whole. ``\r``: a bar update. Empty: cut, the next Line goes on with the same
-    line.
-    """
+    r"""``\n``: end of a line. ``\r``: a bar update. Empty: the next Line continues this line."""
     is_continued: bool = False
-    """Whether this piece goes on with a line whose start came before."""
+    """Whether this piece continues a line."""
 
 
 class LineSplitter:
-    """Splits one stream. Not thread-safe; one a stream."""
+    """Splits one stream. Not thread-safe; one per stream."""
 
     def __init__(self, limit: int = MAX_PIECE_BYTES) -> None:
         self._max_piece_bytes = limit
@@ -40,11 +36,11 @@ class LineSplitter:
         self._has_pending_return = False
 
     def feed(self, data: bytes) -> list[Line]:
-        """Take the next bytes; return what they complete, in order."""
+        """Add bytes; return the lines that they complete, in order."""
         if self._has_pending_return:
             data = b"\r" + data
             self._has_pending_return = False
-        if data.endswith(b"\r"):  # the next byte tells whether this ends a line or redraws a bar
+        if data.endswith(b"\r"):  # the next byte decides: a line end, or a bar update
             data = data[:-1]
             self._has_pending_return = True
         first, *rest = data.split(b"\n")
@@ -59,9 +55,7 @@ class LineSplitter:
         return out + self._add_partial(rest[-1])
 
     def finish(self) -> list[Line]:
-        """
-        The stream has ended: return the half line that is left, if any. An empty ``end`` marks it.
-        """
+        """Return the partial line at the end of the stream, if any, with an empty ``end``."""
         out = self._add_partial(b"\r") if self._has_pending_return else []
         self._has_pending_return = False
         if self._partial_line or self._is_continued:
@@ -72,7 +66,7 @@ class LineSplitter:
         return out
 
     def _add_partial(self, data: bytes) -> list[Line]:
-        """Take bytes without a line feed in them."""
+        """Add bytes that contain no line feed."""
         *updates, last = data.split(b"\r")
         out: list[Line] = []
         for update in updates:
@@ -85,15 +79,11 @@ class LineSplitter:
         return out + self._append_bytes(last)
 
     def _end_line(self, data: bytes) -> list[Line]:
-        """Take bytes that a line feed follows, perhaps with a carriage return before it."""
+        """Add bytes before a line feed; a carriage return before it belongs to the line end."""
         out = self._add_partial(data[:-1] if data.endswith(b"\r") else data)
-        # A bar that is followed by a bare line end stays on the screen: it is the text of that
-        # line.
-        text = (
-            bytes(self._partial_line)
-            if self._partial_line or self._is_continued
-            else self._last_bar
-        )
+        text = bytes(self._partial_line)
+        if not text and not self._is_continued:
+            text = self._last_bar  # a bar before a bare line end stays on the screen
         out.append(Line(text, b"\n", self._is_continued))
         self._partial_line.clear()
         self._is_continued = False
@@ -101,9 +91,7 @@ class LineSplitter:
         return out
 
     def _append_bytes(self, data: bytes) -> list[Line]:
-        """
-        Add to the half line and cut off what is above the limit, never inside a UTF-8 character.
-        """
+        """Add to the partial line; return pieces above the limit, cut between UTF-8 characters."""
         self._partial_line += data
         out: list[Line] = []
         start = 0

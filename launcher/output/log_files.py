@@ -1,13 +1,12 @@
 """
-The workers' log files: raw bytes, one pair of files a rank, written by a thread that nobody waits
-for.
+The workers' log files: raw bytes, one pair of files per rank, written by a thread.
 
     LOGDIR/RUN/GENERATION/rank_0.out, rank_0.err, ...        folders 0700, files 0600
 
-A disk that is full or broken costs the bytes that it did not take: they are counted and said at the
-end. A disk that is slow holds the workers back (`held`); one that hangs (a dead NFS server) does so
-for STUCK seconds once, after which what does not fit in the queue is dropped until it answers
-again. Limit: all files share one thread, so that a hung disk hangs them all.
+A full or broken disk costs only the bytes that it did not accept; they are counted and reported at
+the end. A slow disk holds the workers back (`is_behind`). A hung disk (a dead NFS server) does so
+once, for HUNG_SECONDS. Afterwards data that does not fit into the queue is dropped until the disk
+answers. Limit: all files share one thread, so a hung disk delays them all.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from pathlib import Path
 from pdrun.disk import make_private_folder
 
 MAX_BACKLOG_BYTES = 64 << 20
-"""Bytes that may wait for the disk."""
 HUNG_SECONDS = 2.0
-"""Seconds without progress after which a disk counts as hung."""
+"""A disk without progress for this long counts as hung."""
 _OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
 _MAX_BATCH_BYTES = 1 << 20
 _NO_ANSWER = "the disk does not answer"
@@ -33,21 +31,21 @@ _NO_ANSWER = "the disk does not answer"
 
 @dataclass
 class LogFile:
-    """One file. Its descriptor belongs to the writer thread."""
+    """One log file. Its descriptor belongs to the writer thread."""
 
     path: Path
     label: str
-    """Whose it is, for people: ``rank 3's output``."""
+    """For messages: ``rank 3's output``."""
     lost_bytes: int = 0
     """Bytes that were not written."""
     reason: str = ""
-    """Why, as of the last trouble."""
+    """The reason of the last loss."""
     fd: int = -1
     is_closed: bool = False
 
 
 class LogWriter:
-    """Every log file of this agent, and the thread that writes them (started on first use)."""
+    """All log files of this agent, and the thread that writes them (started on first use)."""
 
     def __init__(
         self,
@@ -56,9 +54,14 @@ class LogWriter:
         hung_seconds: float = HUNG_SECONDS,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        """Write with at most ``high`` bytes waiting; ``write`` stands in for the disk in tests."""
+        """
+        Args:
+            max_backlog: bytes that may wait for the disk.
+            hung_seconds: time without progress after which a disk counts as hung.
+            write: replaces the disk in tests.
+        """
         self.on_ready: Callable[[], None] = lambda: None
-        """Called from the thread when `held` has become false again."""
+        """Called from the thread when `is_behind` has become false again."""
         self._files: list[LogFile] = []
         self._queue: deque[tuple[LogFile, bytes | None]] = deque()  # None: the file ends
         self._backlog_bytes = 0
@@ -73,25 +76,21 @@ class LogWriter:
         self._is_closing = False
 
     def open_file(self, path: Path, name: str) -> LogFile:
-        """
-        Announce a file; the thread makes it and its folders, even when nothing is ever written.
-        """
+        """Add a file; the thread creates it and its folder, even if nothing is ever written."""
         file = LogFile(path, name)
         self._files.append(file)
         self._enqueue_bytes(file, b"")
         return file
 
     def write(self, file: LogFile, data: bytes) -> None:
-        """
-        Queue bytes; never blocks. Dropped and counted when the queue is full and the disk hangs.
-        """
+        """Queue bytes; never blocks. If the queue is full and the disk hangs, they are dropped."""
         if self._backlog_bytes >= self._max_backlog and not self.is_behind():
             self._count_lost(file, len(data), _NO_ANSWER)
         else:
             self._enqueue_bytes(file, data)
 
     def is_behind(self) -> bool:
-        """Whether workers should wait for a disk that is slow, though not hung."""
+        """Return whether workers should wait: the disk is slow, but does not hang."""
         with self._condition:
             self._is_waited_for = (
                 self._backlog_bytes >= self._max_backlog
@@ -100,13 +99,18 @@ class LogWriter:
             return self._is_waited_for
 
     def end_file(self, file: LogFile) -> None:
-        """No more will be written to a file."""
+        """Close a file after its queued bytes."""
         self._enqueue_bytes(file, None)
 
     def close(self, timeout: float) -> tuple[str, ...]:
         """
-        Write out what is queued, giving up when the disk took nothing for ``timeout`` seconds; say
-        what was lost.
+        Write everything that is queued.
+
+        Args:
+            timeout: seconds without progress after which the disk is given up.
+
+        Returns:
+            One line for each loss.
         """
         with self._condition:
             self._is_closing = True
@@ -121,12 +125,12 @@ class LogWriter:
         return tuple(_describe_loss(file) for file in self._files if file.lost_bytes or file.reason)
 
     def _drop_queue(self) -> None:
-        """Count what waits as lost. The thread stays in its write and dies with the process."""
+        """Count the queue as lost. The thread stays in its write and ends with the process."""
         waiting = 0
         for file, data in self._queue:
             if data:
                 waiting += len(data)
-                file.lost_bytes = file.lost_bytes + len(data)
+                file.lost_bytes += len(data)
                 file.reason = _NO_ANSWER
         self._queue.clear()
         if self._current_file and self._backlog_bytes > waiting:
@@ -160,10 +164,7 @@ class LogWriter:
             self._finish_batch(len(data))
 
     def _take_batch(self) -> tuple[LogFile, bytes, bool] | None:
-        """
-        Return the next file with everything that is queued for it in a row, and whether it ends
-        there.
-        """
+        """Return the next file, the bytes queued for it in a row, and whether it ends there."""
         with self._condition:
             while not self._queue:
                 if self._is_closing:
@@ -193,10 +194,11 @@ class LogWriter:
         except OSError as error:
             self._count_lost(file, len(view), error.strerror or str(error))
         else:
-            file.reason = file.reason if file.lost_bytes else ""
+            if not file.lost_bytes:
+                file.reason = ""
 
     def _close_file(self, file: LogFile) -> None:
-        """Close; some file systems (NFS, quotas) tell of a full disk only here."""
+        """Close a file; some file systems (NFS, quotas) report a full disk only here."""
         try:
             if file.fd >= 0:
                 os.close(file.fd)
@@ -230,6 +232,7 @@ def format_size(count: int) -> str:
 
 
 def _describe_loss(file: LogFile) -> str:
-    if not file.lost_bytes:
-        return f"log {file.path}: may be incomplete ({file.reason}); the job went on"
-    return f"log {file.path}: {format_size(file.lost_bytes)} of {file.label} not written ({file.reason}); the job went on"
+    loss = "may be incomplete"
+    if file.lost_bytes:
+        loss = f"{format_size(file.lost_bytes)} of {file.label} not written"
+    return f"log {file.path}: {loss} ({file.reason}); the job went on"

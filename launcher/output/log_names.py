@@ -1,6 +1,6 @@
 """
-Where logs lie and what they are called: the root folder, and file names from a template, safe by
-construction.
+Where log files are and what they are called: the log folder, and file names from a checked
+template.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ import os
 import re
 from pathlib import Path
 
-from pdrun.errors import ConfigError, did_you_mean
 from pdrun.disk import make_private_folder
+from pdrun.errors import ConfigError, did_you_mean
 
 TEMPLATE_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 OUT_SUFFIX = ".out"
 ERR_SUFFIX = ".err"
+MAX_TEMPLATE_CHARACTERS = 200
 
 
 def prepare_log_folder(root: Path) -> None:
     """
-    Make the folder for logs, or find out that it cannot be used, before anything is started.
+    Make the log folder before anything is started.
 
-    A folder that is made here is 0700 and keeps itself out of git.
+    A new folder has mode 0700, and a .gitignore for its content.
 
     Raises:
-        ConfigError: it is no folder, or cannot be made or written; names it.
+        ConfigError: it is not a folder, or cannot be made or written.
     """
     try:
         made = not root.is_dir()
@@ -37,14 +38,12 @@ def prepare_log_folder(root: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"cannot hold the logs: {reason}", where=str(root), hint="use --log-dir FOLDER"
+            f"cannot be used for logs: {reason}", where=str(root), hint="use --log-dir FOLDER"
         ) from error
 
 
 def _is_new_run_folder(root: Path) -> bool:
-    """
-    Whether all that a folder holds is one run's event log: it was made for that, a moment ago.
-    """
+    """Return whether a folder contains one run's event log only: then it was made a moment ago."""
     inside = list(root.iterdir())
     return (
         len(inside) == 1
@@ -55,55 +54,51 @@ def _is_new_run_folder(root: Path) -> bool:
 
 def check_template(template: str) -> str:
     """
-    Return a usable file name template: ``template``, with ``_{rank}`` added where nothing in it
-    tells ranks apart.
+    Return a file name template with one file per rank: ``_{rank}`` is added if it is needed.
 
     Raises:
-        ConfigError: it names an unknown field, has a stray brace, or would leave the log folder.
+        ConfigError: an unknown field, a stray brace, or a name outside the log folder.
     """
     where = "log name"
     for name in re.findall(r"\{([^{}]*)\}", template):
         if name not in TEMPLATE_FIELDS:
-            hint = did_you_mean(name, TEMPLATE_FIELDS) or "use " + ", ".join(
-                f"{{{known}}}" for known in TEMPLATE_FIELDS
-            )
+            known = ", ".join(f"{{{field}}}" for field in TEMPLATE_FIELDS)
+            hint = did_you_mean(name, TEMPLATE_FIELDS) or f"use {known}"
             raise ConfigError(f"unknown field {{{name}}}", where=where, hint=hint)
     if re.search(r"[{}]", re.sub(r"\{[a-z_]+\}", "", template)):
         raise ConfigError(f"{template!r} has a stray brace", where=where)
-    parts = template.split("/")
-    if (
-        any(part in ("", ".", "..") for part in parts)
-        or not template.isprintable()
-        or len(template) > 200
-    ):
-        raise ConfigError(f"{template!r} is no file name inside the log folder", where=where)
-    apart = "{rank}" in template or ("{local_rank}" in template and "{node}" in template)
-    return template if apart else template + "_{rank}"
+    has_empty_part = any(part in ("", ".", "..") for part in template.split("/"))
+    if has_empty_part or not template.isprintable() or len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise ConfigError(f"{template!r} is not a file name inside the log folder", where=where)
+    if "{rank}" in template or ("{local_rank}" in template and "{node}" in template):
+        return template
+    return template + "_{rank}"
 
 
 def fill_template(
     template: str, *, rank: int, local_rank: int, node: str, ip: str = "", hostname: str = ""
 ) -> str:
-    """Fill in a template that `check_template` passes; a value cannot add a folder of its own."""
+    """Return the file name, without suffix, of a worker; a value cannot add a folder."""
     values = {"rank": rank, "local_rank": local_rank, "node": node, "ip": ip, "hostname": hostname}
-    return re.sub(
-        r"\{([a-z_]+)\}",
-        lambda match: _safe_part(str(values[match.group(1)])),
-        check_template(template),
-    )
+
+    def fill_field(match: re.Match[str]) -> str:
+        return _safe_part(str(values[match.group(1)]))
+
+    return re.sub(r"\{([a-z_]+)\}", fill_field, check_template(template))
 
 
 def rank_pattern(template: str) -> re.Pattern[str]:
     """
-    Return a pattern that finds the rank (group ``rank``) in a name that `file_stem` made, where it
-    holds one.
+    Return a pattern for the names that `fill_template` makes.
+
+    The group ``rank`` is the rank, if the template contains it.
     """
     text = ""
-    seen = False
+    has_rank = False
     for part in re.split(r"(\{[a-z_]+\})", check_template(template)):
-        if part == "{rank}" and not seen:
-            text = text + "(?P<rank>[0-9]+)"
-            seen = True
+        if part == "{rank}" and not has_rank:
+            text += "(?P<rank>[0-9]+)"
+            has_rank = True
         else:
             text += "[^/]+?" if part.startswith("{") else re.escape(part)
     return re.compile(text)

@@ -1,7 +1,4 @@
-"""
-Descriptors of the output's loop: the pipe of a worker's stream, and a bell that writer threads
-ring.
-"""
+"""Descriptors for the output's loop: the pipe of a worker's stream, and a wake-up for threads."""
 
 from __future__ import annotations
 
@@ -10,28 +7,27 @@ import os
 import threading
 
 PIPE_BYTES = 1 << 20
-"""Wanted size of a worker's pipe: a worker goes on while the agent is busy elsewhere."""
+"""Size of a worker's pipe, if possible: the worker continues while the agent is busy."""
 
 
 def open_worker_pipe() -> tuple[int, int]:
     """
-    Return (read end, write end) of a pipe; neither is inherited by accident, and reading does not
-    block.
+    Return (read end, write end) of a pipe.
+
+    Both are closed on exec. The read end does not block.
     """
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
     try:
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except (
-        OSError,
-        AttributeError,
-    ):  # above the user's pipe quota, or not Linux: the usual 64 KiB do
+    except (OSError, AttributeError):
+        # above the user's pipe quota, or not Linux: the default of 64 KiB will do
         pass
     return read, write
 
 
 class Wakeup:
-    """A pipe by which other threads wake the loop that polls ``fd``; -1 while it is not open."""
+    """A pipe that lets other threads wake the loop that polls ``fd``; -1 while it is not open."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -48,7 +44,7 @@ class Wakeup:
             try:
                 if self._write >= 0:
                     os.write(self._write, b"\0")
-            except BlockingIOError:  # full: it is ringing
+            except BlockingIOError:  # full: it is readable already
                 pass
 
     def clear(self) -> None:
@@ -59,7 +55,7 @@ class Wakeup:
             pass
 
     def close(self) -> None:
-        """Close the pipe; ringing is allowed afterwards and does nothing."""
+        """Close the pipe; `set` does nothing afterwards."""
         with self._lock:
             for fd in (self.fd, self._write):
                 if fd >= 0:

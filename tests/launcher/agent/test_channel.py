@@ -164,8 +164,8 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_PATH_LIMIT", 200)
-        patch.setattr(module, "_PREFIX", "x" * 100)
+        patch.setattr(module, "_MAX_PATH_BYTES", 200)
+        patch.setattr(module, "_FOLDER_PREFIX", "x" * 100)
         with pytest.raises(OSError, match="too long"):
             WorkerChannel()
     assert list(tmp_path.iterdir()) == [] and not WorkerChannel.folders

@@ -169,7 +169,10 @@ def test_who_is_quiet_waits_for_who_is_at_work(harness):
     assert it.of(Hung) == []
     it.group.processes[1].kill()
     it.group.processes[1].wait()
-    it.group.alive = lambda: [(4, 0, it.group.processes[0].pid), (6, 2, it.group.processes[2].pid)]
+    it.group.alive_workers = lambda: [
+        (4, 0, it.group.processes[0].pid),
+        (6, 2, it.group.processes[2].pid),
+    ]
     it.pass_time(12)
     assert {hung.rank for hung in it.of(Hung)} == {4, 6} and all(hung.waits for hung in it.of(Hung))
     it.monitor.show_stacks(2)
@@ -245,8 +248,8 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(harness):
         offering.stdin.write(f"{os.path.dirname(it.path)}\n".encode())
         offering.stdin.flush()
         assert offering.stdout.readline() == b"ready\n"
-        it.group.alive = lambda: [(4, 0, offering.pid)]
-        it.supervisor.signal = lambda slot, number, group: os.kill(offering.pid, number)
+        it.group.alive_workers = lambda: [(4, 0, offering.pid)]
+        it.supervisor.send_signal = lambda slot, number, group: os.kill(offering.pid, number)
         it.monitor.show_stacks(2)
         wait_until(
             lambda: (
@@ -392,8 +395,8 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
             worker.stdin.write(f"{os.path.dirname(it.path)}\n".encode())
             worker.stdin.flush()
             assert worker.stdout.readline() == b"ready\n"
-            it.group.alive = lambda: [(4, 0, worker.pid)]
-            it.supervisor.signal = lambda slot, number, group: os.kill(worker.pid, number)
+            it.group.alive_workers = lambda: [(4, 0, worker.pid)]
+            it.supervisor.send_signal = lambda slot, number, group: os.kill(worker.pid, number)
             it.output.traces[4] = (0.0, "Traceback (most recent call last):\nValueError: uncaught")
             wait_until(lambda: (it.pass_time(1), it.monitor._stack_requests)[1], 20)
             file = Path(os.path.dirname(it.path), f"{worker.pid}.stacks")

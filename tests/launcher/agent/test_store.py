@@ -112,7 +112,7 @@ def test_the_c_library_alone_is_enough():
     pytest.importorskip("torch", reason="torch is not installed")
     code = (
         "import sys; from pdrun.rendezvous import tcpstore_main as s\n"
-        "print(s.light_store_class(s.torch_root()).__name__, 'torch.nn' in sys.modules)"
+        "print(s.light_store_class(s.find_torch_root()).__name__, 'torch.nn' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["TCPStore", "False"], done.stderr

@@ -216,7 +216,7 @@ def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:
 def test_many_that_register_list_and_prune_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "KEPT", 20)
+    monkeypatch.setattr(jobs, "MAX_ENDED_JOBS", 20)
 
     def work(number: int) -> int:
         assert register_job(alive(f"run-{number}"), tmp_path)

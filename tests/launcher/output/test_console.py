@@ -90,7 +90,12 @@ def test_what_another_process_knows_of_its_terminal_is_believed() -> None:
     console = Console.from_json(front.to_json())
     os.close(read)
     os.close(write)
-    assert (console.is_terminal(STDOUT), console.is_terminal(STDERR), console.has_colour(STDOUT), console.has_colour(STDERR)) == (
+    assert (
+        console.is_terminal(STDOUT),
+        console.is_terminal(STDERR),
+        console.has_colour(STDOUT),
+        console.has_colour(STDERR),
+    ) == (
         True,
         False,
         True,

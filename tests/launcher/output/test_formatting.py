@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.output.formatting import BAR_SECONDS, PrefixFormatter, RawFormatter, escape_controls
+from pdrun.launcher.output.formatting import (
+    BAR_SECONDS,
+    PrefixFormatter,
+    RawFormatter,
+    escape_controls,
+)
 
 COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
 
@@ -54,8 +59,12 @@ def test_elsewhere_than_on_a_terminal_bytes_stay_as_they_are() -> None:
 
 
 def test_a_prefix_has_its_rank_s_colour() -> None:
-    assert PrefixFormatter("n:0", tty=True, colour=0).feed(b"x\n", 0.0) == b"\x1b[36mn:0|\x1b[0m x\n"
-    assert PrefixFormatter("n:1", tty=True, colour=1).feed(b"x\n", 0.0) == b"\x1b[33mn:1|\x1b[0m x\n"
+    assert (
+        PrefixFormatter("n:0", tty=True, colour=0).feed(b"x\n", 0.0) == b"\x1b[36mn:0|\x1b[0m x\n"
+    )
+    assert (
+        PrefixFormatter("n:1", tty=True, colour=1).feed(b"x\n", 0.0) == b"\x1b[33mn:1|\x1b[0m x\n"
+    )
 
 
 def test_a_bar_is_shown_now_and_then_and_at_its_end() -> None:

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.output.log_files import LogWriter, format_size
-from pdrun.launcher.output.log_names import check_template, fill_template, prepare_log_folder, rank_pattern
+from pdrun.launcher.output.log_names import (
+    check_template,
+    fill_template,
+    prepare_log_folder,
+    rank_pattern,
+)
 
 
 def test_what_is_written_is_there_when_closed(tmp_path: Path) -> None:
@@ -167,7 +172,9 @@ def test_a_mistyped_field_is_told_with_the_right_one() -> None:
     ],
 )
 def test_names(template: str, stem: str) -> None:
-    made = fill_template(template, rank=12, local_rank=4, node="n0", ip="10.0.0.1", hostname="gpu-a.x")
+    made = fill_template(
+        template, rank=12, local_rank=4, node="n0", ip="10.0.0.1", hostname="gpu-a.x"
+    )
     assert made == stem
     match = rank_pattern(template).fullmatch(made)
     assert match is not None

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.common.ranks import RankSet
+from pdrun.launcher.common.rank_lists import RankSet
 from pdrun.launcher.output.log_files import LogWriter
 from tests.launcher.output.helpers import log, make_output, pump, pump_once, start_worker
 
@@ -218,7 +218,7 @@ def test_a_full_log_disk_costs_bytes_and_says_so(tmp_path: Path, screen: tuple[P
 
 def test_a_log_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/logs: cannot hold the logs: .*use --log-dir"):
+    with pytest.raises(ConfigError, match=r"file/logs: cannot be used for logs: .*use --log-dir"):
         make_output(tmp_path, 1, 2, log_dir=str(tmp_path / "file" / "logs"))
 
 

@@ -52,9 +52,8 @@ def detect_launcher(environ: Environ, probes: Probes, launcher: str = "") -> Lau
     """
     present = [adapter for adapter in ADAPTERS if adapter.is_present(environ)]
     if launcher == "none":
-        return LauncherInfo(
-            ignored=tuple(_make_ignored(adapter, environ, "--launcher none") for adapter in present)
-        )
+        ignored_all = (_make_ignored(adapter, environ, "--launcher none") for adapter in present)
+        return LauncherInfo(ignored=tuple(ignored_all))
     if launcher:
         return _read_named(environ, probes, launcher, present)
     found: LauncherInfo | None = None
@@ -87,17 +86,17 @@ def _read_named(
             or f"known: {', '.join(LAUNCHER_NAMES)}, none",
         )
     wanted = LAUNCHER_FAMILIES.get(launcher, (launcher,))
-    rows = [adapter for adapter in present if adapter.name in wanted]
-    if not rows:
+    named = [adapter for adapter in present if adapter.name in wanted]
+    if not named:
         raise UsageError(
             f"no variables of {launcher} are set", where="--launcher", hint="see pdrun env"
         )
     others = tuple(
         _make_ignored(adapter, environ, f"--launcher {launcher}")
         for adapter in present
-        if adapter is not rows[0]
+        if adapter is not named[0]
     )
-    return replace(rows[0].read(environ, probes), ignored=others)
+    return replace(named[0].read(environ, probes), ignored=others)
 
 
 def _make_ignored(adapter: LauncherAdapter, environ: Environ, why: str) -> IgnoredLauncher:

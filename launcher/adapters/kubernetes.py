@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
     LauncherAdapter,
@@ -74,28 +74,20 @@ def _is_per_pod(environ: Environ) -> bool:
 
     It does if an operator sets it. A LOCAL_RANK of one number means that another launcher set RANK.
     """
-    local = environ.get("LOCAL_RANK", "0,1")
-    return (
-        _is_in_kubernetes(environ)
-        and "RANK" in environ
-        and "MASTER_ADDR" in environ
-        and "," in local
-    )
+    has_rank = "RANK" in environ and "MASTER_ADDR" in environ
+    has_list_or_none = "," in environ.get("LOCAL_RANK", "0,1")
+    return _is_in_kubernetes(environ) and has_rank and has_list_or_none
 
 
 def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
     rank = require_number(environ, "RANK", "MASTER_ADDR")
     nodes = require_number(environ, "WORLD_SIZE", "RANK", 1)
-    local = (
-        read_number(environ, "LOCAL_WORLD_SIZE", 1)
-        if "," in environ.get("LOCAL_RANK", "")
-        else None
-    )
-    if (
-        local and nodes % local == 0
-    ):  # AscendJob counts workers, and says so by a list of local ranks
-        rank = rank // local
-        nodes = nodes // local
+    if "," in environ.get("LOCAL_RANK", ""):
+        # AscendJob counts workers, which a list of local ranks shows
+        per_pod = read_number(environ, "LOCAL_WORLD_SIZE", 1)
+        if per_pod and nodes % per_pod == 0:
+            rank = rank // per_pod
+            nodes = nodes // per_pod
     check_below(rank, nodes, "RANK", "WORLD_SIZE")
     return LauncherInfo(
         "pytorch-operator",
@@ -145,7 +137,9 @@ def _read_indexed_job(environ: Environ, probes: Probes) -> LauncherInfo:
     first = f"{match[1]}-0{domain}" if match and domain else ""
     per_job = read_number(environ, "PODS_PER_JOB", 1)
     group = read_number(environ, "JOB_INDEX")
-    jobs = read_number(environ, "GLOBAL_REPLICAS", 1) if "REPLICATED_JOB_NAME" in environ else None
+    jobs = None
+    if "REPLICATED_JOB_NAME" in environ:
+        jobs = read_number(environ, "GLOBAL_REPLICAS", 1)
     title = "an indexed Job of Kubernetes"
     nodes = None
     node_rank = index
@@ -203,16 +197,15 @@ def _read_volcano(environ: Environ, probes: Probes) -> LauncherInfo:
     if index is None:
         index = require_number(environ, "VK_TASK_INDEX", "VC_*_HOSTS")
     pod = environ.get("HOSTNAME", "") or probes.hostname
-    mine = [
-        task
-        for task, hosts in lists.items()
-        if any(host.name.partition(".")[0] == pod for host in hosts)
-    ]
+    own_tasks = []
+    for task, hosts in lists.items():
+        if any(host.name.partition(".")[0] == pod for host in hosts):
+            own_tasks.append(task)
     if set(lists) == {"MASTER", "WORKER"}:
-        hosts: tuple[AllocatedHost, ...] = (*lists["MASTER"], *lists["WORKER"])
+        hosts = (*lists["MASTER"], *lists["WORKER"])
         source = "VC_MASTER_HOSTS, VC_WORKER_HOSTS"
-    elif len(lists) == 1 or len(mine) == 1:
-        task = mine[0] if len(mine) == 1 else next(iter(lists))
+    elif len(lists) == 1 or len(own_tasks) == 1:
+        task = own_tasks[0] if len(own_tasks) == 1 else next(iter(lists))
         hosts = lists[task]
         source = f"VC_{task}_HOSTS"
     else:
@@ -221,19 +214,23 @@ def _read_volcano(environ: Environ, probes: Probes) -> LauncherInfo:
             where=", ".join(f"VC_{task}_HOSTS" for task in lists)[:200],
             hint="set --nodes, --node-rank and --scheduler, with --launcher none",
         )
-    place = next((at for at, host in enumerate(hosts) if host.name.partition(".")[0] == pod), None)
-    if place is None:
-        place = index if len(lists) == 1 else find_own_host(hosts, probes)
-    check_below(place, len(hosts), "VC_TASK_INDEX", source)
+    node_rank = None
+    for at, host in enumerate(hosts):
+        if host.name.partition(".")[0] == pod:
+            node_rank = at
+            break
+    else:
+        node_rank = index if len(lists) == 1 else find_own_host(hosts, probes)
+    check_below(node_rank, len(hosts), "VC_TASK_INDEX", source)
     return LauncherInfo(
         "volcano",
         "a Job of Volcano",
         "task",
-        place,
+        node_rank,
         len(hosts),
         None,
         1,
-        place,
+        node_rank,
         len(hosts),
         hosts,
         job_id=re.sub(r"-[a-z0-9]+-[0-9]+$", "", pod),

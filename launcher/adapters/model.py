@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdrun.names import make_name
+from pdrun.text import make_name
 
 LauncherKind = Literal["task", "allocation", "none"]
 """

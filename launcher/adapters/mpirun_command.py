@@ -123,28 +123,30 @@ def mpirun_environment(mpi: MpirunProgram) -> dict[str, str]:
     Return the variables that mpirun itself needs. They switch pinning off, because a task starts
     all workers of its node.
     """
-    return {"I_MPI_PIN": "0"} if mpi.family == "intelmpi" else {}
+    if mpi.family == "intelmpi":
+        return {"I_MPI_PIN": "0"}
+    return {}
 
 
 def _openmpi_args(
     mpi: MpirunProgram, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
 ) -> list[str]:
-    old = mpi.family == "openmpi4"
-    whole = (
-        ["--mca", "orte_keep_fqdn_hostnames", "1"]
-        if old
-        else ["--prtemca", "prte_keep_fqdn_hostnames", "1"]
-    )
-    listed = ",".join(f"{f'{host.user}@' if host.user else ''}{host.name}:1" for host in hosts)
+    keep_fqdn = ["--prtemca", "prte_keep_fqdn_hostnames", "1"]
+    if mpi.family == "openmpi4":
+        keep_fqdn = ["--mca", "orte_keep_fqdn_hostnames", "1"]
+    slots = []
+    for host in hosts:
+        login = f"{host.user}@{host.name}" if host.user else host.name
+        slots.append(f"{login}:1")
     return [
         "-np",
         str(nodes),
-        *(["--host", listed] if hosts else []),
+        *(["--host", ",".join(slots)] if hosts else []),
         "--map-by",
         "ppr:1:node",
         "--bind-to",
         "none",
-        *whole,
+        *keep_fqdn,
         *(["--allow-run-as-root"] if root else []),
         *(word for name in names for word in ("-x", name)),
     ]

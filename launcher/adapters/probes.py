@@ -100,15 +100,13 @@ def _option_above(commands: tuple[str, ...], option: str, root: Path) -> str:
     for pid, name in _iter_ancestors(root):
         if name in commands:
             try:
-                words = (
-                    (root / f"proc/{pid}/cmdline")
-                    .read_bytes()
-                    .decode("utf-8", "replace")
-                    .split("\0")
-                )
+                data = (root / f"proc/{pid}/cmdline").read_bytes()
             except OSError:
                 return ""
-            return words[words.index(option) + 1] if option in words[:-1] else ""
+            argv = data.decode("utf-8", "replace").split("\0")
+            if option in argv[:-1]:
+                return argv[argv.index(option) + 1]
+            return ""
     return ""
 
 
@@ -118,13 +116,8 @@ def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
             process = root / f"proc/{pid}"
             try:
                 link = str((process / f"fd/{descriptor}").readlink())
-                return next(
-                    filter(
-                        None,
-                        (_find_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6")),
-                    ),
-                    "",
-                )
+                peer = _find_peer(process / "net/tcp", link)
+                return peer or _find_peer(process / "net/tcp6", link)
             except (OSError, ValueError, LookupError):
                 return ""
     return ""

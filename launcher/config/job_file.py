@@ -4,7 +4,7 @@ Read job files (``pdrun run job.yaml``) strictly. Every error names file and lin
 YAML guesses types: ``no`` is false, ``22:30`` is 1350. Such guesses can start a job of the wrong
 size. So only the structure comes from YAML. Each scalar is the text in the file, read by the
 parsers of the command line. Text that YAML would convert must be quoted. Anchors, tags, duplicate
-and unknown keys, several documents and deep nesting are refused. templates/job.yaml shows every key.
+and unknown keys, several documents and deep nesting are refused. templates/job.yaml has every key.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 The description of an option, and readers that the option tables share.
 
 An option has names, a help text and a reader. The reader returns values for fields of the JobSpec
-by path (``resources.nodes``). Paths that are not a field (``scheduler.host``) are combined later, in
+by path (``resources.nodes``). Paths that are not a field (``scheduler.host``) are combined later in
 `pdrun.launcher.config.combine`. The tables are `pdrun.launcher.config.run_options`,
 `pdrun.launcher.config.torchrun_options` and `pdrun.launcher.config.msrun_options`.
 """

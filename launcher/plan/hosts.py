@@ -32,7 +32,7 @@ from pdrun.launcher.plan.environment import (
 )
 from pdrun.launcher.plan.model import Facts, HostLaunch, HostPlan, LaunchPlan
 from pdrun.launcher.plan.placement import resources_on_host
-from pdrun.names import make_name
+from pdrun.text import make_name
 
 MAX_PARALLEL_CONNECTIONS = 64
 """Number of connections that are opened at the same time."""

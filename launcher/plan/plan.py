@@ -26,7 +26,7 @@ from pdrun.launcher.plan.placement import (
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.plan.scheduler_address import choose_scheduler
 from pdrun.launcher.plan.start_method import choose_start_method
-from pdrun.names import make_name
+from pdrun.text import make_name
 
 MAX_SPEC_BYTES = (1 << 20) - (1 << 16)
 """Size limit of a rendezvous message, less a margin for its other fields."""

@@ -1,8 +1,7 @@
 """
-`pdrun status --follow`: the status again and again until the job has ended.
+`pdrun status --follow`: show the status until the job has ended.
 
-On a terminal one screen that is redrawn; elsewhere a line for each thing that changed, which suits
-a log file.
+On a terminal one screen is redrawn. Elsewhere every change is printed as a line, for log files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pdrun.eventlog import JobStatus
 from pdrun.ui.status import escape_text, failed_lines, list_facts, render_status
 
 REFRESH_SECONDS = 0.5
-"""Seconds between two looks at the log."""
+"""Time between two readings of the log."""
 ENDED_STATES = ("done", "dead")
 
 Read = Callable[[], Sequence[JobStatus]]
@@ -34,13 +33,13 @@ def follow_status(
     Show what ``read`` returns until every job in it has ended; return 0, or 130 after Ctrl-C.
 
     Args:
-        read: returns the statuses; called every PERIOD seconds.
-        out: text stream; stdout by default.
-        clock: wall clock, for ages.
-        sleep: waits, in seconds.
+        read: returns the statuses; called every REFRESH_SECONDS.
+        out: text stream; default: stdout.
+        clock: wall clock, for run times.
+        sleep: time.sleep, or a fake in tests.
 
     Raises:
-        BrokenPipeError: whoever read ``out`` has gone away.
+        BrokenPipeError: the reader of ``out`` has closed it.
     """
     out = out or sys.stdout
 
@@ -61,12 +60,13 @@ def follow_status(
 
 def _is_reader_gone(out: Any) -> bool:
     """
-    Whether nobody reads what is shown any more; what does not change would tell only at the job's
-    end.
+    Return whether the reader has closed the pipe.
+
+    Without this, only the next change would show it, which may be the end of the job.
     """
     try:
         return async_writer.is_reader_gone(out.fileno())
-    except (OSError, ValueError, AttributeError):  # no file
+    except (OSError, ValueError, AttributeError):  # not a file
         return False
 
 
@@ -88,31 +88,31 @@ def _follow_as_lines(read: Read, out: Any, sleep: Callable[[float], None]) -> No
     shown: dict[str, list[str]] = {}
     while True:
         found = read()
-        for one in found:
-            before = shown.get(one.run, [])
-            after = _status_lines(one)
+        for status in found:
+            before = shown.get(status.run, [])
+            after = _status_lines(status)
             for line in after:
                 if line not in before:
-                    print(f"{escape_text(one.job)}: {line}", file=out, flush=True)
-            shown[one.run] = after
+                    print(f"{escape_text(status.job)}: {line}", file=out, flush=True)
+            shown[status.run] = after
         if _have_ended(found):
             return
         sleep(REFRESH_SECONDS)
 
 
 def _have_ended(found: Sequence[JobStatus]) -> bool:
-    return all(one.state in ENDED_STATES for one in found)
+    return all(status.state in ENDED_STATES for status in found)
 
 
-def _status_lines(one: JobStatus) -> list[str]:
-    """What is worth a line when it changes: not the time, which always does."""
+def _status_lines(status: JobStatus) -> list[str]:
+    """Return the lines to print when they change: all but the time, which always changes."""
     lines = [
         f"{name} {value}"
-        for name, value in list_facts(one, 0.0)
+        for name, value in list_facts(status, 0.0)
         if name not in ("job", "run", "time")
     ]
     return (
         lines
-        + [f"failed {line}" for line in failed_lines(one)]
-        + [f"warning {escape_text(text)}" for text in one.warnings]
+        + [f"failed {line}" for line in failed_lines(status)]
+        + [f"warning {escape_text(text)}" for text in status.warnings]
     )

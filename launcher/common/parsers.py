@@ -1,11 +1,9 @@
 """
-Values as users type them, parsed strictly: text in, a plain value or a UsageError that names its
-place out.
+Strict parsers of scalar values: text in, a value or a UsageError out. Pure.
 
-Numbers are ASCII digits and nothing else: ``int()`` would also take ``1_0``, full-width digits and
-blanks, and a typing slip must not start a job of another size. Every parser has the form ``(text,
-where) -> value``, which is what the tables of options hold; nothing here reads a file, the
-environment or the clock.
+Numbers are ASCII digits only. ``int()`` would also accept ``1_0``, full-width digits and blanks,
+and a typing error must not start a job of another size. Every parser has the form ``(text, where)
+-> value``, as the tables of options require. ``where`` is the option or variable in the error.
 """
 
 from __future__ import annotations
@@ -17,37 +15,33 @@ from typing import Any, Literal
 
 from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.names import check_name
+from pdrun.text import check_name
 
 Parser = Callable[[str, str], Any]
 
 MAX_COUNT = 1_000_000
-"""More nodes, workers, threads or restarts than this is a slip of the finger."""
+"""Larger numbers of nodes, workers, threads or restarts are typing errors."""
 _UNIT_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_DURATION_SECONDS = 366 * 86400.0
 _LOG_NAME_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 
 
 def quote_text(text: str) -> str:
-    """
-    Return the text in quotes, control characters escaped, cut to a length that a message can bear.
-    """
+    """Return the text in quotes, with control characters escaped, cut to 80 characters."""
     shown = repr(text)
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 
 def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:
-    """Return a parser of whole numbers from ``least`` to ``most``."""
+    """Return a parser of integers from ``least`` to ``most``."""
 
     def parse(text: str, where: str) -> int:
         if re.fullmatch(r"[0-9]{1,9}", text) and least <= int(text) <= most:
             return int(text)
         if re.fullmatch(r"-?[0-9]+", text):
-            limit = (
-                f"below {least}"
-                if text.startswith("-") or int(text[:20]) < least
-                else f"above {most}"
-            )
+            limit = f"above {most}"
+            if text.startswith("-") or int(text[:20]) < least:
+                limit = f"below {least}"
             raise UsageError(f"{quote_text(text)} is {limit}", where=where)
         raise UsageError(
             f"{quote_text(text)} is not a whole number",
@@ -59,7 +53,7 @@ def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:
 
 
 def int_or_auto_parser(least: int = 1) -> Parser:
-    """Return a parser of whole numbers that also knows the word ``auto``."""
+    """Return a parser of integers that also accepts ``auto``."""
     number = int_parser(least)
 
     def parse(text: str, where: str) -> int | Literal["auto"]:
@@ -73,7 +67,7 @@ def int_or_auto_parser(least: int = 1) -> Parser:
 
 
 def choice_parser(*words: str) -> Parser:
-    """Return a parser that takes one of the words, as they are."""
+    """Return a parser that accepts one of the words."""
 
     def parse(text: str, where: str) -> str:
         if text in words:
@@ -89,8 +83,9 @@ def choice_parser(*words: str) -> Parser:
 
 def parse_duration(text: str, where: str) -> float:
     """
-    Return seconds: ``30``, ``2.5``, ``30s``, ``5m``, ``1h``, ``1d``, ``1h30m``; positive, a year at
-    most.
+    Return seconds: ``30``, ``2.5``, ``30s``, ``5m``, ``1h``, ``1d``, ``1h30m``.
+
+    Positive, at most a year.
     """
     hint = "write seconds, or 30s, 5m, 1h"
     if not re.fullmatch(
@@ -105,14 +100,14 @@ def parse_duration(text: str, where: str) -> float:
 
 
 def parse_duration_or_zero(text: str, where: str) -> float:
-    """As `duration`, and 0 is allowed."""
+    """Return seconds, as `parse_duration`; 0 is allowed."""
     if re.fullmatch(r"0+(?:\.0+)?(?:ms|s|m|h|d)?", text):
         return 0.0
     return parse_duration(text, where)
 
 
 def parse_bool(text: str, where: str) -> bool:
-    """Return a truth value: ``1 true yes on`` or ``0 false no off``, in any case."""
+    """Return a boolean: ``1 true yes on`` or ``0 false no off``, in any case."""
     word = text.lower()
     if word in ("1", "true", "yes", "on"):
         return True
@@ -124,11 +119,11 @@ def parse_bool(text: str, where: str) -> bool:
 
 
 def parse_text(text: str, where: str) -> str:
-    """Return text that is not empty and holds no control character."""
+    """Return text that is not empty and contains no control character."""
     if not text:
         raise UsageError("is empty", where=where)
     if re.search(r"[\x00-\x1f\x7f]", text):
-        raise UsageError(f"{quote_text(text)} holds a control character", where=where)
+        raise UsageError(f"{quote_text(text)} contains a control character", where=where)
     return text
 
 
@@ -147,8 +142,10 @@ def parse_path(text: str, where: str) -> str:
 def parse_host(text: str, where: str) -> str:
     """Return a host name or an IP address; brackets around IPv6 are allowed."""
     if "://" in text:
-        raise UsageError(f"{quote_text(text)} is a URL", where=where, hint="write the host alone")
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        raise UsageError(f"{quote_text(text)} is a URL", where=where, hint="write only the host")
+    inner = text
+    if text.startswith("[") and text.endswith("]"):
+        inner = text[1:-1]
     try:
         return check_host(inner, where=where)
     except UsageError:
@@ -163,7 +160,7 @@ def parse_tcp_port(text: str, where: str) -> int:
 
 
 def endpoint_parser(default_port: int | None = None) -> Parser:
-    """Return a parser of ``HOST:PORT``; port 0 lets the first node choose one."""
+    """Return a parser of ``HOST:PORT``; with port 0 the first node chooses one."""
 
     def parse(text: str, where: str) -> Endpoint:
         if text.endswith(":0"):
@@ -174,14 +171,11 @@ def endpoint_parser(default_port: int | None = None) -> Parser:
 
 
 def parse_interface(text: str, where: str) -> str:
-    """
-    Return an interface name or an address of this machine; the addresses that mean "all of them"
-    are refused.
-    """
+    """Return an interface name or an address of this machine, but no wildcard address."""
     parse_text(text, where)
     if text in ("*", "0.0.0.0", "::", "[::]"):
         raise UsageError(
-            f"{quote_text(text)} would listen everywhere",
+            f"{quote_text(text)} means all interfaces",
             where=where,
             hint="name one interface or one address",
         )
@@ -196,7 +190,7 @@ def parse_generation(text: str, where: str) -> int | Literal["all"]:
 
 
 def parse_assignment(text: str, where: str) -> tuple[str, str]:
-    """Return (name, value) of ``NAME=VALUE``; the value may be empty and may hold further ``=``."""
+    """Return (name, value) of ``NAME=VALUE``; the value may be empty and may contain ``=``."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"{quote_text(text)} has no '='", where=where, hint="write NAME=VALUE")
@@ -205,12 +199,12 @@ def parse_assignment(text: str, where: str) -> tuple[str, str]:
             f"{quote_text(name)} is not a variable's name", where=where, hint="write NAME=VALUE"
         )
     if "\0" in value:
-        raise UsageError(f"the value of {name} holds a NUL", where=where)
+        raise UsageError(f"the value of {name} contains a NUL", where=where)
     return name, value
 
 
 def parse_patterns(text: str, where: str) -> tuple[str, ...]:
-    """Return names of variables, or patterns with ``*`` and ``?``, separated by commas."""
+    """Return the comma-separated names of variables, or patterns with ``*`` and ``?``."""
     found = tuple(part.strip() for part in text.split(","))
     for part in found:
         if not re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", part):
@@ -223,16 +217,13 @@ def parse_patterns(text: str, where: str) -> tuple[str, ...]:
 
 
 def parse_log_name(text: str, where: str) -> str:
-    """
-    Return a stem of log file names: fields in braces, no path, and different for every worker of a
-    node.
-    """
+    """Return a stem of log file names with fields in braces: no path, unique for each worker."""
     parse_text(text, where)
     used = re.findall(r"\{([^{}]*)\}", text)
     for name in used:
         if name not in _LOG_NAME_FIELDS:
             known = ", ".join("{" + field + "}" for field in _LOG_NAME_FIELDS)
-            raise UsageError(f"{{{name}}} is no field", where=where, hint=f"there are {known}")
+            raise UsageError(f"{{{name}}} is not a field", where=where, hint=f"use {known}")
     rest = re.sub(r"\{[^{}]*\}", "", text)
     if not re.fullmatch(r"[A-Za-z0-9._-]*", rest) or rest.startswith((".", "-")) or len(text) > 120:
         raise UsageError(
@@ -248,7 +239,7 @@ def parse_log_name(text: str, where: str) -> str:
 
 
 def parse_node_range(text: str, where: str) -> tuple[int, int]:
-    """Return (least, most) of ``N`` or ``MIN:MAX``; least is 0 where both are the same."""
+    """Return (minimum, maximum) of ``N`` or ``MIN:MAX``; minimum is 0 if both are equal."""
     if ":" not in text:
         return 0, int(int_parser(1)(text, where))
     low, _, high = text.partition(":")
@@ -259,15 +250,20 @@ def parse_node_range(text: str, where: str) -> tuple[int, int]:
     bounds = int(int_parser(1)(low, where)), int(int_parser(1)(high, where))
     if bounds[0] > bounds[1]:
         raise UsageError(
-            f"{quote_text(text)} has its lower number last", where=where, hint=f"write {high}:{low}"
+            f"{quote_text(text)} has the larger number first",
+            where=where,
+            hint=f"write {high}:{low}",
         )
-    return (0 if bounds[0] == bounds[1] else bounds[0]), bounds[1]
+    if bounds[0] == bounds[1]:
+        return 0, bounds[1]
+    return bounds
 
 
 def parse_exit_codes(text: str, where: str) -> tuple[int, ...]:
     """
-    Return exit codes, ascending, each once: ``1,3-5``; a signal's name is 128 + its number
-    (SIGKILL: 137).
+    Return the distinct exit codes of ``1,3-5``, ascending.
+
+    The name of a signal means 128 + its number (SIGKILL: 137).
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -275,10 +271,12 @@ def parse_exit_codes(text: str, where: str) -> tuple[int, ...]:
             found.add(128 + signal.Signals[part])
             continue
         match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        low, high = 0, 0
+        if match:
+            low, high = int(match[1]), int(match[2] or match[1])
         if not 1 <= low <= high <= 255:
             raise UsageError(
-                f"{quote_text(part)} is no exit code of a failure",
+                f"{quote_text(part)} is not an exit code of a failure",
                 where=where,
                 hint="write 1 to 255, a range as 3-5, or a signal as SIGKILL, separated by commas",
             )
@@ -287,23 +285,22 @@ def parse_exit_codes(text: str, where: str) -> tuple[int, ...]:
 
 
 def parse_scheduler_loss(text: str, where: str) -> float:
-    """
-    Return for how many seconds a lost scheduler is waited for: ``wait``, ``wait=TIME``, or 0 for
-    ``stop``.
-    """
+    """Return how many seconds to wait for a lost scheduler: ``wait[=TIME]``, or 0 for ``stop``."""
     word, equals, time = text.partition("=")
     if text == "stop":
         return 0.0
     if word != "wait" or (equals and not time):
         raise UsageError(f"{quote_text(text)} is not one of wait, wait=TIME, stop", where=where)
-    return parse_duration(time, where) if equals else 60.0
+    if not equals:
+        return 60.0
+    return parse_duration(time, where)
 
 
 def parse_job_name(text: str, where: str) -> str:
-    """Return a job's name, fit for a path."""
+    """Return a job's name, which must be allowed in a path."""
     return check_name(text, where=where)
 
 
 def parse_node_name(text: str, where: str) -> str:
-    """Return a node's name, fit for a path."""
+    """Return a node's name, which must be allowed in a path."""
     return check_name(text, where=where)

@@ -14,14 +14,14 @@ from pdrun.launcher.common.parsers import MAX_COUNT, quote_text
 
 
 def parse_ranks(text: str, where: str) -> str:
-    """Return ``all``, ``none`` or a normal form of a list of ranks: ``7-9,0`` becomes ``0,7-9``."""
+    """Return ``all``, ``none`` or a list of ranks in normal form: ``7-9,0`` becomes ``0,7-9``."""
     if text in ("all", "none"):
         return text
     return format_ranks(parse_rank_list(text, where))
 
 
 def parse_rank_list(text: str, where: str) -> tuple[int, ...]:
-    """Return the ranks of ``0,7-9``, ascending, each once."""
+    """Return the distinct ranks of ``0,7-9``, ascending."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
@@ -44,7 +44,7 @@ def parse_rank_list(text: str, where: str) -> tuple[int, ...]:
 
 
 def format_ranks(numbers: tuple[int, ...]) -> str:
-    """Inverse of `rank_set`; no ranks at all are ``none``."""
+    """Return the inverse of `parse_rank_list`; no ranks become ``none``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -55,14 +55,14 @@ def format_ranks(numbers: tuple[int, ...]) -> str:
 
 
 class RankSet:
-    """``all``, ``none`` or ``0,7-9``: the ranks that are shown."""
+    """The ranks of ``all``, ``none`` or ``0,7-9``, for ``in``."""
 
     def __init__(self, text: str, *, where: str = "--show-ranks") -> None:
         """
         Parse a set of ranks.
 
         Raises:
-            UsageError: it is none of the three forms.
+            UsageError: it has none of the three forms.
         """
         self.text = text
         self._ranges: list[tuple[int, float]] = []
@@ -72,10 +72,7 @@ class RankSet:
             self._ranges = [_parse_range(part.strip(), text, where) for part in text.split(",")]
 
     def unmatched_parts(self, known: Collection[int]) -> str:
-        """
-        Return the parts of the list that hold none of the known ranks, as written; empty when each
-        holds one.
-        """
+        """Return the parts of the list, as written, that contain none of the known ranks."""
         if self.text in ("all", "none"):
             return ""
         parts = zip(self.text.split(","), self._ranges, strict=True)
@@ -91,13 +88,18 @@ class RankSet:
 
 def _parse_range(part: str, whole: str, where: str) -> tuple[int, float]:
     low, dash, high = part.partition("-")
-    for number in (low, high) if dash else (low,):
+    numbers = [low]
+    if dash:
+        numbers.append(high)
+    for number in numbers:
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise UsageError(
-                f"{whole!r} is no set of ranks",
+                f"{whole!r} is not a set of ranks",
                 where=where,
                 hint="use all, none, or numbers like 0,7-9",
             )
     if dash and int(high) < int(low):
-        raise UsageError(f"{part} runs backwards", where=where)
+        raise UsageError(
+            f"{part} is not a range of ranks", hint="write the lower rank first", where=where
+        )
     return int(low), int(high or low)

@@ -1,15 +1,15 @@
 """
-Signals as events: they wake the agent's loop through a descriptor and are acted on there, never
-inside a handler.
+Signals as events: they wake the agent's loop through a descriptor. No work is done in a handler.
 
-    SIGINT SIGTERM SIGQUIT SIGHUP    stop the job: once with grace, again at once
-    SIGUSR1 SIGUSR2 SIGWINCH SIGCONT passed on to the workers, the job goes on
-    SIGTSTP                          Ctrl-Z: see `Agent`
-    SIGPIPE                          ignored: a closed terminal is an error of `write`, not the end
+    SIGINT SIGTERM SIGQUIT SIGHUP      stop the job: the first with grace, the second immediately
+    SIGUSR1 SIGUSR2 SIGWINCH SIGCONT   forwarded to the workers; the job continues
+    SIGTSTP                            Ctrl-Z: see `Agent`
+    SIGPIPE                            ignored: a closed terminal is an error of `write`
 
-What was inherited as ignored stays so (nohup's SIGHUP, a background job's SIGINT). Limit: Python
-lets only the main thread receive signals; elsewhere (`launch` called from a thread) none are taken
-and the caller's handlers stay.
+Signals that are inherited as ignored stay ignored: SIGHUP of nohup, SIGINT of a background job.
+
+Limit: Python delivers signals to the main thread only. In another thread (`launch` called from a
+thread) no signal is handled, and the caller's handlers stay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _HANDLED_SIGNALS = (*STOP_SIGNALS, *FORWARDED_SIGNALS, signal.SIGTSTP)
 
 class SignalReceiver:
     """
-    Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing
-    disturb the exit.
+    Handles signals inside a ``with`` block and restores the old handlers after it.
+
+    In a pdrun process signals are ignored after the block, so that none disturbs the exit.
     """
 
     def __init__(self) -> None:
@@ -63,11 +64,11 @@ class SignalReceiver:
         os.close(self._write)
 
     def fileno(self) -> int:
-        """Readable when `read` has something."""
+        """Return the descriptor to poll for `read_signals`."""
         return self._read
 
     def read_signals(self) -> list[int]:
-        """Return the numbers of the signals that have come, oldest first; never blocks."""
+        """Return the numbers of received signals, oldest first; never blocks."""
         try:
             return [number for number in os.read(self._read, 512) if number in _HANDLED_SIGNALS]
         except BlockingIOError:
@@ -75,16 +76,16 @@ class SignalReceiver:
 
     @staticmethod
     def suspend_process() -> None:
-        """Stop this process as Ctrl-Z would; returns when it is continued."""
+        """Stop this process as Ctrl-Z does; returns when it is continued."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has it already."""
+    """The wake-up descriptor already has the number."""
 
 
 def format_signal(number: int) -> str:
-    """Return ``SIGSEGV`` for 11; real-time and unknown ones by number."""
+    """Return ``SIGSEGV`` for 11; ``signal N`` for real-time and unknown ones."""
     try:
         return signal.Signals(number).name
     except ValueError:

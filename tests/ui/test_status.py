@@ -100,7 +100,7 @@ def test_several_jobs_are_a_list_and_none_is_said() -> None:
         "demo  running        2 of 2  0:01:05  demo-1",
         "demo  done     0     2 of 2  0:01:05  demo-2",
     ]
-    assert plain() == "no jobs known here\n"
+    assert plain() == "no jobs found\n"
 
 
 def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:

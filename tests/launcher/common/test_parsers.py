@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.launcher.common import parsers
+from pdrun.launcher.common import parsers, rank_lists
 
 
 @given(st.text(max_size=12))
 def test_a_whole_number_is_ascii_digits_or_refused(text: str) -> None:
     try:
-        found = parsers.whole(0)(text, "--x")
+        found = parsers.int_parser(0)(text, "--x")
     except UsageError as error:
         assert "\n" not in str(error)
         return
@@ -23,32 +23,32 @@ def test_a_whole_number_is_ascii_digits_or_refused(text: str) -> None:
     assert found == int(text)
 
 
-@given(st.integers(0, parsers.MOST))
+@given(st.integers(0, parsers.MAX_COUNT))
 def test_every_whole_number_in_range_is_taken(number: int) -> None:
-    assert parsers.whole(0)(str(number), "--x") == number
+    assert parsers.int_parser(0)(str(number), "--x") == number
 
 
 PARSERS = [
-    parsers.duration,
-    parsers.duration_or_zero,
-    parsers.yes_no,
-    parsers.plain,
-    parsers.path,
-    parsers.host,
-    parsers.port,
-    parsers.endpoint(),
-    parsers.interface,
-    parsers.ranks,
-    parsers.rank_set,
-    parsers.assignment,
-    parsers.log_name,
-    parsers.node_range,
-    parsers.exit_codes,
-    parsers.scheduler_loss,
-    parsers.name,
-    parsers.whole(),
-    parsers.whole_or_auto(),
-    parsers.choice("a", "b"),
+    parsers.parse_duration,
+    parsers.parse_duration_or_zero,
+    parsers.parse_bool,
+    parsers.parse_text,
+    parsers.parse_path,
+    parsers.parse_host,
+    parsers.parse_tcp_port,
+    parsers.endpoint_parser(),
+    parsers.parse_interface,
+    rank_lists.parse_ranks,
+    rank_lists.parse_rank_list,
+    parsers.parse_assignment,
+    parsers.parse_log_name,
+    parsers.parse_node_range,
+    parsers.parse_exit_codes,
+    parsers.parse_scheduler_loss,
+    parsers.parse_job_name,
+    parsers.int_parser(),
+    parsers.int_or_auto_parser(),
+    parsers.choice_parser("a", "b"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_no_text_breaks_a_parser(parser: parsers.Parser, text: str) -> None:
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert parsers.duration(text, "--x") == seconds
+    assert parsers.parse_duration(text, "--x") == seconds
 
 
 @pytest.mark.parametrize(
@@ -84,25 +84,25 @@ def test_durations(text: str, seconds: float) -> None:
 )
 def test_no_durations(text: str) -> None:
     with pytest.raises(UsageError):
-        parsers.duration(text, "--x")
+        parsers.parse_duration(text, "--x")
 
 
 @given(st.sets(st.integers(0, 5000), min_size=1, max_size=200))
 def test_ranks_survive_their_text(numbers: set[int]) -> None:
-    assert parsers.rank_set(parsers.rank_text(tuple(numbers)), "--x") == tuple(sorted(numbers))
+    assert rank_lists.parse_rank_list(rank_lists.format_ranks(tuple(numbers)), "--x") == tuple(sorted(numbers))
 
 
 def test_ranks_have_one_spelling() -> None:
-    assert parsers.ranks("9,7-8,0,7", "--x") == "0,7-9"
-    assert (parsers.ranks("all", "--x"), parsers.ranks("none", "--x")) == ("all", "none")
+    assert rank_lists.parse_ranks("9,7-8,0,7", "--x") == "0,7-9"
+    assert (rank_lists.parse_ranks("all", "--x"), rank_lists.parse_ranks("none", "--x")) == ("all", "none")
 
 
 def test_endpoints() -> None:
-    parse = parsers.endpoint()
+    parse = parsers.endpoint_parser()
     assert parse("[::1]:5", "--x") == Endpoint("::1", 5)
     assert parse("[fe80::1%eth0]:5", "--x") == Endpoint("fe80::1%eth0", 5)
     assert parse("localhost:0", "--x") == Endpoint("localhost", 0)
-    assert parsers.endpoint(29400)("node0", "--x") == Endpoint("node0", 29400)
+    assert parsers.endpoint_parser(29400)("node0", "--x") == Endpoint("node0", 29400)
 
 
 @given(
@@ -110,11 +110,11 @@ def test_endpoints() -> None:
     st.text(st.characters(exclude_characters="\0")),
 )
 def test_an_assignment_keeps_its_value_as_it_is(name: str, value: str) -> None:
-    assert parsers.assignment(f"{name}={value}", "--x") == (name, value)
+    assert parsers.parse_assignment(f"{name}={value}", "--x") == (name, value)
 
 
 def test_nodes_are_a_number_or_a_range() -> None:
-    assert [parsers.node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [
+    assert [parsers.parse_node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [
         (0, 4),
         (0, 4),
         (2, 4),
@@ -126,19 +126,19 @@ def test_nodes_are_a_number_or_a_range() -> None:
         ("1:2:3", "2:3"),
     ):
         with pytest.raises(UsageError, match=words):
-            parsers.node_range(text, "--x")
+            parsers.parse_node_range(text, "--x")
 
 
 def test_exit_codes() -> None:
-    assert parsers.exit_codes("7,1,3-5,SIGKILL,4", "--x") == (1, 3, 4, 5, 7, 137)
+    assert parsers.parse_exit_codes("7,1,3-5,SIGKILL,4", "--x") == (1, 3, 4, 5, 7, 137)
     for text in ("", "0", "256", "5-3", "SIGNOPE", "-1", "1,", "0-4", "1 2"):
         with pytest.raises(UsageError):
-            parsers.exit_codes(text, "--x")
+            parsers.parse_exit_codes(text, "--x")
 
 
 def test_waiting_for_a_lost_scheduler() -> None:
-    found = [parsers.scheduler_loss(text, "--x") for text in ("stop", "wait", "wait=5m")]
+    found = [parsers.parse_scheduler_loss(text, "--x") for text in ("stop", "wait", "wait=5m")]
     assert found == [0.0, 60.0, 300.0]
     for text in ("wait=", "wait=0", "go", "", "stop=1"):
         with pytest.raises(UsageError):
-            parsers.scheduler_loss(text, "--x")
+            parsers.parse_scheduler_loss(text, "--x")

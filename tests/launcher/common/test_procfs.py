@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from pdrun.launcher.common import procfs
-from tests.lib.supervisor_driver import until
+from tests.lib.supervisor_driver import wait_until
 
 BURN = "import os\npid = os.fork()\nwhile os.times().user < 0.3: pass\nif pid == 0: os._exit(0)\n"
 
@@ -22,7 +22,7 @@ def test_cpu_time_counts_children_that_run_and_that_have_ended():
         with start(f"{BURN}{then}print('x', flush=True)\nimport time; time.sleep(600)") as worker:
             try:
                 assert worker.stdout.read(1) == b"x"
-                until(lambda worker=worker: procfs.cpu_seconds(worker.pid) >= 0.55, 60)
+                wait_until(lambda worker=worker: procfs.read_cpu_seconds(worker.pid) >= 0.55, 60)
             finally:
                 worker.kill()
 
@@ -33,21 +33,21 @@ def test_the_state_of_a_process():
     ) as worker:
         try:
             assert worker.stdout.read(1) == b"x"
-            until(lambda: procfs.state(worker.pid).letter == "S")
-            found = procfs.state(worker.pid)
-            assert (found.tracer, found.words) == (0, "S (waiting)")
-            assert found.caught >> 50 & 1 and not found.caught >> 51 & 1
+            wait_until(lambda: procfs.read_state(worker.pid).letter == "S")
+            found = procfs.read_state(worker.pid)
+            assert (found.tracer_pid, found.description) == (0, "S (waiting)")
+            assert found.caught_signals >> 50 & 1 and not found.caught_signals >> 51 & 1
             os.kill(worker.pid, signal.SIGSTOP)
-            until(lambda: procfs.state(worker.pid).letter == "T")
+            wait_until(lambda: procfs.read_state(worker.pid).letter == "T")
         finally:
             worker.kill()
-    assert procfs.state(worker.pid) is None and procfs.cpu_seconds(worker.pid) is None
-    assert procfs.waits_in(worker.pid) == procfs.kernel_stack(worker.pid) == ""
+    assert procfs.read_state(worker.pid) is None and procfs.read_cpu_seconds(worker.pid) is None
+    assert procfs.read_wait_channel(worker.pid) == procfs.read_kernel_stack(worker.pid) == ""
 
 
 def test_which_files_a_process_holds(tmp_path):
     held = tmp_path / "held"
     with held.open("wb"):
-        assert procfs.holds(os.getpid(), str(held))
-    assert not procfs.holds(os.getpid(), str(held))
-    assert not procfs.holds(2**22, str(held))
+        assert procfs.has_open_file(os.getpid(), str(held))
+    assert not procfs.has_open_file(os.getpid(), str(held))
+    assert not procfs.has_open_file(2**22, str(held))

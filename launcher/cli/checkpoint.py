@@ -35,7 +35,7 @@ def checkpoint_group() -> click.Group:
 def _load_runtime_module() -> Any:
     """Return the runtime's module that describes checkpoints; it imports torch."""
     try:
-        return pdrun._load("pdrun.parallel.checkpoint.describe")
+        return pdrun._import_module("pdrun.parallel.checkpoint.describe")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -73,7 +73,7 @@ def _mesh_options() -> list[click.Parameter]:
 def _show_command() -> click.Command:
     def show(folder: str, mesh: str, strategy: str, json: bool) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().show(folder, mesh, strategy, json)
+            text = _load_runtime_module().show_checkpoint(folder, mesh, strategy, json)
         print(text)
         return 0
 
@@ -93,7 +93,7 @@ def _show_command() -> click.Command:
 def _transform_command() -> click.Command:
     def transform(source: str, target: str, mesh: str, strategy: str) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().transformed(source, target, mesh, strategy)
+            text = _load_runtime_module().transform_and_report(source, target, mesh, strategy)
         print(text)
         return 0
 
@@ -116,7 +116,7 @@ def _transform_command() -> click.Command:
 def _strategy_command() -> click.Command:
     def convert_strategy(file: str, to: str) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().converted(file, to)
+            text = _load_runtime_module().convert_layout_file(file, to)
         sys.stdout.write(text)
         return 0
 

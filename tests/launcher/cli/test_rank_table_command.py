@@ -42,7 +42,7 @@ def test_convert_drops_nothing_unless_it_is_told_to(pdrun: Call) -> None:
     pods = str(TABLES / "20_v1.2_16p_a3_superpod.json")
     outcome = pdrun("rank-table", "convert", pods, "--to", "1.0")
     assert outcome.code == 2
-    assert "no place for super_device_id, super_pod_list" in outcome.err
+    assert "does not support super_device_id, super_pod_list" in outcome.err
     outcome = pdrun("rank-table", "convert", pods, "--to", "1.0", "--lossy")
     assert outcome.code == 0
     assert "left out: super_pod_list" in outcome.err

@@ -175,4 +175,4 @@ def wrong_rows() -> list[str]:
 def test_rows_that_do_not_divide_are_refused(worlds: Any) -> None:
     first, second = worlds(4).run(wrong_rows)[0]
     assert "first: dim 0 of [3, 8] must be a multiple of 2, the size of z x y" in first
-    assert "rows=1 is no dim before the last" in second
+    assert "rows must be a dim before the last of [4, 8], got 1" in second

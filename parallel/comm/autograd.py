@@ -1,20 +1,19 @@
 """
-Collectives that gradients flow through, for modules and programs that place their tensors by hand.
+Collectives with gradients, for modules and programs that shard their tensors by hand.
 
-One convention holds throughout: *a tensor that all ranks of an axis hold alike has a gradient that
-all hold alike*.
+One convention: a tensor that is replicated along an axis has a replicated gradient.
 
-    forward                             backward
-    fan_out     replicated, used cut    sum over the ranks       what each computes from it is another part
-    add_up      partial -> replicated   nothing
-    gather      cut -> replicated       this rank's part
-    part        replicated -> cut       gather
-    scatter     partial -> cut          gather                   reduce-scatter
-    collect     cut, used cut           reduce-scatter           gather + fan_out
-    swap        cut elsewhere           the way back             all-to-all
+    forward              input, output                          backward
+    copy_to_axis         replicated, used for shards            all-reduce
+    all_reduce           partial, replicated                    identity
+    all_gather           sharded, replicated                    this rank's shard
+    slice_to_shard       replicated, sharded                    all-gather
+    reduce_scatter       partial, sharded                       all-gather
+    all_gather_sum_grad  sharded, full and used for shards      reduce-scatter
+    all_to_all           sharded on another dim                 all-to-all
 
-``collect`` is `gather` followed by `fan_out`, in one; a replicated tensor that goes into a
-computation whose result is cut or partial must pass `fan_out` (or `collect`) once.
+``all_gather_sum_grad`` is `all_gather` followed by `copy_to_axis`. A replicated tensor whose use
+gives a sharded or partial result must pass `copy_to_axis` (or `all_gather_sum_grad`) once.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from pdrun.parallel.layouts.layout import shard_range
 
 def copy_to_axis(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """
-    Return ``x``, a replicated tensor that each rank uses for another part; gradients are summed.
+    Return ``x``, a replicated tensor that each rank uses for another shard; gradients are summed.
     """
     return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
 
 
 def all_reduce(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
-    """Return the sum over the ranks, on all of them."""
+    """Return the sum over the ranks, replicated."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
@@ -43,8 +42,8 @@ def all_gather(
     x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None = None
 ) -> torch.Tensor:
     """
-    Return the whole of a tensor that is cut along ``dim``, of ``total`` elements, for what all
-    compute alike.
+    Return the full tensor of one sharded along ``dim`` (of size ``total``), for replicated
+    computation.
     """
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim, total)
 
@@ -52,20 +51,17 @@ def all_gather(
 def all_gather_sum_grad(
     x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None = None
 ) -> torch.Tensor:
-    """
-    Return the whole of a tensor that is cut along ``dim``, of which each rank computes another
-    part.
-    """
+    """Return the full tensor of one sharded along ``dim``, for computation that differs by rank."""
     return x if axis.size == 1 else _AllGatherSumGrad.apply(x, axis, dim, total)
 
 
 def slice_to_shard(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
-    """Return this rank's part along ``dim`` of a replicated tensor."""
+    """Return this rank's shard along ``dim`` of a replicated tensor."""
     return x if axis.size == 1 else _SliceToShard.apply(x, axis, dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
-    """Return this rank's part along ``dim`` of the sum over the ranks."""
+    """Return this rank's shard along ``dim`` of the sum over the ranks."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
@@ -73,8 +69,7 @@ def all_to_all(
     x: torch.Tensor, axis: AxisGroup, split_dim: int, concat_dim: int, total: int
 ) -> torch.Tensor:
     """
-    Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim``
-    instead (all-to-all).
+    Shard a tensor along ``split_dim`` that is sharded along ``concat_dim`` (of size ``total``).
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, total)
 
@@ -175,4 +170,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.axis.all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.total), None, None, None, None
+        return (
+            ctx.axis.all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.total),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,6 +1,4 @@
-"""
-The ranks along some axes of a mesh, and the numbers that stand for them in compiled graphs.
-"""
+"""The ranks along some axes of a mesh, and the numbers of axes in compiled graphs."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ _axes: weakref.WeakValueDictionary[int, AxisMembers] = weakref.WeakValueDictiona
 
 def assign_axis_id(axis: AxisMembers) -> int:
     """
-    Return the number that stands for an axis in compiled graphs, as long as the axis lives.
+    Return the number of an axis in compiled graphs, valid while the axis lives.
 
     The axis of a later run gets the number of an equal axis that no longer lives: compiled code is
     found in the cache again.

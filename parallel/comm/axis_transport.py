@@ -20,7 +20,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import shard_range
 
 MIN_ROW_BYTES = 1 << 18
-"""Smallest row that is worth a transfer by itself."""
+"""Smallest row that is sent separately."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class CollectiveState:
 
     @contextmanager
     def overlapping(self, yield_turn: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``yield_turn`` is called between the start of a collective and the wait for it."""
+        """Inside, ``yield_turn`` is called between the start and the wait of each collective."""
         before = self.yield_turn
         self.yield_turn = yield_turn
         try:

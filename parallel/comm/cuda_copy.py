@@ -1,6 +1,4 @@
-"""
-Calls of the CUDA driver: copies between devices, and counters in memory that streams write and await.
-"""
+"""Calls of the CUDA driver: copies between devices, and counters that streams write and await."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class _Memcpy2D(ctypes.Structure):
 
 
 def load_driver() -> Any:
-    """
-    Return the CUDA driver; None if there is none, or it has no operations of streams on memory.
-    """
+    """Return the CUDA driver; None without a driver that has operations of streams on memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):

@@ -4,7 +4,7 @@ Collectives as operators of torch, for torch.compile.
 The compiler sees functions of tensors and of the number of an axis, with shapes and without bodies.
 When compiled code runs, they call the methods of the `AxisGroup`: counted, watched, and in turn
 with another copy of the step. `overlap_pass` splits them into a start and a wait. `matmul_pass`
-joins two of them with the products beside them (`overlapped_matmul`).
+joins two of them with neighbouring products (`overlapped_matmul`).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class MeshGroups:
         return self.state.dry_run()
 
     def overlapping(self, yield_turn: Callable[[], None]) -> AbstractContextManager[None]:
-        """Inside, ``yield_turn`` is called between the start of a collective and the wait for it."""
+        """Inside, ``yield_turn`` is called between the start and the wait of each collective."""
         return self.state.overlapping(yield_turn)
 
     def reset_counts(self) -> None:

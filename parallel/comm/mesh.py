@@ -95,10 +95,10 @@ def make_mesh(**degrees: int) -> Mesh:
 
 def solve_mesh(world: int, degrees: dict[str, int]) -> Mesh:
     """
-    Fill in the one degree that is -1, and hold the product against the number of devices.
+    Fill in the one degree that is -1, and check the product against the number of devices.
 
     Raises:
-        UsageError: a degree that is neither -1 nor at least 1, two that are -1, or a wrong product.
+        UsageError: a degree is neither -1 nor at least 1, two are -1, or the product is wrong.
     """
     for axis, degree in degrees.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != -1):
@@ -126,13 +126,11 @@ def solve_mesh(world: int, degrees: dict[str, int]) -> Mesh:
 
 def mesh(**degrees: int) -> Mesh:
     """
-    Return the mesh over all devices of the job, which is joined first (`pdrun.init`) where that
-    hasn't been done.
+    Return the mesh over all devices of the job; joins the job first (`pdrun.init`) if needed.
 
     Args:
-        degrees: ``pp``, ``dp``, ``cp``, ``tp`` or any name of a tensor axis; an axis left out has
-            degree 1, and -1
-            stands for what is left. Nothing at all means ``dp=-1``.
+        degrees: ``pp``, ``dp``, ``cp``, ``tp`` or any name of a tensor axis. An axis that is left
+            out has degree 1; -1 means all remaining devices. Default: ``dp=-1``.
 
     Raises:
         UsageError: the degrees do not fit the number of devices.

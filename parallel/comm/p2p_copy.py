@@ -1,17 +1,17 @@
 """
 Collectives between the devices of one host by copies into each other's memory.
 
-A collective of NCCL is a kernel: it waits for processors and takes them from the product beside it.
+A collective of NCCL is a kernel: it waits for processors and takes them from concurrent products.
 Here the copy engine of a device writes shards into memory that the other devices provide. Each
-device then adds the received shards, or copies them beside its own.
+device then adds the received shards, or copies them next to its own.
 
-Counters in the receiver's memory say who may write and what has arrived. Streams write and await
+Counters in the receiver's memory show who may write and what has arrived. Streams write and await
 them; neither the process nor a processor takes part. With k the number of an exchange along an
 axis:
 
     sender      done[receiver] >= k - 1, copy, ready[sender] := k      on a stream for sent shards
     receiver    ready[sender] >= k, copy, done[receiver] := k          on a stream for received ones
-                ready[sender] >= k, add, done[receiver] := k           on the stream that needs the sum
+                ready[sender] >= k, add, done[receiver] := k           on the stream of the sum
 
 Memory: the shards that a device receives in the largest exchange, once, outside torch's allocator.
 """

@@ -1,9 +1,8 @@
 """
-One rank's place on the mesh, as the engine needs it: the data axes in shards, the model axes, and
-the whole job.
+The groups of one rank: the data axes with and without shards, the model axes, and the job.
 
-The *data axes*, dp and cp, are those along which ranks compute other parts of the loss with the same weights; along the
-*model axes*, pp and the tensor axes, they hold other parts of the weights.
+Along the *data axes*, dp and cp, ranks compute other parts of the loss with the same weights. Along
+the *model axes*, pp and the tensor axes, ranks have other parts of the weights.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from pdrun.parallel.comm.sharded import ShardedGroup
 @dataclass(frozen=True)
 class RankGroups:
     """
-    Where a rank is, and the collectives there.
+    The groups that the engine uses.
 
     Attributes:
-        whole: the data axes without shards.
-        cut: the same with the shards of the optimizer level.
-        gathers: as ``cut``, for weights.
+        data: the data axes without shards.
+        sharded_data: the data axes with the shards of the optimizer level.
+        weight_gathers: like ``sharded_data``, for weights.
         model: pp and the tensor axes.
         job: all ranks.
-        tellers: the ranks of the job that know the loss, in the order of the slices: those of the
-            last stage, and of
-            all that compute alike along tensor axes the first.
+        loss_ranks: ranks of the job that know the loss, in the order of the slices: those of the
+            last stage that are first along the tensor axes.
     """
 
     mesh: Mesh
@@ -55,8 +53,10 @@ class RankGroups:
 
     def make_shared_groups(self, stages: Iterable[tuple[int, ...]]) -> None:
         """
-        Make the groups of stages that share weights; all ranks do, in one order, whether they are
-        in them or not.
+        Create the groups of stages that share weights.
+
+        All ranks must call it with the same stages; ranks outside a group take part in its
+        creation.
         """
         for some in sorted(stages):
             axis = self.axes.make_subgroup(STAGE_AXIS, some)
@@ -65,8 +65,11 @@ class RankGroups:
 
     def sum_groups(self, sums: tuple[str, ...], stages: tuple[int, ...]) -> list[ShardedGroup]:
         """
-        Return over what gradients are added up besides: tensor axes, and the stages that share a
-        weight.
+        Return the groups over which gradients are summed in addition to the data axes.
+
+        Args:
+            sums: tensor axes.
+            stages: stages that share the weight; empty if one stage has it.
         """
         for name in sums:
             self._sums.setdefault(name, ShardedGroup(self.axes[name]))
@@ -75,7 +78,7 @@ class RankGroups:
 
 def make_rank_groups(mesh: Mesh, axes: MeshGroups, shards: int, level: int) -> RankGroups:
     """
-    Return this rank's place.
+    Return this rank's groups.
 
     Args:
         shards: size of a shard group on the data axes.
@@ -83,7 +86,7 @@ def make_rank_groups(mesh: Mesh, axes: MeshGroups, shards: int, level: int) -> R
     """
     grid = mesh.grid
     for name in grid.names:
-        axes[name]  # all groups now, and in the same order everywhere
+        axes[name]  # creates all groups now, in the same order on all ranks
     data = axes[DATA_AXES]
     job = axes[grid.names]
     whole = ShardedGroup(data)

@@ -1,11 +1,12 @@
 """
-Going from one layout to another with real tensors, and gradients back along the same way.
+Redistribute real tensors between layouts, with gradients.
 
     y = redistribute(x, L("dp", None), L(None, "dp"), axes, shape=(64, 512))
 
-``x`` is what this rank holds; so is ``y``. Each step is one of `collectives`: all-to-alls are true
-ones on every back end. By their convention the gradient of ``y``, held as ``y`` is (and alike by
-ranks whose parts add up), becomes the gradient of ``x``, held as ``x`` is.
+``x`` and ``y`` are the shards of this rank. Each step is one of `autograd`'s collectives;
+all-to-alls are true ones on every back end. By their convention the gradient of ``y`` has the
+layout of ``y`` (replicated over axes of partial sums), and becomes the gradient of ``x`` in the
+layout of ``x``.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ def redistribute(
     shape: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """
-    Return what this rank holds of a tensor in another layout; every rank of the mesh takes part.
+    Return this rank's shard of a tensor in another layout; every rank of the mesh must call it.
 
     Args:
-        x: what this rank holds now.
-        source, target: layouts by ``axes``, or views with a grid of their own over the same ranks, and for ``target``
-            another shape of the same elements.
-        axes: the ranks.
-        shape: of the whole tensor, for layouts that don't say it.
+        x: this rank's shard in ``source``.
+        source, target: layouts on ``axes``, or views with another grid over the same ranks.
+            ``target`` can have another shape of the same elements.
+        axes: the groups of this rank.
+        shape: of the full tensor, for layouts (a view has its shape).
 
     Raises:
-        UsageError: ``x`` is not this rank's part, or the two ends do not belong together.
+        UsageError: ``x`` is not this rank's shard, or source and target do not fit.
     """
     start = _as_view(source, axes, shape)
     return run_plan(_cached_plan(start, _as_view(target, axes, shape or start.shape)), x, axes)
@@ -65,14 +66,17 @@ def redistribute(
 
 def run_plan(plan: RedistributionPlan, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
     """
-    Carry out the steps of a plan on what this rank holds.
+    Carry out the steps of a plan on this rank's shard.
 
     Raises:
-        UsageError: ``x`` is not what the plan starts from.
+        UsageError: ``x`` is not this rank's shard of the plan's source.
     """
     expected = plan.source.local_shape(axes.rank)
     if tuple(x.shape) != expected:
-        what = f"rank {axes.rank} has {list(x.shape)}, which is not its part {list(expected)} of {plan.source}"
+        what = (
+            f"x must be rank {axes.rank}'s shard {list(expected)} of {plan.source},"
+            f" got {list(x.shape)}"
+        )
         raise UsageError(what, where=API_NAME)
     for step in plan.steps:
         x = _run_step(step, x, axes)
@@ -83,7 +87,8 @@ def _as_view(end: L | View, axes: MeshGroups, shape: tuple[int, ...] | None) -> 
     if isinstance(end, View):
         return end
     if shape is None:
-        raise UsageError(f"the shape of the whole tensor is missing for {end}", where=API_NAME)
+        what = f"shape= must be the shape of the full tensor for the layout {end}"
+        raise UsageError(what, where=API_NAME)
     return View(axes.grid, end, tuple(shape))
 
 
@@ -109,7 +114,7 @@ def _run_step(step: LayoutStep, x: torch.Tensor, axes: MeshGroups) -> torch.Tens
 
 
 def _pad_shard(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
-    """Return a part at its place among zeros."""
+    """Return a shard at its place among zeros."""
     low, high = step.before.ranges_of(rank)[step.dim][0]
     first, last = step.after.ranges_of(rank)[step.dim][0]
     around = [0, 0] * (x.dim() - 1 - step.dim) + [low - first, last - high]
@@ -118,8 +123,9 @@ def _pad_shard(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
 
 class _FirstRankOnly(torch.autograd.Function):
     """
-    A replicated tensor as terms of a sum, all of them zero but the first; each term has the sum's
-    gradient.
+    A replicated tensor as a partial sum: the first rank has it, the others have zeros.
+
+    Each rank has the gradient of the sum.
     """
 
     @staticmethod

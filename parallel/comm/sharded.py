@@ -1,16 +1,17 @@
 """
-The collectives of the engine: sums of flat buffers that end up whole or in shards, and gathers of
-shards.
+The collectives of the engine: sums of flat buffers to full or sharded results, and gathers.
 
-The ranks along some axes of the mesh (the data axes, as a rule) are cut into shard groups of
-consecutive ranks; those that hold the same shard in different groups replicate each other. The rank
-with index ``i * shards + j`` is member j of group i. No sharding is one shard a group, full
-sharding is one group.
+The ranks along some axes (the data axes, as a rule) form shard groups of consecutive ranks. Ranks
+with the same shard in different groups are replicas. The rank with index ``i * shards + j`` is
+member j of group i. Without sharding a group has one rank; with full sharding there is one group.
 
-Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends
-on where in the buffer an element lies. *Ordered*: each rank receives its part from everybody and
-adds the parts in the order of the ranks, so that the bits of a sum depend neither on the buffer nor
-on the sharding; it costs the same bytes and one local pass.
+Two ways to sum:
+
+* *native*: torch's all-reduce and reduce-scatter. The order of additions depends on the position of
+  an element in the buffer.
+* *ordered*: each rank receives its part from all ranks and adds the parts in rank order. The bits
+  of a sum depend neither on the buffer nor on the sharding. It sends the same bytes and adds one
+  local pass.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from pdrun.parallel.comm.communicator import AxisGroup
 
 class PendingResult:
     """
-    A collective on its way: `wait` ends it and returns what it was for. May be waited for more than
-    once.
+    A started collective: `wait` ends it and returns its result, and can be called more than once.
     """
 
     def __init__(
@@ -41,9 +41,7 @@ class PendingResult:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """
-        Return the result once it is there; on an accelerator, once the current stream will see it.
-        """
+        """Wait for the result and return it. On an accelerator the current stream waits."""
         if self._then is not None:
             for work in self._works:
                 self._comm.watchdog.wait(work, self._label)
@@ -55,16 +53,18 @@ class PendingResult:
 
 class ShardedGroup:
     """
-    This process's place along some axes of the mesh, and the engine's collectives there.
+    This rank's shard and replica groups along some axes, and the engine's collectives there.
 
     Args:
-        axis: the place.
+        axis: the axes.
         shards: size of a shard group.
-        own: make process groups that nobody else uses, so that what others send may come in between
-            on some ranks only.
+        own: create separate process groups, so that the collectives of other users can run between
+            the collectives here on some ranks only.
 
     Attributes:
-        world, rank: how many ranks there are, and this one's index; ``ranks`` are their numbers in the job.
+        world, rank: number of ranks, and the index of this one.
+        ranks: their numbers in the job.
+        calls, nbytes: collectives started, and bytes of this rank's input to them, by name.
     """
 
     def __init__(self, axis: AxisGroup, shards: int = 1, *, own: bool = False) -> None:
@@ -86,9 +86,7 @@ class ShardedGroup:
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
 
     def _make_subgroups(self) -> tuple[Any, Any]:
-        """
-        Return the groups of this rank's shards and of its replicas; None for one of a single rank.
-        """
+        """Return the groups of this rank's shards and of its replicas; None for a single rank."""
         everyone = self.group
         if self.shards == 1 or self.replicas == 1:
             return (everyone if self.shards > 1 else None), (
@@ -118,11 +116,9 @@ class ShardedGroup:
 
     def sum_shards(self, flat: torch.Tensor, label: str) -> PendingResult:
         """
-        Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where
-        there is one shard).
+        Sum a buffer over all ranks natively; the result is this rank's shard of it.
 
-        ``flat`` is used up: it must not be touched before the end, and holds nothing useful after
-        it.
+        ``flat`` is overwritten: it must not be used before or after the end.
         """
         if self.world == 1:
             return self._start_pending("none", label, [], lambda: flat)
@@ -141,13 +137,11 @@ class ShardedGroup:
         self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype
     ) -> PendingResult:
         """
-        Sum a buffer over all ranks in their order; the result is this rank's part, one of ``world``
-        equal ones.
+        Sum a buffer over all ranks in rank order; the result is this rank's part, one of ``world``.
 
         Args:
-            onto: what the sum starts from, or None for nothing; it is changed and returned.
-            dtype: type in which to add, where ``flat`` has been rounded to a narrower one for the
-                wire.
+            onto: start value of the sum, changed and returned; None: zero.
+            dtype: type of the additions, if ``flat`` was rounded to a narrower type for sending.
         """
         if self.world == 1:
             return self._start_pending(
@@ -169,10 +163,7 @@ class ShardedGroup:
     def join_parts(
         self, part: torch.Tensor, label: str, out: torch.Tensor | None = None
     ) -> PendingResult:
-        """
-        Gather the parts of `sum_parts` into this rank's shard, which is ``out`` where that is
-        given.
-        """
+        """Gather the parts of `sum_parts` into this rank's shard, ``out`` if given."""
         if self.replicas == 1:
             return self._start_pending("none", label, [], lambda: part)
         own = part.new_empty(part.numel() * self.replicas) if out is None else out
@@ -183,8 +174,7 @@ class ShardedGroup:
 
     def gather_shards(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> PendingResult:
         """
-        Fill a buffer from the shards of this rank's group; ``shard`` may be this rank's part of
-        ``full`` itself.
+        Fill a buffer from the shards of this rank's group; ``shard`` can be a part of ``full``.
         """
         if self.shards == 1:
             if full.data_ptr() != shard.data_ptr():
@@ -207,18 +197,18 @@ class ShardedGroup:
         self, numbers: torch.Tensor, flags: list[bool], label: str
     ) -> PendingResult:
         """
-        Return ``[world, *numbers.shape]``, the numbers of every rank, and which flags are set on
-        any.
+        Return ``[world, *numbers.shape]``, the numbers of every rank, and which flags any rank has
+        set.
 
-        On a CPU one message holds both. On an accelerator the flags go from host to host, past the
-        device's queue.
+        On a CPU one message has both. On an accelerator the flags are sent between hosts, so that
+        they do not wait for the device's queue.
         """
         if self.world == 1:
             return self._start_pending("none", label, [], lambda: (numbers.unsqueeze(0), flags))
-        told = torch.tensor(flags, dtype=numbers.dtype)
+        sent_flags = torch.tensor(flags, dtype=numbers.dtype)
         if self.device.type != "cpu":
-            return self._exchange_apart(numbers, told, label)
-        row = torch.cat([numbers.reshape(-1), told])
+            return self._exchange_apart(numbers, sent_flags, label)
+        row = torch.cat([numbers.reshape(-1), sent_flags])
         rows = row.new_empty(self.world, row.numel())
         work = torch_compat.all_gather_flat(rows.view(-1), row, self.group)
 
@@ -229,7 +219,7 @@ class ShardedGroup:
         return self._start_pending("exchange", label, [work], finish)
 
     def _exchange_apart(
-        self, numbers: torch.Tensor, told: torch.Tensor, label: str
+        self, numbers: torch.Tensor, flags: torch.Tensor, label: str
     ) -> PendingResult:
         rows = numbers.new_empty(self.world, *numbers.shape)
         works = [
@@ -237,20 +227,20 @@ class ShardedGroup:
                 rows.view(-1), numbers.reshape(-1).contiguous(), self.group
             )
         ]
-        there = told.to(torch.uint8) if self._host_group else told.to(self.device)
+        there = flags.to(torch.uint8) if self._host_group else flags.to(self.device)
         works.append(dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return self._start_pending("exchange", label, works, lambda: (rows, (there > 0).tolist()))
 
     def broadcast_first(self, tensor: torch.Tensor, label: str) -> None:
-        """Give every rank what the one with index 0 has."""
+        """Give every rank the tensor of the rank with index 0."""
         self.start_broadcast(tensor, 0, label).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, index: int, label: str) -> PendingResult:
-        """Start giving every rank what the one with that index has, in place."""
+        """Start giving every rank the tensor of the rank with that index, in place."""
         if self.world == 1:
             return self._start_pending("none", label, [], lambda: tensor)
-        # the network knows memory, not strides: of a slice it would send and overwrite what lies
-        # between, too
+
+        # A transfer ignores strides: for a slice it would send and overwrite the elements between.
         sent = tensor.contiguous()
         work = dist.broadcast(
             torch_compat.as_sendable(sent), src=self.ranks[index], group=self.group, async_op=True
@@ -266,7 +256,7 @@ class ShardedGroup:
 
 
 def _add_in_order(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:
-    """Add in order, in place, onto the first one where ``onto`` is None."""
+    """Add in order, in place, onto the first part if ``onto`` is not given."""
     total = parts[0] if onto is None else onto.add_(parts[0])
     for part in parts[1:]:
         total.add_(part)

@@ -1,16 +1,16 @@
 """
-No hang without a name: when a collective does not end in time, say where every rank is.
+A collective that does not end in time becomes an error with the position of every rank.
 
-Each process publishes nothing while all goes well. When a wait has lasted for four fifths of the
-limit, a thread of the waiting process asks in torch's store, at which the threads of all processes
-look every second; each answers with its place: the collective that it waits in, or the line of the
-user's program that it executes. On a CPU the wait then ends with DeadlineExceeded and all answers;
-on an accelerator, where a wait doesn't hold the process up and torch's own watchdog ends it, they
-are told on stderr before that happens.
+After four fifths of the time limit a thread of the waiting process writes a question into torch's
+store. The threads of all processes read it once per second. Each answers with its position: the
+collective that it waits for, or the line of the user's program that it executes.
 
-The threads end before the interpreter does: one that came back from torch's store while Python is
-taken down would have to leave through frames of C++, which end the process with SIGABRT, after all
-its work is done.
+* On a CPU the wait ends with DeadlineExceeded and all answers.
+* On an accelerator a wait does not block the process, and torch's own watchdog ends it. The answers
+  are printed on stderr before that.
+
+The threads end before the interpreter does. A thread that returned from torch's store while Python
+shuts down would unwind frames of C++, which ends the process with SIGABRT after its work is done.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from typing import Any
 from pdrun.errors import DeadlineExceeded, PeerLost
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks at the store."""
+"""Time between two reads of the store."""
 ANSWER_SECONDS = 5.0
-"""Seconds that the others have for an answer."""
+"""Time that the other ranks have for an answer."""
 ASK_FRACTION = 0.8
-"""Part of the limit after which the others are asked."""
+"""Fraction of the limit after which the other ranks are asked."""
 QUESTION_KEY = "pdrun/watch/question"
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
 )
-"""What gloo and NCCL say of a rank whose process has ended."""
+"""How gloo and NCCL report a rank whose process has ended."""
 PACKAGE_ROOT = str(Path(__file__).parents[1])
 
 
 CLOSE_SECONDS = 5.0
-"""Seconds at the end of the process in which a thread may come back from the store."""
+"""Time that a thread has to return from the store at the end of the process."""
 
 _running_watchdogs: set[CollectiveWatchdog] = set()
-"""Watches whose threads have not ended."""
+"""Watchdogs whose threads have not ended."""
 _newest: CollectiveWatchdog | None = None
-"""The watch of this process's newest run; an earlier one has nothing to watch any more."""
+"""The watchdog of this process's newest run; earlier ones are closed."""
 
 
 def start_watchdog(
@@ -62,7 +62,7 @@ def start_watchdog(
 
 @atexit.register
 def _close_all() -> None:
-    """Come before the interpreter's end."""
+    """Close all watchdogs before the interpreter ends."""
     for watch in list(_running_watchdogs):
         watch.close(CLOSE_SECONDS)
 
@@ -72,10 +72,10 @@ class CollectiveWatchdog:
     Bounded waits for collectives.
 
     Args:
-        seconds: what a wait may last.
-        rank, world: place on the axis.
-        store: torch's store of the job, or None in a world of one.
-        blocking: whether waits hold the process up.
+        seconds: limit of a wait.
+        rank, world: of the job.
+        store: torch's store of the job; None for a single process.
+        blocking: whether waits block the process.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class CollectiveWatchdog:
 
     def close(self, wait: float = 0.0) -> None:
         """
-        Have the thread end, and wait for that so many seconds: a store that does not answer must
-        not hold us up.
+        Ask the thread to end and wait ``wait`` seconds for it; a store that does not answer does
+        not block.
         """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(wait)
 
     def enter_phase(self, place: str) -> None:
-        """Note what begins; it is named where it doesn't end."""
+        """Note a phase of the program; errors name it."""
         self._phase, self._phase_start = place, time.monotonic()
 
     def leave_phase(self) -> None:
-        """Note that it has ended."""
+        """Note the end of the phase."""
         self._phase_start = None
         self._report = ""
 
@@ -132,8 +132,8 @@ class CollectiveWatchdog:
         Wait for a collective of torch.
 
         Raises:
-            DeadlineExceeded: it has not ended in time; names where every rank is.
-            PeerLost: it cannot end, since a rank has.
+            DeadlineExceeded: it has not ended in time; names the position of every rank.
+            PeerLost: it cannot end because the process of another rank has ended.
         """
         if work is None:
             return
@@ -150,25 +150,26 @@ class CollectiveWatchdog:
             ):  # the first whose time is over leaves the others, too
                 raise self._deadline_error(self._ask_ranks(label)) from error
             if gone := _PEER_GONE.search(str(error)):
-                what = f"{label} cannot come: {PeerLost.SIGN} ({gone[0]})"
+                what = f"{label} cannot end: {PeerLost.SIGN} ({gone[0]})"
                 raise PeerLost(
                     what,
                     where=self._phase if self._phase_start is not None else "pdrun.parallelize",
                 ) from error
-            raise  # something else: the tensors differ, say
+            raise  # another error: tensors of different sizes, for example
         self._wait_label = ""
         self._wait_start = None
 
-    def _deadline_error(self, told: str) -> DeadlineExceeded:
+    def _deadline_error(self, report: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"
         return DeadlineExceeded(
-            f"no end after {self.seconds:g} s: {told}", where="pdrun.parallelize", hint=hint
+            f"no end after {self.seconds:g} s: {report}", where="pdrun.parallelize", hint=hint
         )
 
     def _ask_ranks(self, label: str) -> str:
         """
-        Return where every rank is; the thread and the process itself may both ask, the second gets
-        the first's answer.
+        Return the position of every rank.
+
+        The thread and the main thread can both ask; the second gets the first one's answer.
         """
         with self._lock:
             if self._report:
@@ -180,7 +181,7 @@ class CollectiveWatchdog:
                     self._store.set(QUESTION_KEY, f"{self.rank}-{len(self._answered)}")
                 self._collect_answers(answers)
             except RuntimeError:
-                pass  # the store went with rank 0
+                pass  # the store has ended with rank 0
             self._report = "; ".join(
                 f"rank {r} {answers.get(r, 'does not answer')}" for r in range(self.world)
             )
@@ -188,8 +189,8 @@ class CollectiveWatchdog:
 
     def _collect_answers(self, answers: dict[int, str]) -> None:
         """
-        Wait for the others' answers to the newest question, which may be another's that came a
-        moment later.
+        Wait for the answers of the others to the newest question, which another rank may have
+        asked.
         """
         end = time.monotonic() + ANSWER_SECONDS
         while len(answers) < self.world and time.monotonic() < end and not self._stop.is_set():
@@ -220,7 +221,7 @@ class CollectiveWatchdog:
             _running_watchdogs.discard(self)
 
     def _answer_questions(self) -> None:
-        """Answer questions; ask one where this process has waited for long."""
+        """Answer questions, and ask one if this process has waited for long."""
         while not self._stop.wait(min(POLL_SECONDS, self.seconds / 10)):
             try:
                 question = self._read_question()
@@ -232,18 +233,18 @@ class CollectiveWatchdog:
                         f"{QUESTION_KEY}/{question}/{self.rank}", place + self._phase_text()
                     )
             except RuntimeError:
-                return  # the store is gone: there is nobody to answer
+                return  # the store has ended with rank 0
             since = self._wait_start if self.blocking else self._phase_start
             if (
                 since is not None
                 and time.monotonic() - since > ASK_FRACTION * self.seconds
                 and not self._report
             ):
-                told = self._ask_ranks(
+                report = self._ask_ranks(
                     self._wait_label if self.blocking else f"its device at {self._user_line()}"
                 )
                 if not self.blocking:
-                    print(f"pdrun: {self._deadline_error(told)}", file=sys.stderr, flush=True)
+                    print(f"pdrun: {self._deadline_error(report)}", file=sys.stderr, flush=True)
 
     def _user_line(self) -> str:
         """Return the innermost line of the main thread that is neither torch's nor pdrun's."""

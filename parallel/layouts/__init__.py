@@ -1,6 +1,5 @@
 """
-How tensors lie over the devices of a mesh, and the way from one layout to another. Integers only,
-no torch.
+Layouts of tensors over the devices of a mesh, and redistribution between them. Integers only.
 
 May import: nothing.
 Start reading here: layout.py.

@@ -1,11 +1,12 @@
 """
 One grid and one shape for two views of the same ranks and elements.
 
-Grids: the products of sizes from the right, of both, sorted; where each divides the next they are
-the strides of a grid that refines both, and an axis of either is a run of its axes. Shapes: the
-same, where before a dim that several axes cut is written as several dims, one axis on each: 8 over
-("sp", "dp") of 2 and 2 is (2, 4) over "sp" and "dp". A cut dim that falls into several takes its
-axis along if sizes allow, which may refine the grid once more.
+Grids: take the products of sizes from the right, of both grids, sorted. If each divides the next,
+they are the strides of a grid that refines both, and an axis of either is a run of its axes.
+
+Shapes: the same. A dim that several axes shard is first written as several dims with one axis each:
+8 over ("sp", "dp") of 2 and 2 becomes (2, 4) over "sp" and "dp". A sharded dim that is split into
+several keeps its axis if the sizes allow it, which can refine the grid once more.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 AxisStack = tuple[str, ...]
 AxisSplits = dict[str, AxisStack]
 DimPieces = list[tuple[int, AxisStack]]
-"""Dims as (size, axes that cut it)."""
+"""Dims as (size, axes that shard it)."""
 
 
 @dataclass(frozen=True)
 class ViewPair:
     """
-    Two views of one shape on one grid that hold the same elements, in the same order, as the views
-    given.
+    Two views on one grid and one shape, with the same elements in the same order as the given
+    views.
     """
 
     source: View
@@ -36,7 +37,7 @@ class ViewPair:
 
 
 class _AxisSplitNeeded(Exception):
-    """An axis has to become two, the first of ``major`` devices."""
+    """An axis must be split into two, the first of ``major`` devices."""
 
     def __init__(self, axis: str, major: int) -> None:
         super().__init__(axis, major)
@@ -45,15 +46,16 @@ class _AxisSplitNeeded(Exception):
 
 
 class _NoCommonForm(Exception):
-    """There is no common form."""
+    """The views have no common form."""
 
 
 def unify_views(source: View, target: View, expand: bool = True) -> ViewPair | None:
     """
-    Return both views in one form; None where there is none.
+    Return both views in one form; None if they have no common form.
 
     Args:
-        expand: write dims that several axes cut as several dims. Without, shapes must be equal.
+        expand: write dims that several axes shard as several dims. Without it, shapes must be
+            equal.
     """
     joined = find_common_grid(source.grid, target.grid)
     if joined is None or (not expand and source.shape != target.shape):
@@ -83,9 +85,7 @@ def unify_views(source: View, target: View, expand: bool = True) -> ViewPair | N
 
 
 def find_common_grid(first: Grid, second: Grid) -> tuple[Grid, AxisSplits, AxisSplits] | None:
-    """
-    Return the coarsest grid that refines both, and the run of its axes that each axis of either is.
-    """
+    """Return the coarsest grid that refines both, and for each axis of either its run of axes."""
     if first == second:
         same: AxisSplits = {
             name: (name,) if size > 1 else ()
@@ -125,8 +125,7 @@ def _name_axis(
     span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]
 ) -> str:
     """
-    Return what an axis of the common grid is called: as the axis that it is, or after the one that
-    it is part of.
+    Return the name of an axis of the common grid: the equal axis, or the axis it is a part of.
     """
     for at, one in enumerate(both):
         for axis, whole in one.items():
@@ -164,8 +163,10 @@ def _replace_axes(names: AxisStack, split: AxisSplits) -> AxisStack:
 
 def _on_common_grid(view: View, split: AxisSplits, grid: Grid) -> DimPieces:
     """
-    Return a view's dims by the axes of the common grid; one that this would cut elsewhere is a
-    misfit.
+    Return the dims of a view by axes of the common grid.
+
+    Raises:
+        _NoCommonForm: shards would have other bounds.
     """
     dims: DimPieces = []
     for size, stack in zip(view.shape, view.layout.dims, strict=True):
@@ -183,7 +184,7 @@ def _on_common_grid(view: View, split: AxisSplits, grid: Grid) -> DimPieces:
 
 
 def _part_bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
-    """Return the parts of a dim that is cut axis after axis."""
+    """Return the shards of a dim that several axes shard one after another."""
     held = [(0, size)]
     for degree in degrees:
         held = [
@@ -196,11 +197,10 @@ def _part_bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
 
 def split_at_strides(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, AxisSplits]:
     """
-    Return the grid whose axes end at some strides too, and the run of its axes that each axis
-    becomes.
+    Return the grid whose axes also end at some strides, and for each axis its run of axes.
 
     Raises:
-        ValueError: a stride that does not fit the grid's.
+        ValueError: a stride does not fit the grid's.
     """
     split: AxisSplits = {name: (name,) for name in grid.names}
     for stride in strides:
@@ -246,7 +246,7 @@ def _common_dims(
 
 
 def _needs_expansion(pair: tuple[int, AxisStack, AxisStack], grid: Grid, expand: bool) -> bool:
-    """Return whether a dim must (virtual parts) or may profitably be written as several."""
+    """Return whether a dim must (virtual parts) or should be written as several."""
     size, here, there = pair
     if VIRTUAL_AXIS in here or VIRTUAL_AXIS in there:
         return True
@@ -254,7 +254,7 @@ def _needs_expansion(pair: tuple[int, AxisStack, AxisStack], grid: Grid, expand:
 
 
 def _match_dims(source: DimPieces, target: DimPieces) -> list[tuple[DimPieces, DimPieces]]:
-    """Return the smallest runs of dims with equal products."""
+    """Return the shortest runs of dims with equal products."""
     if [size for size, _ in source] == [size for size, _ in target]:
         return [([here], [there]) for here, there in zip(source, target, strict=True)]
     if any(size == 0 for size, _ in source):
@@ -282,7 +282,7 @@ def _expand_dims(dims: DimPieces, grid: Grid, virtual: int) -> DimPieces:
     """Return dims with at most one axis each."""
     found: DimPieces = []
     for size, stack in dims:
-        while stack and stack[-1] == VIRTUAL_AXIS:  # inside all others: its parts lie side by side
+        while stack and stack[-1] == VIRTUAL_AXIS:  # the innermost axis: its parts are adjacent
             stack = stack[:-1]
         degrees = [virtual if axis == VIRTUAL_AXIS else grid.degree(axis) for axis in stack]
         if size % math.prod(degrees):
@@ -320,8 +320,8 @@ def _dim_strides(dims: DimPieces) -> list[int]:
 
 def _split_dims(dims: DimPieces, strides: list[int], grid: Grid) -> DimPieces:
     """
-    Cut dims at strides; a cut dim's axis goes to the first of its parts, and on to the next where
-    it is larger.
+    Split dims at strides. The axis of a sharded dim goes to the first of its parts, and continues
+    in the next one if the axis is larger.
     """
     found: DimPieces = []
     high = math.prod(size for size, _ in dims)

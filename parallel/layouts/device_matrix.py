@@ -1,13 +1,13 @@
 """
-Layouts with a grid of their own: MindSpore's two forms, and its tensor maps.
+Layouts on another grid than the mesh: MindSpore's two forms, and its tensor maps.
 
-    Layout((2, 2, 2), ("dp", "sp", "mp"))("dp", "None", ("sp", "mp"))     by the names of a device matrix
-    counts((4, 2), devices=8)                                             4 cuts of dim 0, 2 of dim 1
-    match((4, 2), grid)                                                   the same, by the axes of a mesh
+    Layout((2, 2, 2), ("dp", "sp", "mp"))("dp", "None", ("sp", "mp"))  names of a device matrix
+    layout_from_counts((4, 2), devices=8)                              4 shards of dim 0, 2 of dim 1
+    match_counts((4, 2), grid)                                         the same, by axes of a mesh
 
-What an axis cuts is told by names here and by numbers in a tensor map: the place of the axis
-counted from the right, -1 for none. Devices that the cuts leave unused repeat the calculation: the
-axis of the repeats is the last.
+A layout names the axes of each dim. A tensor map has numbers instead: the position of the axis from
+the right, -1 for none. Devices that the counts leave unused repeat the calculation; the axis of the
+repeats is the last.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 
 UNSHARDED_NAME = "None"
-"""How a layout by names says that a dim is whole."""
+"""The name of a dim that is not sharded, in a layout by names."""
 REPEAT_AXIS = "repeat"
-"""Name of the axis over which the result is held several times."""
+"""Name of the axis along which devices repeat the calculation."""
 TensorMap = tuple[int | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class DeviceMatrixLayout:
-    """
-    A layout on a grid of its own, for tensors of any shape; ``virtual``: parts along `VIRTUAL`.
-    """
+    """A layout with its grid, for tensors of any shape; ``virtual``: parts along `VIRTUAL_AXIS`."""
 
     grid: Grid
     layout: L
     virtual: int = 1
 
     def view_of(self, shape: tuple[int, ...]) -> View:
-        """Return where a tensor of ``shape`` lies."""
+        """Return the view of a tensor of ``shape``."""
         return View(self.grid, self.layout, shape, self.virtual)
 
     @property
@@ -50,22 +48,23 @@ class DeviceMatrixLayout:
 
     @property
     def tensor_map(self) -> TensorMap:
-        """The layout in numbers."""
+        """The layout as a tensor map."""
         return to_tensor_map(self.layout, self.axis_names)
 
 
 class Layout:
     """
-    A device matrix with names, called with a name, a tuple of names (major first) or "None" for
-    each dim of a tensor.
+    A device matrix with names. Call it with a name, a tuple of names (major first) or "None" per
+    dim.
 
     Args:
         device_matrix: number of devices along each axis, outer to inner.
-        alias_name: what the axes are called; "interleaved_parallel" may be the last and stands for
-            no devices.
+        alias_name: names of the axes; "interleaved_parallel" can be the last one and has no
+            devices.
 
     Raises:
-        UsageError: no tuples, unlike lengths, counts below 1, names that are empty, used twice or
+        UsageError: no tuples, different lengths, counts below 1, names that are empty, used twice
+        or
             reserved.
     """
 
@@ -103,8 +102,9 @@ class Layout:
         Return the layout of a tensor.
 
         Raises:
-            UsageError: something that is neither a name nor a tuple of names, an unknown name, or
-                one used twice.
+            UsageError: an argument is neither a name nor a tuple of names, or a name is unknown or
+            used
+                twice.
         """
         dims: list[tuple[str, ...]] = []
         for entry in tensor_map:
@@ -116,7 +116,7 @@ class Layout:
             ):
                 what = f"{entry!r} is neither a name nor a tuple of names"
                 raise UsageError(
-                    what, where="Layout", hint=f'"{UNSHARDED_NAME}" stands for a dim that is whole'
+                    what, where="Layout", hint=f'"{UNSHARDED_NAME}" means a dim without shards'
                 )
             if names == (UNSHARDED_NAME,):
                 dims.append(())
@@ -130,7 +130,9 @@ class Layout:
 
 
 def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
-    """Return for each dim the place of its axis from the right, several as a tuple, -1 for none."""
+    """
+    Return for each dim the position of its axis from the right; several as a tuple, -1 for none.
+    """
     places = {name: len(names) - 1 - at for at, name in enumerate(names)}
     found: list[int | tuple[int, ...]] = []
     for dim in layout.dims:
@@ -141,10 +143,10 @@ def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
 
 def from_tensor_map(tensor_map: TensorMap, names: tuple[str, ...]) -> L:
     """
-    Return the layout that a tensor map stands for.
+    Return the layout of a tensor map.
 
     Raises:
-        UsageError: a number that is neither -1 nor the place of an axis.
+        UsageError: a number is neither -1 nor the position of an axis.
     """
     dims = []
     for entry in tensor_map:
@@ -168,11 +170,11 @@ def is_counts(value: Any) -> bool:
 
 def layout_from_counts(cuts: tuple[int, ...], devices: int) -> DeviceMatrixLayout:
     """
-    Return the layout that cuts each dim that often, on the grid that this implies.
+    Return the layout that shards each dim into a number of shards, on the grid of these numbers.
 
-    The grid has an axis a dim, ``d0``, ``d1`` and so on, and where the cuts use fewer than all
-    devices the axis `REPEAT` at the end: ``(2, 1)`` on 8 devices puts the first half on ranks 0 to
-    3.
+    The grid has one axis per dim, ``d0``, ``d1`` and so on. If the counts use fewer than all
+    devices, the axis `REPEAT_AXIS` is last: ``(2, 1)`` on 8 devices puts the first half on ranks 0
+    to 3.
 
     Raises:
         UsageError: a count below 1, or a product that does not divide the number of devices.
@@ -192,14 +194,13 @@ def layout_from_counts(cuts: tuple[int, ...], devices: int) -> DeviceMatrixLayou
 
 def match_counts(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
     """
-    Return the layout by the axes of a grid that cuts each dim that often.
+    Return the layout by the axes of a grid that shards each dim into a number of shards.
 
     Args:
-        axes: those that may be used; default: all.
+        axes: axes that may be used; default: all.
 
     Raises:
-        UsageError: a count below 1, no axes that make the counts, or more than one way to choose
-            them.
+        UsageError: a count below 1, no axes with these counts, or more than one choice of axes.
     """
     _check_counts(cuts)
     usable = [name for name in axes or grid.names if grid.degree(name) > 1]
@@ -229,9 +230,7 @@ def _check_counts(cuts: tuple[int, ...]) -> None:
 
 
 def _matching_layouts(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
-    """
-    Yield every layout whose dims are cut that often, the axes of a dim in the order of the grid.
-    """
+    """Yield every layout with these counts; the axes of a dim are in the order of the grid."""
 
     def fill(dim: int, free: list[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         if dim == len(cuts):
@@ -258,11 +257,10 @@ def _axis_choices(wanted: int, names: list[str], grid: Grid) -> Iterator[tuple[s
 
 def to_mesh_layout(bound: DeviceMatrixLayout, grid: Grid) -> L:
     """
-    Return a bound layout by the axes of another grid over the same ranks.
+    Return a layout by the axes of another grid over the same ranks.
 
     Raises:
-        UsageError: other ranks, a virtual axis, or an axis that is no run of whole axes of the
-            grid.
+        UsageError: other ranks, a virtual axis, or an axis that is no run of full axes of the grid.
     """
     if bound.grid.size != grid.size:
         raise UsageError(
@@ -298,14 +296,13 @@ def _axes_within(own: Grid, axis: str, grid: Grid) -> tuple[str, ...]:
 
 def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
     """
-    Return what a user gave for a layout, an `L`, a `BoundLayout` or counts, as one by the axes of a
-    grid.
+    Return a user's layout (`L`, `DeviceMatrixLayout` or counts) by the axes of a grid.
 
     Args:
-        axes: which axes counts may use; default: all.
+        axes: axes that counts may use; default: all.
 
     Raises:
-        UsageError: it is none of these, or cannot be said by the grid's axes.
+        UsageError: none of these forms, or the axes of the grid cannot express it.
     """
     if isinstance(value, L):
         for axis in (*value.axes, *value.sums):
@@ -315,7 +312,7 @@ def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
         return to_mesh_layout(value, grid)
     if is_counts(value):
         return match_counts(value, grid, axes)
-    what = f"{value!r} is no layout"
+    what = f"a layout must be an L, a Layout(...)(...) or counts, got {value!r}"
     raise UsageError(
         what, where="Layout", hint='L("dp", None), Layout(...)(...) or counts such as (4, 2)'
     )

@@ -36,19 +36,19 @@ class Grid:
 
     def degree(self, axis: str) -> int:
         """
-        Return how many devices lie along an axis.
+        Return the number of devices along an axis.
 
         Raises:
-            UsageError: there is no such axis.
+            UsageError: the grid has no such axis.
         """
         return self.sizes[self._axis_place(axis)]
 
     def group_size(self, axes: tuple[str, ...]) -> int:
-        """Return how many parts some axes make together."""
+        """Return the number of shards that some axes make together."""
         return math.prod(self.degree(axis) for axis in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return where a rank lies along each axis."""
+        """Return the position of a rank along each axis."""
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"there is no rank {rank} on ({self})", where="Grid", hint=f"0 to {self.size - 1}"
@@ -59,7 +59,7 @@ class Grid:
         return {name: found[name] for name in self.names}
 
     def rank_at(self, coordinate: dict[str, int]) -> int:
-        """Return the rank at a coordinate; an axis that isn't given is at 0."""
+        """Return the rank at a coordinate; a missing axis is at 0."""
         total = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             total = total * size + coordinate.get(name, 0)
@@ -67,10 +67,10 @@ class Grid:
 
     def group_ranks(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """
-        Return the ranks that differ from ``rank`` along ``axes`` only, in the order of their index
-        (see `index`).
+        Return the ranks that differ from ``rank`` along ``axes`` only, in the order of
+        `group_index`.
 
-        The first of ``axes`` is the major one, whatever its place in the grid.
+        The first of ``axes`` is the major one, independent of its place in the grid.
         """
         here = self.coordinate(rank)
         spans = [range(self.degree(axis)) for axis in axes]
@@ -80,7 +80,7 @@ class Grid:
         )
 
     def group_index(self, axes: tuple[str, ...], rank: int) -> int:
-        """Return a rank's place among `group`'s ranks."""
+        """Return the index of a rank among `group_ranks`."""
         here = self.coordinate(rank)
         total = 0
         for axis in axes:

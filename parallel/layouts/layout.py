@@ -1,12 +1,12 @@
 """
-A layout: which axes of the grid cut each dim of a tensor.
+A layout: the axes of the grid that shard each dim of a tensor.
 
-    L("dp", None, "tp")             dim 0 is cut over dp, dim 2 over tp; over all other axes the tensor is replicated
-    L(("dp", "cp"), None)           dim 0 is cut over dp, and each part over cp
-    L("dp", None).partial("tp")     what the ranks along tp hold adds up to the tensor
+    L("dp", None, "tp")             dim 0 over dp, dim 2 over tp; replicated over all other axes
+    L(("dp", "cp"), None)           dim 0 over dp, and each shard over cp
+    L("dp", None).partial("tp")     the tensor is the sum of the ranks' tensors along tp
 
-Dims are cut as evenly as they go, axis after axis, the first parts one longer: 6 over (a=2, b=2) is
-2, 1, 2, 1.
+Dims are sharded as evenly as possible, axis after axis, the first shards one longer: 6 over
+(a=2, b=2) gives 2, 1, 2, 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WHERE = "Layout"
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """
-    Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are
-    one longer.
+    Return (low, high) of shard ``index`` of ``parts`` of a dim; the first ``size % parts`` are one
+    longer.
     """
-    # not divmod: a compiler's sizes may be symbols
+    # No divmod: the sizes of a compiler can be symbols.
     base = size // parts
     extra = size % parts
     low = index * base + min(index, extra)
@@ -39,8 +39,8 @@ class L:
     A layout by axis names.
 
     Attributes:
-        dims: for each dim of the tensor the axes that cut it, major first; the empty tuple: none.
-        sums: axes over which what the ranks hold has to be added up.
+        dims: for each dim of the tensor the axes that shard it, major first; empty: none.
+        sums: axes of a partial sum: the tensor is the sum of the ranks' tensors.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -80,7 +80,7 @@ class L:
 
     def check(self, grid: Grid, shape: tuple[int, ...]) -> None:
         """
-        Hold the layout against a grid and the shape of a tensor.
+        Check the layout against a grid and the shape of a tensor.
 
         Raises:
             UsageError: an axis that the grid lacks, or another number of dims.
@@ -93,7 +93,7 @@ class L:
             grid.degree(axis)
 
     def box(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], ...]:
-        """Return (low, high) of each dim of a rank's part of a tensor of ``shape``."""
+        """Return (low, high) of each dim of a rank's shard of a tensor of ``shape``."""
         if len(self.dims) != len(shape):
             self.check(grid, shape)
         here = grid.coordinate(rank)
@@ -115,12 +115,12 @@ class L:
         blocks: Mapping[int, tuple[int, ...]] | None = None,
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """
-        Return for each dim the (low, high) ranges of a rank's part of a tensor of ``shape``, in
+        Return for each dim the (low, high) ranges of a rank's shard of a tensor of ``shape``, in
         order.
 
         Args:
-            blocks: dims that hold several matrices side by side, each of which is cut, with the
-                size of each.
+            blocks: dims with several matrices side by side, each of which is sharded; with their
+                sizes.
 
         Raises:
             UsageError: the layout does not fit, or the blocks of a dim do not add up to it.
@@ -143,7 +143,7 @@ class L:
         return tuple(found)
 
     def local_shape(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor of ``shape``."""
+        """Return the shape of a rank's shard of a tensor of ``shape``."""
         return tuple(high - low for low, high in self.box(grid, shape, rank))
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
 """
-MindSpore's strategy files, in their JSON form, to placements and back.
+Strategy files of MindSpore in JSON: to placements and back.
 
-Each parameter has a device matrix of its own, over the devices of its stage, and a tensor map; with
-optimizer parallel its dim 0 is cut further, among ``opt_weight_shard_size`` devices that are
-``opt_weight_shard_step`` apart. Shapes aren't in the file, and several axes on one dim neither:
-those that are neighbours in the mesh become one.
+Each parameter has its own device matrix, over the devices of its stage, and a tensor map. With
+optimizer parallel its dim 0 is sharded further, over ``opt_weight_shard_size`` devices that are
+``opt_weight_shard_step`` apart. The file has no shapes and at most one axis per dim: neighbouring
+axes of the mesh become one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ STRATEGY_KEY = "parallel_strategy_item"
 
 
 def is_mindspore(value: Any) -> bool:
-    """Return whether a JSON value is a strategy file of MindSpore's."""
+    """Return whether a JSON value is a strategy file of MindSpore."""
     return isinstance(value, dict) and LAYOUT_KEY in value
 
 
 def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
     """
-    Return the placement that a strategy file says.
+    Return the placement of a strategy file.
 
-    The mesh is the coarsest in which all device matrices can be said, with axes ``d0``, ``d1`` and
-    so on, and ``pp`` outside where there are several stages.
+    The mesh is the coarsest that can express all device matrices, with axes ``d0``, ``d1`` and so
+    on, and ``pp`` outside them if there are several stages.
 
     Raises:
-        ConfigError: it is no strategy file; device matrices that no mesh has in common; parameters
-            cut by hand.
+        ConfigError: not a strategy file, device matrices without a common mesh, or manual splits of
+            parameters.
     """
     try:
         items: dict[str, Any] = value[LAYOUT_KEY]
@@ -69,10 +69,10 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
 
 def _read_parameter(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
     """
-    Return one parameter's device matrix and layout; optimizer parallel is an axis like others.
+    Return the device matrix and layout of a parameter; optimizer parallel is an axis like others.
     """
     if item.get("indices_offset") or item.get("param_split_shape"):
-        raise ValueError(f"{name} is cut by hand, which a layout cannot say")
+        raise ValueError(f"{name} is split manually; a layout cannot express it")
     matrix = tuple(int(size) for size in item["dev_matrix"])
     names = tuple(f"m{place}" for place in range(len(matrix)))
     layout = from_tensor_map(
@@ -112,9 +112,9 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
     Return a placement as the JSON value of a strategy file.
 
     Raises:
-        ConfigError: what MindSpore has no form for: blocks, weights on several stages or of unknown
-            dims, and several
-            axes on one dim that aren't neighbours in the mesh.
+        ConfigError: MindSpore cannot express it: blocks, weights on several stages or of unknown
+        dims,
+            several axes on one dim that are not neighbours in the mesh.
     """
     layouts = {}
     strategies = {}
@@ -146,7 +146,7 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
 def _single_axis_dims(
     name: str, grid: Grid, layout: L
 ) -> tuple[tuple[str, ...], tuple[int, ...], L]:
-    """Return a device matrix on which no dim is cut by more than one axis."""
+    """Return a device matrix and a layout with at most one axis per dim."""
     axes = [
         (axis, size)
         for axis, size in zip(grid.names, grid.sizes, strict=True)
@@ -159,7 +159,7 @@ def _single_axis_dims(
             real = [axis for axis, size in axes if size > 1]
             at = real.index(dim[0])
             if tuple(real[at : at + len(dim)]) != dim:
-                what = f"several axes {dim} cut one dim, and they aren't neighbours in the mesh ({grid})"
+                what = f"the axes {dim} of one dim are not neighbours in the mesh ({grid})"
                 raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
             total = math.prod(size for axis, size in axes if axis in dim)
             axes = [

@@ -1,14 +1,13 @@
 """
-Where every weight of a model lies: a mesh, and for each weight its layout, its stages and its
-blocks.
+The layout of every weight of a model: a mesh, and per weight its layout, stages and blocks.
 
-A run's plan has it (``run.plan.save("plan.json")``), a file says it to those that work without a
-run, and from it follows which ranks of one job hold what a rank of another needs (`rank_list`).
+The plan of a run has it (``run.plan.save("plan.json")``); the file gives it to tools without a run.
+`rank_list` computes which ranks of one job have the weights that a rank of another needs.
 
     {"mesh": {"dp": 2, "tp": 2}, "weights": {"fc.weight": {"layout": ["tp", null]},
      "qkv.weight": {"layout": ["tp", null], "blocks": {"0": [8, 4, 4]}, "stages": [0]}}}
 
-Weights that aren't named are whole on every rank.
+Weights that are not named are replicated on every rank.
 """
 
 from __future__ import annotations
@@ -26,24 +25,23 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.view import Ranges, join_neighbours
 
 ShardRanges = tuple[Ranges, ...]
-"""For each dim of a weight the ranges that a rank holds."""
+"""For each dim of a weight the ranges of a rank's shard."""
 STAGE_AXIS = "pp"
 """The axis of pipeline stages."""
 IRREGULAR_LAYOUT = "irregular"
-"""Stands for the layout of a weight that is cut as none says."""
+"""Marks a weight whose shards no layout describes."""
 Blocks = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class WeightLayout:
     """
-    Where one weight lies.
+    The layout of one weight.
 
     Attributes:
-        layout: the axes that cut its dims; None: it is whole.
-        stages: which pipeline stages hold it; None: all.
-        blocks: dims that hold several matrices side by side, each of which is cut, with the size of
-            each.
+        layout: the axes that shard its dims; None: replicated.
+        stages: pipeline stages that have it; None: all.
+        blocks: dims with several matrices side by side, each of which is sharded; with their sizes.
     """
 
     layout: L | None = None
@@ -51,7 +49,7 @@ class WeightLayout:
     blocks: Blocks = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the JSON value."""
         dims = self.layout.dims if self.layout is not None else None
         found: dict[str, Any] = {
             "layout": None if dims is None else [_plain_dim(dim) for dim in dims]
@@ -65,11 +63,14 @@ class WeightLayout:
     @classmethod
     def from_plain(cls, value: Any) -> WeightLayout:
         """
-        Undo `to_plain`; TypeError, ValueError, KeyError or UsageError where it is something else.
+        Return the weight layout of a JSON value.
+
+        Raises:
+            TypeError, ValueError, KeyError, UsageError: the value has another form.
         """
         dims = value["layout"]
         if dims == IRREGULAR_LAYOUT:
-            raise ValueError("a weight is cut as no layout says")
+            raise ValueError("a weight has an irregular layout")
         if not (dims is None or isinstance(dims, list)):
             raise ValueError(f"the layout {dims!r} is no list")
         layout = (
@@ -99,15 +100,14 @@ REPLICATED = WeightLayout()
 @dataclass(frozen=True)
 class Placement:
     """
-    Where all weights lie.
+    The layout of all weights.
 
     Attributes:
         grid: the ranks.
-        weights: by name; those that are missing are whole on every rank.
+        weights: by name; missing ones are replicated on every rank.
 
     Raises:
-        ConfigError: a layout names an axis that the grid lacks, or a weight is on a stage that
-            there isn't.
+        ConfigError: a layout names an axis that the grid lacks, or a weight is on a missing stage.
     """
 
     grid: Grid
@@ -127,11 +127,10 @@ class Placement:
 
     def shard_ranges(self, name: str, shape: tuple[int, ...], rank: int) -> ShardRanges | None:
         """
-        Return what a rank holds of a weight; None where its stage doesn't.
+        Return the shard of a weight on a rank; None if its stage does not have the weight.
 
         Raises:
-            ConfigError: the layout is for another number of dims, or the blocks are of another
-                size.
+            ConfigError: the layout has another number of dims, or the blocks have other sizes.
         """
         one = self.weights.get(name, REPLICATED)
         stage = self.grid.coordinate(rank).get(STAGE_AXIS, 0)
@@ -146,7 +145,7 @@ class Placement:
             ) from None
 
     def holders_of(self, name: str, shape: tuple[int, ...]) -> dict[ShardRanges, list[int]]:
-        """Return the different parts of a weight, each with the ranks that hold it."""
+        """Return the different shards of a weight, each with its ranks."""
         found: dict[ShardRanges, list[int]] = {}
         for rank in range(self.grid.size):
             part = self.shard_ranges(name, shape, rank)
@@ -157,23 +156,22 @@ class Placement:
     # ---- files --------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Return it as indented JSON."""
+        """Return indented JSON."""
         mesh = dict(zip(self.grid.names, self.grid.sizes, strict=True))
         weights = {name: one.to_plain() for name, one in self.weights.items()}
         return json.dumps({"mesh": mesh, "weights": weights}, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file."""
+        """Write the JSON to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def from_plain(cls, value: Any, where: str = "placement") -> Placement:
         """
-        Return the placement of a JSON object with ``mesh`` and ``weights``, which may have more in
-        it.
+        Return the placement of a JSON object with ``mesh`` and ``weights``; other keys are ignored.
 
         Raises:
-            ConfigError: it is no such thing.
+            ConfigError: the object has another form.
         """
         try:
             mesh = value["mesh"]
@@ -185,15 +183,15 @@ class Placement:
             }
             return cls(Grid(tuple(mesh), sizes), weights)
         except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
-            told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"is no file of layouts ({told})", where=where) from None
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"is no file of layouts ({reason})", where=where) from None
 
 
 # ---- ranks ------------------------------------------------------------------
 
 
 def shards_overlap(a: ShardRanges, b: ShardRanges) -> bool:
-    """Return whether two parts of a weight have an element in common."""
+    """Return whether two shards of a weight have an element in common."""
     return all(
         any(max(low, first) < min(high, last) for low, high in here for first, last in there)
         for here, there in zip(a, b, strict=True)
@@ -204,14 +202,14 @@ def rank_list(
     source: Placement, target: Placement, shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> list[int]:
     """
-    Return the ranks of ``source`` that together hold what a rank of ``target`` needs, and no
-    others.
+    Return the smallest list of ranks of ``source`` that have the shards which a rank of ``target``
+    needs.
 
-    A part that several hold is taken from one that is needed anyway, or else from the first: no
-    rank of the list can be left out.
+    A shard of several ranks is taken from a rank that is needed anyway, or from the first: no rank
+    of the list can be left out.
 
     Args:
-        shapes: of all whole weights.
+        shapes: of all full weights.
     """
     wanted: set[tuple[int, ...]] = set()
     for name, shape in shapes.items():
@@ -240,10 +238,10 @@ def layout_from_shards(
     grid: Grid, shape: tuple[int, ...], parts: Sequence[ShardRanges | None]
 ) -> WeightLayout:
     """
-    Return the layout that gives each rank of a grid the part that it holds.
+    Return the layout that gives each rank of a grid its shard.
 
     Args:
-        parts: by rank; None where the rank's stage doesn't hold the weight.
+        parts: by rank; None if the rank's stage does not have the weight.
 
     Raises:
         ConfigError: no layout does.
@@ -272,7 +270,7 @@ def layout_from_shards(
 
 
 def _merge_ranges_of(part: ShardRanges | None) -> ShardRanges | None:
-    """Return a part with its ranges in their shortest form."""
+    """Return a shard with its ranges in their shortest form."""
     if part is None:
         return None
     return tuple(join_neighbours(pair for pair in ranges if pair[0] < pair[1]) for ranges in part)
@@ -281,7 +279,7 @@ def _merge_ranges_of(part: ShardRanges | None) -> ShardRanges | None:
 def _find_axes(
     grid: Grid, size: int, held: Mapping[int, Ranges]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the axes that cut a dim, and its blocks, from the ranges that each rank holds."""
+    """Return the axes that shard a dim, and its blocks, from the ranges of each rank."""
     if all(_merge_ranges_of((ranges,)) == (((0, size),),) for ranges in held.values()):
         return (), (size,)
 
@@ -307,4 +305,4 @@ def _find_axes(
             for rank, ranges in held.items()
         ):
             return axes, sizes
-    raise ConfigError(f"no axes of ({grid}) cut {size} as the ranks hold it")
+    raise ConfigError(f"no axes of ({grid}) split {size} into the ranges of the ranks")

@@ -1,20 +1,20 @@
 """
-From one layout to another: the list of steps, the same on every rank.
+Redistribution: the list of steps from one layout to another, the same on every rank.
 
-Both ends are brought to one grid and one shape (`unify`), where they differ in the axes of some
-dims. Then, until no dim differs, always by ascending dim:
+Both views are brought to one grid and one shape (`unify_views`), where they differ in the axes of
+some dims. Then, until no dim differs, always by ascending dim:
 
-1. *slice* wherever the next axis of a dim is free, *reduce-scatter* where there are partial sums over it, then
-   *all-to-all* where it cuts another dim, until nothing more of that can be done;
-2. *all-reduce* what is partial and is needed nowhere;
-3. *all-gather* dims whose innermost axis isn't needed anywhere (*pad*, where it becomes a partial sum);
-4. if nothing has changed, the axes change places in a circle: all-gather the first dim that differs.
+1. *slice* if the next axis of a dim is free, *reduce-scatter* if there are partial sums over it,
+   then *all-to-all* if it shards another dim, until none of these applies;
+2. *all-reduce* partial sums over axes that are not needed;
+3. *all-gather* dims whose innermost axis is not needed (*pad* if it becomes a partial sum);
+4. if nothing has changed, axes exchange their dims in a circle: all-gather the first dim that
+   differs.
 
-That is MindSpore's way, with partial sums. Where there is no common form the tensor is gathered
-whole, reshaped and cut again. Dims that are cut by several axes can be seen as one dim or as
-several: of all ways the one that sends least is taken, so that none ever sends more than gathering
-everything. Where that way cuts something after it was sent, a search (`search`) may save more than
-its additional collectives cost.
+These are MindSpore's rules, with partial sums. Without a common form the tensor is gathered,
+reshaped and sharded again. Dims with several axes can be seen as one dim or as several: the plan
+that sends least is taken, and none sends more than gathering everything. If the plan slices
+something after it was sent, a search (`search`) can save more than its additional collectives cost.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def redistribute(
     Return the steps from one layout of a tensor to another.
 
     Args:
-        source, target: how the tensor lies before and after.
-        shape: of the whole tensor.
-        grid: the axes that ``source`` names, and ``target`` too unless it has a grid of its own.
+        source, target: layouts before and after.
+        shape: of the full tensor.
+        grid: the axes of ``source``, and of ``target`` without ``target_grid``.
         target_grid: other axes of the same ranks.
         target_shape: another shape of the same elements.
 
     Raises:
-        UsageError: layout, grid and shape don't fit, or the two ends are of other ranks or numbers
+        UsageError: layout, grid and shape do not fit, or the two views have different ranks or
+        numbers
             of elements.
     """
     return plan_redistribution(
@@ -77,7 +78,7 @@ def plan_redistribution(source: View, target: View) -> RedistributionPlan:
     Return the steps from one view to another (see `redistribute`).
 
     Raises:
-        UsageError: other numbers of ranks or of elements.
+        UsageError: different numbers of ranks or of elements.
     """
     if source.grid.size != target.grid.size:
         raise UsageError(
@@ -106,7 +107,7 @@ def plan_redistribution(source: View, target: View) -> RedistributionPlan:
 
 
 def plan_full_gather(source: View, target: View) -> RedistributionPlan:
-    """Return the way over the whole tensor: gather everything, reshape, cut."""
+    """Return the steps through the full tensor: gather everything, reshape, slice."""
     before = View(source.grid, L(*[None] * len(source.shape)), source.shape)
     after = View(target.grid, L(*[None] * len(target.shape)), target.shape)
     gathered = _plan_same_grid(source, before).steps
@@ -117,21 +118,19 @@ def plan_full_gather(source: View, target: View) -> RedistributionPlan:
 
 
 def _plan_same_grid(source: View, target: View) -> RedistributionPlan:
-    """
-    Return the way to or from a whole tensor on one grid, for which there is always a common form.
-    """
+    """Return the steps to or from a full tensor on one grid, which always has a common form."""
     pair = unify_views(source, target, expand=False)
     assert pair is not None, f"no common form of {source} and {target}"
     return _plan_by_rules(source, target, pair)
 
 
 def _plan_by_rules(source: View, target: View, pair: ViewPair) -> RedistributionPlan:
-    """Return the way by the rules."""
+    """Return the steps by the rules."""
     return _make_plan(source, target, pair, _LayoutWalk(pair.source, pair.target).apply_rules())
 
 
 def _plan_by_search(source: View, target: View, pair: ViewPair) -> RedistributionPlan:
-    """Return the way by a search, or that by the rules where it is given up."""
+    """Return the steps by a search, or by the rules if the search gives up."""
     moves = find_cheapest(pair.source, pair.target)
     walk = _LayoutWalk(pair.source, pair.target)
     return _make_plan(
@@ -142,7 +141,7 @@ def _plan_by_search(source: View, target: View, pair: ViewPair) -> Redistributio
 def _make_plan(
     source: View, target: View, pair: ViewPair, steps: list[LayoutStep]
 ) -> RedistributionPlan:
-    """Return a plan of steps in the common form, with what leads there and back."""
+    """Return a plan of steps in the common form, with reshapes to it and back."""
     if source.local_shape() != pair.source.local_shape():
         steps = [*_reshape_step(source, pair.source), *steps]
     if pair.target.local_shape() != target.local_shape():
@@ -156,7 +155,7 @@ def _reshape_step(before: View, after: View) -> tuple[LayoutStep, ...]:
 
 @dataclass
 class _LayoutWalk:
-    """The way between two layouts of one shape on one grid."""
+    """The steps between two layouts of one shape on one grid."""
 
     start: View
     end: View
@@ -170,7 +169,7 @@ class _LayoutWalk:
         self.view = self.start
 
     def apply_rules(self) -> list[LayoutStep]:
-        """Return the steps."""
+        """Return the steps by the rules."""
         while True:
             while self._push_free_axes():
                 pass
@@ -182,7 +181,7 @@ class _LayoutWalk:
         return self._finish_steps()
 
     def follow_moves(self, moves: list[LayoutMove]) -> list[LayoutStep]:
-        """Return the steps that make some moves."""
+        """Return the steps of some moves."""
         for move in moves:
             if move.kind in (ALL_REDUCE, REDUCE_SCATTER):
                 self.sums.remove(move.axis)
@@ -204,9 +203,7 @@ class _LayoutWalk:
         return self.steps
 
     def _push_free_axes(self) -> bool:
-        """
-        Give every dim the axes that it can get without a gather; return whether there were any.
-        """
+        """Give every dim the axes that it can get without a gather; return whether any changed."""
         changed = False
         for how in (SLICE, ALL_TO_ALL):
             for dim in range(len(self.dims)):
@@ -234,7 +231,7 @@ class _LayoutWalk:
         return True
 
     def _reduce_sums(self) -> bool:
-        """Add up what is partial and stays in no form; return whether there was any."""
+        """All-reduce partial sums that are not needed at the end; return whether there were any."""
         done = tuple(
             axis
             for axis in self.sums
@@ -247,7 +244,8 @@ class _LayoutWalk:
 
     def _gather_unneeded(self) -> bool:
         """
-        Gather each dim whose innermost axis cuts nothing at the end; return whether there were any.
+        Gather each dim whose innermost axis shards nothing at the end; return whether there were
+        any.
         """
         changed = False
         for dim, axes in enumerate(self.dims):
@@ -280,9 +278,7 @@ class _LayoutWalk:
 
 
 def _merge_steps(steps: list[LayoutStep]) -> list[LayoutStep]:
-    """
-    Join all-reduces that follow one another, and all-gathers of one dim where its parts are equal.
-    """
+    """Join consecutive all-reduces, and all-gathers of one dim with equal shards."""
     found: list[LayoutStep] = []
     for step in steps:
         last = found[-1] if found else None

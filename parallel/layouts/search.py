@@ -1,9 +1,8 @@
 """
-The cheapest way between two layouts of one shape on one grid, by Dijkstra's search over layouts.
+The cheapest steps between two layouts of one shape on one grid, by Dijkstra's algorithm.
 
-A state is a layout, an edge a step. Rules alone (`redistribute`) send too much where axes change
-places: to come from ("tp", None) to (("dp", "tp"), None) they gather dim 0, where tp can wait on
-dim 1 meanwhile.
+A node is a layout, an edge a step. The rules of `redistribute` send too much if axes exchange dims:
+from ("tp", None) to (("dp", "tp"), None) they gather dim 0, although tp can wait on dim 1.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pdrun.parallel.layouts.steps import (
 from pdrun.parallel.layouts.view import View
 
 MAX_STATES = 3000
-"""States that are looked at before the search is given up."""
+"""Layouts that are visited before the search gives up."""
 Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class LayoutMove:
-    """A step by its parts; see `Step`."""
+    """A step without its views; see `LayoutStep`."""
 
     kind: str
     axis: str
@@ -43,7 +42,7 @@ class LayoutMove:
 
 @dataclass(frozen=True, order=True)
 class LayoutState:
-    """A layout on the way."""
+    """A node: the axes of each dim, and the partial sums."""
 
     dims: Dims
     sums: tuple[str, ...]
@@ -51,10 +50,10 @@ class LayoutState:
 
 def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
     """
-    Return the moves that send least, a collective counting as `LATENCY` elements more; None: given
-    up.
+    Return the moves with the least cost; None if the search gives up. A collective costs
+    `LATENCY_ELEMENTS` more.
 
-    Sums that the end has and the start lacks are left to the caller, who makes them last.
+    The caller adds sums that the end has and the start lacks, as the last step.
     """
     maze = _LayoutGraph(start, end)
     first = LayoutState(start.layout.dims, start.layout.sums)
@@ -88,7 +87,7 @@ def _trace_path(
 
 
 class _LayoutGraph:
-    """The steps that may be of use between two layouts."""
+    """The steps that can be useful between two layouts."""
 
     def __init__(self, start: View, end: View) -> None:
         self.shape = start.shape
@@ -99,11 +98,11 @@ class _LayoutGraph:
         self._sizes: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def is_end(self, state: LayoutState) -> bool:
-        """Whether nothing is left to do but to make sums of replicated axes."""
+        """Whether only partial sums of replicated axes are left to do."""
         return state.dims == self.dims and set(state.sums) <= self.sums
 
     def next_moves(self, state: LayoutState) -> Iterator[tuple[LayoutMove, int, LayoutState]]:
-        """Yield (move, price, layout after it)."""
+        """Yield (move, cost, layout after it)."""
         dims = state.dims
         used = {axis for dim in state.dims for axis in dim}
         every = range(len(dims))
@@ -157,7 +156,7 @@ class _LayoutGraph:
         return self._sizes[dim, axes]
 
     def _part_elements(self, dims: Dims) -> int:
-        """Return the number of elements of the largest part."""
+        """Return the number of elements of the largest shard."""
         return math.prod(self._part_size(dim, axes) for dim, axes in enumerate(dims))
 
     def _shared_elements(self, before: Dims, after: Dims) -> int:
@@ -173,6 +172,6 @@ def _with_axis(dims: Dims, dim: int, axis: str) -> Dims:
 
 
 def is_roundabout(steps: Sequence[LayoutStep]) -> bool:
-    """Return whether something is cut after it was sent: a search may do better."""
+    """Return whether something is sliced after it was sent: a search can do better."""
     sent = [step.kind not in LOCAL_KINDS for step in steps]
     return True in sent and any(step.kind == SLICE for step in steps[sent.index(True) :])

@@ -1,13 +1,12 @@
 """
-Which positions of a sequence each rank of a context-parallel group holds, and which of its blocks
-attend to which.
+The positions of a sequence on each rank of a context-parallel group, and the blocks of attention.
 
-    contiguous      0 0 0 1 1 1 2 2 2 3 3 3         rank 3 has most to do under a causal mask, rank 0 least
-    zigzag          0 1 2 3 3 2 1 0                 chunk i and chunk 2n-1-i go to rank i: all have the same to do
+    contiguous   0 0 0 1 1 1 2 2 2 3 3 3   under a causal mask rank 3 has most work, rank 0 least
+    zigzag       0 1 2 3 3 2 1 0           rank i has chunks i and 2n-1-i: equal work
 
-The zigzag placement is that of Brandon et al., Striped Attention (2023), section 5, and of torch's
-and Megatron's "head-tail" balancers. Dims are cut as evenly as they go (see `cut`). A place is a
-tuple of (low, high) ranges in ascending order. Pure integers, no torch.
+The zigzag placement is that of Brandon et al., Striped Attention (2023), section 5, and of the
+"head-tail" balancers of torch and Megatron. Dims are sharded as evenly as possible (see
+`shard_range`). Ranges are (low, high) in ascending order. Pure integers, no torch.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ ORDERS = (CONTIGUOUS, ZIGZAG)
 @functools.lru_cache(maxsize=1024)
 def positions_of(length: int, parts: int, index: int, order: str) -> Ranges:
     """
-    Return the positions of part ``index`` of a sequence.
+    Return the positions of shard ``index`` of a sequence.
 
     Raises:
         UsageError: an order that is neither "zigzag" nor "contiguous".
     """
     if order not in ORDERS:
         raise UsageError(
-            f"{order!r} is no order of a sequence",
+            f"order must be one of {', '.join(ORDERS)}, got {order!r}",
             where="ContextParallel",
             hint=" or ".join(ORDERS),
         )
@@ -50,7 +49,7 @@ def positions_of(length: int, parts: int, index: int, order: str) -> Ranges:
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> Ranges:
-    """Leave empty ranges out and make one of two that touch."""
+    """Leave out empty ranges and join ranges that touch."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if low == high:
@@ -68,9 +67,7 @@ def count_positions(ranges: Ranges) -> int:
 
 
 def positions_within(ranges: Ranges, low: int, high: int) -> Ranges:
-    """
-    Return what lies at places ``low`` to ``high`` of the positions written one after the other.
-    """
+    """Return the elements ``low`` to ``high`` of the concatenated ranges."""
     found = []
     start = 0
     for first, last in ranges:
@@ -85,7 +82,7 @@ def positions_within(ranges: Ranges, low: int, high: int) -> Ranges:
 @dataclass(frozen=True)
 class AttentionBlock:
     """
-    Queries and keys that attend to each other: places (low, high) in what two ranks hold.
+    Queries and keys that attend to each other: indices (low, high) into the positions of two ranks.
 
     Attributes:
         causal: whether query i sees keys 0 to i of the block only; otherwise it sees all of them.
@@ -98,10 +95,7 @@ class AttentionBlock:
 
 @functools.lru_cache(maxsize=1024)
 def attention_blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[AttentionBlock, ...]:
-    """
-    Return the fewest blocks that make up the attention of one rank's queries to another's (or its
-    own) keys.
-    """
+    """Return the fewest blocks of the attention of one rank's queries to one rank's keys."""
     wide = count_positions(q)
     deep = count_positions(k)
     if not wide or not deep:
@@ -128,7 +122,7 @@ def attention_blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[AttentionBlock
 
 
 def _split_at_edges(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
-    """Cut ranges at all edges; return (low, high, place in memory) of each piece."""
+    """Split ranges at all edges; return (low, high, index in memory) of each piece."""
     found = []
     start = 0
     for low, high in ranges:
@@ -139,7 +133,7 @@ def _split_at_edges(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, in
 
 
 def _merge_blocks(found: list[AttentionBlock]) -> list[AttentionBlock]:
-    """Make one block of two full ones with the same keys whose queries touch."""
+    """Join full blocks with the same keys whose queries touch."""
     merged: list[AttentionBlock] = []
     for block in sorted(found, key=lambda one: (one.causal, one.k, one.q)):
         last = merged[-1] if merged else None

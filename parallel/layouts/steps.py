@@ -1,18 +1,18 @@
 """
-The steps from one layout to another, and what they cost.
+The steps of a redistribution, and their costs.
 
-    kind            before -> after            over the network    backward
-    slice           replicated -> cut          nothing             all-gather
-    all_to_all      cut -> cut on another dim  all-to-all          all-to-all
-    all_gather      cut -> replicated          all-gather          slice
-    all_reduce      partial -> replicated      all-reduce          nothing
-    reduce_scatter  partial -> cut             reduce-scatter      all-gather
-    first           replicated -> partial      nothing             nothing       all but the first hold zeros
-    pad             cut -> partial             nothing             slice         each part among zeros
-    reshape         another shape              nothing             reshape
+    kind            before -> after              network           backward
+    slice           replicated -> sharded        nothing           all-gather
+    all_to_all      sharded -> on another dim    all-to-all        all-to-all
+    all_gather      sharded -> replicated        all-gather        slice
+    all_reduce      partial -> replicated        all-reduce        nothing
+    reduce_scatter  partial -> sharded           reduce-scatter    all-gather
+    first           replicated -> partial        nothing           nothing; others have zeros
+    pad             sharded -> partial           nothing           slice; each shard among zeros
+    reshape         another shape                nothing           reshape
 
-Backward follows one convention: the gradient of a tensor that all ranks of an axis hold alike, or
-that their parts add up to, is held alike by all.
+Backward follows one convention: the gradient of a tensor that is replicated or partial along an
+axis is replicated along it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ FIRST = "first"
 PAD = "pad"
 RESHAPE = "reshape"
 LATENCY_ELEMENTS = 1 << 16
-"""
-How many elements a collective counts for besides what it sends, where bytes are weighed against
-steps.
-"""
+"""Cost of a collective in elements, in addition to the elements sent."""
 LOCAL_KINDS = (SLICE, FIRST, PAD, RESHAPE)
 """Steps without communication."""
 
@@ -46,10 +43,10 @@ class LayoutStep:
 
     Attributes:
         kind: see above.
-        before, after: how the tensor lies.
-        axes: of the grid of ``after``, over which it happens.
-        dim: the one that is cut, gathered or padded; -1 without.
-        origin: of an all-to-all, the dim that was cut before; -1 otherwise.
+        before, after: views of the tensor.
+        axes: axes of the grid of ``after`` over which it runs.
+        dim: the dim that is sliced, gathered or padded; -1 without.
+        origin: of an all-to-all, the dim that was sharded before; -1 otherwise.
     """
 
     kind: str
@@ -66,12 +63,13 @@ class LayoutStep:
 
     def sent_elements(self, backward: bool = False) -> int:
         """
-        Return how many elements a rank sends, by ring and pairwise algorithms: the least that the
-        step can do with.
+        Return the number of elements that a rank sends, by ring and pairwise algorithms: the
+        minimum.
 
-        All-gather: its part to all others, and reduce-scatter as many; all-reduce: both;
-        all-to-all: what it does not keep, or receives if that is more. Where parts differ, each
-        counts as the largest one, to which collectives pad.
+        * all-gather: its shard to all others; reduce-scatter: as many; all-reduce: both.
+        * all-to-all: the elements that it does not keep, or receives if that is more.
+
+        If shards differ, each counts as the largest one: collectives pad to it.
         """
         before = self.before.local_elements()
         after = self.after.local_elements()
@@ -90,7 +88,7 @@ class LayoutStep:
 
     def message_rounds(self, backward: bool = False) -> int:
         """
-        Return how many messages follow one another: n - 1 around a ring, twice that for an
+        Return the number of consecutive messages: n - 1 around a ring, twice that for an
         all-reduce.
         """
         if self.sent_elements(backward) == 0:
@@ -98,7 +96,7 @@ class LayoutStep:
         return (self.group_size - 1) * (2 if self.kind == ALL_REDUCE else 1)
 
     def mindspore_cost(self) -> MindSporeCost:
-        """Return the cost by MindSpore's forms, in elements."""
+        """Return the cost by MindSpore's formulas, in elements."""
         s = self.before.local_elements()
         n = self.group_size
         if self.kind == ALL_GATHER:
@@ -124,12 +122,14 @@ class LayoutStep:
 @dataclass(frozen=True)
 class MindSporeCost:
     """
-    What MindSpore's searches take a redistribution to cost.
+    The cost of a redistribution in MindSpore's searches.
 
-    With s elements of a rank before the step and n ranks: all-gather n*s/2 forward and s/2
-    backward, all-to-all 2s both, an all-reduce its s forward; a reduce-scatter, which MindSpore
-    plans none of, is the all-gather turned round. Computation and memory: all-gather s and n*s on
-    dim 0, elsewhere s + 2sn and 2sn + s (a slice and a concatenation more), slice s, reshape 2s.
+    With s elements per rank before the step and n ranks:
+
+    * communication: all-gather n*s/2 forward and s/2 backward, all-to-all 2s both, all-reduce s
+      forward. MindSpore plans no reduce-scatter; here it is the all-gather with the two exchanged.
+    * computation and memory: all-gather s and n*s on dim 0, otherwise s + 2sn and 2sn + s (an
+      additional slice and concatenation), slice s, reshape 2s.
     """
 
     forward: float
@@ -149,11 +149,11 @@ class MindSporeCost:
 @dataclass(frozen=True)
 class RedistributionPlan:
     """
-    The way from one view to another.
+    The steps from one view to another.
 
     Attributes:
-        source, target: both ends.
-        steps: in order; none where nothing has to be done.
+        source, target: the views.
+        steps: in order; empty if nothing has to be done.
     """
 
     source: View
@@ -162,7 +162,7 @@ class RedistributionPlan:
 
     def sent_bytes(self, itemsize: int = 1, backward: bool = False) -> int:
         """
-        Return how many bytes a rank sends, of elements of ``itemsize`` bytes (see `Step.moved`).
+        Return the bytes that a rank sends, with ``itemsize`` bytes per element (`sent_elements`).
         """
         return itemsize * sum(step.sent_elements(backward) for step in self.steps)
 
@@ -170,12 +170,12 @@ class RedistributionPlan:
         self, alpha: float, beta: float, itemsize: int, backward: bool = False
     ) -> float:
         """
-        Return the time by the alpha-beta model: a latency for each round and a time for each byte.
+        Return the time by the alpha-beta model: a latency per round and a time per byte.
 
         Args:
-            alpha: seconds that a message takes at least.
+            alpha: latency of a message in seconds.
             beta: seconds per byte, the inverse of the bandwidth.
-            itemsize: bytes of an element.
+            itemsize: bytes per element.
         """
         return sum(
             alpha * step.message_rounds(backward) + beta * itemsize * step.sent_elements(backward)
@@ -193,7 +193,7 @@ class RedistributionPlan:
 
     @property
     def search_cost(self) -> int:
-        """The elements sent, and `LATENCY` for each collective."""
+        """The elements sent, and `LATENCY_ELEMENTS` for each collective."""
         return self.sent_bytes() + LATENCY_ELEMENTS * len(self.collectives)
 
     def __str__(self) -> str:

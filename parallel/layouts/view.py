@@ -1,12 +1,12 @@
 """
-A view: one tensor, laid over the ranks in one way.
+A view: a tensor of a shape with a layout on a grid.
 
-Ranks may be seen through several grids: 8 of them as (dp=2, tp=4), as (4, 2), or as one axis; and
-the elements of a tensor through several shapes. A view is a grid, a shape and the layout that joins
-them.
+Ranks can be seen as several grids: 8 ranks as (dp=2, tp=4), as (4, 2), or as one axis. The elements
+of a tensor can be seen in several shapes. A view is a grid, a shape and a layout.
 
-A layout may name the *virtual axis* `VIRTUAL`, MindSpore's "interleaved_parallel": the parts along
-it lie on the same device, so that one part's communication can run beside the other's computation.
+A layout can name the *virtual axis* `VIRTUAL_AXIS`, MindSpore's "interleaved_parallel". The parts
+along it are on the same device, so that the communication of one overlaps with the computation of
+another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import WHERE, L, shard_range
 
 VIRTUAL_AXIS = "interleaved_parallel"
-"""Name of the axis whose parts lie on one device."""
+"""Name of the axis whose parts are on one device."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -32,13 +32,14 @@ class View:
 
     Attributes:
         grid: the ranks.
-        layout: how the tensor lies over them.
-        shape: of the whole tensor.
-        virtual: number of parts along `VIRTUAL`.
+        layout: of the tensor on the grid.
+        shape: of the full tensor.
+        virtual: number of parts along `VIRTUAL_AXIS`.
 
     Raises:
-        UsageError: the layout fits neither grid nor shape, or a dim that is cut over `VIRTUAL`
-            isn't cut evenly.
+        UsageError: the layout does not fit grid or shape, or a dim over `VIRTUAL_AXIS` is not
+        sharded
+            evenly.
     """
 
     grid: Grid
@@ -57,17 +58,17 @@ class View:
                 raise UsageError(what, where=WHERE, hint=f"{VIRTUAL_AXIS!r} needs equal parts")
 
     def degree(self, axis: str) -> int:
-        """Return the number of parts along an axis of the grid or the virtual one."""
+        """Return the number of shards along an axis of the grid or the virtual one."""
         return self.virtual if axis == VIRTUAL_AXIS else self.grid.degree(axis)
 
     def parts_along(self, axes: tuple[str, ...]) -> int:
-        """Return how many parts some axes make together."""
+        """Return the number of shards that some axes make together."""
         return math.prod(self.degree(axis) for axis in axes)
 
     def ranges_of(self, rank: int) -> tuple[Ranges, ...]:
         """
-        Return for each dim the (low, high) ranges that a rank holds, in order; one each without
-        `VIRTUAL`.
+        Return for each dim the (low, high) ranges of a rank, in order; one range without
+        `VIRTUAL_AXIS`.
         """
         here = self.grid.coordinate(rank)
         found = []
@@ -86,11 +87,11 @@ class View:
         return tuple(found)
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
-        """Return the shape of what a rank holds; rank 0 holds most."""
+        """Return the shape of a rank's shard; the one of rank 0 is the largest."""
         return tuple(sum(high - low for low, high in ranges) for ranges in self.ranges_of(rank))
 
     def local_elements(self, rank: int = 0) -> int:
-        """Return the number of elements that a rank holds."""
+        """Return the number of elements of a rank's shard."""
         return math.prod(self.local_shape(rank))
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ class View:
 
 
 def join_neighbours(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges with neighbours made one."""
+    """Return ranges with touching ones joined."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if found and found[-1][1] == low:

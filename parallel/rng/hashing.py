@@ -8,7 +8,7 @@ import torch
 
 MASK_64_BITS = (1 << 64) - 1
 CHUNK_ELEMENTS = 65536
-"""Elements."""
+"""Elements of a chunk on a CPU."""
 _MASK_31_BITS = 0x7FFFFFFF
 
 
@@ -35,13 +35,13 @@ def _scramble_bits(x: torch.Tensor) -> torch.Tensor:
 
 def hash_uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
-    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and
-    place in the row.
+    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row,
+    place.
 
     Args:
         key: 63 bits.
         rows: global indices, int32.
-        places: of elements in their row, int32.
+        places: positions of elements in their row, int32.
     """
     row = _scramble_bits(rows ^ ((key & MASK_64_BITS) >> 32))
     place = _scramble_bits(places + (key & _MASK_31_BITS))
@@ -49,7 +49,9 @@ def hash_uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.
 
 
 def keep_mask(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return where `uniform31` is at least ``limit``; on a CPU in pieces that stay in its cache."""
+    """
+    Return where `hash_uniform31` is at least ``limit``; on a CPU in chunks that fit the cache.
+    """
     piece = (
         len(rows) if rows.device.type != "cpu" else max(1, CHUNK_ELEMENTS // max(len(places), 1))
     )

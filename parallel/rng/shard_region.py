@@ -1,7 +1,7 @@
 """
-Which part of a full tensor a rank's shard is, for masks that are parts of the full tensor's mask.
+Which part of a full tensor a shard is; its dropout mask is the same part of the full mask.
 
-The code that shards a tensor enters `region` (any dims) or `sequence` (the positions of a sequence).
+The code that shards a tensor enters `shard_region` (any dims) or `sharded_sequence` (positions).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ DimShard = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
 _regions: list[dict[int, DimShard]] = []
 """The regions that are entered, the innermost last."""
 _sequence: Callable[[], tuple[Ranges, int]] | None = None
-"""Tells which positions of the sequences are here, and how many there are."""
+"""Returns which positions of the sequences this rank has, and their total."""
 
 
 class shard_region:
     """
-    While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
+    Inside, tensors in dropout are shards: their masks are parts of the masks of full tensors.
 
     Args:
-        cuts: for each dim that is cut (it may be counted from the end) which elements are here:
-            ``{1: (0, 512, 2048)}``
-            or ``{1: (((0, 256), (1792, 2048)), 2048)}``. A dim counts where a tensor has it in the size of the part.
+        cuts: for each sharded dim (negative: from the end) the elements of the shard:
+            ``{1: (0, 512, 2048)}`` or ``{1: (((0, 256), (1792, 2048)), 2048)}``. A dim counts for
+            tensors that have the size of the shard in it.
 
-    An empty mapping ends the region that surrounds it.
+    An empty mapping ends the surrounding region.
     """
 
     def __init__(self, cuts: Mapping[int, DimShard]) -> None:
@@ -48,10 +48,10 @@ class shard_region:
 @contextmanager
 def sharded_sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
     """
-    While this lasts, dim 1 of tensors is cut, before any `region` cuts what is left of it.
+    Inside, dim 1 of tensors is sharded, before a `shard_region` shards the rest.
 
     Args:
-        where: returns which ranges are here, and the whole size.
+        where: returns the ranges of this rank, and the full size.
     """
     global _sequence
     before = _sequence
@@ -64,8 +64,8 @@ def sharded_sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
 
 def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
     """
-    Return the dims of a tensor that the innermost region cuts, each with the ranges that are here
-    and its total.
+    Return the sharded dims of a tensor in the innermost region: the ranges of the shard and the
+    total.
     """
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
@@ -80,8 +80,7 @@ def apply_sequence(
     shape: tuple[int, ...], rows: int, cuts: dict[int, tuple[Ranges, int]]
 ) -> tuple[tuple[int, ...], dict[int, tuple[Ranges, int]]]:
     """
-    Return the shape and the cuts of a tensor whose positions are cut, in dim 1 or flattened behind
-    rows in dim 0.
+    Return shape and cuts of a tensor with a sharded sequence in dim 1, or in dim 0 behind the rows.
     """
     if _sequence is None or not shape:
         return shape, cuts
@@ -108,7 +107,7 @@ def flat_indices(
     device: torch.device,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """
-    Return where each element of a part is in the flattened whole, flattened, and the whole's shape.
+    Return the index of each element of a shard in the flattened full tensor, and the full shape.
     """
     whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
     found = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,22 +1,22 @@
 """
-Randomness that does not depend on the number of ranks.
+Random numbers of a training step that are the same for any number of ranks.
 
-*Dropout* is placed by global row: whether an element is dropped is a hash of (seed, step, how many dropouts came
-before it in the forward pass, index of its row in the global batch, place in the row). No number of ranks or
-micro-batches enters. While a step runs, the functions of ``torch.nn.functional`` that drop are replaced; modules call
-them, so nothing in a model changes. The rows lie along dim 0 of the tensor, possibly flattened with what follows:
-``[rows * k, ...]``.
+*Dropout* depends on the global row. Whether an element is dropped is a hash of (seed, step, number
+of the dropout in the forward pass, row in the global batch, position in the row). The number of
+ranks or micro-batches does not enter. While a step runs, the dropout functions of
+``torch.nn.functional`` are replaced; modules call them, so the model is not changed. The rows are
+dim 0 of the tensor, possibly flattened with following dims: ``[rows * k, ...]``.
 
-*Everything else* that draws from torch's generators inside a step (noise, stochastic depth) is seeded by (seed, step,
-slice): the same on any number of ranks that work on the same slices.
+*Other random numbers* of a step (noise, stochastic depth) come from torch's generators, seeded by
+(seed, step, slice). They are the same for any number of ranks that work on the same slices.
 
-A recomputed forward pass must find its own masks again. Each dropout draws one number from torch's
+A recomputed forward pass must find its masks again. Each dropout draws one number from torch's
 generator; the order in which numbers first appear counts the dropouts. A checkpoint that restores
-the generator, as torch's does, draws the same numbers again, and these are looked up, whatever
-other micro-batches have come in between.
+the generator, as torch's does, draws the same numbers again, and the masks are looked up, even if
+other micro-batches ran in between.
 
-Where a tensor is cut over ranks, its mask is a part of the whole tensor's: whoever cuts it says so
-with `region`.
+The code that shards a tensor over ranks declares the shard with `shard_region`; its mask is then a
+part of the full tensor's mask.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _active: StepRNG | None = None
 
 
 def current_rng() -> StepRNG | None:
-    """Return the randomness of the step that is being computed; None outside of one."""
+    """Return the random numbers of the step that is computed; None outside of one."""
     return _active
 
 
@@ -63,12 +63,12 @@ class DropoutState:
 
 class StepRNG:
     """
-    The randomness of one run.
+    The random numbers of one run.
 
     Args:
-        seed: the run's.
-        native: leave dropout to torch's generators, seeded by slice: faster, equal for equal slices
-            only.
+        seed: of the run.
+        native: use torch's generators for dropout, seeded by slice. This is faster, and the same
+            for equal slices only.
     """
 
     def __init__(self, seed: int, native: bool = False) -> None:
@@ -83,15 +83,14 @@ class StepRNG:
         self._forward: DropoutState | None = None
         self._step = -1
         self._calls_by_number: dict[int, tuple[DropoutState, int]] = {}
-        """By what was drawn from the generator: which dropout of which forward pass it is."""
+        """By the number drawn from the generator: the dropout and its forward pass."""
         self.is_used = False
         """Whether anything has been dropped yet."""
 
     @property
     def dropout_calls(self) -> int:
         """
-        How many dropouts the newest forward pass has had so far, those of the stages before it
-        included.
+        Number of dropouts in the newest forward pass so far, including those of earlier stages.
         """
         return self._forward.call_count if self._forward is not None else 0
 
@@ -106,12 +105,12 @@ class StepRNG:
         calls: int = 0,
     ) -> None:
         """
-        Begin the forward pass of a micro-batch: slice ``index`` of ``step``, which is these rows of
-        the global batch.
+        Start the forward pass of a micro-batch: slice ``index`` of ``step``, with these global
+        rows.
 
         Args:
-            part: tells the parts of a model apart that compute the same slice in this process.
-            calls: how many dropouts the parts before this one had.
+            part: number of the part of a model, if several compute the same slice in this process.
+            calls: number of dropouts in the parts before this one.
         """
         seed = mix_bits(self.seed, step, index, 1, *([part] if part else []))
         torch.default_generator.manual_seed(seed)
@@ -134,11 +133,11 @@ class StepRNG:
     @contextmanager
     def isolate_generators(self, device: torch.device) -> Iterator[None]:
         """
-        While this lasts, torch's generators are the run's; then they go on as if it had drawn
+        Inside, torch's generators are the run's; afterwards they continue as if it had drawn
         nothing.
 
-        They are seeded by slice, so that ranks differ: what a program draws between two steps
-        would, too.
+        They are seeded by slice and differ between ranks: numbers that a program draws between two
+        steps would differ, too.
         """
         kit = getattr(torch, device.type) if device.type != "cpu" else None
         host = torch.default_generator.get_state()
@@ -152,9 +151,9 @@ class StepRNG:
 
     @contextmanager
     def patched_dropout(self, training: bool = True) -> Iterator[None]:
-        """While this lasts, ``torch.nn.functional`` drops by global row."""
+        """Inside, ``torch.nn.functional`` drops by global row."""
         global _active
-        if _active is self:  # whoever came first leaves last
+        if _active is self:  # the outermost context restores the functions
             yield
             return
         before = _active
@@ -179,7 +178,7 @@ class StepRNG:
         """
         Return which elements stay, as a boolean tensor of ``shape`` (default: that of ``like``).
 
-        Inside a `region` it is the part of the whole tensor's mask.
+        Inside a `shard_region` it is a part of the full tensor's mask.
         """
         shape = tuple(like.shape) if shape is None else shape
         drawn = self.draw_call()
@@ -195,17 +194,17 @@ class StepRNG:
         device: torch.device,
     ) -> torch.Tensor:
         """
-        Return which elements of a part stay, of the dropout that `draw` has counted.
+        Return which elements of a shard stay, for the dropout that `draw_call` has counted.
 
         Args:
-            shape: of the part.
-            cuts: for each dim that is cut the ranges that are here and the whole size.
+            shape: of the shard.
+            cuts: for each sharded dim the ranges of the shard and the full size.
         """
         self.is_used = True
-        throw, call = drawn
-        key = mix_bits(self.seed, throw.step, call, 2)
+        forward, call = drawn
+        key = mix_bits(self.seed, forward.step, call, 2)
         limit = int(p * (1 << 31))
-        rows = throw.rows if throw.rows.device == device else throw.rows.to(device)
+        rows = forward.rows.to(device)
         whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
         if torch.Size(shape).numel() == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
@@ -230,15 +229,14 @@ class StepRNG:
 
     def save_state(self, device: torch.device) -> Any:
         """
-        Return what `enter` needs to go on here later, when another forward or backward has come in
-        between.
+        Return the state for `restore_state`, to continue here after another forward or backward.
         """
         kit = getattr(torch, device.type)
         state = kit.get_rng_state(device) if device.type != "cpu" else None
         return torch.default_generator.get_state(), state, self._forward, save_regions()
 
     def restore_state(self, kept: Any, device: torch.device) -> None:
-        """Go on where `leave` was called."""
+        """Continue where `save_state` was called."""
         host, state, self._forward, regions = kept
         restore_regions(regions)
         torch.default_generator.set_state(host)
@@ -246,7 +244,7 @@ class StepRNG:
             getattr(torch, device.type).set_rng_state(state, device)
 
     def draw_call(self) -> tuple[DropoutState, int]:
-        """Count a dropout; return which one of which forward pass it is."""
+        """Count a dropout; return its number and forward pass."""
         with (
             unset_fake_temporarily()
         ):  # memory is estimated on tensors without data; this number is needed

@@ -95,7 +95,7 @@ EXCEPTIONS = [
     ),
     ("RuntimeError: Connection reset by peer while reading s3://bucket", (), "exception", None),
     (
-        "pdrun.errors.PeerLost: step 3: the losses cannot come: another rank is gone (x)",
+        "pdrun.errors.PeerLost: step 3: the losses cannot end: another rank is gone (x)",
         (),
         "communication",
         None,
@@ -290,7 +290,7 @@ def test_an_abort_about_a_peer_is_communication():
 
 
 def test_a_victim_of_the_parallel_runtime_says_so_in_one_line():
-    said = f"step 3: the losses cannot come: {PeerLost.SIGN} (Broken pipe)"
+    said = f"step 3: the losses cannot end: {PeerLost.SIGN} (Broken pipe)"
     cause = find_cause(Evidence(69 << 8, 9.0, tail=("step 2", f"pdrun: error: {said}")))
     assert (cause.kind, cause.code, cause.summary) == ("communication", 69, said)
     assert find_cause(Evidence(69 << 8, 9.0, tail=(said,))).kind == "exit", (

@@ -160,7 +160,7 @@ class Sized(Draft):
 
 @pytest.fixture
 def every(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_pass, "worth", lambda node: True)
+    monkeypatch.setattr(matmul_pass, "is_worth_splitting", lambda node: True)
 
 
 def gathered(draft: Sized, bias: bool = False) -> tuple[fx.Node, list[fx.Node]]:
@@ -183,7 +183,7 @@ def test_products_begin_before_what_they_read_has_come(bias: bool) -> None:
     late = draft.put(ATEN.mul.Tensor, made[1], 2.0, shape=(24, 6))
     found = draft.ordered(made[0], late)
     assert "mm" not in found and "addmm" not in found
-    assert found.index("start_all_gather") < found.index("gathered_products") < found.index("wait")
+    assert found.index("start_all_gather") < found.index("all_gather_matmul") < found.index("wait")
     assert found.count("add") == (2 if bias else 0)
     (joint,) = [node for node in draft.graph.nodes if node.target is custom_ops.ALL_GATHER_MATMUL_OP]
     assert [weight.target for weight in joint.args[4]] == [ATEN.permute.default] * 2
@@ -204,7 +204,7 @@ def test_a_weight_is_brought_forward() -> None:
     weight = draft.put(ATEN.permute.default, w, [1, 0], shape=(8, 6))
     made = draft.put(ATEN.mm.default, rows, weight, shape=(24, 6))
     found = draft.ordered(made)
-    assert found.index("permute") < found.index("gathered_products") < found.index("wait")
+    assert found.index("permute") < found.index("all_gather_matmul") < found.index("wait")
 
 
 @pytest.mark.usefixtures("every")
@@ -228,7 +228,7 @@ def test_products_that_stay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draft.put(ATEN.mul.Tensor, w, 2.0, shape=(8, 6)) if why == "a computed weight" else w
     sides = (w, rows) if why == "the right side" else (rows, weight)
     made = draft.put(ATEN.mm.default, *sides, shape=(24, 6))
-    assert "gathered_products" not in draft.ordered(made)
+    assert "all_gather_matmul" not in draft.ordered(made)
 
 
 def summed(draft: Sized, terms: int) -> tuple[fx.Node, list[fx.Node]]:
@@ -253,7 +253,7 @@ def test_sums_of_products_are_made_part_by_part(terms: int) -> None:
     found = draft.ordered(part)
     assert not {"mm", "add", "view", "reduce_scatter"}.intersection(found)
     (joint,) = [
-        node for node in draft.graph.nodes if node.target is OURS.start_product_scatter.default
+        node for node in draft.graph.nodes if node.target is OURS.start_matmul_reduce_scatter.default
     ]
     assert [len(joint.args[0]), joint.args[1], len(joint.args[2]), *joint.args[3:]] == [
         terms,
@@ -283,7 +283,7 @@ def test_sums_that_stay(why: str) -> None:
     if why == "twice the same":
         total = draft.put(ATEN.add.Tensor, made[0], made[0], shape=(3, 8, 8))
     part = draft.put(OURS.reduce_scatter.default, total, TWO, 1, shape=(3, 4, 8))
-    assert "start_product_scatter" not in draft.ordered(part, *others)
+    assert "start_matmul_reduce_scatter" not in draft.ordered(part, *others)
 
 
 def test_the_pass_changes_no_result(worlds: Any) -> None:
@@ -292,7 +292,7 @@ def test_the_pass_changes_no_result(worlds: Any) -> None:
     joined products.
     """
     for told in worlds(2).run(compiled, bound=240.0):
-        assert told == ["gathered_products", "product_scatter"] * 2
+        assert told == ["all_gather_matmul", "matmul_reduce_scatter"] * 2
 
 
 def compiled() -> list[str]:
@@ -315,7 +315,7 @@ def compiled() -> list[str]:
         with V.set_fake_mode(fake), config.patch(post_grad_custom_post_pass=OVERLAP_PASS):
             post_grad_passes(graph, False)
         names = [getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes]
-        seen.extend(name.removeprefix("start_") for name in names if "product" in name)
+        seen.extend(name.removeprefix("start_") for name in names if "matmul" in name)
         graph.recompile()
         return make_boxed_func(graph.forward)
 

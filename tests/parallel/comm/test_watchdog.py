@@ -70,7 +70,7 @@ def test_a_peer_that_is_gone_is_named_in_one_line(words: str) -> None:
     watch._store = object()
     watch.enter_phase("step 3")
     with pytest.raises(
-        PeerLost, match=r"^step 3: the losses cannot come: another rank is gone \([^()]*\)$"
+        PeerLost, match=r"^step 3: the losses cannot end: another rank is gone \([^()]*\)$"
     ) as caught:
         watch.wait(Work(words), "the losses")
     assert isinstance(caught.value, RuntimeError) and words in str(caught.value.__cause__)

@@ -165,8 +165,8 @@ def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
     ("value", "text"),
     [
         (L("z"), "no axis 'z'"),
-        ("x", "is no layout"),
-        ((1, True), "is no layout"),
+        ("x", "a layout must be an L"),
+        ((1, True), "a layout must be an L"),
         (Layout((2, 2), ("a", "b"))("a"), "has 4 devices"),
         (Layout((8, 2), ("a", "b"))("b"), "made of no whole axes"),
         (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL_AXIS))("a", VIRTUAL_AXIS), "no axis of the mesh"),

@@ -146,7 +146,7 @@ def test_a_part_comes_from_a_rank_that_is_needed_anyway() -> None:
         ),
         ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["x", "x"]}}}', "used twice"),
         ('{"mesh": {"x": 2}, "weights": {"w": {"layout": [3]}}}', "is no file"),
-        ('{"mesh": {"x": 2}, "weights": {"w": {"layout": "irregular"}}}', "cut as no layout says"),
+        ('{"mesh": {"x": 2}, "weights": {"w": {"layout": "irregular"}}}', "an irregular layout"),
         (
             '{"mesh": {"pp": 2}, "weights": {"w": {"layout": null, "stages": [2]}}}',
             "on stage 2 of 2",
@@ -237,7 +237,7 @@ def test_stages_are_the_outermost_axis() -> None:
     [
         (strategy(w=item([2, 3], [0]), v=item([3, 2], [0])), "no mesh has the device matrices"),
         (strategy(w=item([2], [1])), "no axis of 1"),
-        (strategy(w=item([2], [0], param_split_shape=[1, 2])), "cut by hand"),
+        (strategy(w=item([2], [0], param_split_shape=[1, 2])), "split manually"),
         (strategy(w=item([2, 4], [0], 2, 3)), "does not fit"),
         (strategy(), "no parameters"),
         ({"parallel_layout_item": {"w": {}}}, "dev_matrix"),

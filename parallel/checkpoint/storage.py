@@ -89,7 +89,7 @@ class TensorPiece:
 
     def __post_init__(self) -> None:
         ranges = full_region(self.shape).ranges if self.ranges is None else self.ranges
-        object.__setattr__(self, "box", Region(self.shape, ranges, self.start, self.stop))
+        object.__setattr__(self, "region", Region(self.shape, ranges, self.start, self.stop))
 
     @classmethod
     def for_region(cls, name: str, dtype: torch.dtype, box: Region) -> TensorPiece:
@@ -109,7 +109,7 @@ class TensorPiece:
 
     def to_entry(self) -> dict[str, Any]:
         """Return the piece as an entry of an index."""
-        return {name: value for name, value in asdict(self).items() if name != "box"}
+        return {name: value for name, value in asdict(self).items() if name != "region"}
 
 
 def find_sources(

@@ -1,14 +1,14 @@
 """
-Attention of one block of queries to one block of keys, with what is needed to put blocks together.
+Attention of a block of queries to a block of keys, and how blocks are combined.
 
-A forward returns the block's output and, for each query, the logarithm of its sum of exponentials
-(lse). Outputs of a query over several blocks of keys are put together by weights exp(lse - lse of
-all) (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al.,
+A forward returns the block's output and, per query, the logarithm of its sum of exponentials (lse).
+Outputs of a query over several blocks of keys are combined with weights exp(lse - lse of all)
+(Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al.,
 FlashAttention, 2022). A backward takes the output and the lse over *all* keys and gives the
-gradients that this block contributes (FlashAttention, algorithm 4).
+gradients of this block (FlashAttention, algorithm 4).
 
-torch's fused kernels are used where they exist for the device and the types; plain mathematics, in
-fp32 or wider, everywhere else and where there is a bias or dropout.
+torch's fused kernels are used if they exist for the device and the types. Plain mathematics in fp32
+or wider is used otherwise, and with a bias or dropout.
 
 All tensors are [batch, heads, positions, size]; lse is [batch, heads, queries].
 """
@@ -24,25 +24,24 @@ from torch.nn import functional
 _aten = torch.ops.aten
 FLASH_BACKEND = 1
 EFFICIENT_BACKEND = 2
-"""What torch's own choice among its kernels is called (at::SDPBackend)."""
+"""torch's numbers of its kernels (at::SDPBackend)."""
 _LSE_ALIGNMENT = 32
-"""The memory-efficient kernel's lse has room for a multiple of this many queries."""
+"""The lse of the memory-efficient kernel is padded to a multiple of this many queries."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over blocks are kept: fp64 for fp64, else fp32."""
+    """Return the type of sums over blocks: fp64 for fp64, fp32 for other types."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class ScoreTerms:
     """
-    What is added to scores or drawn for weights of a block.
+    Bias and dropout of a block.
 
     Attributes:
-        bias: added to the scores, broadcast to [batch, heads, queries, keys]; -inf where a key is
-            not seen.
-        drop: what the weights are multiplied by, 0 or 1 / (1 - p); the same shape.
+        bias: added to the scores, broadcast to [batch, heads, queries, keys]; -inf hides a key.
+        dropout: factors of the weights, 0 or 1 / (1 - p); the same shape.
     """
 
     bias: torch.Tensor | None = None
@@ -53,7 +52,7 @@ def attend_block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: ScoreTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return (output, lse) of a block; keys and values may have fewer heads, each for a group of query
+    Return (output, lse) of a block. Keys and values can have fewer heads, each for a group of query
     heads.
     """
     k = repeat_heads(k, q.shape[1])
@@ -77,7 +76,7 @@ def attend_block(
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """What the forward over all keys gave: output, lse, and the gradient of the output."""
+    """The result of the forward over all keys: output, lse, and the gradient of the output."""
 
     grad: torch.Tensor
     out: torch.Tensor
@@ -93,9 +92,7 @@ def attend_block_backward(
     scale: float,
     extra: ScoreTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """
-    Return this block's part of the gradients of q, k, v, and (where there is a bias) of the scores.
-    """
+    """Return this block's part of the gradients of q, k, v, and (with a bias) of the scores."""
     heads = k.shape[1]
     k = repeat_heads(k, q.shape[1])
     v = repeat_heads(v, q.shape[1])
@@ -120,7 +117,7 @@ def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def sum_repeated_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """Add the gradients of the repeated heads up: the backward of `spread`."""
+    """Sum the gradients of the repeated heads: the backward of `repeat_heads`."""
     if grad.shape[1] == heads:
         return grad
     return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(
@@ -132,7 +129,7 @@ def sum_repeated_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _choose_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: ScoreTerms) -> str:
-    """Return which kernel computes a block: torch's own choice, where that one tells its lse."""
+    """Return the kernel of a block: torch's own choice if that kernel returns its lse."""
     if extra.bias is not None or extra.dropout is not None or v.shape[-1] != q.shape[-1]:
         return "plain"
     if q.device.type == "cpu":
@@ -151,7 +148,7 @@ def _flash_backward(
     none = torch.empty(0, dtype=torch.int32, device=q.device)
     state = torch.zeros(
         2, dtype=torch.uint64, device=q.device
-    )  # of dropout, of which there is none
+    )  # random state of dropout, unused
     return _aten._scaled_dot_product_flash_attention_backward(
         done.grad,
         q,
@@ -213,7 +210,7 @@ def _masked_scores(
 
 
 def _attention_weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return exp(scores - lse); 0 for a query that sees no key at all, whose lse is -inf."""
+    """Return exp(scores - lse); 0 for a query that sees no key, whose lse is -inf."""
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
 
 

@@ -1,15 +1,15 @@
 """
 Context parallel: ``parallelize(..., mesh=pdrun.mesh(cp=4), context=pdrun.ContextParallel())``.
 
-Each rank along cp computes its part of every sequence. What a model does position by position needs
-nothing else; attention has to see the whole sequence, and does: while the run computes,
+Each rank along cp computes its part of every sequence. Computation per position needs no change.
+Attention must see the full sequence: while the run computes,
 ``torch.nn.functional.scaled_dot_product_attention`` is a ring, an all-to-all, or both.
 
-What else knows about positions has to be told, and `tables`, batches and `positions` are how:
+Code that depends on positions needs one of these:
 
-    tables={"wpe.weight": 0, "*.rope.cos": 0}     rows of a table that a model takes from the front: table[:t]
-    {"tokens": ..., "position_ids": ...}          position ids in the batch are cut as the tokens are
-    pdrun.positions(t)                            in a model's own code; arange(t) in one process
+    tables={"wpe.weight": 0, "*.rope.cos": 0}   tables whose first rows a model takes: table[:t]
+    {"tokens": ..., "position_ids": ...}        position ids in the batch, sharded like the tokens
+    pdrun.positions(t)                          in a model's code; arange(t) in one process
 """
 
 from __future__ import annotations
@@ -34,30 +34,27 @@ from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
 from pdrun.parallel.rng.shard_region import sharded_sequence
 
 _current: ShardedSequences | None = None
-"""What the forward or backward that is computed now works on."""
+"""The sequences of the forward or backward that is computed now."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
     """
-    How sequences are cut over the axis cp.
+    How sequences are sharded over the axis cp.
 
     Attributes:
-        ulysses: how many ranks exchange heads for positions (all-to-all); they divide the heads.
-            The others, cp /
-            ulysses, are a ring, in which keys and values go round. 1: a ring; -1: all-to-all only.
-        order: "zigzag" or "contiguous"; None: zigzag where there is a ring, so that all ranks have
-            the same to do under
-            a causal mask.
-        dims: which dim of each tensor of a batch is the sequence: by key for a dict, in order
-            otherwise, None for one
-            that is not cut. Default: dim 1 of the first tensor that has one, and of all that have the same size there.
-        tables: globs of buffers and weights that hold a row for each position, and the dim of their
-            rows. A model
-            that takes its first rows gets those of this rank's positions.
-        elsewhere: compute attention whose sizes are not those of the cut sequences as it is, on
-            each rank; without it,
-            it is refused.
+        ulysses: number of ranks that exchange heads for positions (all-to-all); it divides the
+            heads. The other factor, cp / ulysses, is a ring that passes keys and values on. 1: a
+            ring only; -1: all-to-all only.
+        order: "zigzag" or "contiguous". None: zigzag with a ring, so that all ranks have the same
+            work under a causal mask.
+        dims: the sequence dim of each tensor of a batch: by key for a dict, in order otherwise,
+            None for a tensor that is not sharded. Default: dim 1 of the first tensor that has one,
+            and of all tensors with the same size there.
+        tables: globs of buffers and weights with a row per position, and the dim of their rows. A
+            model that takes the first rows gets those of this rank's positions.
+        elsewhere: compute attention with other sizes than those of the sequences unchanged, on each
+            rank; without it such attention is refused.
     """
 
     ulysses: int = 1
@@ -82,7 +79,7 @@ class ContextParallel:
             raise UsageError(what, where=API_NAME, hint='{"places.weight": 0}: the dim of the rows')
 
     def sequences(self, axes: MeshGroups) -> ShardedSequences:
-        """Return how sequences lie on the ranks of a run."""
+        """Return how sequences are sharded over the ranks of a run."""
         if axes not in self._bound:
             ulysses = axes["cp"].size if self.ulysses == -1 else self.ulysses
             self._bound[axes] = ShardedSequences(axes, ulysses, self.order, self.elsewhere)
@@ -90,10 +87,10 @@ class ContextParallel:
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any = None) -> nn.Module:
         """
-        Return the model, whose tables give this rank's rows while a run computes.
+        Return the model; its tables give this rank's rows while a run computes.
 
         Raises:
-            UsageError: a glob that matches nothing, or a degree that doesn't divide.
+            UsageError: a glob that matches nothing, or a degree that does not divide.
         """
         sequences = self.sequences(axes)
         for pattern, dim in self.tables.items():
@@ -115,11 +112,11 @@ class ContextParallel:
 
     def part(self, batch: Any, axes: MeshGroups) -> Any:
         """
-        Return this rank's part of the sequences of a batch; tensors without positions are passed
-        on.
+        Return this rank's part of the sequences of a batch; tensors without positions are not
+        changed.
 
         Raises:
-            UsageError: there is no sequence to cut, or sequences have different lengths.
+            UsageError: the batch has no sequence, or sequences of different lengths.
         """
         sequences = self.sequences(axes)
         if sequences.axis.size == 1:
@@ -130,11 +127,11 @@ class ContextParallel:
             leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
         }
         if len(lengths) != 1:
-            told = f"lengths {sorted(lengths)}" if lengths else "no tensor has a dim 1"
+            what = f"lengths {sorted(lengths)}" if lengths else "no tensor has a dim 1"
             raise UsageError(
-                f"the batch has no sequence to cut: {told}",
+                f"the batch has no sequence to cut: {what}",
                 where=API_NAME,
-                hint="dims= says which they are",
+                hint="set dims= to the sequence dim of each tensor",
             )
         sequences.set_length(lengths.pop())
         pairs = zip(leaves, dims, strict=True)
@@ -167,9 +164,12 @@ class ContextParallel:
             functional.scaled_dot_product_attention = attention
             functional.multi_head_attention_forward = heads
         if not sequences.calls and axes["pp"].size == 1:
-            told = "the model did not call torch.nn.functional.scaled_dot_product_attention on its sequences"
+            what = (
+                "the model did not call torch.nn.functional.scaled_dot_product_attention on its"
+                " sequences"
+            )
             raise UsageError(
-                told,
+                what,
                 where=API_NAME,
                 hint="attention in the open would see this rank's positions only",
             )
@@ -177,19 +177,18 @@ class ContextParallel:
 
 def positions(count_here: int, device: Any = None) -> torch.Tensor:
     """
-    Return the positions of the ``count_here`` ones that a tensor has here: 0 to n - 1 in one
-    process.
+    Return the positions of ``count_here`` tokens on this rank; 0 to n - 1 in one process.
 
     Raises:
-        UsageError: sequences are cut, and this rank's part is another number of positions.
+        UsageError: sequences are sharded, and this rank has another number of positions.
     """
     if _current is None:
         return torch.arange(count_here, device=device)
     mine = count_positions(_current.own_positions)
     if count_here != mine:
-        told = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
+        what = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
         raise UsageError(
-            told, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence"
+            what, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence"
         )
     return _current.position_ids(device)
 
@@ -198,7 +197,7 @@ def positions(count_here: int, device: Any = None) -> torch.Tensor:
 
 
 def _sequence_dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
-    """Return along which dim each leaf of a batch is cut."""
+    """Return the sequence dim of each leaf of a batch."""
     if isinstance(given, Mapping):
         if not isinstance(batch, Mapping) or set(given) - set(batch):
             unknown = ", ".join(
@@ -228,8 +227,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
     """
-    Have an attribute of a module give this rank's rows while a run computes; what the module holds
-    stays whole.
+    Have an attribute of a module give this rank's rows while a run computes; the module keeps the
+    full table.
     """
 
     def rows(self: nn.Module) -> torch.Tensor:
@@ -238,8 +237,8 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
         if _current is None:
             return held
         if held.shape[dim] < _current.length:
-            told = f"the table {name} has {held.shape[dim]} rows along dim {dim}, sequences {_current.length} positions"
-            raise UsageError(told, where=API_NAME)
+            what = f"the table {name} has {held.shape[dim]} rows along dim {dim}, sequences {_current.length} positions"
+            raise UsageError(what, where=API_NAME)
         return _current.take_positions(held, dim)
 
     kind = type(module)
@@ -248,14 +247,14 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
     )
 
 
-@functools.cache  # one function for one: compiled code relies on its identity
+@functools.cache  # compiled code relies on the identity of the function
 def _refuse_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse what `nn.MultiheadAttention` computes in the open."""
+    """Refuse attention weights of `nn.MultiheadAttention`, which no rank has in full."""
 
     def forward(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
         if need_weights:
-            told = "MultiheadAttention returns weights, which no rank has whole"
-            raise UsageError(told, where=API_NAME, hint="need_weights=False")
+            what = "MultiheadAttention returns weights, which no rank has whole"
+            raise UsageError(what, where=API_NAME, hint="need_weights=False")
         return original(*args, need_weights=False, **kwargs)
 
     return forward

@@ -1,11 +1,12 @@
 """
-Ring attention: each rank holds its part of every sequence; keys and values go round, queries stay.
+Ring attention: each rank has its part of every sequence; keys and values move around a ring.
 
-In each of n steps a rank attends with its own queries to the keys and values that it holds at the
-moment, which are on their way to the next rank meanwhile (Liu, Zaharia, Abbeel, Ring Attention with
-Blockwise Transformers, 2023). Outputs are put together by their log-sum-exps, in fp32. In the
-backward keys and values go round once more, and their gradients one step behind them, until they
-are home: n - 1 shifts each. A rank never holds more than two parts beside its own.
+In each of n steps a rank attends with its queries to the keys and values that it has, while it
+sends them to the next rank (Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers,
+2023). Outputs are combined by their log-sum-exps, in fp32.
+
+In the backward keys and values move around once more, and their gradients one step behind them
+until they are back: n - 1 shifts each. A rank has at most two parts in addition to its own.
 """
 
 from __future__ import annotations
@@ -55,21 +56,19 @@ def ring_attention(
     drop: DropoutFactors | None = None,
 ) -> torch.Tensor:
     """
-    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
-    an axis.
+    Return this rank's part of softmax(q k^T scale + mask) v over sequences sharded over an axis.
 
     Args:
-        q, k, v: this rank's positions, [batch, heads, positions, size] or without batch; k and v may have fewer heads,
-            each for a group of query heads.
-        axis: along which the sequences are cut.
-        length: of the whole sequences, cut by `placement.part`; default: all ranks have as much as
-            this one.
-        order: how positions lie on the ranks, "zigzag" or "contiguous".
-        causal: a position sees itself and those before it.
+        q, k, v: this rank's positions, [batch, heads, positions, size] or without batch. k and v
+            can have fewer heads, each for a group of query heads.
+        axis: the axis of the sequences.
+        length: of the full sequences, sharded by `sequence_order.positions_of`; default: all ranks
+            have as many positions as this one.
+        order: placement of positions on the ranks, "zigzag" or "contiguous".
+        causal: a position sees itself and earlier positions.
         scale: default: size ** -0.5.
-        mask: for this rank's queries and *all* positions as keys, in the order of the sequence,
-            broadcast to
-            [batch, heads, queries, length]: bool, True where a key is seen, or a bias on the scores.
+        mask: for this rank's queries and *all* positions as keys, in sequence order, broadcast to
+            [batch, heads, queries, length]: bool, True for a visible key, or a bias on the scores.
         drop: dropout of the weights, by position.
 
     Raises:
@@ -80,7 +79,7 @@ def ring_attention(
     parts = tuple(positions_of(length, axis.size, index, order) for index in range(axis.size))
     _check_shapes(q, k, v, mask, length, count_positions(parts[axis.index]))
     if q.dim() == 3:
-        told = ring_attention(
+        batched = ring_attention(
             q[None],
             k[None],
             v[None],
@@ -92,7 +91,7 @@ def ring_attention(
             mask=mask,
             drop=drop,
         )
-        return told[0]
+        return batched[0]
     plan = RingPlan(axis, parts, causal, q.shape[-1] ** -0.5 if scale is None else scale, drop)
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -107,7 +106,7 @@ def ring_attention(
 
 
 def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask as what is added to scores, [1 or batch, 1 or heads, ...]."""
+    """Return a mask as a bias on the scores, [1 or batch, 1 or heads, ...]."""
     if mask.dtype == torch.bool:
         kind = block_attention.accumulate_dtype(dtype)
         mask = torch.zeros((), dtype=kind, device=mask.device).masked_fill(~mask, float("-inf"))
@@ -129,23 +128,23 @@ def _check_shapes(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[-2] != mine:
-            told = f"{name} has {x.shape[-2]} positions; this rank's part of {length} is {mine}"
-            raise UsageError(told, where=API_NAME, hint="length= is that of whole sequences")
+            what = f"{name} has {x.shape[-2]} positions; this rank's part of {length} is {mine}"
+            raise UsageError(what, where=API_NAME, hint="length= is that of whole sequences")
     if q.shape[-3] % k.shape[-3] or k.shape[-3] != v.shape[-3]:
-        told = (
+        what = (
             f"{q.shape[-3]} heads of queries over {k.shape[-3]} of keys and {v.shape[-3]} of values"
         )
         raise UsageError(
-            told,
+            what,
             where=API_NAME,
             hint="each head of keys and values serves the same number of query heads",
         )
     if mask is not None and (
         mask.dim() < 2 or mask.shape[-2] not in (1, mine) or mask.shape[-1] != length
     ):
-        told = f"a mask of {list(mask.shape)} for {mine} queries of this rank and {length} keys"
+        what = f"a mask of {list(mask.shape)} for {mine} queries of this rank and {length} keys"
         raise UsageError(
-            told, where=API_NAME, hint="rows for this rank's positions, columns for all"
+            what, where=API_NAME, hint="rows for this rank's positions, columns for all"
         )
 
 
@@ -160,7 +159,7 @@ class _RunningOutput:
     lse: torch.Tensor
 
     def add_block(self, low: int, high: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Put a block of keys to queries ``low`` to ``high``."""
+        """Combine a block of keys into queries ``low`` to ``high``."""
         old = self.lse[:, :, low:high]
         so_far = self.out[:, :, low:high]
         lse = lse.to(old.dtype)
@@ -263,7 +262,7 @@ class _RingAttention(torch.autograd.Function):
 def _add_bias_grad(
     total: torch.Tensor, scores: Any, block: AttentionBlock, columns: Ranges
 ) -> None:
-    """Add a block's gradient of the scores to that of the bias, summed over what was broadcast."""
+    """Add a block's gradient of the scores to that of the bias, summed over broadcast dims."""
     rows = total if total.shape[2] == 1 else total[:, :, block.q[0] : block.q[1]]
     start = 0
     for low, high in columns:

@@ -1,8 +1,8 @@
 """
-What goes round in ring attention: keys and values, and behind them their gradients.
+The transfers of ring attention: keys and values, and one step behind them their gradients.
 
-A rank sends what it has as soon as it has it and waits for what comes when it needs it, so that
-both travel while it computes. Everything is flat: two tensors are one message.
+A rank sends a tensor as soon as it has it, and waits for one when it needs it: both transfers
+overlap with computation. Two tensors are sent as one flat message.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from pdrun.parallel.layouts.sequence_order import (
 )
 
 DropoutFactors = Callable[[Ranges, Ranges], torch.Tensor]
-"""
-(positions of queries, positions of keys) -> what their weights are multiplied by, 0 or 1 / (1 - p).
-"""
+"""(positions of queries, positions of keys) -> factors of their weights, 0 or 1 / (1 - p)."""
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """One attention over a ring: who holds what, and how it is computed."""
+    """One attention over a ring: the positions of each rank, and how it is computed."""
 
     axis: AxisGroup
     positions: tuple[Ranges, ...]
@@ -46,15 +44,13 @@ class RingPlan:
         return self.positions[self.axis.index]
 
     def source_of(self, step: int) -> int:
-        """Return whose keys this rank holds in a step."""
+        """Return the rank index whose keys this rank has in a step."""
         return (self.axis.index - step) % self.axis.size
 
     def score_terms(
         self, block: AttentionBlock, source: int, bias: torch.Tensor | None
     ) -> ScoreTerms:
-        """
-        Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout.
-        """
+        """Return bias (of this rank's rows and all columns) and dropout of a block."""
         if bias is None and self.dropout is None:
             return ScoreTerms()
         q = positions_within(self.own_positions, *block.q)
@@ -67,34 +63,34 @@ class RingPlan:
 
 @dataclass
 class FlatPair:
-    """Two tensors that travel as one flat one: keys and values, or their gradients."""
+    """Two tensors that are sent as one: keys and values, or their gradients."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     """Shapes for one position: [batch, heads, 1, size]."""
 
     def numel_of(self, positions: int) -> int:
-        """Return the number of elements for so many positions."""
+        """Return the number of elements for a number of positions."""
         return (prod(self.first) + prod(self.second)) * positions
 
     def pack_tensors(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return both as one."""
+        """Return both tensors as one flat tensor."""
         return torch.cat([first.reshape(-1), second.reshape(-1)])
 
     def unpack_views(self, flat: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of both."""
+        """Return views of both tensors."""
         shapes = [(*shape[:2], positions, shape[3]) for shape in (self.first, self.second)]
         border = prod(shapes[0])
         return flat[:border].view(shapes[0]), flat[border:].view(shapes[1])
 
 
 def flat_pair_of(k: torch.Tensor, v: torch.Tensor) -> FlatPair:
-    """Return how these keys and values travel."""
+    """Return the pair of these keys and values."""
     return FlatPair((*k.shape[:2], 1, k.shape[3]), (*v.shape[:2], 1, v.shape[3]))
 
 
 class KeyValueRing:
-    """Keys and values on their way round; the next ones are sent for when these are handed out."""
+    """Moves keys and values around the ring; taking those of a step sends them on."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: RingPlan) -> None:
         self.plan = plan
@@ -121,10 +117,7 @@ class KeyValueRing:
 
 @dataclass
 class GradientRing:
-    """
-    Gradients of keys and values: those of this rank's own stay here, all others travel behind what
-    they are of.
-    """
+    """Moves gradients of keys and values behind the keys and values; this rank's own stay here."""
 
     plan: RingPlan
     pair: FlatPair
@@ -134,8 +127,8 @@ class GradientRing:
 
     def start_step(self, step: int) -> None:
         """
-        Before a step's computation: send on what the step before gave, and begin to receive what
-        belongs here.
+        Before the computation of a step: send on the gradients of the last step, and start to
+        receive.
         """
         if step >= 2:
             assert self._travelling is not None
@@ -144,9 +137,7 @@ class GradientRing:
             )
 
     def finish_step(self, step: int, grads: torch.Tensor) -> None:
-        """
-        After a step's computation: its gradients, added to what came with the keys and values.
-        """
+        """After the computation of a step: add its gradients to the received ones."""
         if step == 0:
             self.own = grads
             return

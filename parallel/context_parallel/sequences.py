@@ -1,8 +1,8 @@
 """
-How the sequences of one run lie on the ranks along cp, and the attention over them.
+How the sequences of a run are sharded over the ranks along cp, and the attention over them.
 
-Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group: the ring
-cuts a sequence in its order (see `placement`), and each part is cut once more over u.
+Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group. The ring
+shards a sequence in its order (see `sequence_order`), and each part is sharded once more over u.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class ShardedSequences:
     The sequences of a run.
 
     Args:
-        axes: this rank's places; those along cp hold one sequence together.
-        ulysses: how many of them are an all-to-all group; the others are its ring.
-        order: "zigzag" or "contiguous"; None: zigzag where there is a ring.
-        elsewhere: attention over something else is computed as it is.
+        axes: this rank's groups; the ranks along cp share one sequence.
+        ulysses: size of an all-to-all group; the groups form a ring.
+        order: "zigzag" or "contiguous"; None: zigzag with a ring.
+        elsewhere: compute other attention unchanged.
 
     Attributes:
         length: positions of the sequences of the current step, 0 before the first.
@@ -56,8 +56,8 @@ class ShardedSequences:
         self.elsewhere = elsewhere
         degree = self.axis.size
         if degree % ulysses:
-            told = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
-            raise UsageError(told, where=API_NAME, hint="what Ulysses leaves is the ring's")
+            what = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
+            raise UsageError(what, where=API_NAME, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
         ring = axes.make_subgroup(
@@ -73,31 +73,34 @@ class ShardedSequences:
         self.positions_by_rank: tuple[Ranges, ...] = ()
         """Positions of each rank along cp, by index."""
         self.sizes: list[int] = []
-        """How many positions each rank has."""
+        """Number of positions of each rank."""
         self.tables: list[tuple[nn.Module, str, str]] = []
-        """Modules whose attribute gives this rank's rows, and the name of what that is."""
+        """Modules whose attribute gives this rank's rows, and the name of the table."""
 
     # ---- positions ----------------------------------------------------------
 
     def set_length(self, length: int) -> None:
         """
-        Note how long the sequences of the step are.
+        Set the length of the sequences of the step.
 
         Raises:
-            UsageError: a rank would have none of their positions, or what else cuts the model has
-                undone a table.
+            UsageError: a rank would have no positions, or the strategy has replaced a module with a
+            table.
         """
         for module, attribute, name in self.tables:
             if not isinstance(getattr(type(module), attribute, None), property):
-                told = f"the table {name} is in a module that strategy= has replaced by {type(module).__name__}"
-                raise UsageError(told, where=API_NAME, hint="leave that module out of the strategy")
+                kind = type(module).__name__
+                what = f"the table {name} is in a module that strategy= has replaced by {kind}"
+                raise UsageError(what, where=API_NAME, hint="leave that module out of the strategy")
         if length == self.length:
             return
         positions = tuple(self._positions_of(length, index) for index in range(self.axis.size))
         sizes = [count_positions(ranges) for ranges in positions]
         if min(sizes) == 0:
-            told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
-            raise UsageError(told, where=API_NAME, hint="a smaller cp, or longer sequences")
+            what = (
+                f"sequences of {length} positions are too short for {self.axis.size} ranks along cp"
+            )
+            raise UsageError(what, where=API_NAME, hint="a smaller cp, or longer sequences")
         self.length = length
         self.positions_by_rank = positions
         self.sizes = sizes
@@ -116,7 +119,7 @@ class ShardedSequences:
         )
 
     def position_ids(self, device: Any = None) -> torch.Tensor:
-        """Return this rank's positions as integers, in the order in which it holds them."""
+        """Return this rank's positions as integers, in memory order."""
         return torch.cat(
             [torch.arange(low, high, device=device) for low, high in self.own_positions]
         )
@@ -127,8 +130,8 @@ class ShardedSequences:
 
     def gather_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """
-        Return all positions of a tensor that has this rank's along a dim, in their order; without
-        gradients.
+        Return all positions of a tensor that has this rank's along a dim, in sequence order;
+        without gradients.
         """
         sizes = self.sizes
         most = max(self.sizes)
@@ -156,7 +159,7 @@ class ShardedSequences:
 
     def make_replacement(self, original: AttentionFunction) -> AttentionFunction:
         """
-        Return what stands in for torch's function: the same one each time, which compiled code only
+        Return the replacement of torch's function: always the same one, which compiled code only
         calls.
         """
         if self._replacement is None or self._replacement[0] is not original:
@@ -180,7 +183,7 @@ class ShardedSequences:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """
-        Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut
+        Compute torch's scaled_dot_product_attention, whose arguments these are, on sharded
         sequences.
         """
         if not self._is_over_sequences(query.shape[-2], key.shape[-2], is_causal):
@@ -230,8 +233,7 @@ class ShardedSequences:
 
     def _make_dropout(self, query: torch.Tensor, p: float) -> DropoutFactors:
         """
-        Return the dropout of the weights of one attention: for any block what it is for the whole
-        sequences.
+        Return the dropout of the weights of one attention: each block is a part of the full mask.
         """
         run = current_rng()
         if run is None:
@@ -268,7 +270,7 @@ class ShardedSequences:
 
     def _is_over_sequences(self, queries: int, keys: int, causal: bool) -> bool:
         """
-        Return whether an attention is one over the cut sequences, by its sizes; the same on all
+        Return whether an attention is over the sharded sequences, by its sizes; the same on all
         ranks.
         """
         mine = count_positions(self.own_positions)
@@ -281,16 +283,16 @@ class ShardedSequences:
             and (queries not in sizes or (queries == mine and not causal))
         ):
             return False
-        told = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
+        what = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
         hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
-        raise UsageError(told, where=API_NAME, hint=hint)
+        raise UsageError(what, where=API_NAME, hint=hint)
 
     def localize_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """
-        Return a model's mask with this rank's rows, or one for all, and all columns.
+        Return a mask of a model with this rank's rows, or one for all, and all columns.
 
         Raises:
-            UsageError: it can't be told what it means for the whole sequence.
+            UsageError: its meaning for the full sequence is not clear.
         """
         mask = mask if mask.dim() > 1 else mask[None]
         rows = mask.shape[-2]
@@ -302,6 +304,6 @@ class ShardedSequences:
             return self.take_positions(mask, mask.dim() - 2)
         if columns == mine and rows == 1 and not mask.requires_grad:
             return self.gather_positions(mask, mask.dim() - 1)
-        told = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
+        what = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
         hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
-        raise UsageError(told, where=API_NAME, hint=hint)
+        raise UsageError(what, where=API_NAME, hint=hint)

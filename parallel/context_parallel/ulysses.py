@@ -1,9 +1,9 @@
 """
-Ulysses attention: sequences are cut everywhere but in attention, where heads are cut instead.
+Ulysses attention: sequences are sharded by position, and by heads inside attention.
 
-An all-to-all gives each rank whole sequences of some heads, one more gives the positions back
-(Jacobs et al., DeepSpeed Ulysses, 2023). With a ring beside it, the sequences that it makes whole
-are those of one member of the ring (Fang and Zhao, USP, 2024).
+An all-to-all gives each rank full sequences of some heads; a second one restores the positions
+(Jacobs et al., DeepSpeed Ulysses, 2023). Together with a ring, the sequences are full for one
+member of the ring (Fang and Zhao, USP, 2024).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HeadAttention = Callable[
 
 
 def heads_of(axis: AxisGroup, heads: int) -> tuple[int, int]:
-    """Return which heads (low, high) a rank computes."""
+    """Return the heads (low, high) of a rank."""
     return shard_range(heads, axis.size, axis.index)
 
 
@@ -45,26 +45,25 @@ def ulysses_attention(
     attend: HeadAttention | None = None,
 ) -> torch.Tensor:
     """
-    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
-    an axis, in order.
+    Return this rank's part of softmax(q k^T scale + mask) v over sequences sharded over an axis.
 
     Args:
-        q, k, v: this rank's positions, [batch, heads, positions, size] or without batch. The heads of q are divided
-            over the axis; k and v may have fewer: where theirs don't divide, they are repeated until they do.
-        length: of the whole sequences; default: all ranks have as much as this one.
-        causal, scale: as torch's scaled_dot_product_attention has them.
-        mask: for this rank's queries and *all* positions as keys, as `ring.ring_attention` takes
-            it.
-        attend: computes the attention of some heads over whole sequences, in place of torch's
-            function, which is
-            given ``causal`` and ``scale``.
+        q, k, v: this rank's positions, [batch, heads, positions, size] or without batch. The heads
+            of q are divided over the axis. k and v can have fewer; heads that do not divide are
+            repeated.
+        axis: the axis of the sequences, in order.
+        length: of the full sequences; default: all ranks have as many positions as this one.
+        causal, scale: like torch's scaled_dot_product_attention.
+        mask: for this rank's queries and *all* positions as keys, like `ring.ring_attention`.
+        attend: computes the attention of some heads over full sequences, instead of torch's
+            function with ``causal`` and ``scale``.
 
     Raises:
-        UsageError: the heads can't be divided.
+        UsageError: the heads cannot be divided.
     """
     if q.dim() == 3:
         mask = mask if mask is None or mask.dim() < 3 else mask[None]
-        told = ulysses_attention(
+        batched = ulysses_attention(
             q[None],
             k[None],
             v[None],
@@ -75,7 +74,7 @@ def ulysses_attention(
             mask=mask,
             attend=attend,
         )
-        return told[0]
+        return batched[0]
     length = q.shape[2] * axis.size if length is None else length
     heads = q.shape[1]
     times = count_repeats(q.shape[1], k.shape[1], axis)
@@ -94,8 +93,8 @@ def ulysses_attention(
 
 def count_repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
     """
-    Return how often keys and values have to be repeated so that their heads divide as those of the
-    queries do.
+    Return how often keys and values are repeated so that their heads divide like those of the
+    queries.
 
     Raises:
         UsageError: the heads of the queries do not divide, or no repetition helps.

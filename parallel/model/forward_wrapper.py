@@ -1,4 +1,4 @@
-"""Wrappers around a module's forward, which can be taken off again."""
+"""Wrappers around a module's forward that can be removed again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ORIGINAL_ATTRIBUTE = "_pdrun_forward"
 
 
 def wrap_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
-    """Put a wrapper around a module's forward; hooks stay outside of it."""
+    """Put a wrapper around a module's forward; hooks stay outside it."""
     vars(module).setdefault(_ORIGINAL_ATTRIBUTE, vars(module).get("forward"))
     module.forward = make(module.forward)
 
 
 def unwrap_forwards(model: nn.Module) -> None:
-    """Take all wrappers off a model; what a user had put there comes to light again."""
+    """Remove all wrappers from a model; a forward that the user had set is restored."""
     for module in model.modules():
         if _ORIGINAL_ATTRIBUTE in vars(module):
             own = vars(module).pop(_ORIGINAL_ATTRIBUTE)

@@ -1,12 +1,12 @@
 """
-Models too large to be made whole: parameters without memory, filled where they are needed and cut
-at once.
+Models larger than memory: parameters without memory, filled where needed and sharded immediately.
 
-Inside `empty_init` modules are built with parameters on torch's meta device. Buffers are left
-alone, so that tables computed in a constructor (rotary positions, masks) hold what they should.
-`parallelize` then makes one module after the other real, has it initialise itself, and keeps this
-rank's part. Each module draws from a generator seeded by (seed, place in the model): the same
-weights on any number of ranks, at any level, in whatever order they are made.
+Inside `empty_init` modules are built with parameters on torch's meta device. Buffers keep their
+values, so that tables computed in a constructor (rotary positions, masks) are correct.
+
+`parallelize` then fills one module after the other: the module initialises itself, and this rank
+keeps its shard. Each module draws from a generator seeded by (seed, place in the model): the
+weights are the same for any number of ranks, any level and any order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ API_NAME = "pdrun.parallelize"
 
 @contextmanager
 def empty_init() -> Iterator[None]:
-    """While this lasts, modules get parameters without memory; buffers are as ever."""
+    """Inside, modules get parameters without memory; buffers are not changed."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -50,7 +50,7 @@ def empty_init() -> Iterator[None]:
 
 def _expand_buffers(model: nn.Module) -> None:
     """
-    Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be
+    Give each element of a buffer its own memory: an expanded buffer (a mask, positions) cannot be
     written to.
     """
     copies: dict[int, torch.Tensor] = {}
@@ -72,12 +72,12 @@ def move_model(model: nn.Module, device: torch.device) -> bool:
     Move what has memory to a device; return whether some parameter has none.
 
     Raises:
-        UsageError: a buffer has none: what it should hold can't be known.
+        UsageError: a buffer is on the meta device, so its value is unknown.
     """
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta":
             raise UsageError(
-                f"nobody knows what the buffer {name} should hold: it is on the meta device",
+                f"the buffer {name} is on the meta device and has no value",
                 where=API_NAME,
                 hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
             )
@@ -97,11 +97,12 @@ def move_model(model: nn.Module, device: torch.device) -> bool:
 
 class WeightInitializer:
     """
-    Makes weights real.
+    Fills weights that are on the meta device.
 
     Args:
-        model: whole; what is made of it later may hold tiles of its weights, under the same names.
-        init: fills a module's own parameters; default: the module's ``reset_parameters``.
+        model: the full model. The model that runs can have shards of its weights, under the same
+            names.
+        init: fills the parameters of a module; default: the module's ``reset_parameters``.
     """
 
     def __init__(
@@ -125,17 +126,16 @@ class WeightInitializer:
 
     def use_shards(self, weights: Sequence[Weight]) -> None:
         """
-        Have these be filled with the parts that they are of the model's weights; the model itself
-        stays empty.
+        Fill these weights with their shards of the model's weights; the model itself stays empty.
         """
         self._sharded_weights = {weight.name: weight for weight in weights}
 
     def fill_weights(self, weights: Sequence[Weight]) -> None:
         """
-        Have these weights hold their first values; those that do already are left alone.
+        Give these weights their first values; weights with values are not changed.
 
         Raises:
-            UsageError: their module does not initialise itself, or leaves a part out.
+            UsageError: a module does not initialise itself, or not all of its parameters.
         """
         for weight in weights:
             if weight.param.device.type == "meta":
@@ -154,7 +154,7 @@ class WeightInitializer:
         self._init_module(place, name, module, made)
 
     def _fill_shards(self, place: int, name: str, module: nn.Module) -> None:
-        """Fill a stand-in of a module and take from it what this rank has."""
+        """Fill a copy of a module and take this rank's shards from it."""
         stand_in = copy.copy(module)
         made = {
             key: self._make_empty(param) for key, param in module.named_parameters(recurse=False)
@@ -177,7 +177,7 @@ class WeightInitializer:
     def _init_module(
         self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]
     ) -> None:
-        """Have a module fill its parameters, drawing from a generator of its own."""
+        """Have a module fill its parameters, with a generator seeded for it."""
         init = (
             self._init
             or getattr(type(module), "reset_parameters", None)

@@ -1,12 +1,13 @@
 """
-Hooks that a program has put on weights: what they do must not depend on how a step is cut.
+Hooks of a program on weights: their effect must not depend on the number of ranks.
 
 A hook on a tensor (`register_hook`) sees the gradient of one micro-batch on one rank, and of a sum
-of losses: what it makes of that is added up and divided later. A mask or a factor may come before
-or after; what limits, rounds or normalises may not, and the numbers would be others on each number
-of ranks. Which of the two a hook is, is tried out, as with optimizers. A hook that has its turn
-when a gradient has come (`register_post_accumulate_grad_hook`) could only take away or change what
-the run is about to add up: there is no place for it.
+of losses. Its results are summed and divided later. A mask or a factor can run before or after the
+sum. A hook that limits, rounds or normalises cannot: its numbers would depend on the number of
+ranks. Each hook is tried out to see which kind it is, as with optimizers.
+
+A hook that runs after the gradient is accumulated (`register_post_accumulate_grad_hook`) could only
+remove or change what the run is about to sum. It is not supported.
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ from pdrun.parallel.model.weights import Weight
 
 TRIAL_FACTOR = 64.0
 """
-Gradients are tried out in two sizes; a power of two, so that what is linear gives the same bits.
+Gradients are tried in two sizes. The factor is a power of two: a linear hook gives the same bits.
 """
-HOOK_RULE = "hooks see one rank's gradient of a micro-batch's summed loss, before it is added up and divided"
+HOOK_RULE = (
+    "hooks see one rank's gradient of the summed loss of a micro-batch, before the gradients are"
+    " summed and divided"
+)
 HOOK_HINT = (
     "clip=, or a function in run.watchers; hooks that are linear (a mask, a factor) may stay"
 )
 
 
 def count_hooks(weights: Iterable[Weight]) -> list[tuple[int, int]]:
-    """Return how many hooks each weight has: on its gradient, and after that has come."""
+    """Return the number of hooks of each weight: on the gradient, and after its accumulation."""
     return [tuple(len(kind or ()) for kind in _hooks_of(weight.param)) for weight in weights]  # type: ignore[misc]
 
 
 def copy_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
     """
-    Return a weight with the hooks on another one's gradient, for a copy that computes the same.
+    Return a weight with the gradient hooks of another one, for a copy with the same computation.
     """
     for hook in (old._backward_hooks or {}).values() if new.requires_grad else ():
         new.register_hook(hook)
@@ -49,27 +53,32 @@ def _hooks_of(param: torch.Tensor) -> tuple[Any, Any]:
 
 def check_hooks(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
     """
-    Refuse hooks of which a step's numbers would depend on the ranks.
+    Refuse hooks whose numbers would depend on the ranks.
 
     Args:
-        own: for each weight how many hooks after its gradient are the run's.
+        own: for each weight the number of the run's hooks after the gradient.
 
     Raises:
-        UsageError: names the weight, and why.
+        UsageError: names the weight and the reason.
     """
     for weight, mine in zip(weights, own, strict=True):
         before, after = _hooks_of(weight.param)
         if len(after or ()) > mine:
-            what = f"{weight.name} has a hook of register_post_accumulate_grad_hook, which would take the gradient "
-            what += "before it is added up over micro-batches and ranks"
+            what = (
+                f"{weight.name} has a hook of register_post_accumulate_grad_hook, which would run"
+                " before the gradient is summed over micro-batches and ranks"
+            )
             raise UsageError(
                 what,
                 where=where,
-                hint="the run calls the optimizer; run.watchers see whole gradients",
+                hint="the run calls the optimizer; run.watchers see full gradients",
             )
         if before and not weight.shard.is_full:
-            what = f"{weight.name} is cut, and has a hook on its gradient, which would get a part of it"
-            raise UsageError(what, where=where, hint="without it, or without the cut")
+            what = (
+                f"{weight.name} is sharded and has a hook on its gradient, which would get a shard"
+            )
+            hint = "remove the hook, or do not shard the weight"
+            raise UsageError(what, where=where, hint=hint)
         if (
             before
             and weight.param.device.type != "meta"
@@ -81,8 +90,7 @@ def check_hooks(weights: Sequence[Weight], own: Sequence[int], where: str) -> No
 
 def _is_linear(hooks: list[Any], param: torch.Tensor) -> bool:
     """
-    Whether gradients may be added up and multiplied before or after some hooks; one that fails may
-    not be known.
+    Whether gradients can be summed and multiplied before or after hooks; False if a hook fails.
     """
 
     def after(grad: torch.Tensor) -> torch.Tensor:
@@ -91,10 +99,10 @@ def _is_linear(hooks: list[Any], param: torch.Tensor) -> bool:
             grad = grad if made is None else made
         return grad
 
-    dice = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     kind = torch.float32 if not param.dtype.is_complex else torch.complex64
     one, other = (
-        (torch.randn(param.shape, generator=dice, dtype=kind) * spread).to(param)
+        (torch.randn(param.shape, generator=generator, dtype=kind) * spread).to(param)
         for spread in (
             torch.logspace(-4, 4, max(param.numel(), 1))[: param.numel()].view(param.shape),
             1.0,

@@ -1,12 +1,13 @@
 """
-Recomputation: activations of a module are dropped after its forward pass and computed again in the
+Recomputation: activations of a module are dropped after its forward pass and recomputed in the
 backward pass.
 
-    "full"            each unit (member of a ModuleList or Sequential) keeps its input only
-    "selective"       each unit keeps the results of its matrix products and attentions too, and computes the cheap
-    rest again ["blocks.*"]      the modules of these names, in full; ("blocks.*", "selective") with a policy
+    "full"                     each unit (member of a ModuleList or Sequential) keeps its input only
+    "selective"                each unit also keeps results of matrix products and attention
+    ["blocks.*"]               the modules of these names, in full
+    ("blocks.*", "selective")  the modules of these names, with a policy
 
-The masks of dropout come out the same: see `pdrun.parallel.rng.step_rng`.
+Dropout masks are the same: see `pdrun.parallel.rng.step_rng`.
 """
 
 from __future__ import annotations
@@ -39,18 +40,16 @@ SAVED_OPERATORS = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """
-ATen operators whose results ``selective`` keeps: those that take long for the memory of their
-result.
+ATen operators whose results ``selective`` keeps: they take long for the memory of their result.
 """
 
 
 def apply_recompute(model: nn.Module, value: Any) -> list[str]:
     """
-    Have modules recompute; return their names.
+    Make modules recompute; return their names.
 
     Raises:
-        UsageError: an unknown word, or a glob that matches no module, or modules inside one
-            another.
+        UsageError: an unknown policy, or a glob that matches no module.
     """
     if value is None or value is False or value == "none":
         return []
@@ -73,8 +72,8 @@ def _parse_policy(value: Any) -> tuple[str, Sequence[str] | None]:
         and all(isinstance(glob, str) for glob in value)
     ):
         return "full", list(value)
-    hint = "'full', 'selective', a list of globs, or (globs, 'selective')"
-    raise UsageError(f"{value!r} is no way to recompute", where=API_NAME, hint=hint)
+    what = "recompute must be 'full', 'selective', a list of globs or (globs, 'selective')"
+    raise UsageError(f"{what}, got {value!r}", where=API_NAME)
 
 
 def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
@@ -82,7 +81,7 @@ def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[st
     Return the names of modules that globs match, outermost ones only.
 
     Raises:
-        UsageError: a glob that matches none.
+        UsageError: a glob that matches no module.
     """
     known = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
@@ -93,7 +92,7 @@ def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[st
                 f"{glob!r} matches no module", where=where, hint=did_you_mean(glob, known)
             )
         chosen += [name for name in hits if name not in chosen]
-    # of modules inside one another the outer one stands for both
+    # an outer module includes the modules inside it
     return [name for name in chosen if not any(name.startswith(other + ".") for other in chosen)]
 
 

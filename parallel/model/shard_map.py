@@ -1,10 +1,11 @@
 """
-Who holds which part of which weight over the model axes (stages and tensor axes): known to every
-rank, once.
+The shards of every weight on every rank of the model axes (stages and tensor axes).
 
-Ranks tell each other the ranges of their tiles as whole numbers. From that follows, alike on all
-ranks: who sends a part when a whole weight is put together, which of several equal parts counts in
-a norm and is saved, and which weights several stages share (tied ones).
+Ranks exchange the ranges of their shards once. Each rank derives from them:
+
+* who sends a shard when a full weight is assembled;
+* which of several equal shards counts in a norm and is saved;
+* which weights several stages share (tied ones).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WeightRegion = tuple[Ranges, ...]
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A weight of the whole model, before anything is cut."""
+    """A weight of the full model, before it is sharded."""
 
     name: str
     """The first of its names."""
@@ -41,11 +42,11 @@ class WeightInfo:
 
 class WeightCatalogue:
     """
-    The weights of the whole model.
+    The weights of the full model.
 
     Args:
-        model: before it is cut.
-        weights: its weights (`collect`).
+        model: before it is sharded.
+        weights: its weights (`collect_weights`).
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
@@ -61,22 +62,21 @@ class WeightCatalogue:
         self._by_name = {entry.name: entry for entry in self.weights}
 
     def find_weight(self, name: str) -> WeightInfo | None:
-        """Return the weight that has a name, as one of several perhaps."""
+        """Return the weight with a name, which can be one of several names."""
         return self._by_name.get(self._first.get(name, ""))
 
     def collect_weights(self, model: nn.Module) -> list[Weight]:
         """
-        Return the weights of what this rank runs, as parts of those of the whole model and in their
-        order.
+        Return the weights of the model that this rank runs, as shards of the full model's weights.
 
         Raises:
-            UsageError: one that the whole model doesn't have, or has in another shape or type.
+            UsageError: a weight that the full model does not have, or has in another shape or type.
         """
         found: dict[int, Weight] = {}
         for name, param in model.named_parameters():
             entry = self.find_weight(name)
             if entry is None:
-                raise UsageError(f"{name} is no weight of the model that was given", where=API_NAME)
+                raise UsageError(f"{name} is not a weight of the given model", where=API_NAME)
             if entry.index in found:
                 raise UsageError(
                     f"{name} and {found[entry.index].name} were tied, and no longer are",
@@ -85,11 +85,14 @@ class WeightCatalogue:
             own = entry.dtype, entry.is_trained, entry.unsynced, entry.keep_dtype
             made = Weight(entry.name, param, entry.index, tuple(param.shape), *own)
             if made.shard.shape != entry.shape or param.dtype != entry.dtype:
-                what = f"{list(made.shard.shape)} {param.dtype}, the model's is {list(entry.shape)} {entry.dtype}"
+                what = (
+                    f"{name} must be a shard of {list(entry.shape)} {entry.dtype},"
+                    f" got a shard of {list(made.shard.shape)} {param.dtype}"
+                )
                 raise UsageError(
-                    f"{name} is a part of {what}",
+                    what,
                     where=API_NAME,
-                    hint="set_shard says which part it is",
+                    hint="set_shard notes which part of the weight it is",
                 )
             if entry.unsynced and (made.shard.sum_axes or not made.shard.is_full):
                 raise UsageError(
@@ -102,12 +105,12 @@ class WeightCatalogue:
 
 class ShardMap:
     """
-    What each rank along the model axes holds.
+    The shards of each rank along the model axes.
 
     Args:
         axis: pp and the tensor axes, pp the major one.
         stages: degree of pp.
-        parts: by place on the axis and index of a weight.
+        parts: by index on the axis and index of a weight.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class ShardMap:
         self._per_stage = axis.size // stages
 
     def stages_of(self, index: int) -> tuple[int, ...]:
-        """Return the stages that hold a weight."""
+        """Return the stages that have a weight."""
         return tuple(
             dict.fromkeys(
                 place // self._per_stage for place, part in enumerate(self.regions) if index in part
@@ -126,14 +129,12 @@ class ShardMap:
         )
 
     def replicas_of(self, index: int) -> list[int]:
-        """Return the places that hold the same part of a weight as this rank."""
+        """Return the indices with the same shard of a weight as this rank."""
         mine = self.regions[self.axis.index][index]
         return [place for place, part in enumerate(self.regions) if part.get(index) == mine]
 
     def source_shards(self, index: int) -> list[tuple[int, WeightRegion]]:
-        """
-        Return the parts of which a weight is put together, each with the first place that holds it.
-        """
+        """Return the shards of a full weight, each with the first index that has it."""
         found: dict[WeightRegion, int] = {}
         for place, part in enumerate(self.regions):
             if index in part:
@@ -141,27 +142,25 @@ class ShardMap:
         return [(place, box) for box, place in found.items()]
 
     def is_replicated(self, index: int) -> bool:
-        """Whether all ranks of the model axes hold a weight, or the same part of it."""
+        """Whether all ranks of the model axes have the same shard of a weight."""
         return len(self.source_shards(index)) == 1 and all(index in part for part in self.regions)
 
     def is_first_shard(self, index: int) -> bool:
-        """
-        Whether this rank's part of a weight is the first of those of which it is put together.
-        """
+        """Whether this rank's shard is the first of the full weight."""
         return self.regions[self.axis.index][index] == self.source_shards(index)[0][1]
 
     def check_shards(self, catalogue: WeightCatalogue) -> None:
         """
-        Hold the parts against the weights.
+        Check the shards against the weights.
 
         Raises:
-            UsageError: parts that do not make a whole, or a weight shared by stages that cut it
-                differently.
+            UsageError: shards that do not make a full weight, or a weight that stages shard
+            differently.
         """
         for entry in catalogue.weights:
             held = sum(count_elements(box) for _, box in self.source_shards(entry.index))
             if held != prod(entry.shape):
-                what = f"the ranks hold {held} of {prod(entry.shape)} elements of {entry.name}"
+                what = f"the ranks have {held} of {prod(entry.shape)} elements of {entry.name}"
                 raise UsageError(
                     what,
                     where=API_NAME,
@@ -180,25 +179,25 @@ class ShardMap:
 
 
 def count_elements(box: WeightRegion) -> int:
-    """Return the number of elements of a box."""
+    """Return the number of elements of a region."""
     return prod(sum(high - low for low, high in ranges) for ranges in box)
 
 
 def exchange_shards(axis: AxisGroup, stages: int, weights: Sequence[Weight]) -> ShardMap:
-    """Have all ranks of the model axes tell each other what they hold."""
+    """Exchange the ranges of shards between all ranks of the model axes."""
     mine = {weight.index: weight.shard.ranges for weight in weights}
     if axis.size == 1:
         return ShardMap(axis, stages, [mine])
     numbers = [number for index, box in mine.items() for number in _encode_region(index, box)]
-    told = torch.tensor(numbers, dtype=torch.int64, device=axis.device)
+    own = torch.tensor(numbers, dtype=torch.int64, device=axis.device)
     length = int(axis.all_reduce(torch.tensor([len(numbers)], device=axis.device), "max"))
-    padded = torch.cat([told, told.new_full((length - len(numbers),), -1)])
+    padded = torch.cat([own, own.new_full((length - len(numbers),), -1)])
     rows = axis.all_gather(padded.unsqueeze(0), 0).tolist()
     return ShardMap(axis, stages, [_decode_regions(row) for row in rows])
 
 
 def _encode_region(index: int, box: WeightRegion) -> list[int]:
-    """Return index, dims, then for each dim how many ranges there are and their bounds."""
+    """Return index, number of dims, then for each dim the number of ranges and their bounds."""
     dims = [[len(ranges), *(bound for pair in ranges for bound in pair)] for ranges in box]
     return [index, len(box), *(number for dim in dims for number in dim)]
 

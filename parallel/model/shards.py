@@ -1,11 +1,10 @@
 """
-Tiles: what a rank holds of a weight that is cut over the model axes of a mesh (tensor axes and
-pipeline stages).
+Shards of weights over the model axes of a mesh (tensor axes and pipeline stages).
 
-Whoever cuts a model (module styles, the operator engine) replaces a parameter by this rank's part
-and tells with `set_tile` what part of which whole it is. Everything that deals in whole weights
-(gradient sums, norms, checkpoints, proofs) reads that with `tile_of` and knows nothing else of how
-the model was cut.
+The code that shards a model (module styles, the operator engine) replaces a parameter by this
+rank's shard and notes with `set_shard` which part of which weight it is. Gradient sums, norms,
+checkpoints and verification read it with `shard_of`; they do not depend on how the model was
+sharded.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ Ranges = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class Shard:
     """
-    A part of a weight.
+    A shard of a weight.
 
     Attributes:
-        shape: of the whole weight.
-        layout: the axes that cut each dim; over all others the tile is replicated.
-        ranges: for each dim the (low, high) ranges that this rank holds, in order. One each, as a
-            rule; more where a
-            weight holds several matrices side by side (fused q, k and v), each of which is cut.
-        sums: tensor axes over which the ranks' gradients of this weight have to be added up (norms
-            under sequence
-            parallel). Data axes go without saying.
+        shape: of the full weight.
+        layout: the axes that shard each dim; over all others the shard is replicated.
+        ranges: for each dim the (low, high) ranges of this rank, in order. One range each, or
+            several if a weight has several matrices side by side (fused q, k and v), each of which
+            is sharded.
+        sum_axes: tensor axes over which gradients of this weight must be summed (norms under
+            sequence parallel), in addition to the data axes.
     """
 
     shape: tuple[int, ...]
@@ -45,16 +43,16 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
+        """Shape of the shard."""
         return tuple(sum(high - low for low, high in dim) for dim in self.ranges)
 
     @property
     def is_full(self) -> bool:
-        """Whether the part is everything."""
+        """Whether the shard is the full weight."""
         return self.local_shape == self.shape
 
     def take_from(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this part of a whole tensor, contiguous and with memory of its own."""
+        """Return this shard of a full tensor, contiguous and in new memory."""
         found = whole
         for dim, ranges in enumerate(self.ranges):
             if sum(high - low for low, high in ranges) != whole.shape[dim] or len(ranges) > 1:
@@ -62,7 +60,7 @@ class Shard:
         return found.clone(memory_format=torch.contiguous_format)
 
     def put_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this part where it belongs in a whole tensor."""
+        """Write this shard to its place in a full tensor."""
         views = [(part, whole)]
         for dim, ranges in enumerate(self.ranges):
             cut_up = []
@@ -87,41 +85,39 @@ def make_shard(
     blocks: dict[int, tuple[int, ...]] | None = None,
 ) -> Shard:
     """
-    Return what a rank holds of a weight.
+    Return the shard of a weight on a rank.
 
     Args:
-        shape: of the whole weight.
-        layout: how it is cut.
-        sums: see `Tile`.
-        blocks: dims that hold several matrices side by side, with the size of each: every one of
-            them is cut, as
-            ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
+        shape: of the full weight.
+        layout: the axes that shard each dim.
+        sum_axes: see `Shard`.
+        blocks: dims with several matrices side by side, and the size of each, such as ``{0: (512,
+            128, 128)}`` for fused q, k and v. Each of them is sharded. The sizes add up to the dim.
     """
     return Shard(shape, layout, layout.ranges(grid, shape, rank, blocks), sum_axes)
 
 
 def full_shard(param: torch.Tensor) -> Shard:
-    """Return the tile that is all of a tensor."""
+    """Return the shard that is all of a tensor."""
     shape = tuple(param.shape)
     return Shard(shape, L(*[None] * len(shape)), tuple(((0, size),) for size in shape))
 
 
 def set_shard(param: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """
-    Note on a parameter which part of which weight it is; its shape must be the tile's local one.
-    """
+    """Note on a parameter which shard it is; its shape must be the shard's local shape."""
     if tuple(param.shape) != shard.local_shape:
-        raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {shard.local_shape}")
+        what = f"a parameter of the shard {shard.local_shape} has the shape {tuple(param.shape)}"
+        raise ValueError(what)
     param._pdrun_shard = shard
     return param
 
 
 def shard_of(param: torch.Tensor) -> Shard:
-    """Return what part a parameter is; one that nobody has cut is whole."""
+    """Return the shard that a parameter is; by default the full weight."""
     found: Shard | None = getattr(param, "_pdrun_shard", None)
     return found if found is not None else full_shard(param)
 
 
 def shard_numel(tile: Shard) -> int:
-    """Return the number of elements of a tile."""
+    """Return the number of elements of a shard."""
     return prod(tile.local_shape)

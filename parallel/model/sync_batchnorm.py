@@ -1,9 +1,9 @@
 """
-Batch normalisation over the whole micro-batch of all ranks.
+Batch normalisation over the full micro-batch of all ranks.
 
-Statistics of a batch are a sum over its rows, so ranks that normalise by their own rows compute
-another model than one process does. Either the sums are taken over all ranks, or pdrun refuses.
-Works on every device.
+Statistics of a batch are a sum over its rows. Ranks that normalise by their own rows compute
+another model than one process. Either the sums are taken over all ranks, or pdrun refuses. Works on
+every device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdrun.parallel.comm.communicator import AxisGroup
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks of the data axes, whose gradient is the sum of all their gradients."""
+    """The sum over all ranks of the data axes; its gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -34,10 +34,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 class SyncedBatchNorm(_BatchNorm):
     """
-    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers have the same
-    names.
+    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers keep their names.
 
-    ``weight_of_rows`` is 0 while a rank computes a row that isn't part of the batch.
+    ``row_weight`` is 0 while a rank computes a row that is not part of the batch.
     """
 
     row_weight = 1.0
@@ -86,9 +85,7 @@ _axis: AxisGroup | None = None
 
 
 def set_batch_axis(axis: AxisGroup) -> None:
-    """
-    Have statistics be those of the rows of all ranks along some axes, from now on in this process.
-    """
+    """Take statistics over the rows of all ranks along some axes, from now on in this process."""
     global _axis
     _axis = axis
 
@@ -100,7 +97,7 @@ def _batch_axis() -> AxisGroup:
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """While this lasts, a rank has all rows itself."""
+    """Inside, a rank has all rows itself."""
     global _is_local_only
     _is_local_only = True
     try:
@@ -116,7 +113,7 @@ def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def sync_batchnorms(model: nn.Module) -> int:
-    """Turn the batch normalisations inside a model into synchronised ones; return how many."""
+    """Turn the batch normalisations of a model into synchronised ones; return their number."""
     count = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
@@ -138,8 +135,8 @@ def running_stat_params(model: nn.Module) -> set[int]:
     """
     Return the ids of the parameters of modules that normalise with running statistics.
 
-    These stay in the type that they have, and torch wants weights of the same one beside them, or
-    of the input's where the statistics have that too.
+    These modules stay in their type. torch needs weights of the same type, or of the input's type
+    if the statistics have it too.
     """
     return {
         id(param)
@@ -162,24 +159,22 @@ def find_unsynced(model: nn.Module) -> list[str]:
 
 
 def find_inactive(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """
-    Return the modules that would normalise by the statistics of their own rows if they were put
-    into training.
-    """
+    """Return the modules that would normalise by their own rows in training mode."""
     return [(name, module) for name, module in model.named_modules() if _is_local(module)]
 
 
 def check_inactive(modules: list[tuple[str, nn.Module]]) -> None:
     """
-    Refuse modules that `resting` has found and that have been put into training since.
+    Refuse modules of `find_inactive` that are in training mode now.
 
     Raises:
-        UsageError: one has.
+        UsageError: names the module.
     """
     for name, module in modules:
         if module.training:
             raise UsageError(
-                f"{name} is in training since parallelize, and would normalise by its own rank's rows",
+                f"{name} was put into training mode after parallelize, and would normalise by the"
+                " rows of one rank",
                 where="pdrun.Run.step",
                 hint="sync_batchnorm=True, or .eval() on it after each model.train()",
             )

@@ -1,11 +1,10 @@
 """
-The weights of a model as the runtime sees them: each once, however often it is used, and the groups
-they travel in.
+The weights of a model as the runtime sees them, and the buckets in which they are communicated.
 
-A *bundle* is what is reduced, gathered and sharded together. Below level 3 bundles are filled by
-size in the order in which gradients are expected (the reverse of registration); at level 3 a bundle
-is what one unit of the model holds, a unit being a module whose weights are gathered just before it
-runs.
+Each parameter is one weight, however often it is used. A *bucket* is reduced, gathered and sharded
+together. Below level 3 buckets are filled by size in the expected order of gradients (the reverse
+of registration). At level 3 a bucket is one *unit* of the model: a module whose weights are
+gathered just before it runs.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from pdrun.parallel.model.shards import Shard, shard_of
 API_NAME = "pdrun.parallelize"
 MIB = 1024 * 1024
 DEFAULT_BUCKET_BYTES = 32 * MIB
-"""Size of a fused transfer where none is asked for; DDP has 25 MiB, MindSpore 64 MB."""
+"""Default size of a bucket; DDP has 25 MiB, MindSpore 64 MB."""
 FIRST_BUCKET_BYTES = MIB
-"""The first bundle is small, so that the network starts early."""
+"""The first bucket is small, so that communication starts early."""
 UNLIMITED_BYTES = 1 << 60
-"""Level 3 fuses what a unit holds, since it is gathered at once."""
+"""At level 3 a bucket has all weights of a unit, which is gathered as a whole."""
 ANY_INDEX = -1
 
 
@@ -43,39 +42,34 @@ class Weight:
     index: int
     """Position in registration order, in the whole model."""
     shape: tuple[int, ...]
-    """Of what this rank holds."""
+    """Shape of this rank's shard."""
     dtype: torch.dtype
     is_trained: bool
     unsynced: bool = False
-    """Excluded from all communication: each rank has its own."""
+    """Excluded from all communication: each rank has its own values."""
     keep_dtype: bool = False
-    """Computes in its own type, whatever that of the policy is."""
+    """Computes in its own type, independent of the precision policy."""
     unit: str = ""
-    """
-    Name of the module with which it is gathered at level 3; the empty string is the model itself.
-    """
+    """Name of the module with which it is gathered at level 3; empty: the model itself."""
     sum_axes: tuple[str, ...] = ()
-    """Axes besides those of the data over which its gradients are added up."""
+    """Axes over which its gradients are summed in addition to the data axes."""
     stages: tuple[int, ...] = ()
-    """Stages that share it, where there are several: its gradients are added up over them."""
+    """Stages that share it, if there are several: its gradients are summed over them."""
     chunk: int = 0
-    """Which part of a pipeline's stage it belongs to."""
+    """Number of its part of a pipeline stage."""
     chunks: tuple[int, ...] = (0,)
-    """Which parts of the stage compute with it."""
+    """The parts of the stage that compute with it."""
     counts_in_norm: bool = True
-    """
-    Whether this rank's part counts in norms; of several ranks with the same part only the first
-    does.
-    """
+    """Whether this rank's shard counts in norms: only the first of several equal shards does."""
     shard: Shard = field(init=False)
-    """Which part of the whole weight this rank holds."""
+    """The shard of the full weight on this rank."""
 
     def __post_init__(self) -> None:
         self.shard = shard_of(self.param)
 
     @property
     def bucket_key(self) -> tuple[Any, ...]:
-        """What weights of one bundle have in common besides their type."""
+        """Properties that all weights of a bucket share, in addition to their type."""
         return self.sum_axes, self.stages, self.chunk, self.keep_dtype
 
     @property
@@ -96,7 +90,7 @@ def collect_weights(
     Return the weights in registration order.
 
     Args:
-        layerwise: globs of weights that each rank keeps to itself.
+        layerwise: globs of weights that are not communicated.
         wide: ids of parameters that compute in their own type.
 
     Raises:
@@ -135,10 +129,7 @@ def collect_weights(
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """
-    How weights are put together: by ``nbytes``, or before each of the ``cuts`` (indices in
-    registration order).
-    """
+    """How weights are put into buckets: by ``nbytes``, or before each of ``first_indices``."""
 
     nbytes: int = DEFAULT_BUCKET_BYTES
     first_indices: tuple[int, ...] | None = None
@@ -147,19 +138,18 @@ class BucketPolicy:
 
 def parse_bucket_policy(value: Any, level: int) -> BucketPolicy:
     """
-    Return what a user's ``comm_fusion`` means.
+    Return the policy of a user's ``comm_fusion``.
 
     Args:
-        value: "auto"; a number of MiB; a list of indices, each the first weight of a transfer;
-            False for one a weight;
-            or
-            MindSpore's form ``{"openstate": True, "allreduce": {"mode": "size", "config": 64}}`` with the keys
-            allreduce, reducescatter and allgather and the modes auto, size and index.
+        value: "auto"; a number of MiB; a list of indices, each the first weight of a bucket; False
+            for one bucket per weight; or MindSpore's form ``{"openstate": True, "allreduce":
+            {"mode": "size", "config": 64}}`` with the keys allreduce, reducescatter and allgather
+            and the modes auto, size and index.
         level: optimizer level: 0 reads ``allreduce``, the others ``reducescatter`` and
             ``allgather``, which must agree.
 
     Raises:
-        UsageError: none of these.
+        UsageError: the value has another form.
     """
     if isinstance(value, Mapping):
         return _parse_openstate(value, level)
@@ -177,7 +167,7 @@ def parse_bucket_policy(value: Any, level: int) -> BucketPolicy:
             return BucketPolicy(first_indices=cuts, is_auto=False)
         raise UsageError(f"{value!r}: indices must be above 0 and grow", where="comm_fusion")
     raise UsageError(
-        f"{value!r} is no fusion",
+        f"comm_fusion must be 'auto', MiB, a list of indices or False, got {value!r}",
         where="comm_fusion",
         hint="'auto', MiB, a list of indices or False",
     )
@@ -221,8 +211,7 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> BucketPolicy:
 
 def make_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[Weight]]:
     """
-    Put weights of one type that are summed over the same ranks together, in the order of their
-    gradients.
+    Put weights of one type that are summed over the same ranks into buckets, in gradient order.
     """
     kinds: dict[tuple[Any, ...], list[Weight]] = {}
     for weight in weights:
@@ -259,13 +248,11 @@ def _fill_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[
 
 def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
     """
-    Return the names of the modules whose weights are gathered together at level 3, in registration
-    order.
+    Return the names of the modules whose weights are gathered together at level 3.
 
     Args:
-        globs: names of modules; None takes the members of the outermost ModuleLists and
-            Sequentials, or, where there
-            are none, the children of the model.
+        globs: names of modules. None: the members of the outermost ModuleLists and Sequentials, or
+            the children of a model without them.
 
     Raises:
         UsageError: a glob that matches no module with weights, or units inside one another.
@@ -299,16 +286,16 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
         chosen += hits
     for name in chosen:
         if any(other != name and name.startswith(other + ".") for other in chosen):
-            raise UsageError(f"the unit {name} lies inside another unit", where=API_NAME)
+            raise UsageError(f"the unit {name} is inside another unit", where=API_NAME)
     return [name for name in names if name in chosen]
 
 
 def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) -> None:
     """
-    Write into each weight the unit that gathers it.
+    Set the unit of each weight.
 
-    A weight used by two units belongs to the model as a whole; so does one that several stages
-    share, which all of them have to lay out alike.
+    A weight of two units belongs to the model as a whole. So does one that several stages share:
+    all of them must use the same unit.
     """
     owners: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -322,7 +309,7 @@ def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) 
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that are one parameter."""
+    """Return the groups of names of one parameter."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

@@ -97,12 +97,11 @@ def check_globs(name: str, value: Any) -> tuple[str, ...]:
 
 def check_methods(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
     """Refuse an object without the methods, None and classes included."""
-    if isinstance(value, type) or not all(
-        callable(getattr(value, method, None)) for method in methods
-    ):
-        raise UsageError(
-            f"{name} must have {' and '.join(methods)}, got {value!r}", where=PARALLELIZE, hint=hint
-        )
+    has_all = all(callable(getattr(value, method, None)) for method in methods)
+    if isinstance(value, type) or not has_all:
+        needed = " and ".join(f"{method}()" for method in methods)
+        what = f"{name} must be an object with {needed}, got {value!r}"
+        raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -142,8 +142,8 @@ def test_compositions(case: Case, worlds: Any, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (Place(pp=2, accumulate=2, copies=2), {}, "copies=2 beside pipeline="),
-    (Place(pp=2, accumulate=2), {"accumulate": 2}, "accumulate=2 beside pipeline="),
+    (Place(pp=2, accumulate=2, copies=2), {}, "copies=2 is not supported with pipeline="),
+    (Place(pp=2, accumulate=2), {"accumulate": 2}, "accumulate=2 is not supported with pipeline="),
     (Place(pp=2, accumulate=1), {}, "microbatches=1 is less than pp=2"),
     (
         Place(pp=2, accumulate=2, schedule="zero-bubble-v"),
@@ -153,10 +153,14 @@ REFUSED = [
     (
         Place(pp=2, accumulate=2),
         {"pipeline": None},
-        "pp would only repeat each other; pipeline= says",
+        "pp would compute the same; pass pipeline=",
     ),
-    (Place(dp=2, copies=2, level=3), {"gather": "pass"}, "gather='pass' beside copies=2"),
-    (Place(dp=2, level=2), {"gather": "step"}, "gather='step' at optimizer_level=2"),
+    (
+        Place(dp=2, copies=2, level=3),
+        {"gather": "pass"},
+        "gather='pass' is not supported with copies=2",
+    ),
+    (Place(dp=2, level=2), {"gather": "step"}, "gather='step' requires optimizer_level=3"),
     (
         Place(pp=2, tp=2, accumulate=2, kind="operators"),
         {"sample": None},
@@ -168,20 +172,20 @@ REFUSED = [
         'mesh(..., sp=2), and shard the sequence over it: {"emb": (None',
     ),
     (Place(tp=2, kind="operators"), {"sample": None}, "pdrun.Operators needs its shapes"),
-    (Place(tp=2), {"strategy": None}, "tp would only repeat each other; strategy= says"),
+    (Place(tp=2), {"strategy": None}, "tp would compute the same; pass strategy="),
     (Place(tp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, tp=2)"),
     (Place(cp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, cp=2)"),
-    (Place(cp=2), {"context": None}, "cp would only repeat each other; context= says"),
-    (Place(cp=2), {"loss": mixed.mean_loss}, "means of parts do not add up"),
+    (Place(cp=2), {"context": None}, "cp would compute the same; pass context="),
+    (Place(cp=2), {"loss": mixed.mean_loss}, "means of sequence parts cannot be added"),
     (Place(cp=3, ulysses=2), {}, "ulysses=2"),
     (Place(cp=2, tp=4, kind="sequence"), {"strategy": mixed.cutter("2d")}, "there is no axis 'y'"),
     (Place(dp=2), {"shard_group": 2}, "shard_group=2 with optimizer_level=0"),
-    (Place(dp=2, level=1), {"units": ["layers.*"]}, "units= are what level 3 gathers"),
-    (Place(dp=2, tp=2), {"mesh": mixed.Place(dp=2).mesh()}, "is for 2 devices, the job has 4"),
+    (Place(dp=2, level=1), {"units": ["layers.*"]}, "units= requires optimizer_level=3"),
+    (Place(dp=2, tp=2), {"mesh": mixed.Place(dp=2).mesh()}, "needs 2 devices, the job has 4"),
     (
         Place(tp=2),
         {"optimizer": torch.optim.Adafactor},
-        "Adafactor looks at more than one element at a time",
+        "Adafactor cannot be sharded: its update of an element depends on other elements",
     ),
 ]
 

@@ -268,7 +268,7 @@ def test_batch_norm_is_synchronised_or_refused(rows: int, worlds: Worlds) -> Non
             assert mine == pytest.approx(want, rel=1e-4, abs=1e-6)
     kinds = worlds(3).failures(normed, False, 1, rows)
     assert all(
-        kind == "UsageError" and "1 normalises by its own rank's rows" in text
+        kind == "UsageError" and "1 normalises with each rank's own rows" in text
         for kind, text in kinds
     )
 
@@ -448,7 +448,7 @@ def twice() -> None:
 
 
 def test_a_model_belongs_to_one_run(worlds: Worlds) -> None:
-    assert "belongs to a run already" in worlds(1).failures(twice)[0][1]
+    assert "already belongs to a run" in worlds(1).failures(twice)[0][1]
 
 
 def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[float]:

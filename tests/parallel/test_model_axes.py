@@ -288,7 +288,8 @@ def test_saved_on_one_mesh_taken_up_on_another(
         assert torch.equal(first.read_tensor(name), second.read_tensor(name)), name
         for reader in (first, second):
             assert (
-                sum(piece.region.numel for piece in reader.pieces_of(name)) == first.read_tensor(name).numel()
+                sum(piece.region.numel for piece in reader.pieces_of(name))
+                == first.read_tensor(name).numel()
             ), name
 
 
@@ -421,7 +422,10 @@ class Shares:
             for param in out.parameters():
                 dims = [None] * param.dim()
                 set_shard(
-                    param, make_shard(tuple(param.shape), L(*dims), axes.grid, axes.rank, sum_axes=("tp",))
+                    param,
+                    make_shard(
+                        tuple(param.shape), L(*dims), axes.grid, axes.rank, sum_axes=("tp",)
+                    ),
                 )
         return model  # type: ignore[no-any-return]
 
@@ -546,14 +550,13 @@ def test_explain(worlds: Worlds) -> None:
     lines, activations = worlds(4).run(explained)[0]
     assert lines[0] == "mesh(dp=2, tp=2) on cpu: each batch is cut into 2 x 2 = 4 slices"
     assert any(
-        line.startswith("sharded by L('tp', None): emb.weight, blocks.0.qkv.weight") for line in lines
+        line.startswith("sharded by L('tp', None): emb.weight, blocks.0.qkv.weight")
+        for line in lines
     )
     assert any(
         line.startswith("gradients also summed over tp: blocks.0.norm2.weight") for line in lines
     )
-    assert any(
-        line.startswith("replicated over the tensor axes: never, ") for line in lines
-    )
+    assert any(line.startswith("replicated over the tensor axes: never, ") for line in lines)
     assert "tied, counted once: emb.weight = head.weight" in lines
     assert any(line.startswith("exact over dp: ") for line in lines)
     assert activations > 10_000
@@ -612,14 +615,14 @@ def refused(what: str) -> None:
     [
         (
             "strategy",
-            "mesh(dp=1, tp=2): ranks along tp would only repeat each other; strategy= says what they do",
+            "mesh(dp=1, tp=2): ranks along tp would compute the same; pass strategy=",
         ),
-        ("context", "ranks along cp would only repeat each other; context= says"),
-        ("pipeline", "ranks along pp would only repeat each other; pipeline= says"),
-        ("accumulate", "accumulate=2 beside pipeline="),
+        ("context", "ranks along cp would compute the same; pass context="),
+        ("pipeline", "ranks along pp would compute the same; pass pipeline="),
+        ("accumulate", "accumulate=2 is not supported with pipeline="),
         ("dropout", "native_dropout=True on mesh(dp=1, tp=2)"),
-        ("data", "never is cut over dp, which is no tensor axis"),
-        ("muon", "Muon looks at more than one element at a time"),
+        ("data", "never is sharded over dp, which is not a tensor axis"),
+        ("muon", "Muon cannot be sharded: its update of an element depends on other elements"),
     ],
 )
 def test_refused(what: str, text: str, worlds: Worlds) -> None:

@@ -92,14 +92,18 @@ def test_runs_are_the_elements_of_a_box(move: Any) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for part in parts:
         flat = [
-            place for run in iter_spans(box_of(part)) for place in range(run.tensor_offset, run.tensor_offset + run.count)
+            place
+            for run in iter_spans(box_of(part))
+            for place in range(run.tensor_offset, run.tensor_offset + run.count)
         ]
         assert flat == values_of(part, whole).tolist()
 
 
 def test_rows_that_follow_each_other_are_one() -> None:
     rows = Region((8, 6), (((2, 5),), ((0, 6),)), 0, 18)
-    assert [(run.region_offset, run.tensor_offset, run.count) for run in iter_spans(rows)] == [(0, 12, 18)]
+    assert [(run.region_offset, run.tensor_offset, run.count) for run in iter_spans(rows)] == [
+        (0, 12, 18)
+    ]
     assert len(find_overlap(full_region((8, 6)), rows)) == 1
     columns = Region((8, 6), (((0, 8),), ((0, 3),)), 0, 24)
     assert len(find_overlap(full_region((8, 6)), columns)) == 8
@@ -110,7 +114,8 @@ def test_rows_that_follow_each_other_are_one() -> None:
 
 def write(folder: Path, parts: list[tuple[Shard, int, int]], whole: torch.Tensor) -> None:
     pieces = [
-        (TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts
+        (TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole).clone())
+        for part in parts
     ]
     storage.write_rank(folder, 0, pieces)
     storage.write_json(
@@ -129,7 +134,9 @@ def test_only_what_is_needed_is_opened(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     for place, part in enumerate(quarters((9, 7))):
         storage.write_rank(
-            tmp_path, place, [(TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole))]
+            tmp_path,
+            place,
+            [(TensorPiece.for_region("x", whole.dtype, box_of(part)), values_of(part, whole))],
         )
     names = [f"rank-{place:05d}.json" for place in range(4)]
     storage.write_json(tmp_path / "run.json", {"format": storage.FORMAT_VERSION, "indices": names})
@@ -164,7 +171,9 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": 1, "indices": ["rank-00000.json"]}')
     assert torch.equal(CheckpointReader(tmp_path).read_tensor("x").view(9, 7), whole)
     assert torch.equal(
-        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((3, 5),), ((1, 4),)), 0, 6)).view(2, 3),
+        CheckpointReader(tmp_path)
+        .read_tensor("x", Region((9, 7), (((3, 5),), ((1, 4),)), 0, 6))
+        .view(2, 3),
         whole[3:5, 1:4],
     )
 
@@ -173,7 +182,10 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     write(tmp_path, quarters((9, 7))[:3], whole)
     assert torch.equal(
-        CheckpointReader(tmp_path).read_tensor("x", Region((9, 7), (((0, 5),), ((0, 7),)), 0, 35)).view(5, 7), whole[:5]
+        CheckpointReader(tmp_path)
+        .read_tensor("x", Region((9, 7), (((0, 5),), ((0, 7),)), 0, 35))
+        .view(5, 7),
+        whole[:5],
     )
     with pytest.raises(ConfigError, match="lacks elements 39 to 63 of x"):
         CheckpointReader(tmp_path).read_tensor("x")
@@ -214,14 +226,18 @@ def test_the_mask_of_a_part_is_part_of_the_mask(data: Any) -> None:
         part = want
         for dim, (low, high, _) in cuts.items():
             part = part.narrow(dim, low, high - low)
-        with shard_region({dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}):
+        with shard_region(
+            {dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}
+        ):
             assert torch.equal(thrown(rows).draw_keep_mask(torch.empty(part.shape), 0.5), part)
 
 
 def test_two_ranges_of_a_dim_and_regions_that_end() -> None:
     want = thrown(2).draw_keep_mask(torch.empty(2, 12), 0.5)
     with shard_region({1: (((0, 3), (9, 12)), 12)}):
-        assert torch.equal(thrown(2).draw_keep_mask(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
+        assert torch.equal(
+            thrown(2).draw_keep_mask(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]]
+        )
         assert torch.equal(
             thrown(2).draw_keep_mask(torch.empty(2, 12), 0.5), want
         )  # not of the part's size: whole
@@ -239,14 +255,20 @@ def test_dropouts_are_counted_over_stages_and_found_again() -> None:
     whole = thrown(4)
     want = [whole.draw_keep_mask(torch.empty(4, 50), 0.5) for _ in range(4)]
     first = thrown(4)
-    assert [torch.equal(first.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[:2]] == [
+    assert [
+        torch.equal(first.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[:2]
+    ] == [
         True,
         True,
     ]
     second = StepRNG(7)
-    second.begin_forward(3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.dropout_calls)
+    second.begin_forward(
+        3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.dropout_calls
+    )
     state = torch.get_rng_state()
-    assert [torch.equal(second.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [
+    assert [
+        torch.equal(second.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[2:]
+    ] == [
         True,
         True,
     ]

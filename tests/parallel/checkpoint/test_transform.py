@@ -58,7 +58,9 @@ def write(folder: Path, placement: Placement) -> Path:
     for turn, (name, value) in enumerate(values().items()):
         shape = SHAPES.get(offline.weight_name_of(name))
         if shape is None or tuple(value.shape) != shape:
-            own[0].append((TensorPiece.for_region(name, value.dtype, full_region(value.shape)), value))
+            own[0].append(
+                (TensorPiece.for_region(name, value.dtype, full_region(value.shape)), value)
+            )
             continue
         for part, holders in placement.holders_of(offline.weight_name_of(name), shape).items():
             box = Region(shape, part, 0, count_elements(part))
@@ -70,7 +72,9 @@ def write(folder: Path, placement: Placement) -> Path:
             )
     for rank in ranks:
         state = torch.tensor([rank], dtype=torch.uint8)
-        own[rank].append((TensorPiece.for_region(f"rng/{rank}", state.dtype, full_region(state.shape)), state))
+        own[rank].append(
+            (TensorPiece.for_region(f"rng/{rank}", state.dtype, full_region(state.shape)), state)
+        )
         storage.write_rank(made, rank, own[rank])
     names = [f"rank-{rank:05d}.json" for rank in ranks]
     plain = {
@@ -109,7 +113,9 @@ def test_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
     assert done.folder == tmp_path / "new" / folder.name
     reader = CheckpointReader(done.folder)
     for name, value in values().items():
-        torch.testing.assert_close(reader.read_tensor(name).view(value.shape), value, rtol=0, atol=0)
+        torch.testing.assert_close(
+            reader.read_tensor(name).view(value.shape), value, rtol=0, atol=0
+        )
     assert [int(reader.read_tensor(f"rng/{rank}")) for rank in range(source.grid.size)] == list(
         range(source.grid.size)
     )
@@ -329,7 +335,9 @@ def test_what_is_shown_as_data(tmp_path: Path) -> None:
     write(tmp_path / "old", four)
     four.save(tmp_path / "plan.json")
     plain = json.loads(
-        offline_words.show_checkpoint(str(tmp_path / "old"), "tp=2", str(tmp_path / "plan.json"), as_json=True)
+        offline_words.show_checkpoint(
+            str(tmp_path / "old"), "tp=2", str(tmp_path / "plan.json"), as_json=True
+        )
     )
     assert plain["tensors"]["weights/w"]["parts"] == 4 and plain["steps"] == 7
     assert plain["needs"].keys() == {"0", "1"}
@@ -396,7 +404,9 @@ def test_nothing_is_left_where_a_file_is_damaged(tmp_path: Path) -> None:
     data[:] = b"\xff" * len(data)
     (folder / "rank-00001.bin").write_bytes(data)
     with pytest.raises(ConfigError, match="wrong checksum"):
-        offline.transform_checkpoint(folder, tmp_path / "new", Placement(meshes.make_mesh(dp=1).grid, {}))
+        offline.transform_checkpoint(
+            folder, tmp_path / "new", Placement(meshes.make_mesh(dp=1).grid, {})
+        )
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -408,7 +418,9 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
 def test_the_steps_between_two_placements_of_a_weight() -> None:
     """What a job that goes on with other layouts does in memory is what the layouts say, too."""
     grid = meshes.make_mesh(tp=4).grid
-    plan = plan_redistribution(View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"]))
+    plan = plan_redistribution(
+        View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"])
+    )
     assert [step.kind for step in plan.steps] == ["all_to_all"]
 
 

@@ -108,7 +108,9 @@ def test_a_graph_without_collectives_stays() -> None:
 
 def axis(size: int, index: int) -> AxisGroup:
     """Return a place on an axis where nothing moves."""
-    axes = MeshGroups(Grid(("tp",), (size,)), index, torch.device("cpu"), CollectiveWatchdog(10.0, index, size))
+    axes = MeshGroups(
+        Grid(("tp",), (size,)), index, torch.device("cpu"), CollectiveWatchdog(10.0, index, size)
+    )
     axes.state.is_dry_run = True
     ranks = tuple(range(size))
     return AxisGroup(axes.state, ("tp",), ranks, index, None, axes.device, axes.grid, index)

@@ -211,7 +211,7 @@ def mean_loss() -> None:
 
 def test_a_mean_is_refused(worlds: Any) -> None:
     for kind, text in worlds(2).failures(mean_loss):
-        assert kind == UsageError.__name__ and "means of parts do not add up" in text
+        assert kind == UsageError.__name__ and "means of sequence parts cannot be added" in text
 
 
 # ---- beside tensor axes -----------------------------------------------------

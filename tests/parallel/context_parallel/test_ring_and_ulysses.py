@@ -256,7 +256,7 @@ def test_kernels_of_accelerators_take_what_they_are_given(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tensors without data: names, order and shapes of their arguments and results."""
-    monkeypatch.setattr(block_attention, "_kernel", lambda *args: kind)
+    monkeypatch.setattr(block_attention, "_choose_kernel", lambda *args: kind)
     q, k = (torch.empty(2, 4, n, 8, dtype=torch.bfloat16, device="meta") for n in (5, 7))
     k = k[:, :2]
     out, lse = block_attention.attend_block(q, k, k, False, 0.3, block_attention.ScoreTerms())
@@ -313,8 +313,8 @@ def travels() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AxisGroup, "start_shift", saying("send", AxisGroup.start_shift))
         patch.setattr(PendingTensor, "wait", saying("wait", PendingTensor.wait))
-        patch.setattr(block_attention, "forward", saying("forward", block_attention.attend_block))
-        patch.setattr(block_attention, "backward", saying("backward", block_attention.attend_block_backward))
+        patch.setattr(block_attention, "attend_block", saying("forward", block_attention.attend_block))
+        patch.setattr(block_attention, "attend_block_backward", saying("backward", block_attention.attend_block_backward))
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
         ring_attention(q, q, q, axis).sum().backward()
     return said

@@ -282,7 +282,7 @@ def test_axes_that_are_no_neighbours_have_no_form() -> None:
     assert good["parallel_layout_item"]["w"]["dev_matrix"] == [4, 2]
     assert good["parallel_layout_item"]["w"]["tensor_map"] == [1, 0]
     for layout in (L(("x", "z")), L(("y", "x"))):
-        with pytest.raises(ConfigError, match="aren't neighbours"):
+        with pytest.raises(ConfigError, match="are not neighbours"):
             to_mindspore(Placement(grid, {"w": WeightLayout(layout)}))
     with pytest.raises(ConfigError, match="blocks"):
         to_mindspore(Placement(grid, {"w": WeightLayout(L("x"), blocks={0: (2, 2)})}))

@@ -86,7 +86,7 @@ def nothing_known() -> None:
 
 def test_verify_says_what_it_needs(worlds: Worlds) -> None:
     assert (
-        "no global batches are known; run.verify([batch, ...])"
+        "verify needs global batches; run.verify([batch, ...])"
         in worlds(2).failures(nothing_known)[0][1]
     )
 

@@ -264,7 +264,7 @@ def test_an_error_of_init_under_a_command_line_is_one_line_too() -> None:
 def test_a_world_without_a_meeting_place_is_refused(tmp_path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     _, _, err = finish(start(tmp_path, "pdrun.init()", environ))
-    assert "MASTER_ADDR: is not set, though RANK and WORLD_SIZE are" in err
+    assert "MASTER_ADDR: is not set, but RANK and WORLD_SIZE are" in err
 
 
 WITHOUT_TORCH = """
@@ -302,7 +302,7 @@ def test_without_torch_a_context_has_its_device_as_text(tmp_path: Path) -> None:
         ("init(backend='cuda')", "cannot use NVIDIA GPU (CUDA) here"),
         ("init(collective='nccl')", "is built without nccl"),
         ("init(backend='gloo')", "'gloo' is not one of"),
-        ("init(timeout=0)", "a timeout of 0 s is not above 0"),
+        ("init(timeout=0)", "timeout must be above 0, got 0"),
         ("init(backend='cpu'); pdrun.init(backend='mps')", "this process already has cpu"),
         ("init(backend='npu')", "needs the package torch_npu"),
     ],
@@ -330,7 +330,7 @@ report(ctx, still=dist.is_initialized())
     assert code == 0, err
     assert reports(out)[0]["still"]
     _, _, err = finish(start(tmp_path, body.format(rank=1, world=2)))
-    assert "the script's process group says rank 1 of 2, the launcher rank 0 of 1" in err
+    assert "the script's process group has rank 1 of 2, the launcher assigned rank 0 of 1" in err
 
 
 @torch

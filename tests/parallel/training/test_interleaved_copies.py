@@ -27,7 +27,9 @@ pytestmark = pytest.mark.torch
 def make(case: Case, degrees: dict[str, int], copies: int, **more: Any) -> Run:
     """Return a run over tensor axes."""
     names = [name for name in degrees if name not in ("pp", "dp", "cp")]
-    return zoo.make(case, mesh=mesh.make_mesh(**degrees), strategy=Megatron(*names), copies=copies, **more)
+    return zoo.make(
+        case, mesh=mesh.make_mesh(**degrees), strategy=Megatron(*names), copies=copies, **more
+    )
 
 
 def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
@@ -159,8 +161,14 @@ def refused(level: int, **more: Any) -> str:
 
 
 def test_copies_beside_what_gathers_or_schedules_are_refused(worlds: Any) -> None:
-    assert "gather='pass' beside copies=2" in worlds(1).run(refused, 3, gather="pass")[0]
-    assert "beside pipeline=" in worlds(1).run(refused, 0, pipeline=Pipeline(microbatches=2))[0]
+    assert (
+        "gather='pass' is not supported with copies=2"
+        in worlds(1).run(refused, 3, gather="pass")[0]
+    )
+    assert (
+        "not supported with pipeline="
+        in worlds(1).run(refused, 0, pipeline=Pipeline(microbatches=2))[0]
+    )
 
 
 def at_level(level: int) -> Any:

@@ -38,7 +38,10 @@ pytestmark = pytest.mark.torch
 def make(options: list[dict[str, Any]]) -> None:
     mine = dict(options[torch.distributed.get_rank()])
     if "tp" in mine:
-        mine = {"mesh": make_mesh(tp=mine["tp"]), "strategy": Strategy({"0": col("tp", gather=True)})}
+        mine = {
+            "mesh": make_mesh(tp=mine["tp"]),
+            "strategy": Strategy({"0": col("tp", gather=True)}),
+        }
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize(model, lambda params: torch.optim.SGD(params, 0.1), **mine)
 
@@ -223,7 +226,9 @@ def test_each_check_meets_its_own(ranks: Callable[[int], RankAgreement]) -> None
 
 
 def test_a_first_rank_that_stays_away_is_told(ranks: Callable[[int], RankAgreement]) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not come here within 0\.2 s of rank 1"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0 did not arrive here within 0\.2 s of rank 1"
+    ):
         ranks(1).check_equal([("mesh", "a")])
 
 

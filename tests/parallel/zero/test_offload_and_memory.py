@@ -57,7 +57,9 @@ def moved(least: int) -> tuple[int, int]:
     run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
     run.step(zoo.batch_of(24, 0))
     assert run.state.activation_offload is not None
-    return run.state.activation_offload.moved_bytes, memory.estimate_passes(run.state, zoo.batch_of(24, 0))
+    return run.state.activation_offload.moved_bytes, memory.estimate_passes(
+        run.state, zoo.batch_of(24, 0)
+    )
 
 
 def predicted_away() -> list[int]:
@@ -150,7 +152,7 @@ def unfilled(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("buffer", "nobody knows what the buffer table should hold"),
+        ("buffer", "the buffer table is on the meta device and has no value"),
         ("parameter", "the model (Tiny) has no reset_parameters"),
         ("nothing", "left"),
     ],
@@ -218,7 +220,10 @@ def explained(world: int) -> list[str]:
 def test_explain(worlds: Worlds) -> None:
     lines = worlds(2).run(explained, 2)[0]
     assert lines[0] == "mesh(dp=2) on cpu: each batch is cut into 2 x 2 = 4 slices"
-    assert lines[1] == "level 3: optimizer state, gradients and weights are sharded over groups of 2 of 2 ranks"
+    assert (
+        lines[1]
+        == "level 3: optimizer state, gradients and weights are sharded over groups of 2 of 2 ranks"
+    )
     assert "tied, counted once: emb.weight = head.weight" in lines
     assert "recomputed in the backward pass: blocks.0, blocks.1, blocks.2" in lines
     assert lines[-1].startswith("peak ")

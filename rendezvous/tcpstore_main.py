@@ -2,11 +2,11 @@
 Serves torch's TCPStore on a socket that the agent has bound: ``python tcpstore_main.py``, socket as
 fd 3.
 
-It serves until it is killed, and never listens anywhere else. With versions of torch that are known
-to work (2.11 to 2.14) it loads only torch's C library, not the package, while the workers need the
-cores for their own import of torch: 0.22 s and 144 MB instead of 0.94 s and 217 MB (2.13 CPU), 395
-MB instead of 507 MB (2.11 CUDA). If that fails, the process starts again with the full package. It
-is run by its path with the *workers'* interpreter, which needs torch and not pdrun.
+It serves until it is killed, and has no other listening socket. With versions of torch that are
+known to work (2.11 to 2.14) it loads only torch's C library, not the package, while the workers
+need the cores for their own import of torch: 0.22 s and 144 MB instead of 0.94 s and 217 MB (2.13
+CPU), 395 MB instead of 507 MB (2.11 CUDA). If that fails, the process starts again with the full
+package. It is run by its path with the *workers'* interpreter, which needs torch and not pdrun.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def full_store_class() -> type:
 
 
 def find_torch_root() -> Path:
-    """Return the folder of the package torch; end the process with one line if there is none."""
+    """Return the folder of the package torch; without torch, end the process with one line."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(f"{sys.executable} has no torch, which MASTER_PORT's store needs")
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
             store_class = light_store_class(root)
         except Exception as error:
             print(
-                f"torch's C library does not load by itself ({error}); loading all of torch",
+                f"torch's C library does not load alone ({error}); loading all of torch",
                 file=sys.stderr,
             )
             os.execv(sys.executable, [sys.executable, str(here), FULL_TORCH_FLAG])

@@ -118,7 +118,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
     rank, name = _read_rank_and_name(environ)
     if rank is not None and rank >= workers:
         raise ConfigError(
-            f"rank {rank} is not below the {plural(workers, 'worker')}",
+            f"must be below the number of workers ({workers}), got {rank}",
             where="PDRUN_NODE_RANK or MS_NODE_ID",
         )
     job = environ.get("PDRUN_JOB") or "dynamic"
@@ -160,7 +160,10 @@ def run_scheduler(
         host=socket.gethostname(),
         unit="worker",
     )
-    how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
+    how = (
+        f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} "
+        f"PDRUN_WORKERS={spec.workers}"
+    )
     return serve_standalone(
         adopt_run_name(config, journal),
         secret,
@@ -188,7 +191,7 @@ def join_cluster(
     """
     if spec.role != "worker":
         raise ConfigError(
-            "is not worker", where="PDRUN_ROLE", hint="a scheduler calls run_scheduler"
+            "must be worker to join", where="PDRUN_ROLE", hint="a scheduler calls run_scheduler"
         )
     member = join_scheduler(
         spec.scheduler,
@@ -222,7 +225,7 @@ def _read_role(environ: Mapping[str, str], variable: str) -> Role | None:
         name for name in _ROLE_OF_VALUE if name.startswith("MS_") == variable.startswith("MS_")
     ]
     if text not in known:
-        raise ConfigError(f"{text!r} is not one of {', '.join(known)}", where=variable)
+        raise ConfigError(f"must be one of {', '.join(known)}, got {text!r}", where=variable)
     return _ROLE_OF_VALUE[text]
 
 
@@ -263,7 +266,9 @@ def _read_count(environ: Mapping[str, str], variable: str, minimum: int) -> int 
     if not text:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
-        raise ConfigError(f"{text!r} is not a whole number of at least {minimum}", where=variable)
+        raise ConfigError(
+            f"must be a whole number of at least {minimum}, got {text!r}", where=variable
+        )
     return int(text)
 
 
@@ -273,7 +278,7 @@ def _merge_values(
     """Return the value of two variables for one setting; two different values are an error."""
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
-            f"two values for the {what}: {our_name} says {ours}, {their_name} says {theirs}"
+            f"two values for the {what}: {our_name} is {ours}, {their_name} is {theirs}"
         )
     return theirs if ours is None else ours
 
@@ -284,7 +289,5 @@ def _missing_variable_error(variable: str, environ: Mapping[str, str]) -> PdrunE
         for name in (*_PDRUN_VARIABLES, "PDRUN_SCHEDULER", *_MINDSPORE_VARIABLES)
         if environ.get(name)
     )
-    return ConfigError(
-        f"is not set, though {there} is" if "," not in there else f"is not set, though {there} are",
-        where=variable,
-    )
+    verb = "are" if "," in there else "is"
+    return ConfigError(f"is not set, although {there} {verb}", where=variable)

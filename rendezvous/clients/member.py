@@ -70,7 +70,7 @@ def join_scheduler(
     Args:
         name: of this worker, unique in the job; empty: made from host name and process id.
         rank: the requested rank.
-        timeout: seconds to reach the scheduler. The scheduler has a limit of its own for the joins.
+        timeout: seconds to reach the scheduler, which has another limit for the joins.
 
     Raises:
         RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave
@@ -171,7 +171,7 @@ class DynamicMember:
         self._thread.join(LEAVE_SECONDS + 2 * LINGER_SECONDS)
 
     # At the end of the process
-    # ----------------------------------------------------------------------------------------
+    # -------------------------
 
     def _install_exit_hooks(self) -> None:
         hook = sys.excepthook
@@ -195,7 +195,7 @@ class DynamicMember:
         atexit.register(self.finish)
 
     # The thread
-    # -------------------------------------------------------------------------------------------------------
+    # ----------
 
     def _wake_thread(self) -> None:
         try:
@@ -315,9 +315,8 @@ def _wait_for_start(
                     welcome = message
                     link.send(request)
                 case Waiting(present, missing, expected):
-                    show_line(
-                        f"{len(present)} of {expected} workers are here, missing: {', '.join(missing)}"
-                    )
+                    names = ", ".join(missing)
+                    show_line(f"{len(present)} of {expected} workers are here, missing: {names}")
                 case Assign(generation=generation):
                     assign = message
                     link.send(Ready(generation))

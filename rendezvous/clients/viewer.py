@@ -1,9 +1,9 @@
 """
 A viewer: watches a job from outside, or stops it, over one connection.
 
-One connection is kept because it tells more than a new one per question: that the scheduler is
-still the same, and whether a silent one is out of reach (the viewer waits) or gone (its port
-refuses connections). A viewer that has asked once gets the last status without asking when the job
+A viewer keeps its connection for two reasons. It knows that the scheduler is still the same. And it
+knows whether a silent scheduler is out of reach (the viewer waits) or has exited (its port refuses
+connections). A viewer that has asked once gets the last status without asking when the job
 is over (`pdrun.rendezvous.scheduler.service`).
 """
 
@@ -126,8 +126,8 @@ class Viewer:
     @property
     def is_gone(self) -> bool:
         """
-        Whether the scheduler is gone and not only out of reach: no process listens at its address,
-        or another scheduler does.
+        Whether the scheduler has exited and is not only out of reach: no process listens at its
+        address, or another scheduler does.
         """
         return self._link.is_replaced or (
             self._link.is_port_closed and _is_port_closed(self.endpoint)
@@ -165,7 +165,7 @@ def query_status(
     Return the event lines of the job at ``endpoint``, oldest first: one question.
 
     Raises:
-        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout``
+        AuthenticationError: the token differs. RendezvousError: no scheduler answered within ``timeout``
             seconds.
     """
     deadline = time.monotonic() + timeout

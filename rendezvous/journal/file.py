@@ -1,7 +1,7 @@
 """
 The journal file: what a successor of the scheduler needs to continue the job. Mode 0600.
 
-Written ahead: the entries of all events that came in together are appended and synced once
+Written ahead: the entries of all events that arrived together are appended and synced once
 (`Journal.commit`). Only then does the scheduler act on them. So a half-written end was never acted
 on, and is cut off. Any other difference is damage, and the error names the byte. The format is in
 `pdrun.rendezvous.journal.format`.

@@ -65,7 +65,7 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class _EntryTime:
-    """The fields of an entry beside its event."""
+    """The fields of an entry without its event."""
 
     group: int
     now: float
@@ -153,7 +153,7 @@ def read_header(path: Path) -> JournalHeader:
 
 def is_blank(path: Path) -> bool:
     """
-    Whether a regular file is empty, or holds only a part of a journal's first commit.
+    Whether a regular file is empty, or has only a part of a journal's first commit.
 
     No scheduler has acted on such a journal: it died before, or another program created the file.
     """

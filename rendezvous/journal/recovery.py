@@ -62,8 +62,8 @@ class Recovery:
         """
         Make the steps since the last call safe; return a warning if that is not possible any more.
 
-        A disk that is full, gone or silent does not end a healthy job. The job only loses its way
-        back from a second fault.
+        A disk that is full, removed or silent does not end a healthy job. The job only loses its
+        way back from a second fault.
         """
         if self._writer is None:
             return ""
@@ -134,11 +134,10 @@ def resume_job(
         config
     ):
         writer.close()
-        named = (
-            f"job '{header.job}', " if header.job else ""
-        )  # a scheduler that stands alone may not know it yet
+        # A standalone scheduler may not have known the job yet.
+        named = f"job '{header.job}', " if header.job else ""
         raise ConfigError(
-            f"the journal is of {named}run {header.run}, or of other settings than these",
+            f"the journal is of {named}run {header.run}, or of a scheduler with other settings",
             where=str(journal),
             hint="start the scheduler with the same options, or name another journal",
         )
@@ -153,7 +152,10 @@ def resume_job(
         else []
     )
     last = past.entries[-1].now if past.entries else header.now
-    torn = f"the end of the scheduler's journal was half-written: {past.torn_bytes} bytes of it were cut off"
+    torn = (
+        "the end of the scheduler's journal is half-written: "
+        f"{past.torn_bytes} bytes of it were cut off"
+    )
     return Recovery(
         restored.machine,
         os.urandom(16).hex(),
@@ -182,7 +184,7 @@ def adopt_run_name(config: SchedulerConfig, journal: Path | None) -> SchedulerCo
     name of its run.
 
     Raises:
-        RendezvousError: the journal is damaged, or cannot be read (it is a folder, say).
+        RendezvousError: the journal is damaged, or cannot be read (a folder, for example).
     """
     from pdrun.rendezvous.journal.format import read_header
 
@@ -206,6 +208,6 @@ def _has_content(journal: Path) -> bool:
 
 def _unwritable_warning(path: Path, error: OSError) -> str:
     return (
-        f"the scheduler's journal {path} cannot be written ({error.strerror or error}): the job goes on, but it ends "
-        "should the scheduler die"
+        f"the scheduler's journal {path} cannot be written ({error.strerror or error}): "
+        "the job continues, but ends if the scheduler dies"
     )

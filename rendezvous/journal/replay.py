@@ -103,7 +103,7 @@ def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) ->
     machine = Membership(config, past.header.scheduler, past.header.now)
     began = past.header.wall - past.header.now
     newest = past.entries[-1].group if past.entries else 0
-    said: list[LogEvent] = []
+    past_events: list[LogEvent] = []
     sure = taken = 0
 
     def events() -> Iterator[tuple[float, MembershipEvent]]:
@@ -112,15 +112,17 @@ def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) ->
             yield entry.now, entry.event
             taken += 1
             records = [each for each in machine.outbox.actions if isinstance(each, RecordEvent)]
-            said.extend(LogEvent(each.kind, began + entry.now, each.data) for each in records)
+            past_events.extend(
+                LogEvent(each.kind, began + entry.now, each.data) for each in records
+            )
             if entry.group != newest:
-                sure = len(said)
+                sure = len(past_events)
 
     try:
         machine.replay(events())
     except IllegalEvent as error:
         raise damage_error(path, past.offsets[taken], f"the job was not there: {error}") from error
-    return RestoredJob(machine, tuple(said), len(said) - sure)
+    return RestoredJob(machine, tuple(past_events), len(past_events) - sure)
 
 
 def find_unwritten(restored: RestoredJob, written: Sequence[LogEvent]) -> list[LogEvent]:

@@ -3,7 +3,7 @@ The failure detector: which nodes are cut off or silent, and for how long that i
 
 It never decides about the job; it names nodes that are lost (`NodesLost`). A node is well if it
 sends heartbeats *and* receives the answers, which the echo numbers in its heartbeats prove.
-Otherwise a node behind a one-way cut would look alive for ever, and so would a node that gave its
+Otherwise a node behind a one-way cut would always look alive, and so would a node that gave its
 connection up itself. The detector's clock stops while the scheduler itself stands still. So a
 scheduler that was stopped for a minute does not take its own pause for the silence of all nodes.
 """
@@ -150,12 +150,10 @@ class FailureDetector:
             elif silent > limits.dead:
                 cut_at = now - silent + 2 * limits.heartbeat
                 lost.append(
-                    LostNode(
-                        member.hello.agent, f"nothing was heard of it for {silent:.1f} s", cut_at
-                    )
+                    LostNode(member.hello.agent, f"it sent nothing for {silent:.1f} s", cut_at)
                 )
             elif unanswered > limits.dead:
-                why = f"it has heard nothing of the scheduler for {unanswered:.1f} s"
+                why = f"it received nothing from the scheduler for {unanswered:.1f} s"
                 lost.append(
                     LostNode(member.hello.agent, why, now - unanswered + 2 * limits.heartbeat)
                 )

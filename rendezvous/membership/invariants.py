@@ -31,7 +31,7 @@ def _check_job(machine: Membership) -> Iterator[str]:
     if (machine.state is JobState.DONE) != (machine.shutdown.verdict is not None):
         yield "a job is done exactly when it has a verdict"
     if machine.shutdown.is_done and machine.shutdown.verdict is None:
-        yield "the scheduler goes before the verdict"
+        yield "the scheduler exits before the verdict"
     config = machine.config
     attempts = machine.shutdown.restart_history
     if config.restart_window is None and machine.shutdown.restarts > config.max_restarts:
@@ -39,7 +39,7 @@ def _check_job(machine: Membership) -> Iterator[str]:
     if len(attempts.times) > config.max_restarts:
         yield f"{len(attempts.times)} restarts of {config.max_restarts} in the window"
     if machine.state in (JobState.ASSIGNING, JobState.RUNNING) and machine.generation.failures:
-        yield "a failure is known and nobody was told to stop"
+        yield "a worker has failed and no worker is being stopped"
     if machine.generation.failures.first != find_first_cause(machine.generation.failures):
         yield "the first cause that was kept is not the first cause"
 
@@ -50,7 +50,7 @@ def _check_waits(machine: Membership) -> Iterator[str]:
     if ending and machine.shutdown.stop is None:
         yield "workers are being ended without a deadline"
     if not ending and machine.shutdown.stop is not None and machine.state is not JobState.DONE:
-        yield "nobody is being ended, and there is a deadline for it"
+        yield "there is a deadline for a stop, and no stop"
     if machine.generation.hang is not None and machine.state is not JobState.RUNNING:
         yield "a hang is looked into and nothing runs"
     if machine.generation.reform_reason or machine.outbox.fenced:
@@ -111,7 +111,7 @@ def _check_ranks(machine: Membership) -> Iterator[str]:
         )
         > 1
     ):
-        yield "nodes of one generation were told different things"
+        yield "nodes of one generation were sent different values"
     firsts = [assign.first_rank for assign in assigns] + [
         assign.world_size for assign in assigns[:1]
     ]
@@ -127,7 +127,7 @@ def _check_ranks(machine: Membership) -> Iterator[str]:
         if assign is not None and (
             assign.node_rank != member.index or assign.first_rank != member.first_rank
         ):
-            yield f"{member.name} was told another place than it has"
+            yield f"{member.name} was sent another place than it has"
         if member.phase is Phase.STANDBY and (
             assign is not None or member.ranks or member.exit_codes
         ):

@@ -137,8 +137,8 @@ class Job:
     """
     The state of a job. Other modules may read all of it; only `Membership.step` changes it.
 
-    Functions that need one group take that group (`Roster`, `Generation`, `Shutdown`, `ActionOutbox`);
-    functions that need several take the Job.
+    Functions that need one group take that group (`Roster`, `Generation`, `Shutdown`,
+    `ActionOutbox`). Functions that need several take the Job.
     """
 
     def __init__(self, config: SchedulerConfig, scheduler: str, now: float) -> None:

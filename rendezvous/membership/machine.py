@@ -216,7 +216,7 @@ class Membership(Job):
         return True
 
     # Messages
-    # ---------------------------------------------------------------------------------------------------------
+    # --------
 
     def _on_message(self, peer: Peer, message: Message, now: float) -> bool:
         if isinstance(message, Hello):
@@ -301,7 +301,7 @@ class Membership(Job):
         self.detector.on_disconnect(member, between, now)
 
     # Time
-    # -------------------------------------------------------------------------------------------------------------
+    # ----
 
     def _detect_failures(self, now: float) -> None:
         """Ask the failure detector, and take its decision as an event."""

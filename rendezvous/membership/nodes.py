@@ -116,7 +116,8 @@ def find_join_objection(
     if not join.node or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
         return Refuse(
             78,
-            f"a {config.unit} needs a name and 1 to {MAX_WORKERS_PER_NODE} workers, not {join.node!r} with {join.workers}",
+            f"a {config.unit} must have a name and 1 to {MAX_WORKERS_PER_NODE} workers, "
+            f"got {join.node!r} with {join.workers}",
         )
     if first is not None and (different := differing_facts(config.must_agree, first, join)):
         return refuse_difference(different[0], first.join, join)

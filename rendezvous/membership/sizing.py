@@ -57,7 +57,7 @@ def lease_seconds(config: SchedulerConfig, dead: float) -> float:
 
 
 def is_open(config: SchedulerConfig, state: JobState) -> bool:
-    """Whether the job can use another node, new or marked lost. A refusal tells it to the node."""
+    """Whether the job can use another node, new or marked lost. A refusal contains it."""
     if state in (JobState.GATHERING, JobState.RESTARTING):
         return True
     return is_elastic(config) and state not in (JobState.STOPPING, JobState.DONE)

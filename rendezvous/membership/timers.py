@@ -67,7 +67,7 @@ def _check_gathering(job: Job, waited: float, now: float) -> None:
     elif waited > config.start_timeout:
         lacking = required_nodes(config) - count_present(roster)
         absent = ", ".join(describe_missing(config, lacking, roster.names, roster.claims))
-        reason = f"{absent} did not come within {config.start_timeout:g} s"
+        reason = f"{absent} did not join within {config.start_timeout:g} s"
         if job.generation.shortage_reason:
             reason = f"{job.generation.shortage_reason}; {reason}"
         end_unstarted(job, 69, reason, now)

@@ -13,7 +13,8 @@ The legal states of a job, as a table, and the legal messages in each state.
 
     assigning --end--> done
 
-The machine raises IllegalEvent for anything else, with event and state, and changes nothing.
+For all other transitions the machine raises IllegalEvent, with event and state, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ class Trigger(Enum):
     FULL = "enough nodes have joined"
     READY = "every node is ready"
     FAILED = "a worker failed and may be tried again"
-    CHANGED = "nodes have come or gone, and enough are here for another generation"
+    CHANGED = "the nodes have changed, and enough are left for another generation"
     SHORT = "too few nodes are left, others may take their places"
     STOP = "the workers must end for good"
     AGAIN = "every worker has ended, start the next generation"
     FINISHED = "every worker has ended for good"
     END = "the job ends before any worker started"
-    ORPHANED = "the scheduler's own node is gone"
+    ORPHANED = "the scheduler's own node is lost"
 
 
 TRANSITIONS: Mapping[tuple[JobState, Trigger], JobState] = {
@@ -155,20 +156,20 @@ def check_message(
     name = type(message).__name__
     if isinstance(message, Hello):
         if hello:
-            raise IllegalEvent("Hello", state, "it was said before on this connection")
+            raise IllegalEvent("Hello", state, "this connection has sent it before")
         return
     if hello is None:
-        raise IllegalEvent(name, state, "nothing goes before Hello")
+        raise IllegalEvent(name, state, "the first message must be Hello")
     if hello.role == "view" and not isinstance(message, _VIEWER_MESSAGES):
-        raise IllegalEvent(name, state, "a viewer only looks")
+        raise IllegalEvent(name, state, "a viewer cannot send it")
     if isinstance(message, StopRequest) and not 1 <= message.signal <= 64:
-        raise IllegalEvent(name, state, f"{message.signal} is no signal")
+        raise IllegalEvent(name, state, f"{message.signal} is not a signal")
     if isinstance(message, _GENERATION_MESSAGES):
         _check_generation(message, state, generation, member)
     elif isinstance(message, Depart) and member is None:
         raise IllegalEvent(name, state, "the sender has not joined")
     elif not isinstance(message, _NODE_MESSAGES):
-        raise IllegalEvent(name, state, "only the scheduler says it")
+        raise IllegalEvent(name, state, "only the scheduler sends it")
 
 
 def _check_generation(

@@ -190,4 +190,4 @@ def _find_node_name(roster: Roster, rank: int) -> str:
     for member in roster.members.values():
         if rank in member.ranks:
             return member.name
-    return "a node that is gone"
+    return "a lost node"

@@ -122,9 +122,10 @@ class ProgressTracker:
         elif track.behind_since is None:
             track.behind_since = now
         if track.behind_since is not None and now - track.behind_since >= LAG_SECONDS:
-            return f"is {middle - track.step} steps behind the others (step {track.step}, most are at {middle})"
+            behind = middle - track.step
+            return f"is {behind} steps behind the others (step {track.step}, most are at {middle})"
         if usual > 0 and busy >= SLOW_FACTOR * usual:
-            return f"works {busy:.3g} s on a step, the others {usual:.3g} s"
+            return f"needs {busy:.3g} s per step, the others {usual:.3g} s"
         return ""
 
     def shift_times(self, seconds: float) -> None:

@@ -114,9 +114,10 @@ def find_refusal(
     if code in config.no_restart_on:
         return f"not restarted: exit code {code} is one of --no-restart-on"
     if is_permanent([item.failure.cause for item in failures]):
-        return "not restarted: every worker that failed by itself met an import or syntax error"
+        return "not restarted: all failed workers met an import or syntax error"
     if attempts.repeats >= LOOP_LENGTH:
-        return f"not restarted: the same failure {attempts.repeats} times in a row, each soon after the start"
+        times = f"{attempts.repeats} times in a row"
+        return f"not restarted: the same failure {times}, each soon after the start"
     if restarts_left(config, attempts, now) <= 0:
         if config.restart_window is not None:
             return f"no restart is left: {config.max_restarts} within {config.restart_window:g} s"
@@ -126,7 +127,7 @@ def find_refusal(
 
 def is_permanent(causes: Sequence[Cause]) -> bool:
     """
-    Whether every worker with a failure of its own met an error that the next restart meets again.
+    Whether every worker that failed itself met an error that the next restart meets again.
     """
     mine = [cause for cause in causes if is_own_failure(cause)]
     return bool(mine) and all(

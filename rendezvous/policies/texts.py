@@ -20,8 +20,8 @@ def refuse_protocol(hello: Hello) -> Refuse:
     """Refuse another version of the protocol."""
     return Refuse(
         78,
-        f"this scheduler speaks version {PROTOCOL} of the protocol, {hello.host or 'you'} speaks {hello.version}: "
-        "install the same pdrun on every node",
+        f"this scheduler uses version {PROTOCOL} of the protocol, {hello.host or 'this node'} "
+        f"version {hello.version}: install the same pdrun on every node",
     )
 
 
@@ -43,32 +43,32 @@ def rank_label(config: SchedulerConfig, rank: int) -> str:
 
 def refuse_other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
     """Refuse another job: name both jobs, and their commands if these differ."""
-    mine, theirs = (
-        (f" with `{command}`", f" with `{hello.command}`")
-        if command and hello.command
-        else ("", "")
-    )
-    advice = "type the same on every node, or give one of the jobs another port"
+    mine = ""
+    theirs = ""
+    if command and hello.command:
+        mine = f" with `{command}`"
+        theirs = f" with `{hello.command}`"
+    advice = "use the same command on every node, or another port for one of the jobs"
     if mine == theirs:
         mine = ""
         theirs = ""
-        advice = "give both the same --job, or one of them another port"
+        advice = "use the same --job for both, or another port for one of them"
     started = f", started on {config.host}" if config.host else ""
     sender = f" on {hello.host}" if hello.host else ""
     return Refuse(
         69,
-        f"this scheduler serves job '{job}' (run {config.run}{started}){mine}, you are job '{hello.job}'{sender}"
-        f"{theirs}: {advice}",
+        f"this scheduler serves job '{job}' (run {config.run}{started}){mine}, "
+        f"not job '{hello.job}'{sender}{theirs}: {advice}",
     )
 
 
 def refuse_same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
     """Refuse a second member with the same name."""
-    cure = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
+    option = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
     return Refuse(
         78,
         f"two {config.unit}s are called '{name}': one on host {older.host} (pid {older.pid}), "
-        f"one on host {newer.host} (pid {newer.pid}); give each its own {cure}, or end the older one",
+        f"one on host {newer.host} (pid {newer.pid}); set {option} on one, or end the older one",
     )
 
 
@@ -77,8 +77,9 @@ def refuse_difference(key: str, first: Join, join: Join) -> Refuse:
     if key == "command":
         return Refuse(
             78,
-            f"the commands differ: `{first.facts[key]}` on {first.node}, `{join.facts[key]}` on {join.node}: "
-            "type the same on every node, or give one of the jobs another port",
+            f"the commands differ: `{first.facts[key]}` on {first.node}, "
+            f"`{join.facts[key]}` on {join.node}: "
+            "use the same command on every node, or another port for one of the jobs",
         )
     return Refuse(78, f"{describe_difference(key, first, join)}: all nodes must run the same")
 
@@ -105,9 +106,9 @@ def standby_reason(config: SchedulerConfig, running: int) -> str:
     """Return why a node does not take part in a generation of ``running`` nodes."""
     has = f"the job runs with {plural(running, config.unit)}"
     if running >= config.nodes:
-        return f"{has}, as many as it takes: this one is a spare"
+        return f"{has}, the maximum: this one is a spare"
     if config.grow is not None:
-        return f"{has}: a larger generation begins when nobody else has come for {config.grow:g} s"
+        return f"{has}: a larger generation starts when no other node joins for {config.grow:g} s"
     return f"{has}: this one takes part when the next generation is formed"
 
 
@@ -119,7 +120,7 @@ def refuse_over(config: SchedulerConfig, job: str) -> Refuse:
 def with_restarts(reason: str, restarts: int) -> str:
     """Return the reason with the number of restarts before it."""
     if restarts:
-        return f"{reason}, after {restarts} restart{'s' if restarts > 1 else ''}"
+        return f"{reason}, after {plural(restarts, 'restart')}"
     return reason
 
 
@@ -151,6 +152,6 @@ def start_instructions(config: SchedulerConfig, endpoint: Endpoint, *, insecure:
     """Return how nodes join a scheduler without a job: the first node brings the job's command."""
     trust = " --insecure" if insecure else ""
     return (
-        f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} SCRIPT ARGUMENTS; "
-        f"or, once one is there: pdrun join{trust} {endpoint}"
+        f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} "
+        f"SCRIPT ARGUMENTS; or, after the first node: pdrun join{trust} {endpoint}"
     )

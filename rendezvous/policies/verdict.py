@@ -1,9 +1,9 @@
 """
-The first cause: ranks the failures of a job by kind, then by time, and words the verdict.
+The first cause: ranks the failures of a job by kind, then by time, and makes the verdict.
 
 A worker that dies because its peer died has a communication error, often *before* the peer's own
-traceback is complete. So the kind of a cause tells more than its time. Clocks of two nodes are
-never compared: within a node `Cause.at` counts, between nodes the order of arrival at the
+traceback is complete. So the kind of a cause is better evidence than its time. Clocks of two nodes
+are never compared: within a node `Cause.at` counts, between nodes the order of arrival at the
 scheduler.
 """
 
@@ -102,7 +102,7 @@ class FailureLog(Sequence[ReportedFailure]):
         return None
 
     def has_own_before(self, time: float) -> bool:
-        """Whether any worker had a failure of its own before ``time``."""
+        """Whether any worker failed itself before ``time``."""
         return self._own_since is not None and self._own_since < time
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class FailureLog(Sequence[ReportedFailure]):
 
 
 def is_own_failure(cause: Cause) -> bool:
-    """Whether a worker failed for a reason of its own, not because a peer or pdrun ended it."""
+    """Whether a worker failed itself, not because a peer or pdrun ended it."""
     return _RANK_OF_KIND[cause.kind] <= _RANK_OF_KIND["exit"]
 
 
@@ -126,7 +126,7 @@ def is_failure(cause: Cause) -> bool:
 
 
 def find_first_cause(failures: Sequence[ReportedFailure]) -> ReportedFailure | None:
-    """Return the failure that explains the others, or None if there is none."""
+    """Return the failure that explains the others, or None without a failure."""
     if not failures:
         return None
     best = min(_RANK_OF_KIND[item.failure.cause.kind] for item in failures)

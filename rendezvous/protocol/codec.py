@@ -89,7 +89,7 @@ def decode(data: bytes) -> Envelope:
         raise CodecError(f"a message has the fields {', '.join(_ENVELOPE_FIELDS)}")
     kind = value["type"]
     if not isinstance(kind, str) or kind not in _MESSAGE_TYPES:
-        raise CodecError(f"type: {shorten_value(kind)} is no message")
+        raise CodecError(f"type: {shorten_value(kind)} is not a message")
     found = object.__new__(Envelope)  # see `_dataclass_reader`
     content = found.__dict__
     place = ""
@@ -160,7 +160,7 @@ def event_from_plain(value: Any, place: str) -> MembershipEvent:
     if kind != "Received" and kind in tuple(_EVENT_TYPES) and set(value) == {"kind", "body"}:
         event: MembershipEvent = from_plain(_EVENT_TYPES[kind], value["body"], f"{place}.{kind}")
         return event
-    raise CodecError(f"{place}: no event")
+    raise CodecError(f"{place}: not an event")
 
 
 def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
@@ -169,7 +169,7 @@ def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
 
 
 # Messages to bytes
-# ----------------------------------------------------------------------------------------------------
+# -----------------
 
 _last_encoded: tuple[Any, bytes] = (None, b"")
 """The last encoded body. A message for all nodes is one object, and is encoded once."""
@@ -231,7 +231,7 @@ def _fields_of(cls: Any) -> tuple[str, ...] | None:
 
 
 # Bytes to JSON values
-# -------------------------------------------------------------------------------------------------
+# --------------------
 
 
 def _parse_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
@@ -266,8 +266,10 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise CodecError(f"{shorten_value(twice)} appears twice")
+        for key, _ in pairs:
+            if key in seen:
+                raise CodecError(f"{shorten_value(key)} appears twice")
+            seen.add(key)
     return result
 
 

@@ -61,7 +61,7 @@ class Cause:
     """
     ok: exit code 0. exception: the last output was a Python traceback. signal, oom: killed. exit:
     an exit code without a traceback. communication: an exception or abort whose text means that a
-    peer is gone. startup: the worker could not be started. lost: its node was lost. suspect: the
+    peer is lost. startup: the worker could not be started. lost: its node was lost. suspect: the
     last output was a traceback, but the worker still ran when pdrun stopped it. stopped: ended
     after pdrun's order. hang: no progress for the hang timeout.
     """

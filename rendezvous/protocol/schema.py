@@ -105,7 +105,7 @@ def _text_reader(longest: int) -> Reader:
         if len(value) > longest:
             raise SchemaError(f"{len(value)} characters are more than {longest}")
         if not value.isascii() and SURROGATE.search(value):
-            raise SchemaError("a lone surrogate is no text")
+            raise SchemaError("a lone surrogate is not text")
         return value
 
     return read
@@ -169,7 +169,8 @@ def _literal_reader(allowed: tuple[Any, ...]) -> Reader:
     def read(value: Any) -> Any:
         if isinstance(value, str) and value in allowed:
             return value
-        raise SchemaError(f"{shorten_value(value)} is none of {', '.join(map(str, allowed))}")
+        names = ", ".join(map(str, allowed))
+        raise SchemaError(f"must be one of {names}, got {shorten_value(value)}")
 
     return read
 

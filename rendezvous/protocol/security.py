@@ -5,7 +5,7 @@ HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one per role o
 (agent, view, relay). So the scheduler's public key is secret, too: without the secret a client
 cannot start a handshake.
 
-The secret comes from the first of these: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN
+The secret is read from the first of these: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN
 (`pdrun.process_setup` has removed it from the environment and keeps it), the user's cookie, which
 is created on first use. The cookie is per user and not per job: two jobs of a user that meet at one
 address can authenticate, and each is refused by the name of the other.
@@ -107,7 +107,7 @@ def derive_key_pair(secret: Secret, who: Literal["server", "agent", "view", "rel
 
 
 # Token text
-# -----------------------------------------------------------------------------------------------------------
+# ----------
 
 
 def format_token(secret: Secret) -> str:
@@ -134,23 +134,21 @@ def parse_token(text: str, *, where: str) -> Secret:
         raise ConfigError(
             what,
             where=where,
-            hint=f"a token begins with {_TOKEN_PREFIX}-; `pdrun token create` makes one",
+            hint=f"a token starts with {_TOKEN_PREFIX}-; `pdrun token create` makes one",
         )
     if len(parts) != 4 or len(parts[3]) < 8:
         raise ConfigError("the token is cut off", where=where, hint="copy all of it, in one line")
     body = f"{_TOKEN_PREFIX}-{parts[1].upper()}-{parts[2].upper()}"
     if parts[3].lower() != _token_checksum(body):
         raise ConfigError(
-            "the token is mistyped (its checksum does not fit)", where=where, hint="copy it again"
+            "the token is mistyped (wrong checksum)", where=where, hint="copy it again"
         )
     try:
         secret = Secret(base64.b32decode(parts[1].upper() + "=" * (-len(parts[1]) % 8)))
     except (ValueError, ConfigError):
-        raise ConfigError(f"the token does not hold {SECRET_BYTES} bytes", where=where) from None
+        raise ConfigError(f"the token does not have {SECRET_BYTES} bytes", where=where) from None
     if parts[2].upper() != _key_fingerprint(secret):
-        raise ConfigError(
-            "the token names another scheduler key than its secret makes", where=where
-        )
+        raise ConfigError("the token's scheduler key does not belong to its secret", where=where)
     return secret
 
 
@@ -167,7 +165,7 @@ def _token_checksum(body: str) -> str:
 
 
 # Where it comes from
-# --------------------------------------------------------------------------------------------------
+# -------------------
 
 
 def find_secret(
@@ -236,7 +234,7 @@ def load_cookie(path: Path) -> Secret:
     """
     Return the user's own secret; it is created on first use.
 
-    Processes that create it at the same time get the same secret. Each writes a file of its own,
+    Processes that create it at the same time get the same secret. Each writes a separate file,
     and only the first can link it to ``path``. So the file is complete from its creation.
     """
     if not os.path.lexists(path):
@@ -244,7 +242,7 @@ def load_cookie(path: Path) -> Secret:
     data = _read_private(path, where="cookie", allow_root=False)
     if len(data) != SECRET_BYTES:
         raise ConfigError(
-            f"{len(data)} bytes instead of {SECRET_BYTES}",
+            f"must have {SECRET_BYTES} bytes, has {len(data)}",
             where=f"cookie {path}",
             hint=f"remove it: rm {path}",
         )
@@ -295,7 +293,7 @@ def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError("is no regular file", where=place)
+            raise ConfigError("is not a regular file", where=place)
         if status.st_uid != os.geteuid() and not (allow_root and status.st_uid == 0):
             raise ConfigError(
                 f"belongs to user {status.st_uid}, not to you", where=place, hint="make your own"
@@ -303,7 +301,9 @@ def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise ConfigError(
-                f"others may use it (mode {mode:04o})", where=place, hint=f"chmod 600 {path}"
+                f"other users can access it (mode {mode:04o})",
+                where=place,
+                hint=f"chmod 600 {path}",
             )
         return os.read(fd, _MAX_FILE_BYTES)
     finally:

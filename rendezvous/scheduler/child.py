@@ -2,7 +2,7 @@
 The scheduler as a child of the first node's agent: start it, get its address, restart it.
 
 The listening socket is bound here, so a port in use is reported before anything starts. The child
-inherits the socket and reads the secret from stdin. The end of stdin tells it that its agent has
+inherits the socket and reads the secret from stdin. The end of stdin means that its agent has
 died.
 
 If the child dies, another one is started on the same socket, which stays open here meanwhile:
@@ -113,7 +113,8 @@ class SchedulerChild:
             self.close(0.0)
             raise
         if self._journal is None:
-            self._close_listener()  # without a successor: the port of a dead scheduler refuses connections
+            # Without a successor, the port of a dead scheduler must refuse connections.
+            self._close_listener()
 
     @property
     def pid(self) -> int:
@@ -178,7 +179,7 @@ class SchedulerChild:
             self._reap_process(timeout)
 
     # One process
-    # ------------------------------------------------------------------------------------------------------
+    # -----------
 
     def _start_process(self) -> None:
         self._line, self._answer_deadline = b"", time.monotonic() + self._timeout
@@ -210,7 +211,7 @@ class SchedulerChild:
         if (endpoint := self._await_endpoint(timeout)) is None:
             status = self._reap_process(REAP_SECONDS)
             raise RendezvousError(
-                f"the scheduler process ended at once, twice ({_describe_status(status)})"
+                f"the scheduler process ended immediately, twice ({_describe_status(status)})"
             )
         return endpoint
 
@@ -220,7 +221,7 @@ class SchedulerChild:
         while (answer := self._read_answer()) is None:
             left = deadline - time.monotonic()
             if left <= 0 or not wait_readable(self.fileno(), wait=left):
-                raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
+                raise RendezvousError(f"the scheduler process did not start within {timeout:g} s")
             more = os.read(self.fileno(), 65536)
             if not more:
                 return None
@@ -235,11 +236,11 @@ class SchedulerChild:
         """
         found = None
         *lines, self._line = self._line.split(b"\n")
-        for said in map(_parse_answer, lines):
-            if "journal" in said:
+        for answer in map(_parse_answer, lines):
+            if "journal" in answer:
                 self._journal = None  # the file, if it is still there, is out of date
-            elif said:
-                found = said
+            elif answer:
+                found = answer
         return found
 
     def _take_endpoint(self, answer: dict[str, Any]) -> Endpoint:
@@ -264,7 +265,7 @@ class SchedulerChild:
         return int(process.returncode)
 
     # From one process to the next
-    # -------------------------------------------------------------------------------------
+    # ----------------------------
 
     def _start_successor(self, now: float) -> str:
         """
@@ -286,7 +287,7 @@ class SchedulerChild:
             self._take_endpoint(answer)
         except (ConfigError, RendezvousError) as error:
             self._give_up(
-                f"the scheduler process on this node has died, and cannot be resumed: {error.what}"
+                f"the scheduler process on this node has died and cannot be resumed: {error.what}"
             )
         return f"the scheduler process is back after {now - self._died_at:.1f} s"
 
@@ -300,13 +301,9 @@ class SchedulerChild:
         journal = self._journal
         there = BackgroundCall(lambda: journal.exists() and journal.stat().st_size > 0)
         if not there.wait(DISK_SECONDS):
-            self._give_up(
-                f"{died}, and the disk of {self._journal}, from which to go on, does not answer"
-            )
+            self._give_up(f"{died}, and the disk of its journal {self._journal} does not answer")
         if not there.result():
-            self._give_up(
-                f"{died}, and {self._journal}, from which to go on, is not there, or empty"
-            )
+            self._give_up(f"{died}, and its journal {self._journal} is missing or empty")
         return self._schedule_restart(now, died)
 
     def _schedule_restart(self, now: float, why: str) -> str:
@@ -323,7 +320,7 @@ class SchedulerChild:
             now + BACKOFF_SECONDS[min(len(self._death_times), len(BACKOFF_SECONDS) - 1)],
         )
         self._death_times.append(now)
-        return f"{why}: starting it again; the workers go on"
+        return f"{why}: restarting it; the workers continue"
 
     def _give_up(self, why: str) -> NoReturn:
         self._close_listener()
@@ -346,13 +343,13 @@ def write_order(pipe: int, order: bytes) -> None:
 
 
 def _parse_answer(line: bytes) -> dict[str, Any]:
-    """Return the content of a line of the process; empty if the line is not one of its own."""
+    """Return the content of a line of the process; empty for any other line."""
     try:
-        said = json.loads(line)
+        answer = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    if isinstance(said, dict) and said.keys() & {"endpoint", "error", "journal"}:
-        return said
+    if isinstance(answer, dict) and answer.keys() & {"endpoint", "error", "journal"}:
+        return answer
     return {}
 
 

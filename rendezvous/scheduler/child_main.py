@@ -1,8 +1,8 @@
 """
 The scheduler process of the first node's agent.
 
-It runs as ``python -m pdrun.rendezvous.scheduler.child_main``. `pdrun.rendezvous.scheduler.child` starts this process, and another one if this one dies. `main`
-documents the pipes.
+It runs as ``python -m pdrun.rendezvous.scheduler.child_main``. `pdrun.rendezvous.scheduler.child`
+starts it, and another one if this one dies. `main` documents the pipes.
 """
 
 from __future__ import annotations

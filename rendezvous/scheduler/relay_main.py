@@ -5,7 +5,7 @@ A relay: accepts the connections of many agents and carries them over one connec
 
 It does what costs most in a large job, and decides nothing: handshakes, limits and heartbeats. It
 answers heartbeats itself while the scheduler has answered the relay a moment ago, so every agent
-notices a cut or a frozen scheduler as without a relay. Everything else passes unchanged. When the
+notices a cut or a frozen scheduler as without a relay. All other messages pass unchanged. When the
 scheduler is lost, the relay ends its agents' connections; the agents reconnect, to this relay or to
 another one.
 
@@ -330,7 +330,8 @@ def serve_standalone_relay(
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
     show_line(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
-    lost_at = said_at = time.monotonic()
+    lost_at = time.monotonic()
+    shown_at = lost_at
     with listener:
         while True:
             try:
@@ -339,11 +340,12 @@ def serve_standalone_relay(
                     listener.fileno(),
                     scheduler,
                     secret,
-                    until=min(until, said_at + STATUS_SECONDS),
+                    until=min(until, shown_at + STATUS_SECONDS),
                     is_standalone=True,
                 ):
                     return 0
-                lost_at = said_at = time.monotonic()
+                lost_at = time.monotonic()
+                shown_at = lost_at
                 show_line(
                     f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s"
                 )
@@ -354,11 +356,11 @@ def serve_standalone_relay(
                 if now - lost_at > patience:
                     show_line(f"error: {error}")
                     return error.exit_code
-                if now >= said_at + STATUS_SECONDS:
-                    said_at = now
+                if now >= shown_at + STATUS_SECONDS:
+                    shown_at = now
                     left = patience - (now - lost_at)
                     show_line(
-                        f"the scheduler at {scheduler} does not answer; waiting for it for {left:.0f} s more"
+                        f"the scheduler at {scheduler} does not answer; waiting {left:.0f} s more"
                     )
                 time.sleep(RETRY_SECONDS)
 
@@ -374,7 +376,7 @@ def _await_uplink(uplink: RelayUplink, until: float) -> None:
         uplink.read_items()
         if uplink.is_refused:
             raise AuthenticationError(
-                "the token differs, or that is no scheduler", where=str(uplink.endpoint)
+                "the token differs, or this is not a pdrun scheduler", where=str(uplink.endpoint)
             )
         if uplink.is_over or time.monotonic() >= until:
             raise RendezvousError("the scheduler was not reached", where=str(uplink.endpoint))

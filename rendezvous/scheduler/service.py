@@ -101,7 +101,7 @@ class Service:
         """
         Args:
             record: called with the lines for the event log, one call for what happened together.
-            recovery: how the job was begun or resumed; None: begin here, without a journal.
+            recovery: a job that was begun or resumed; None: begin one here, without a journal.
         """
         self.clock = clock or SystemClock()
         self.transport = transport
@@ -116,7 +116,7 @@ class Service:
         self._pending_actions: list[Action] = []
         """The machine's actions that wait for the journal."""
         self._ignored_peers: set[Peer] = set()
-        """Connections that are being closed. Anything else that arrived from them is ignored."""
+        """Connections that are being closed. Later messages from them are ignored."""
         self._conversations: dict[Peer, _Conversation] = {}
         self._lines: deque[str] = deque()
         self._lines_chars = 0
@@ -180,16 +180,16 @@ class Service:
         self._perform_actions()
 
     def on_agent_lost(self, reason: str) -> None:
-        """The agent that runs this scheduler is gone: end the job with the verdict that says so."""
+        """The agent that runs this scheduler has died: end the job with this reason."""
         self._step_machine(AgentLost(reason))
         self._perform_actions()
 
     def finish(self) -> None:
-        """The job is over: nobody is to go on from its journal."""
+        """The job is over: remove its journal."""
         self._recovery.discard_journal()
 
     def close(self) -> None:
-        """Let the journal go; unless `finish` came before, a successor may go on from it."""
+        """Close the journal. A successor may resume it, except after `finish`."""
         self._recovery.close()
 
     def _on_envelope(self, item: EnvelopeArrived) -> None:
@@ -277,7 +277,7 @@ class Service:
                 self._warn_limited(f"a message was not sent: {error}")
                 if not isinstance(message, OPTIONAL_MESSAGES):
                     self._end_conversation(
-                        peer, f"the scheduler cannot say what comes next: {error}"
+                        peer, f"the scheduler cannot send its next message: {error}"
                     )
 
     def _end_conversation(self, peer: Peer, why: str) -> None:
@@ -302,7 +302,7 @@ class Service:
 
     def warn(self, text: str, *, to_nodes: bool = False) -> None:
         """
-        Warn in the event log; if there is none, or with ``to_nodes``, also at the terminals of the
+        Warn in the event log; without one, or with ``to_nodes``, also at the terminals of the
         nodes.
         """
         self._record_events([LogEvent("warning", self.clock.wall(), {"text": text})])
@@ -349,7 +349,7 @@ def _find_fault(talk: _Conversation, item: EnvelopeArrived) -> str:
     if hello is None:
         hello = envelope.body if isinstance(envelope.body, Hello) else None
     if hello is None:
-        return "nothing goes before Hello"
+        return "the first message must be Hello"
     if item.role and item.role != hello.role:
         return f"a {item.role}'s key does not make a connection of role {hello.role}"
     if (envelope.sender, envelope.incarnation) != (hello.agent, hello.incarnation):

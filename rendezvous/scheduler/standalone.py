@@ -60,16 +60,14 @@ def serve_standalone(
     service = Service(config, transport, record=record, recovery=recovery)
     if recovery.is_resumed:
         show_line(f"resuming from {journal}")
-    named = f"job '{config.job}'" if config.job else "the first job that comes"
+    named = f"job '{config.job}'" if config.job else "the first job that connects"
     awaited = plural(config.nodes, config.unit)
     show_line(
         f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {awaited}"
     )
     show_line(how_to_join or start_instructions(config, transport.endpoint, insecure=insecure))
     if insecure:
-        show_line(
-            "INSECURE: no token is asked for; anybody who reaches this port can take part in the job"
-        )
+        show_line("INSECURE: no token is required; every process that reaches this port can join")
     signals: list[int] = []
     restore = _catch_signals(signals)
     stops = 0

@@ -52,7 +52,7 @@ def _resolve_endpoint(endpoint: Endpoint) -> tuple[int, tuple[str, int]]:
         found = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{host} has no address here: {reason}", where=str(endpoint)) from None
+        raise ConfigError(f"{host} cannot be resolved: {reason}", where=str(endpoint)) from None
     family, _, _, _, address = found[0]
     return family, address  # type: ignore[return-value]
 
@@ -66,7 +66,7 @@ def _listen_error(endpoint: Endpoint, error: OSError) -> ConfigError:
             hint="end that process, or choose another port with --scheduler HOST:PORT",
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"{endpoint.host} is no address of this machine", where=where)
+        return ConfigError(f"{endpoint.host} is not an address of this machine", where=where)
     if error.errno == errno.EACCES:
         return ConfigError(
             f"port {endpoint.port} needs root", where=where, hint="use a port above 1023"

@@ -3,7 +3,7 @@ How long a link waits for its scheduler, and its error after that. Pure: time is
 
 Before the first Welcome: a few refused handshakes mean that the token differs; no listener until
 the start timeout is an error, too. After it: a link waits for a lost scheduler, which may be
-started again, for the ``patience`` of the Welcome. Time in which this process stood still does not
+started again, for the ``patience`` of the Welcome. Stalls of this process do not
 count as the scheduler's silence.
 """
 
@@ -187,12 +187,13 @@ class ReconnectPolicy:
         gone = now - self._lost_since
         if gone > max(welcome.patience, self._min_patience):
             raise RendezvousError(
-                f"{self._describe_lost_peer()}: nothing heard for {now - self._alive_at:.1f} s",
+                f"{self._describe_lost_peer()}: it sent nothing for {now - self._alive_at:.1f} s",
                 where=str(self._endpoint),
             )
+        left = welcome.patience - gone
         self.report_status(
-            f"{self._describe_lost_peer()} at {self._endpoint}: waiting for it to come back, for "
-            f"{welcome.patience - gone:.0f} s more; the workers go on",
+            f"{self._describe_lost_peer()} at {self._endpoint}: waiting {left:.0f} s more for its "
+            "return; the workers continue",
             now,
         )
 
@@ -219,12 +220,13 @@ class ReconnectPolicy:
             self._first_refusal and now - self._first_refusal > MAX_HANDSHAKE_SECONDS
         ):
             raise AuthenticationError(
-                f"the token differs or {where} is no pdrun scheduler",
-                hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
+                f"the token differs or {where} is not a pdrun scheduler",
+                hint="use the same token on every node (`pdrun token show`), "
+                "and --insecure on all nodes or on none",
             )
         if self._silent_since and now - self._silent_since > self._max_silence:
             raise AuthenticationError(
-                f"{where} takes connections and says nothing: it is no pdrun scheduler"
+                f"{where} accepts connections but sends nothing: it is not a pdrun scheduler"
             )
         if now - self._began_at > self._start_timeout:
             raise RendezvousError(
@@ -247,13 +249,14 @@ class ReconnectPolicy:
         """
         if now - self._began_at > self._start_timeout:
             raise RendezvousError(
-                f"nobody said within {self._start_timeout:g} s what the job runs",
+                f"no node brought the job's command within {self._start_timeout:g} s",
                 where=str(self._endpoint),
-                hint=f"start one node with its script: pdrun --scheduler {self._endpoint} --no-serve SCRIPT",
+                hint="start one node with the script: "
+                f"pdrun --scheduler {self._endpoint} --no-serve SCRIPT",
             )
         self.report_status(
-            f"the scheduler at {self._endpoint} does not know yet what the job runs: waiting for the node "
-            "that is started with its script",
+            f"the scheduler at {self._endpoint} does not know the job's command yet: "
+            "waiting for the node that is started with the script",
             now,
         )
 
@@ -264,5 +267,5 @@ class ReconnectPolicy:
             self._show_line(line)
 
 
-NO_LISTENER_TEXT = "nobody listens there yet"
-SILENT_LISTENER_TEXT = "something takes connections there and says nothing"
+NO_LISTENER_TEXT = "no process listens there yet"
+SILENT_LISTENER_TEXT = "a process accepts connections there but sends nothing"

@@ -145,4 +145,4 @@ def _decode_item(kind: int, body: bytes, at: int) -> RelayItem:
         return AliveReport(pulse, tuple(numbers))
     if kind == 4 and len(body) == _NUMBER.size:
         return RelayPulse(_NUMBER.unpack(body)[0])
-    raise CodecError(f"an item of kind {kind} with {len(body)} bytes at {at} is none")
+    raise CodecError(f"invalid item of kind {kind} with {len(body)} bytes at {at}")

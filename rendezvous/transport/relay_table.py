@@ -80,7 +80,7 @@ class RelayTable:
                     )
                     self._queue_item(relay, RelayPulse(pulse), 16)
                 case RelayPulse():
-                    raise CodecError("a pulse goes to a relay, not from it")
+                    raise CodecError("only the scheduler sends a pulse")
         return found
 
     def _read_envelope(

@@ -134,7 +134,7 @@ class StaleGuard:
         self._held.append(message)
 
     def release(self, echo_number: int) -> list[Message]:
-        """Take the answer to a heartbeat; return the held messages if it is the awaited one."""
+        """Take the answer to a heartbeat; return the messages if it is the awaited one."""
         if not self.is_active or echo_number < self._beat_number:
             return []
         held = self._held
@@ -205,7 +205,7 @@ class Conversation:
         return result
 
     def take_message(self, message: Message) -> None:
-        """Take a message of the scheduler; what is new and certain goes to the inbox."""
+        """Take a message of the scheduler; add it to the inbox if it is new and certain."""
         if isinstance(message, Echo):
             self._echo_number = message.number
             for held in self.stale_guard.release(message.number):

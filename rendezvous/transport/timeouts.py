@@ -2,13 +2,13 @@
 Limits of connections in a large job: handshakes of a crowd, and probes of silent connections. Pure.
 
 One process accepts about 400 connections per second with CURVE, on one core. A handshake limit for
-a few nodes would end most handshakes of ten thousand before their turn, and these nodes would come
+a few nodes would end most handshakes of ten thousand before their turn, and these nodes would try
 again: none would ever be accepted. So limits grow with the crowd.
 
 ZeroMQ's own probes (PING, PONG) are for small jobs. Each answer cancels a timer, for which libzmq
 4.3.5 walks through the timers of all connections (`poller_base_t::cancel_timer`); for ten thousand
 connections that costs more than their messages. In a large job the kernel closes connections whose
-other side is gone. The agents' heartbeats detect everything else, as in a small job.
+other side is gone. The agents' heartbeats detect all other faults, as in a small job.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class ZmqLink:
             needs_spec: withhold the Welcome until it contains the job's specification, at most for
                 ``start_timeout``.
             crowd: number of connections that may be opened at the same time, with this one.
-            patience: minimum seconds to wait for a lost scheduler, whatever its Welcome says.
+            patience: minimum seconds to wait for a lost scheduler, also if its Welcome has less.
         """
         import zmq
 
@@ -133,10 +133,10 @@ class ZmqLink:
         self._open_connection(now)
 
     # The Link protocol
-    # ------------------------------------------------------------------------------------------------
+    # -----------------
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` may return something. It stays the same."""
+        """Return a descriptor that is readable when `poll` has work. It stays the same."""
         return self._epoll.fileno()
 
     def send(self, message: Message) -> None:
@@ -178,7 +178,7 @@ class ZmqLink:
         return self._reconnect_policy.silent_for(self._clock.monotonic())
 
     def cut_off_for(self) -> float:
-        """Return the seconds since the scheduler's machine last sent anything or took a connection."""
+        """Return the seconds since the scheduler's machine last sent or accepted anything."""
         return self._reconnect_policy.cut_off_for(self._clock.monotonic())
 
     def renew(self) -> None:
@@ -240,7 +240,7 @@ class ZmqLink:
         self._epoll.close()
 
     # One connection
-    # ---------------------------------------------------------------------------------------------------
+    # --------------
 
     def _open_connection(self, now: float) -> None:
         self._incarnation += 1
@@ -306,7 +306,7 @@ class ZmqLink:
                 self._lose_connection(now, RETRY_SECONDS)
 
     # What arrives
-    # ----------------------------------------------------------------------------------------------------
+    # ------------
 
     def _read_monitor(self, now: float) -> None:
         while self._connection is not None and (event := self._connection.read_event()) is not None:
@@ -392,7 +392,7 @@ class ZmqLink:
                 self._send_message(repeated)
 
     # A scheduler that does not answer
-    # ---------------------------------------------------------------------------------------------------------
+    # --------------------------------
 
     def _check_absence(self, now: float) -> None:
         """Raise if the scheduler does not answer in time."""

@@ -1,7 +1,7 @@
 """
 One attempt to connect to the scheduler: a DEALER socket, its monitor, and the message numbers.
 
-Each attempt has a socket of its own. libzmq's own reconnection would continue a conversation that
+Each attempt has a new socket. libzmq's own reconnection would continue a conversation that
 the scheduler has closed.
 """
 
@@ -116,7 +116,7 @@ class ZmqConnection:
 
     def receive(self) -> Envelope | None:
         """
-        Return the next envelope, or None if there is none yet.
+        Return the next envelope, or None if it has not arrived.
 
         Raises:
             CodecError: it is not a message, or not the next one of this connection.
@@ -131,12 +131,12 @@ class ZmqConnection:
         is_counted = not isinstance(envelope.body, Echo)
         expected = self._received_count if is_counted else 0
         if envelope.sequence != expected:
-            raise CodecError(f"message {envelope.sequence} came instead of {expected}")
+            raise CodecError(f"message {envelope.sequence} arrived instead of {expected}")
         self._received_count += is_counted
         return envelope
 
     def read_event(self) -> ConnectionEvent | None:
-        """Return the next event of the socket monitor, or None if there is none yet."""
+        """Return the next event of the socket monitor, or None."""
         zmq = self._zmq
         if not self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             return None

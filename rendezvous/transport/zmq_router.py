@@ -1,7 +1,7 @@
 """
-The scheduler's ROUTER socket with CURVE, its monitor and its ZAP handler, and the connections to it.
+The scheduler's ROUTER socket with CURVE, its monitor, its ZAP handler, and its connections.
 
-ROUTER has no call that ends one connection, so `PeerConnection.shut_down` shuts its descriptor down.
+ROUTER has no call to end one connection, so `PeerConnection.shut_down` uses its descriptor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BURST_MESSAGES = 4000.0
 _ZERO_COPY_RECV = 10
 """
 ZMQ_ZERO_COPY_RECV of zmq_ctx_set(3), which pyzmq does not name. With it each connection keeps
-counters for 249 messages beside its buffer: 5 KB, for messages of 200 bytes that are copied anyway.
+counters for 249 messages with its buffer: 5 KB, for messages of 200 bytes that are copied anyway.
 """
 
 
@@ -52,7 +52,7 @@ class PeerConnection:
     identity: bytes
     fd: int
     inode: int
-    """Inode of the socket. It tells whether the descriptor is still the same connection."""
+    """Inode of the socket. It shows whether the descriptor is still the same connection."""
     role: str
     tokens: float = BURST_MESSAGES
     refilled_at: float = field(default_factory=time.monotonic)
@@ -213,7 +213,7 @@ class ZmqRouter:
         return count
 
     def make_connection(self, identity: bytes, frame: zmq.Frame) -> PeerConnection:
-        """Return the connection that a frame came from."""
+        """Return the connection of a frame."""
         fd = int(frame.get(self._zmq.SRCFD))
         role = str(frame.get("User-Id")) if self.authenticator else ""
         return PeerConnection(identity, fd, socket_inode(fd), role)

@@ -6,7 +6,7 @@ Every limit is set: 1 MiB per frame, two frames per message, 1,000 queued messag
 per connection. A connection that sends anything but envelopes, or does not read, is closed; the
 service continues. The socket monitor reports the end of a connection within milliseconds, by its
 descriptor (SRCFD of its messages). The connection of a relay carries the connections of many agents
-(`relay_frames`); each agent is a peer of its own.
+(`relay_frames`); each agent is a separate peer.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ MAX_MESSAGES_PER_POLL = 2000
 REST_SECONDS_PER_CONNECTION = 2e-6
 MAX_REST_SECONDS = 0.02
 """
-`poll` rests so long per connection, and at most. With thousands of connections that send one message
+Rest of `poll` per connection, and its maximum. With thousands of connections that send one message
 each, one wake-up then reads a hundred messages, not one.
 """
 MAX_CONNECTIONS_WITHOUT_REST = 200
-"""With at most so many connections `poll` does not rest."""
+"""Up to this number of connections `poll` does not rest."""
 LINGER_SECONDS = 1.0
 """Time between the last message to a connection and its end."""
 
@@ -141,7 +141,7 @@ class ZmqServer:
         return rest
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
-        """Send without waiting. A connection that does not read is ended and reported as PeerGone."""
+        """Send without waiting. A connection that does not read ends, with PeerGone."""
         if peer in self._relays:
             self._relays.send(peer, encode(envelope))
         else:

@@ -50,7 +50,7 @@ def open_monitor(socket: zmq.Socket[bytes], events: int | None = None) -> zmq.So
 
     Unlike pyzmq's ``get_monitor_socket`` it has no limit on queued events. With a limit, libzmq's
     own thread waits for room with a lock that the end of monitoring needs: if thousands of
-    connections end together and the events are not read, both wait for ever.
+    connections end together and the events are not read, both block for ever.
     """
     import zmq
 

@@ -156,7 +156,7 @@ def test_twenty_kills_disturb_no_worker(shell: Shell) -> None:
     )
     (shell.folder / "enough").touch()
     assert [job.wait(60) for job in (first, second)] == [0, 0], first.err + second.err
-    assert "was lost" not in first.err + second.err and first.err.count("starting it again") == 20
+    assert "was lost" not in first.err + second.err and first.err.count("restarting it") == 20
 
 
 @pytest.mark.parametrize("when", ["after", "meanwhile"])

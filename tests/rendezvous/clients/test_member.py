@@ -33,10 +33,10 @@ class SlowLink:
         self._read, self._write = os.pipe()
 
     @property
-    def confirmed(self) -> bool:
+    def is_confirmed(self) -> bool:
         return self._asked and self._polls <= 0
 
-    def confirm(self) -> None:
+    def request_confirmation(self) -> None:
         self._asked = True
 
     def fileno(self) -> int:
@@ -46,7 +46,7 @@ class SlowLink:
         return time.monotonic() + 0.01
 
     def send(self, message: Message) -> None:
-        self.log.append(("read, then" if self.confirmed else "unread, then", type(message)))
+        self.log.append(("read, then" if self.is_confirmed else "unread, then", type(message)))
 
     def poll(self) -> Sequence[Message]:
         self._polls -= self._asked

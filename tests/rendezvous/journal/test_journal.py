@@ -66,7 +66,7 @@ EVENTS: list[MembershipEvent] = [
     LocalStop(15, "me", True),
     AgentLost("gone"),
     SchedulerResumed("s" * 32),
-    NodesLost((LostNode("a", "nothing was heard of it for 10.1 s", 12.5),)),
+    NodesLost((LostNode("a", "it sent nothing for 10.1 s", 12.5),)),
 ]
 
 
@@ -353,7 +353,7 @@ def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     assert (
         len(told) == 1
         and "No space left on device" in told[0]
-        and "it ends should the scheduler die" in told[0]
+        and "ends if the scheduler dies" in told[0]
     )
     assert not (tmp_path / "j").exists(), "nobody may go on from half a journal"
 

@@ -110,7 +110,7 @@ def test_fewer_than_the_least_end_in_69_and_the_missing_are_counted() -> None:
     machine.enter("a")
     assert machine.to("a", Waiting)[0] == Waiting(("a",), ("2 more nodes",), 3, 0.0, 12.0, 1)
     machine.beat(13.0, "a")
-    assert machine.verdict == Verdict(69, "2 more nodes did not come within 12 s")
+    assert machine.verdict == Verdict(69, "2 more nodes did not join within 12 s")
 
 
 def test_once_the_least_are_here_waiting_tells_how_long_the_quiet_lasts() -> None:
@@ -152,7 +152,7 @@ def test_who_comes_late_stands_by_and_what_comes_then_is_refused() -> None:
     machine = running("a", "b", least=2, most=2, spares=1)
     machine.enter("c")
     assert machine.to("c", Standby) == [
-        Standby("the job runs with 2 nodes, as many as it takes: this one is a spare")
+        Standby("the job runs with 2 nodes, the maximum: this one is a spare")
     ]
     assert not machine.to("c", Assign) and "standby" in machine.kinds()
     machine.enter("d")
@@ -217,7 +217,7 @@ def test_it_grows_when_nobody_else_has_come_for_a_while() -> None:
     machine = running("a", "b", most=4, grow=8.0)
     machine.enter("c")
     assert (
-        "a larger generation begins when nobody else has come for 8 s"
+        "a larger generation starts when no other node joins for 8 s"
         in machine.to("c", Standby)[0].reason
     )
     machine.beat(7.0, *"abc")
@@ -377,7 +377,7 @@ def test_no_replacement_comes() -> None:
     assert machine.verdict.code == 69
     assert machine.verdict.reason == (
         "node b (host host-b) was lost: its agent ended or its connection was cut; "
-        "1 more node did not come within 10 s, after 1 restart"
+        "1 more node did not join within 10 s, after 1 restart"
     )
 
 

@@ -98,7 +98,7 @@ def test_another_job_is_refused_naming_both() -> None:
     machine.say("p", hello("x", job="other"))
     refuse = refused(machine, "p")
     assert refuse.code == 69
-    assert "'job' (run run-1, started on head), you are job 'other' on host-x" in refuse.reason
+    assert "'job' (run run-1, started on head), not job 'other' on host-x" in refuse.reason
     assert "refused" in machine.kinds()
 
 
@@ -110,15 +110,13 @@ def test_another_command_is_refused_showing_both(config_command: str) -> None:
     machine.enter("a", facts={"command": "pdrun slow.py 2"})
     machine.say("p", hello("x", job="other", command="pdrun slow.py 3"))
     reason = refused(machine, "p").reason
-    assert (
-        "'job' (run run-1, started on head) with `pdrun slow.py 2`, you are job 'other'" in reason
-    )
+    assert "'job' (run run-1, started on head) with `pdrun slow.py 2`, not job 'other'" in reason
     assert reason.endswith(
-        "`pdrun slow.py 3`: type the same on every node, or give one of the jobs another port"
+        "`pdrun slow.py 3`: use the same command on every node, or another port for one of the jobs"
     )
     machine.say("q", hello("y", job="other", command="pdrun slow.py 2"))
     assert refused(machine, "q").reason.endswith(
-        "give both the same --job, or one of them another port"
+        "use the same --job for both, or another port for one of them"
     )
 
 
@@ -184,10 +182,10 @@ def test_another_protocol_is_refused() -> None:
         (Join("b", -1, 1), ("node rank -1",)),
         (Join("b", None, 0), ("1 to 65536 workers",)),
         (Join("b", None, 10**9), ("1 to 65536 workers",)),
-        (Join("", None, 1), ("needs a name",)),
+        (Join("", None, 1), ("must have a name",)),
         (
             Join("b", None, 1, {"command": "y"}),
-            ("the commands differ: `x` on a, `y` on b: type the same", "another port"),
+            ("the commands differ: `x` on a, `y` on b: use the same command", "another port"),
         ),
         (Join("a", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on a",)),
         (
@@ -235,7 +233,7 @@ def test_waiting_is_said_again_and_ends() -> None:
     assert [round(each.elapsed) for each in waiting] == [0, 5, 10]
     assert waiting[-1].missing == ("node rank 0", "node rank 2")
     machine.tick(2.0)
-    assert machine.verdict == Verdict(69, "node rank 0, node rank 2 did not come within 12 s")
+    assert machine.verdict == Verdict(69, "node rank 0, node rank 2 did not join within 12 s")
     assert machine.to("a", Verdict) == [machine.verdict]
 
 
@@ -309,7 +307,7 @@ def test_a_viewer_only_looks() -> None:
     machine = Machine()
     machine.say("v", hello("v", role="view", job=""))
     assert SendStatus("v") in machine.step(MessageReceived("v", StatusQuery()))
-    with pytest.raises(IllegalEvent, match="a viewer only looks"):
+    with pytest.raises(IllegalEvent, match="a viewer cannot send it"):
         machine.say("v", Join("v", None, 1))
     machine.say("v", StopRequest(15, "v"))
     assert refused(machine, "v").code == 77

@@ -207,7 +207,7 @@ def test_what_a_journal_keeps() -> None:
         MessageReceived("a", Progress(0, (), 2)),
     ]
     assert len(machine.journal) - kept <= 4  # a tick at which progress was recorded
-    with pytest.raises(Exception, match="nothing goes before Hello"):
+    with pytest.raises(Exception, match="the first message must be Hello"):
         machine.say("stranger", Heartbeat(1, 1))
 
 

@@ -148,7 +148,7 @@ def test_a_worker_whose_own_work_takes_longer_is_named() -> None:
         if step == 3:
             assert not warnings(machine)
     machine.tick(2.0)
-    assert warnings(machine) == ["rank 2 on b works 0.16 s on a step, the others 0.1 s"]
+    assert warnings(machine) == ["rank 2 on b needs 0.16 s per step, the others 0.1 s"]
 
 
 def test_one_slow_step_is_no_straggler() -> None:

@@ -110,7 +110,7 @@ def test_a_token_of_mixed_halves_is_refused() -> None:
 
     other = format_token(Secret.random()).split("-")
     body = f"pdrun1-{other[1]}-{TOKEN.split('-')[2]}"
-    assert "another scheduler key" in complaint(f"{body}-{zlib.crc32(body.encode()):08x}")
+    assert "scheduler key does not belong" in complaint(f"{body}-{zlib.crc32(body.encode()):08x}")
 
 
 @pytest.fixture
@@ -198,7 +198,9 @@ def test_processes_that_race_get_one_cookie(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620])
 def test_a_file_that_others_may_use_is_refused(private: Path, mode: int) -> None:
     private.chmod(mode)
-    with pytest.raises(ConfigError, match=f"others may use it .mode {mode:04o}.; chmod 600"):
+    with pytest.raises(
+        ConfigError, match=f"other users can access it .mode {mode:04o}.; chmod 600"
+    ):
         read_token_file(str(private), where="--token-file")
 
 

@@ -264,9 +264,9 @@ def test_garbage_from_inside_is_cut_off(
 @pytest.mark.parametrize(
     ("name", "speak"),
     [
-        ("nothing goes before Hello", lambda bad: bad.say(Heartbeat(1, 1))),
-        ("nothing goes before Hello", lambda bad: bad.say(Join("n", None, 1))),
-        ("was said before", lambda bad: (bad.hello(), bad.hello())),
+        ("the first message must be Hello", lambda bad: bad.say(Heartbeat(1, 1))),
+        ("the first message must be Hello", lambda bad: bad.say(Join("n", None, 1))),
+        ("has sent it before", lambda bad: (bad.hello(), bad.hello())),
         (
             "message 5 where 1 was due",
             lambda bad: (bad.hello(), bad.say(Join("n", None, 1), sequence=5)),
@@ -289,7 +289,7 @@ def test_garbage_from_inside_is_cut_off(
             lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), incarnation=1)),
         ),
         ("key does not make", lambda bad: bad.hello(role="view")),
-        ("only the scheduler says it", lambda bad: (bad.hello(), bad.say(Refuse(1, "you")))),
+        ("only the scheduler sends it", lambda bad: (bad.hello(), bad.say(Refuse(1, "you")))),
     ],
 )
 def test_words_out_of_order_are_refused(

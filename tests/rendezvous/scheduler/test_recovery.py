@@ -339,7 +339,7 @@ def test_a_journal_that_is_gone_ends_the_waiting(scheduler: Start_, tmp_path: Pa
     (tmp_path / "j").unlink()
     kill(child)
     with pytest.raises(
-        RendezvousError, match=r"killed by SIGKILL\), and .*j, from which to go on, is not there"
+        RendezvousError, match=r"killed by SIGKILL\), and its journal .*j is missing or empty"
     ):
         revived(child)
 
@@ -367,7 +367,7 @@ def test_one_that_is_killed_before_it_listens_is_started_again(
         agent.expect(Waiting)
     assert (tmp_path / "deaths").read_text() == "x"
     killing(monkeypatch, tmp_path / "more", 2)
-    with pytest.raises(RendezvousError, match=r"ended at once, twice \(killed by SIGKILL\)"):
+    with pytest.raises(RendezvousError, match=r"ended immediately, twice \(killed by SIGKILL\)"):
         scheduler(journal=tmp_path / "other")
 
 
@@ -449,9 +449,9 @@ def test_a_successor_that_cannot_be_started_is_tried_again(
 ) -> None:
     child = scheduler(journal=tmp_path / "j")
     kill(child)
-    assert "has died (killed by SIGKILL): starting it again" in told(child)
+    assert "has died (killed by SIGKILL): restarting it" in told(child)
     with no_descriptors():
-        assert "cannot be started again (Too many open files): starting it again" in told(child)
+        assert "cannot be started again (Too many open files): restarting it" in told(child)
     assert "is back" in revived(child)
     kill(child)
     assert "has died" in told(child)

@@ -136,7 +136,7 @@ def test_two_jobs_at_one_address(scheduler: Start, secret: Secret) -> None:
         mine.join("a")
         refuse = foreign.expect(Refuse)
         assert refuse.code == 69 and "job 'first' (run run-1, started on head)" in refuse.reason
-        assert "you are job 'second' on host1" in refuse.reason
+        assert "not job 'second' on host1" in refuse.reason
         assert "second" in [event.data["job"] for event in child.events("refused")]
         assert mine.expect(Waiting)
 
@@ -148,7 +148,7 @@ def test_a_wrong_token_is_told_on_both_sides(scheduler: Start, secret: Secret, s
     started = time.monotonic()
     with agents(child.endpoint, other if side == "agent" else secret, "job") as (agent,):
         with pytest.raises(
-            AuthenticationError, match=r"the token differs or .* is no pdrun scheduler"
+            AuthenticationError, match=r"the token differs or .* is not a pdrun scheduler"
         ) as caught:
             agent.expect(Welcome)
         assert time.monotonic() - started < 5 and caught.value.exit_code == 77
@@ -175,7 +175,7 @@ def test_agents_may_come_before_their_scheduler(secret: Secret, scheduler: Start
     heard: list[str] = []
     with agents(Endpoint("127.0.0.1", port), secret, "job", on_status=heard.append) as (agent,):
         until(lambda: agent.turn() or heard, "a line about who is missing")
-        assert "nobody listens there yet" in heard[0]
+        assert "no process listens there yet" in heard[0]
         scheduler(endpoint=Endpoint("127.0.0.1", port))
         assert agent.expect(Welcome)
 
@@ -327,7 +327,7 @@ def test_a_joiner_waits_until_somebody_says_what_the_job_runs(
         first,
     ):
         until(lambda: joiner.turn() or heard, "a line about what it waits for")
-        assert "does not know yet what the job runs" in heard[0] and not joiner.inbox
+        assert "does not know the job's command yet" in heard[0] and not joiner.inbox
         first.link._conversation.needs_spec = False
         first.join("a", spec="{}")
         assert joiner.expect(Welcome).spec == "{}"
@@ -338,7 +338,7 @@ def test_a_joiner_waits_until_somebody_says_what_the_job_runs(
 def test_a_joiner_does_not_wait_for_ever(scheduler: Start, secret: Secret) -> None:
     child = scheduler(job="", spec="")
     with agents(child.endpoint, secret, "", needs_spec=True, start_timeout=1.0) as (joiner,):
-        with pytest.raises(RendezvousError, match="nobody said within 1 s what the job runs"):
+        with pytest.raises(RendezvousError, match="no node brought the job's command within 1 s"):
             joiner.expect(Welcome)
 
 
@@ -472,7 +472,7 @@ def test_a_port_in_use_names_its_holder(secret: Secret, scheduler: Start) -> Non
 
 
 def test_an_address_of_another_machine(secret: Secret) -> None:
-    with pytest.raises(ConfigError, match="no address of this machine"):
+    with pytest.raises(ConfigError, match="not an address of this machine"):
         SchedulerChild(config(), secret, endpoint=Endpoint("192.0.2.1", 0))
     with pytest.raises(ConfigError, match="no address here"):
         SchedulerChild(config(), secret, endpoint=Endpoint("no-such-host.invalid", 0))

@@ -1,13 +1,13 @@
 """
-How much of a network's latency two copies of a step hide, beside the same two micro-batches one
-after the other.
+Measure how much network latency two copies of a step hide, compared with the same two micro-batches
+in sequence.
 
     python benchmarks/copies.py [--devices 2] [--latency 1 2 5 10] [--rounds 5]
 
-Sequences are cut over the ranks, with all-to-alls around attention: eight a layer. CPUs on one
-machine have no network to speak of, so each collective of cp is held back until it has lasted as
-long as asked for. What is told is the part of that time for which a rank had nothing to compute and
-waited, and the time of a step. The two ways take turns.
+Sequences are sharded over the ranks, with eight all-to-alls per layer around attention. CPUs of one
+machine have almost no network latency. So each collective of cp is delayed until it has lasted the
+given time. The results are the share of that time in which a rank waited without work, and the time
+of a step. The two variants take turns.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def total_loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 class Slow:
-    """
-    Holds every wait for a collective of a run's model axes back until it has lasted ``seconds``.
-    """
+    """Delays every wait for a collective of a run's model axes until it has lasted ``seconds``."""
 
     def __init__(self, run: pdrun.Run) -> None:
         self.seconds, self.calls, self.waited = 0.0, 0, 0.0
@@ -97,7 +95,7 @@ class Slow:
 
 
 def make(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, Slow]:
-    """Return a run and what slows its network."""
+    """Return a run and the object that slows its network."""
     torch.manual_seed(0)
     run = pdrun.parallelize(
         Model(args.width, args.layers),
@@ -112,7 +110,7 @@ def make(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, Slow]:
 
 
 def clock(run: pdrun.Run, batch: Any, steps: int) -> float:
-    """Return wall time a step, in ms."""
+    """Return wall time per step, in ms."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(steps):
@@ -134,7 +132,7 @@ class Told:
 
 
 def measure(args: argparse.Namespace) -> list[Told]:
-    """Return what is told of each latency."""
+    """Return the results for each latency."""
     torch.set_num_threads(1)
     pdrun.init()
     tokens = torch.randint(

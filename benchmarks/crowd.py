@@ -1,15 +1,15 @@
 """
-Agents that are only their conversation: thousands in one process, as cheap as can be, for
+Agents that consist of their messages only: thousands in one process, as cheap as possible, for
 `scale.py`.
 
-They say what a real agent says, when it says it: the product's own codec writes each message (most
-of them before the clock starts), a heartbeat follows the welcome at once and then every interval.
-Only what is of no use to them is saved: of what comes they look at the type alone, and instead of a
-socket of ZeroMQ each has
+They send what a real agent sends, at the same times. The product's codec writes each message, most
+of them before the clock starts. A heartbeat follows the welcome directly and then every interval.
+Only work that they do not need is left out: of incoming messages they read the type only, and
+instead of a ZeroMQ socket each has one of
 
-    Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq: signature, greeting,
-              READY, messages; probes (PING) are answered
-    Sealed    with CURVE, whose arithmetic libzmq does well: a DEALER after all
+    Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq:
+              signature, greeting, READY, messages; probes (PING) are answered
+    Sealed    with CURVE, whose arithmetic libzmq does well: a real DEALER
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Agent:
 
 
 class Crowd:
-    """``count`` agents of a job of ``nodes``, from the number ``first`` on."""
+    """``count`` agents of a job of ``nodes``, starting with number ``first``."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Crowd:
                 return
 
     def turn(self) -> None:
-        """Do what is due: new connections, what has come, heartbeats."""
+        """Do what is due: new connections, incoming messages, heartbeats."""
         self.come()
         ready = self._epoll.poll(0 if len(self._by_fd) < len(self.agents) else 0.02, 4096)
         for fd, _ in ready:
@@ -349,8 +349,10 @@ def crowd(
     workers: int,
 ) -> None:
     """
-    Be ``count`` agents; tell the parent when all are assigned, and when all may start; beat until
-    told to end, and then bring the job to its end.
+    Run ``count`` agents in this process.
+
+    Report to the parent when all are assigned, and when all can start. Send heartbeats until the
+    parent ends the run, then bring the job to its end.
     """
     many = Crowd(first, count, nodes, endpoint, secret, workers)
     pipe.send("ready")

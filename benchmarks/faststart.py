@@ -1,21 +1,24 @@
 """
-How long torch workers take to start, beside torchrun, mpirun and pdrun's own exec, and what they
-hold in memory.
+Measure how long torch workers take to start with pdrun, pdrun --start exec, torchrun and mpirun,
+and how much memory they use.
 
-    python benchmarks/faststart.py [--workers 1,2,4,8,16] [--rounds 3] [--rows gloo,ddp,second,memory,restart,tail]
-    python benchmarks/faststart.py --rows nccl --workers 2,4 --rounds 3        on GPUs: cold and warm, 3 minutes on four
+    python benchmarks/faststart.py [--workers 1,2,4,8,16] [--rounds 3] [--rows
+    gloo,ddp,second,memory]
+    python benchmarks/faststart.py --rows nccl --workers 2,4 --rounds 3
 
-Rows are gloo, ddp, second, nccl, memory, restart, tail and floor.
+The second command is for GPUs, cold and warm. It takes 3 minutes on four.
 
-Launchers take turns, round by round; the ratio of medians is the figure to quote. CPU is user and
-system time of everything a launcher started; what a warm process spent for a job is counted as
-well. The package is compiled first, as pip leaves it.
+Launchers take turns, round by round. Quote the ratio of medians. CPU is user and system time of all
+processes that a launcher started, and what a warm process used for the job. The package is compiled
+first, as pip does.
 
-gloo, ddp   import torch, form a group, all-reduce (three steps of AdamW), exit.   second: gloo with a warm process
-nccl        one worker a GPU, to the last rank's first all-reduce; not in the default
-restart     from SIGKILL of one worker to all of the next generation in their first line
-tail        from the end of the last worker's process (its pidfd) to the end of the launcher
-floor       gloo with 8 workers over what no launcher can avoid: one import of torch and 8 forks
+    gloo, ddp   import torch, form a group, all-reduce (three steps of AdamW), exit
+    second      gloo with a warm process
+    nccl        one worker per GPU, to the last rank's first all-reduce; not in the default
+    memory      proportional memory of idle workers
+    restart     from SIGKILL of one worker to the first line of all workers of the next generation
+    tail        from the end of the last worker's process (its pidfd) to the end of the launcher
+    floor       gloo with 8 workers, compared with one import of torch and 8 forks
 """
 
 from __future__ import annotations
@@ -75,10 +78,12 @@ torch.cuda.synchronize()
 print("reduced", time.time(), flush=True)
 dist.destroy_process_group()
 """,
-    "idle": "import os, time, torch\nopen(f'up{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(600)\n",
+    "idle": "import os, time, torch\nopen(f'up{os.environ[\"RANK\"]}',"
+    " 'w').close()\ntime.sleep(600)\n",
     "restart": """
 import os, time, torch
-print("main", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], time.time(), os.getpid(), flush=True)
+restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("main", os.environ["RANK"], restarts, time.time(), os.getpid(), flush=True)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1": raise SystemExit
 time.sleep(600)
 """,
@@ -102,7 +107,7 @@ WARM = "pdrun, warm"
 
 def launchers(workers: int, row: str, cwd: str) -> dict[str, list[str]]:
     """
-    Name -> command line up to the script; every row but nccl is about CPUs, on a machine with GPUs
+    Name -> command line up to the script. Every row but nccl is about CPUs, on a machine with GPUs,
     too.
     """
     pdrun = [
@@ -144,7 +149,7 @@ def launchers(workers: int, row: str, cwd: str) -> dict[str, list[str]]:
 
 
 def environment(cwd: str) -> dict[str, str]:
-    """The launchers' environment: no warm process but our own, byte code used as ever."""
+    """The launchers' environment: no warm process but our own, byte code enabled."""
     left = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
     return {
         **{name: value for name, value in os.environ.items() if name not in left},
@@ -169,8 +174,7 @@ def warm(cwd: str) -> Iterator[psutil.Process]:
 
 def spent(process: psutil.Process | None) -> float:
     """
-    CPU seconds of our children that have ended, and of the warm process with those that it has
-    reaped.
+    CPU seconds of our children that have ended, and of the warm process with its reaped children.
     """
     mine = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = mine.ru_utime + mine.ru_stime
@@ -186,7 +190,7 @@ def spent(process: psutil.Process | None) -> float:
 def timed(
     command: list[str], cwd: str, process: psutil.Process | None = None
 ) -> tuple[float, float, str]:
-    """(wall, CPU) seconds, and what was printed; the command must succeed."""
+    """Return (wall, CPU) seconds, and the output; the command must succeed."""
     before, start = spent(process), time.time()
     done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True)
     end = time.time()
@@ -197,7 +201,7 @@ def timed(
 
 
 def free_port() -> str:
-    """A port for mpirun's workers, who have nobody to bind one for them."""
+    """A port for mpirun's workers, which have no process that binds one for them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
 
@@ -217,14 +221,15 @@ def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
     for name, runs in found.items():
         wall, cpu = (statistics.median(run[part] for run in runs) for part in (0, 1))
         print(
-            f"| {row} | {workers} | {name} | {wall:.2f} | {wall / base[0]:.2f} | {cpu:.2f} | {cpu / base[1]:.2f} "
+            f"| {row} | {workers} | {name} | {wall:.2f} | {wall / base[0]:.2f} | {cpu:.2f} |"
+            f" {cpu / base[1]:.2f} "
             f"| {os.getloadavg()[0]:.1f} |",
             flush=True,
         )
 
 
 def memory(workers: int, cwd: str) -> None:
-    """Proportional memory of idle workers, forked and executed, everything of the job counted."""
+    """Proportional memory of idle workers, forked and executed, with all processes of the job."""
     script = Path(cwd, "idle.py")
     script.write_text(PROGRAMS["idle"])
     for name in ("pdrun", "pdrun --start exec"):
@@ -243,13 +248,14 @@ def memory(workers: int, cwd: str) -> None:
         process.terminate()
         process.wait()
         print(
-            f"| memory | {workers} | {name} | {pss:.0f} MB PSS of {len(family)} processes | | | | |",
+            f"| memory | {workers} | {name} | {pss:.0f} MB PSS of {len(family)} processes | | |"
+            " | |",
             flush=True,
         )
 
 
 def restart(workers: int, rounds: int, cwd: str) -> None:
-    """From the kill of one worker to all workers of the next generation in their first line."""
+    """From SIGKILL of one worker to the first line of all workers of the next generation."""
     script = Path(cwd, "restart.py")
     script.write_text(PROGRAMS["restart"])
     for name in ("pdrun", "pdrun --start exec"):
@@ -309,9 +315,10 @@ def last_end(output: int, workers: int) -> float:
     """
     Return when the last worker's process ended, monotonic seconds.
 
-    Each prints ``pid N`` when it has begun; a pidfd of it becomes readable at its very end, whoever
-    its parent is. One that had ended before its line was read counts with the time of that moment,
-    which makes the tail shorter by less than a line takes; its exit takes a hundred times as long.
+    Each prints ``pid N`` when it has started. Its pidfd becomes readable when it ends, for any
+    parent. A worker that ends before its line is read counts with the time of that moment. This
+    makes the tail shorter by less than the time of one line; the exit takes a hundred times as
+    long.
     """
     poll, text, handles, last = select.poll(), b"", set[int](), 0.0
     poll.register(output, select.POLLIN)
@@ -343,7 +350,7 @@ def last_end(output: int, workers: int) -> float:
 
 
 def floor(workers: int, rounds: int, cwd: str) -> None:
-    """What a launcher adds to the one import and the forks that nobody can avoid."""
+    """What a launcher adds to the one import and the forks that every launcher needs."""
     for row in ("floor", "gloo"):
         Path(cwd, f"{row}.py").write_text(PROGRAMS[row])
     bare: list[float] = []
@@ -375,7 +382,8 @@ def main() -> None:
     for name in ("pdrun", "pdrun.launcher", "pdrun.rendezvous", "pdrun.backends"):
         compileall.compile_dir(next(iter(importlib.import_module(name).__path__)), quiet=2)
     print(
-        f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
+        f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch"
+        f" {version('torch')}, "
         f"{asked.rounds} rounds in turn\n"
     )
     print(

@@ -1,13 +1,12 @@
 """
-What a launcher makes of a fault: pdrun and torchrun on three namespace hosts, side by side. Root
-only.
+Compare how pdrun and torchrun handle the same faults on three namespace hosts. Root only.
 
     python benchmarks/faults.py [--rows 1,3,19] [--launchers pdrun,torchrun] [--limit 75]
 
-Each row of the fault matrix (docs/reliability.md) is played once for each launcher, on hosts of its
-own, with the same worker (tests/chaos/worker.py, which does not import torch). Printed is what
-happened first: the job ended, it began anew, or nothing did within the limit; and what was left
-over.
+Each row of the fault matrix (docs/reliability.md) is played once per launcher, on separate hosts,
+with the same worker (tests/chaos/worker.py, which does not import torch). The output is what
+happened first: the job ended, it restarted, or nothing within the limit; and the processes that
+were left over.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Play:
         self, since: float, *, limit: float | None = None, jobs: Sequence[NodeJob] | None = None
     ) -> str:
         """
-        Watch until the job has ended on the hosts that are up, has begun anew, or the limit has
+        Watch until the job has ended on the hosts that are up, has restarted, or the limit has
         passed.
         """
         bed, end = self.bed, since + (limit or self.limit)
@@ -94,13 +93,19 @@ class Play:
                 return f"began anew with {anew[0].world} workers after {anew[-1].at - since:.1f} s"
             if all(job.process.poll() is not None for job in chosen):
                 codes = " ".join(str(job.process.returncode) for job in chosen)
-                return f"ended everywhere after {time.monotonic() - since:.1f} s with {codes}{self.left_over()}"
+                return (
+                    f"ended everywhere after {time.monotonic() - since:.1f} s with"
+                    f" {codes}{self.left_over()}"
+                )
             time.sleep(0.02)
         gone = sum(job.process.poll() is not None for job in chosen)
-        return f"nothing more in {limit or self.limit:g} s: {gone} of {len(chosen)} launchers ended{self.left_over()}"
+        return (
+            f"nothing more in {limit or self.limit:g} s: {gone} of {len(chosen)} launchers"
+            f" ended{self.left_over()}"
+        )
 
     def left_over(self) -> str:
-        """What still runs of jobs whose launcher has ended, a second later."""
+        """Return the processes of jobs whose launcher has ended, a second later."""
         time.sleep(1.0)
         left = sum(
             "worker.py" in words or "sleep" in words
@@ -130,13 +135,13 @@ def agent_killed(it: Play) -> str:
 
 
 def agent_told_to_leave(it: Play) -> str:
-    """SIGTERM to the launcher of h3; two nodes would be enough."""
+    """SIGTERM to the launcher of h3; two nodes are enough."""
     jobs = it.job(nodes="2:3")
     return it.outcome(jobs[2].signal(signal.SIGTERM), jobs=jobs[:2])
 
 
 def frozen(seconds: float) -> Callable[[Play], str]:
-    """Return the fault in which h2 stands still; two nodes would be enough."""
+    """Return the fault in which h2 is frozen; two nodes are enough."""
 
     def play(it: Play) -> str:
         it.job(nodes="2:3")
@@ -155,10 +160,7 @@ def frozen(seconds: float) -> Callable[[Play], str]:
 
 
 def scheduler_killed(it: Play) -> str:
-    """
-    SIGKILL to the process that the others meet at: pdrun's scheduler; with torchrun the first
-    launcher itself.
-    """
+    """SIGKILL to the rendezvous process: pdrun's scheduler; with torchrun the first launcher."""
     jobs = it.job()
     pid = jobs[0].scheduler() if it.launcher == "pdrun" else jobs[0].pid
     os.kill(pid, signal.SIGKILL)
@@ -166,7 +168,7 @@ def scheduler_killed(it: Play) -> str:
 
 
 def host_down(how: str) -> Callable[[Play], str]:
-    """Return the fault in which h2 crashes, or loses its power; two nodes would be enough."""
+    """Return the fault in which h2 crashes, or loses its power; two nodes are enough."""
 
     def play(it: Play) -> str:
         it.job(nodes="2:3")
@@ -178,7 +180,7 @@ def host_down(how: str) -> Callable[[Play], str]:
 
 
 def one_way(it: Play) -> str:
-    """What h2 sends to h1 is lost; two nodes would be enough."""
+    """Packets from h2 to h1 are lost; two nodes are enough."""
     it.job(nodes="2:3")
     since = time.monotonic()
     it.bed.cluster.one_way("h2", "h1")
@@ -186,7 +188,9 @@ def one_way(it: Play) -> str:
 
 
 def foreign_job(it: Play) -> str:
-    """A node of another program comes to the port while the first job waits for its third node."""
+    """
+    A node of another program connects to the port while the first job waits for its third node.
+    """
     bed = it.bed
     for host in ("h1", "h2"):
         it.start(host)
@@ -257,7 +261,7 @@ ROWS: dict[str, tuple[str, Callable[[Play], str]]] = {
 
 
 def main() -> int:
-    """Play what the command line says; print a table."""
+    """Play the rows of the command line; print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,7 +274,8 @@ def main() -> int:
         return 2
     names = args.launchers.split(",")
     print(
-        f"{date.today()}, {os.cpu_count()} cores, torch {version('torch')}, limit {args.limit:g} s\n"
+        f"{date.today()}, {os.cpu_count()} cores, torch {version('torch')}, limit {args.limit:g}"
+        " s\n"
     )
     print(f"| row | fault | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}", flush=True)
     for row in args.rows.split(","):
@@ -283,7 +288,8 @@ def main() -> int:
                     cells.append(play(Play(name, bed, args.limit)))
                 except BaseException as error:
                     cells.append(
-                        f"not played: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                        "not played:"
+                        f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
                     )
                     if isinstance(error, KeyboardInterrupt):
                         raise

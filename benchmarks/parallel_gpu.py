@@ -1,22 +1,26 @@
 """
-A 1.35 B decoder on 2 or 4 GPUs: hand-written torch beside pdrun, on the same work in one command.
+Train a 1.35 B decoder on 2 or 4 GPUs: hand-written torch and pdrun, on the same work in one
+command.
 
-    python benchmarks/parallel_gpu.py --devices 4                     rows on data axes; about a minute each
-    python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0   some of them
-    python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp,pdrun-tp,pdrun-tp-copies,pipe,pdrun-pipe
+    python benchmarks/parallel_gpu.py --devices 4                    # data axes; about a minute
+    each
+    python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0  # some rows
+    python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp,pdrun-tp,pipe,pdrun-pipe
     python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu
 
-    ddp, zero1, fsdp2       DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard      eager
-    tp                      torch's parallelize_module with sequence parts and loss_parallel        compiled
-    fsdp-tp                 the same over pairs, and fully_shard over the pairs (4 devices)         compiled
-    pipe                    torch's pipelining, 1F1B, a stage a device, 8 micro-batches             eager
-    pdrun0, 1, 3            pdrun at these levels; pdrun-tp, pdrun-fsdp-tp, pdrun-pipe: the same cuts by pdrun
+    ddp, zero1, fsdp2   DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard; eager
+    tp                  torch's parallelize_module with sequence parallel and loss_parallel;
+    compiled
+    fsdp-tp             the same over pairs, and fully_shard over the pairs (4 devices); compiled
+    pipe                torch's pipelining, 1F1B, one stage per device, 8 micro-batches; eager
+    pdrun0, 1, 3        pdrun at these levels
+    pdrun-tp, pdrun-fsdp-tp, pdrun-pipe   the same sharding with pdrun
 
-A row's name may end with -eager, -compiled or -copies (two copies of a step, one computing while
-the other waits). 65,536 tokens a step in bf16, AdamW with fused kernels. Each row runs in processes
-of its own. Peak is what torch's allocator has handed out at most on any rank; for pdrun the peak
-that `run.memory` predicts stands beside it. MFU counts 6 operations a weight and token, and for
-attention 12 a layer, width, position and token, halved since it is causal.
+A row's name can end with -eager, -compiled or -copies (two copies of a step, one computes while the
+other waits). A step has 65,536 tokens in bf16, AdamW with fused kernels. Each row runs in separate
+processes. Peak is the maximum that torch's allocator has allocated on any rank; for pdrun the peak
+that `run.memory` predicts is printed, too. MFU counts 6 operations per weight and token, and for
+attention 12 per layer, width, position and token, halved since it is causal.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class Size:
 
     @property
     def operations(self) -> float:
-        """Operations a token, forward and backward."""
+        """Operations per token, forward and backward."""
         return 6 * self.weights + 6 * self.layers * self.width * self.length
 
 
@@ -93,7 +97,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal, with rotary positions; q, k and v come from one matrix."""
+    """Causal, with rotary positions; one matrix for q, k and v."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class Attention(nn.Module):
 
 
 class ApartAttention(Attention):
-    """Three matrices, since DTensors cannot cut one of three parts; made by `apart`."""
+    """Three matrices, since DTensors cannot shard a fused one; made by `apart`."""
 
     wq: nn.Linear
     wk: nn.Linear
@@ -126,7 +130,7 @@ class ApartAttention(Attention):
 
 
 def apart(attention: Attention) -> None:
-    """Have an attention hold q, k and v as matrices of their own."""
+    """Give an attention separate matrices for q, k and v."""
     parts = attention.qkv.weight.detach().chunk(3)
     attention.__class__ = ApartAttention
     del attention.qkv
@@ -137,7 +141,7 @@ def apart(attention: Attention) -> None:
 
 
 class Perceptron(nn.Module):
-    """A gated one."""
+    """A gated perceptron."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -162,7 +166,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words in, logits of the next word out."""
+    """Tokens in, logits of the next token out."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -235,8 +239,8 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 def by_tensors(row: str, model: nn.Module, device: torch.device) -> Step:
     """
-    Return a step of torch's tensor parallel with sequence parts; over pairs, and sharded over the
-    pairs: fsdp-tp.
+    Return a step of torch's tensor parallel with sequence parallel; fsdp-tp: over pairs, and
+    sharded over the pairs.
     """
     world = dist.get_world_size()
     tp = 2 if row.startswith("fsdp") else world
@@ -352,7 +356,7 @@ HAND = {
 
 
 def cuts() -> pdrun.Strategy:
-    """Return Megatron's cut with sequence parts, logits cut by words."""
+    """Return Megatron's sharding with sequence parallel, logits sharded over the vocabulary."""
     col, row, seq, vocab = pdrun.col, pdrun.row, pdrun.seq, pdrun.vocab
     return pdrun.Strategy(
         {
@@ -367,7 +371,7 @@ def cuts() -> pdrun.Strategy:
 
 
 def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
-    """Return a run as the row's name has it, and its step."""
+    """Return a run for the row's name, and its step."""
     world = dist.get_world_size()
     options = {"copies": 2, **options} if row.endswith("-copies") else dict(options)
     kind = row.removeprefix("pdrun").removeprefix("-").removesuffix("-copies")
@@ -409,7 +413,7 @@ def repeats(row: str, world: int) -> int:
 
 
 def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens a second, peak and losses of one row; runs on every rank."""
+    """Return tokens per second, peak and losses of one row; runs on every rank."""
     warnings.filterwarnings("ignore")
     context = pdrun.init()
     device = torch.device(context.device)
@@ -467,10 +471,12 @@ def main() -> None:
     size = replace(size, tokens=args.tokens) if args.tokens else size
     options = {"comm_fusion": args.fusion} if args.fusion else {}
     print(
-        f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights, {asdict(size)}"
+        f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights,"
+        f" {asdict(size)}"
     )
     print(
-        f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'first loss':>10} {'last':>8}"
+        f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9}"
+        f" {'first loss':>10} {'last':>8}"
     )
     for row in args.rows.split(","):
         try:
@@ -491,7 +497,8 @@ def main() -> None:
         used = speed * size.operations / size.peak / args.devices
         sizes = f"{max(rank['peak'] for rank in told) / GIB:9.2f} {told[0]['predicted'] / GIB:9.2f}"
         print(
-            f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f} {told[0]['last']:8.4f}",
+            f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f}"
+            f" {told[0]['last']:8.4f}",
             flush=True,
         )
 

@@ -1,11 +1,11 @@
 """
-The cost of pdrun's runtime a step, against torch's own on the same work: DDP for level 0, FSDP2 for
-level 3, and hand-written ZeRO-1 (ZeroRedundancyOptimizer) for level 1, on CPUs.
+Measure the cost of pdrun's runtime per step, compared with torch on the same work: DDP for level 0,
+FSDP2 for level 3, and ZeroRedundancyOptimizer for level 1, on CPUs.
 
     python benchmarks/parallel_overhead.py [--devices 2] [--rounds 7] [--exact]
 
-Each pair takes turns, step block by step block in the same processes, so that a noisy machine hits
-both alike; the median of the blocks' ratios is what counts.
+Each pair takes turns, block of steps by block of steps in the same processes, so that noise hits
+both alike. The result is the median of the blocks' ratios.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def pairs(args: argparse.Namespace) -> dict[str, tuple[Callable[..., float], Cal
 
 
 def clock(step: Callable[..., float], x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
-    """Return wall time and this process's CPU time a step, in ms."""
+    """Return wall time and this process's CPU time per step, in ms."""
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -169,11 +169,13 @@ def main() -> None:
     args = parser.parse_args()
     told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
     print(
-        f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers, clip {args.clip}"
+        f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers}"
+        f" layers, clip {args.clip}"
     )
     for name, (ours, theirs, ratio, cpu) in told.items():
         print(
-            f"{name:18} {ours:8.2f} ms {theirs:8.2f} ms   ratio {ratio:.3f}   ratio of CPU time {cpu:.3f}"
+            f"{name:18} {ours:8.2f} ms {theirs:8.2f} ms   ratio {ratio:.3f}   ratio of CPU time"
+            f" {cpu:.3f}"
         )
 
 

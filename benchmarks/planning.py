@@ -1,10 +1,10 @@
 """
-How long the operator engine takes to plan a decoder for many ranks, on no device: weights on the
-meta device.
+Measure how long the operator engine takes to plan a decoder for many ranks. No device is needed:
+the weights are on the meta device.
 
     python benchmarks/planning.py --layers 32 --axes tp=64
     python benchmarks/planning.py --layers 32 --axes x=8,y=8
-    python benchmarks/planning.py --layers 32 --axes tp=8 --whole          each layer exported, though they are equal
+    python benchmarks/planning.py --layers 32 --axes tp=8 --whole  # export each layer, though equal
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder as Llama 3 8B is one: 4096 wide, 32 heads in 8 groups, 128,256 words."""
+    """A decoder like Llama 3 8B: 4096 wide, 32 heads in 8 groups, a vocabulary of 128,256."""
 
     def __init__(self, layers: int, width: int = 4096, words: int = 128256) -> None:
         super().__init__()
@@ -123,7 +123,8 @@ def main() -> None:
     found = timed("moves", lambda: list(list_moves(plan)))
     text = timed("explain", explain_plan, plan)
     print(
-        f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines of explanation"
+        f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines"
+        " of explanation"
     )
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 

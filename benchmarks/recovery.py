@@ -1,14 +1,17 @@
 """
-How long a job is without its scheduler when that is killed, and whether a worker notices.
+Measure how long a job is without its scheduler when that is killed, and whether a worker notices.
 
     python benchmarks/recovery.py [--kills 20]
 
-Two nodes of two workers each on loopback; each worker writes the time every 10 ms. The scheduler's
-process gets SIGKILL so many times in one job. back: until the next process answers a viewer; the
-viewer asks all the time, so this has CURVE handshakes and the journal in it. node: until the first
-node's agent has said that it is back. floor: the start of a Python process that imports what a
-scheduler needs, measured in turn. gap: the longest pause between two lines of any worker in the
-whole time, and in as long a time without a kill before it.
+Two nodes of two workers each on loopback. Each worker writes the time every 10 ms. The scheduler's
+process gets SIGKILL many times in one job.
+
+    back    until the next process answers a viewer; the viewer asks all the time, so this includes
+            CURVE handshakes and the journal
+    node    until the first node's agent has reported that it is back
+    floor   the start of a Python process with the scheduler's imports, measured in turn
+    gap     the longest pause between two lines of any worker, with the kills, and before them for
+            the same time without kills
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import psutil
 from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
 from pdrun.rendezvous.clients.viewer import query_status
-from pdrun.rendezvous.protocol.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, format_token
 
 WORKER = """
 import os, time
@@ -47,7 +50,10 @@ child.WINDOW = 0.0  # so many kills in a minute are wanted here
 from pdrun.__main__ import main
 sys.exit(main())
 """
-FLOOR = "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server, pdrun.rendezvous.journal.replay"
+FLOOR = (
+    "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server,"
+    " pdrun.rendezvous.journal.replay"
+)
 
 
 class Cluster:
@@ -61,7 +67,7 @@ class Cluster:
             self.endpoint = Endpoint("127.0.0.1", probe.getsockname()[1])
         (folder / "work.py").write_text(WORKER)
         (folder / "runner.py").write_text(RUNNER)
-        (folder / "token").write_text(token_text(self.secret) + "\n")
+        (folder / "token").write_text(format_token(self.secret) + "\n")
         (folder / "token").chmod(0o600)
         self.said = [folder / f"stderr{rank}" for rank in (0, 1)]
         self.nodes = [self._start(rank) for rank in (0, 1)]
@@ -166,14 +172,16 @@ def main() -> None:
             cluster.node_is_back(count)
             node.append(time.monotonic() - killed)
             print(
-                f"kill {count}: back {back[-1]:.3f} s, node {node[-1]:.3f} s, floor {floors[-1]:.3f} s",
+                f"kill {count}: back {back[-1]:.3f} s, node {node[-1]:.3f} s, floor"
+                f" {floors[-1]:.3f} s",
                 file=sys.stderr,
             )
         end = time.monotonic()
         gaps = cluster.gap(quiet, begin), cluster.gap(begin, end)
         cluster.finish()
     print(
-        f"{os.cpu_count()} CPUs, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} CPUs, {platform.system()} {platform.release()}, Python"
+        f" {platform.python_version()}, "
         f"load {os.getloadavg()[0]:.1f}"
     )
     print("\n| what | median s | min s | max s |\n|---|---|---|---|")

@@ -1,16 +1,21 @@
 """
-How many agents one scheduler takes: real scheduler and relays, real sockets, agents that are only
-their conversation.
+Measure how many agents one scheduler can handle: real scheduler, relays and sockets, and agents
+that consist of their messages only.
 
-    python benchmarks/scale.py --agents 1000               CURVE, as a job of that size starts it
-    python benchmarks/scale.py --agents 12500 --insecure   100,000 workers of 8 a node, without CURVE
-    python benchmarks/scale.py --agents 12500              with CURVE and relays
+    python benchmarks/scale.py --agents 1000               # CURVE, as a job of that size uses it
+    python benchmarks/scale.py --agents 12500 --insecure   # 100,000 workers, without CURVE
+    python benchmarks/scale.py --agents 12500              # with CURVE and relays
 
-Shows seconds from the first connection until every agent has its assignment, until every agent may
-start, and at the end from the first word that a node is done until every agent has the verdict; the
-CPU of scheduler, relays and agents until then; the scheduler's and relays' CPU while everybody
-beats, in percent of one core; and their memory (PSS). Journal and event log are written as in a
-job. The agents (`crowd.py`) share the machine: their CPU is shown beside.
+It prints
+
+* seconds from the first connection until every agent has its assignment, until every agent can
+  start, and at the end from the first finished node until every agent has the verdict
+* the CPU time of scheduler, relays and agents until then
+* the CPU of scheduler and relays while all agents send heartbeats, in percent of one core
+* their memory (PSS)
+
+Journal and event log are written as in a job. The agents (`crowd.py`) share the machine: their CPU
+is printed, too.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 
 class Incomplete(Exception):
-    """The job did not come as far as it should."""
+    """The job did not reach the expected state."""
 
 
 PATIENCE = 300.0
@@ -88,7 +93,9 @@ def main() -> None:
         try:
             print(json.dumps(measure(asked, child, [pipe for _, pipe in crowds]), indent=1))
         except Incomplete as error:
-            happened = Counter(event.kind for event in eventlog.read(Path(folder, "events.jsonl")))
+            happened = Counter(
+                event.kind for event in eventlog.read_events(Path(folder, "events.jsonl"))
+            )
             raise SystemExit(f"{error}; the event log has {dict(happened)}") from None
         finally:
             for process, _ in crowds:
@@ -125,7 +132,7 @@ def _start(
 def measure(
     asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connection]
 ) -> dict[str, object]:
-    """Lead the crowds through a job's life and return what was seen."""
+    """Lead the crowds through a job and return the results."""
     answers(pipes, "ready")
     load = os.getloadavg()[0]
     processes = family(child.pid)

@@ -1,12 +1,14 @@
 """
-One command, many hosts: time until every agent has joined and the workers start, beside mpirun on
-the same hosts.
+Measure the time until agents on many hosts have joined and the workers start, with one command, and
+with mpirun on the same hosts.
 
-    python benchmarks/sshfanout.py [--hosts 32] [--rounds 5]        needs root, sshd and, for the others, their MPI
+    python benchmarks/sshfanout.py [--hosts 32] [--rounds 5]
 
-The hosts are namespaces of this machine (tests/lib/netns_hosts.py), each with an sshd of its own:
-their logins and interpreters share its CPUs, so the figures are CPU time in the main, and ratios
-are what can be read from them. Launchers take turns round by round; medians are printed.
+Needs root, sshd and, for the others, their MPI.
+
+The hosts are namespaces of this machine (tests/lib/netns_hosts.py), each with an sshd. All logins
+and interpreters share its CPUs, so the figures are mainly CPU time. Compare ratios. Launchers take
+turns round by round; medians are printed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ PYTHON = sys.executable
 
 def commands(names: list[str]) -> dict[str, list[str]]:
     """
-    What is compared: a job of one worker a host that does nothing, and one interpreter a host under
-    mpirun.
+    The compared commands: a job of one worker per host that does nothing, and one interpreter per
+    host under mpirun.
     """
     listed, count = ",".join(names), str(len(names))
     openmpi = [
@@ -82,7 +84,7 @@ def _has(argv: list[str]) -> bool:
 
 
 def joined(folder: Path, began: float) -> float:
-    """Seconds from the start of the command to the event that says that every node is here."""
+    """Seconds from the start of the command to the event that every node has joined."""
     for path in folder.glob("pdrun-logs/*/events.jsonl"):
         for line in path.read_text().splitlines():
             event = json.loads(line)
@@ -92,7 +94,7 @@ def joined(folder: Path, began: float) -> float:
 
 
 def once(bed: beds.Hosts, argv: list[str], folder: Path) -> tuple[float, float]:
-    """Run a command on the first host; return (seconds until all joined, seconds in all)."""
+    """Run a command on the first host; return (seconds until all joined, seconds in total)."""
     shutil.rmtree(folder / "pdrun-logs", ignore_errors=True)
     began, wall = time.perf_counter(), time.time()
     env = {**os.environ, "HOME": "/root", "XDG_STATE_HOME": str(folder / "state")}
@@ -130,7 +132,8 @@ def main() -> None:
                 for name, argv in chosen.items():
                     found[name].append(once(bed, argv, work))
     print(
-        f"{asked.hosts} hosts, {os.cpu_count()} CPUs, {asked.rounds} rounds, load {os.getloadavg()[0]:.1f}"
+        f"{asked.hosts} hosts, {os.cpu_count()} CPUs, {asked.rounds} rounds, load"
+        f" {os.getloadavg()[0]:.1f}"
     )
     for name, rows in found.items():
         first, whole = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -1,12 +1,12 @@
 """
-How long a launcher takes to start two processes that do nothing, and how much memory it holds while
-they run.
+Measure how long a launcher takes to start two processes that do nothing, and how much memory it
+uses while they run.
 
     python benchmarks/startup.py [--rounds 15] [--markdown]
 
-Launchers take turns, round by round, so that a noisy machine is noisy to all of them; the ratio of
-medians is the figure to quote. Memory: resident (RSS) and proportional (PSS) bytes of every process
-of the launcher but the workers.
+Launchers take turns, round by round, so that noise hits all of them. Quote the ratio of medians.
+Memory: resident (RSS) and proportional (PSS) bytes of all processes of the launcher without the
+workers.
 """
 
 from __future__ import annotations
@@ -101,18 +101,21 @@ def main() -> None:
             )
     base = statistics.median(times["pdrun"])
     print(
-        f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, ",
+        f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch"
+        f" {version('torch')}, ",
         end="",
     )
     print(f"{rounds} rounds in turn\n")
     print(
-        "| launcher | wall median (min-max) s | times pdrun | RSS MB | PSS MB |\n|---|---|---|---|---|"
+        "| launcher | wall median (min-max) s | times pdrun | RSS MB | PSS MB"
+        " |\n|---|---|---|---|---|"
     )
     for name, values in times.items():
         middle = statistics.median(values)
         spread = f"{middle:.3f} ({min(values):.3f}-{max(values):.3f})"
         print(
-            f"| {name} | {spread} | {middle / base:.1f} | {sizes[name][0]:.0f} | {sizes[name][1]:.0f} |"
+            f"| {name} | {spread} | {middle / base:.1f} | {sizes[name][0]:.0f} |"
+            f" {sizes[name][1]:.0f} |"
         )
 
 

@@ -1,12 +1,12 @@
 """
-The cost of a step of pdrun's module styles, beside tensor parallel written by hand on plain tensors
-and beside torch's own `parallelize_module` on DTensors: the same model, the same cut, the same
+Measure the cost of a step of pdrun's module styles, compared with tensor parallel written by hand
+on plain tensors, and with torch's `parallelize_module` on DTensors: same model, same sharding, same
 losses.
 
     python benchmarks/tensor_overhead.py [--devices 2] [--rounds 9]
 
-The three take turns, block of steps by block of steps in the same processes, so that a noisy
-machine hits all alike; the median of the blocks' ratios is what counts.
+The three take turns, block of steps by block of steps in the same processes, so that noise hits all
+alike. The result is the median of the blocks' ratios.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A gated one."""
+    """A gated perceptron."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small language model, whose embedding and head are whole on every rank."""
+    """A small language model; embedding and head are replicated."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class HandPerceptron(Perceptron):
 
 
 def by_hand(model: Model, rank: int, world: int) -> Model:
-    """Cut the model in the shortest way that there is."""
+    """Shard the model in the shortest way."""
     for layer in model.layers:
         layer.attn.__class__, layer.mlp.__class__ = HandAttention, HandPerceptron
         layer.attn.n_heads //= world
@@ -157,7 +157,9 @@ def by_hand(model: Model, rank: int, world: int) -> Model:
 
 
 def by_pdrun(model: Model, rank: int, world: int) -> Model:
-    axes = MeshGroups(Grid(("tp",), (world,)), rank, torch.device("cpu"), CollectiveWatchdog(60.0, rank, world))
+    axes = MeshGroups(
+        Grid(("tp",), (world,)), rank, torch.device("cpu"), CollectiveWatchdog(60.0, rank, world)
+    )
     return pdrun.Strategy(
         {
             "layers.*.attn": pdrun.heads("tp"),
@@ -168,7 +170,9 @@ def by_pdrun(model: Model, rank: int, world: int) -> Model:
 
 
 def by_dtensor(model: Model, world: int) -> Model:
-    """Cut as torch does it; the rest is replicated DTensors too, as one optimizer wants."""
+    """
+    Shard with torch; the rest is replicated DTensors, too, since one optimizer needs one kind.
+    """
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for layer in model.layers:
         layer.attn.n_heads //= world
@@ -198,7 +202,7 @@ def stepper(model: nn.Module) -> Step:
 
 
 def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
-    """Return wall time and this process's CPU time a step, in ms."""
+    """Return wall time and this process's CPU time per step, in ms."""
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -207,7 +211,7 @@ def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """Return (ms a step, median ratio of pdrun's to it, median ratio of CPU time) of each."""
+    """Return (ms per step, median ratio of pdrun's to it, median ratio of CPU time) of each."""
     torch.set_num_threads(1)
     pdrun.init()
     rank, world = dist.get_rank(), dist.get_world_size()

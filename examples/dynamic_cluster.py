@@ -7,12 +7,12 @@ machines.
     PDRUN_ROLE=worker    python examples/dynamic_cluster.py &
     PDRUN_ROLE=worker    python examples/dynamic_cluster.py
 
-All three run this same file. In the scheduler `pdrun.init()` serves until the job is over and never
-returns; in a worker it returns the rank that the scheduler gave out. The processes trust each other
-by the user's own secret file, or by PDRUN_TOKEN_FILE; MindSpore's variables (MS_ROLE,
-MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM) mean the same.
+All three run this file. In the scheduler, `pdrun.init()` serves until the job is over and never
+returns. In a worker, it returns the rank that the scheduler assigned. The processes authenticate
+with the user's secret file, or with PDRUN_TOKEN_FILE. MindSpore's variables (MS_ROLE,
+MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM) work as well.
 
-`python examples/dynamic_cluster.py demo` plays all three parts on this machine.
+`python examples/dynamic_cluster.py demo` starts all three on this machine.
 """
 
 import os
@@ -31,7 +31,8 @@ def work() -> None:
     value = torch.tensor([float(context.rank)], device=context.device)
     dist.all_reduce(value)
     print(
-        f"rank {context.rank} of {context.world_size} on {context.device}: all ranks sum up to {value.item():g}"
+        f"rank {context.rank} of {context.world_size} on {context.device}: all ranks sum up to"
+        f" {value.item():g}"
     )
 
 

@@ -1,21 +1,22 @@
 """
-Training that survives its nodes: it goes on with fewer or more of them, from the last step that all
-have saved.
+Training that survives its nodes: it continues with fewer or more of them, from the last step that
+all workers have saved.
 
     pdrun --local --nodes 2:4 --max-restarts 3 --hang-timeout 2m examples/elastic_training.py
     pdrun --local --nodes 2:4 examples/elastic_training.py --steps 100000 &
-    kill -TERM PID_OF_AN_AGENT                                             # a node goes: saved, and on with the others
-    pdrun join 127.0.0.1:PORT                                              # another one comes (the line is printed)
+    kill -TERM PID_OF_AN_AGENT  # a node leaves: the others save and continue
+    pdrun join 127.0.0.1:PORT   # another node joins (the line is printed)
 
-What each part is for:
+What each call is for:
 
-* `elastic.agreed_step()` says where to begin: every worker of an earlier generation had said that it is saved.
-* `pdrun.progress(step)` tells that this worker is alive and how far it is.
-* Whether to stop is decided together, once a step: a SIGTERM reaches the workers a moment apart, and those that were
-  told would leave the others alone in a collective.
-* `elastic.saved(step)` is said by every worker, after the file of rank 0 is whole.
+* `elastic.agreed_step()` returns the step to start from: every worker of an earlier generation had
+  reported it as saved.
+* `pdrun.progress(step)` reports that this worker is alive, and its step.
+* All workers decide together, once per step, whether to stop. A SIGTERM reaches the workers at
+  slightly different times. A worker that stopped alone would leave the others in a collective.
+* `elastic.saved(step)` is called by every worker, after rank 0 has written its file.
 
-Fits a line to points that each rank draws by the step's number, so that any number of workers sees
+Fits a line to points that each rank draws by the step's number, so that any number of workers uses
 the same data.
 """
 
@@ -33,7 +34,7 @@ BATCH = 64
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this worker's share of a step's points, whoever shares with it."""
+    """Return this worker's share of a step's points, for any number of workers."""
     noise = torch.Generator().manual_seed(step)
     x = torch.rand(BATCH, 1, generator=noise)
     y = 3.0 * x - 1.0 + 0.01 * torch.randn(BATCH, 1, generator=noise)
@@ -41,7 +42,7 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a checkpoint that is whole or not there."""
+    """Write a checkpoint atomically."""
     draft = path.with_suffix(".draft")
     torch.save(
         {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft
@@ -50,7 +51,7 @@ def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 def told_to_stop() -> bool:
-    """Whether any worker was told to stop: the same answer on all of them."""
+    """Return whether any worker got a signal to stop: the same answer on all of them."""
     flag = torch.tensor([int(elastic.stopping())])
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())

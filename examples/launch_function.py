@@ -3,7 +3,7 @@ Run a Python function on four workers and get four results: no script, no comman
 
     python examples/launch_function.py
 
-Each worker finds its rank with `pdrun.init()`; an exception in any of them would arrive here as
+Each worker finds its rank with `pdrun.init()`. An exception in a worker is raised here as
 `pdrun.JobFailed`.
 """
 

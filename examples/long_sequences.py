@@ -1,12 +1,14 @@
 """
-Train a language model on sequences that are cut over the ranks, and prove that this changes
+Train a language model on sequences that are sharded over the ranks, and verify that this changes
 nothing.
 
     python examples/long_sequences.py
-    pdrun --devices 4 examples/long_sequences.py          the same losses, a quarter of each sequence on each rank
+    pdrun --devices 4 examples/long_sequences.py
 
-The model is plain torch; its table of positions is told to pdrun by name. It learns to say what
-came 16 tokens before.
+Both print the same losses. With four devices each rank has a quarter of each sequence.
+
+The model is plain torch. Its table of positions is given to pdrun by name. It learns to repeat the
+token 16 positions before.
 """
 
 import torch
@@ -55,7 +57,7 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, shifted before anything is cut."""
+    """Tokens and targets, shifted before anything is sharded."""
     tokens = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(step))
     return tokens, F.pad(tokens[:, :-BACK], (BACK, 0), value=-100)
 

@@ -1,15 +1,15 @@
 """
-Train a small byte-level GPT on the sources of Python's own standard library.
+Train a small byte-level GPT on the sources of Python's standard library.
 
-Plain torch: nothing of pdrun is imported, and whoever starts it only has to set torchrun's
-variables.
+Plain torch: nothing of pdrun is imported. Any launcher that sets torchrun's variables can start it.
 
-    python examples/train_gpt.py                                          one process
-    pdrun --nodes 2 --devices 2 --local examples/train_gpt.py             two simulated nodes of two workers
-    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py        the same four workers
+    python examples/train_gpt.py                                    # one process
+    pdrun --nodes 2 --devices 2 --local examples/train_gpt.py       # two simulated nodes of two
+    workers
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py  # the same four workers
 
-The text is on every machine that has Python, so nothing is downloaded. A model that knows nothing has a loss of
-ln(256) = 5.545 nats a byte.
+Every machine with Python has the text, so nothing is downloaded. A model that knows nothing has a
+loss of ln(256) = 5.545 nats per byte.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 def turn(x: Tensor) -> Tensor:
     """
-    Rotary positions: turn each pair of features by an angle that grows with the place, so that
+    Rotary positions: turn each pair of features by an angle proportional to the position, so that
     distances matter.
     """
     length, half = x.shape[-2], x.shape[-1] // 2
@@ -42,7 +42,7 @@ def turn(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention over what came before, then a perceptron; each adds to its input."""
+    """Attention over earlier bytes, then a perceptron; each adds to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def connect() -> tuple[int, int, torch.device]:
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Up over the first twentieth, then down along a cosine to a tenth."""
+    """Linear warm-up over the first twentieth, then a cosine down to a tenth."""
     if progress < 0.05:
         return peak * (progress + 0.005) / 0.055
     return peak * (0.55 + 0.45 * math.cos(math.pi * min(1.0, (progress - 0.05) / 0.95)))
@@ -221,7 +221,8 @@ def main() -> None:
     final = validate(gpt, args, rank, world, device)
     if rank == 0:
         print(
-            f"validation loss {final:.3f} (uniform {math.log(256):.3f}), {time.monotonic() - begin:.0f} s"
+            f"validation loss {final:.3f} (uniform {math.log(256):.3f}),"
+            f" {time.monotonic() - begin:.0f} s"
         )
         if args.out:
             part = args.out.with_name(args.out.name + ".part")

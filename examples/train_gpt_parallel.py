@@ -1,12 +1,14 @@
 """
 The GPT of train_gpt.py, made parallel by pdrun: the same numbers on one process and on many.
 
-    python examples/train_gpt_parallel.py                                         one process
-    pdrun --devices 2 examples/train_gpt_parallel.py                              two workers, the same losses
-    pdrun --devices 2 examples/train_gpt_parallel.py --level 3 --recompute full   weights, gradients and state cut over
-    them pdrun --max-restarts 3 examples/train_gpt_parallel.py --checkpoints run       goes on from its last checkpoint
+    python examples/train_gpt_parallel.py                # one process
+    pdrun --devices 2 examples/train_gpt_parallel.py     # two workers, the same losses
+    # weights, gradients and optimizer state sharded over the workers
+    pdrun --devices 2 examples/train_gpt_parallel.py --level 3 --recompute full
+    # continues from its last checkpoint
+    pdrun --max-restarts 3 examples/train_gpt_parallel.py --checkpoints run
 
-The text is the sources of Python's own standard library. A model that knows nothing has a loss of
+The text is the sources of Python's standard library. A model that knows nothing has a loss of
 ln(256) = 5.545.
 """
 
@@ -96,7 +98,8 @@ def main() -> None:
         if m.step % args.log_every == 0 and context.is_main:
             speed = args.log_every * m.tokens / (time.monotonic() - mark)
             print(
-                f"step {m.step:4}/{args.steps}  loss {m.loss:.6f}  norm {m.grad_norm:.3f}  {speed:,.0f} tokens/s",
+                f"step {m.step:4}/{args.steps}  loss {m.loss:.6f}  norm {m.grad_norm:.3f} "
+                f" {speed:,.0f} tokens/s",
                 flush=True,
             )
             mark = time.monotonic()

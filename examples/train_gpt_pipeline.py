@@ -2,14 +2,15 @@
 The GPT of train_gpt.py in pipeline stages: the plain model, its layers on several devices, the
 numbers of one process.
 
-    python examples/train_gpt_pipeline.py                                   one process, the whole model
-    pdrun --devices 4 examples/train_gpt_pipeline.py                        four stages, the same losses
+    python examples/train_gpt_pipeline.py             # one process, the full model
+    pdrun --devices 4 examples/train_gpt_pipeline.py  # four stages, the same losses
+    # two stages, each on two parts of the batch
     pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --schedule zero-bubble-v
-                                                                            two stages, each on two parts of the batch
-    pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --level 3   the same, each stage's weights cut in two
+    # the same, each stage's weights sharded in two
+    pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --level 3
 
-Takes less than a minute on a CPU. The losses agree to about six digits, whatever the stages and
-their schedule.
+Takes less than a minute on a CPU. The losses agree to about six digits for all stages and
+schedules.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import pdrun
 
 def batches(steps: int, rows: int, context: int) -> list[tuple[Tensor, Tensor]]:
     """
-    Return the batches of all steps, the same on every rank: ``[rows, context]`` bytes, and the ones
-    that follow.
+    Return the batches of all steps, the same on every rank: ``[rows, context]`` bytes, and the
+    bytes that follow.
     """
     text, dice = read_text("train"), torch.Generator().manual_seed(1)
     starts = torch.randint(len(text) - context - 1, (steps, rows), generator=dice).tolist()

@@ -1,14 +1,14 @@
 """
-A small Llama whose weights are cut over devices: tensor parallel, with sequence parts between the
-cut modules.
+A small Llama whose weights are sharded over devices: tensor parallel, with sequence parallel
+between the sharded modules.
 
-    python examples/train_llama_tensor.py                                          one process
-    pdrun --devices 2 examples/train_llama_tensor.py --tp 2                        two devices that share each weight
-    pdrun --devices 4 examples/train_llama_tensor.py --tp 2 --sequence --verify    two pairs of them, each its own rows
+    python examples/train_llama_tensor.py                    # one process
+    pdrun --devices 2 examples/train_llama_tensor.py --tp 2  # two devices share each weight
+    # two pairs of devices, each with separate rows
+    pdrun --devices 4 examples/train_llama_tensor.py --tp 2 --sequence --verify
 
-All print the same losses. The model is plain torch; what is cut where stands in `strategy`. The
-text is the sources of Python's own standard library, and a model that knows nothing has a loss of
-ln(256) = 5.545.
+All print the same losses. The model is plain torch. `strategy` has the sharding. The text is the
+sources of Python's standard library, and a model that knows nothing has a loss of ln(256) = 5.545.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pdrun import Strategy, col, cross_entropy, heads, row, seq, vocab
 
 class Attention(nn.Module):
     """
-    Several queries share a key and a value. It counts heads by attributes, which become those of a
-    device.
+    Several queries share a key and a value. Its numbers of heads are attributes, which get a
+    device's numbers.
     """
 
     def __init__(self, width: int, n_heads: int, n_kv_heads: int) -> None:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A gated one."""
+    """A gated perceptron."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -97,7 +97,8 @@ class Llama(nn.Module):
 
 def strategy(sequence: bool) -> Strategy:
     """
-    Return Megatron's cut: four sums a layer, or as many gathers and scatters of sequence parts.
+    Return Megatron's sharding: four sums per layer, or as many gathers and scatters of sequence
+    shards.
     """
     dim = 1 if sequence else None
     return Strategy(

@@ -146,9 +146,7 @@ def _flash_backward(
     done: AttentionResult, q: Any, k: Any, v: Any, causal: bool, scale: float
 ) -> Any:
     none = torch.empty(0, dtype=torch.int32, device=q.device)
-    state = torch.zeros(
-        2, dtype=torch.uint64, device=q.device
-    )  # random state of dropout, unused
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, unused
     return _aten._scaled_dot_product_flash_attention_backward(
         done.grad,
         q,

@@ -139,12 +139,12 @@ class ContextParallel:
         return pytree.tree_unflatten(cut, form)
 
     def describe(self, axes: MeshGroups) -> str:
-        """Return in words what a run does to sequences."""
+        """Return a description of how a run shards sequences."""
         return str(self.sequences(axes))
 
     @contextmanager
     def patched_attention(self, axes: MeshGroups) -> Iterator[None]:
-        """While this lasts, attention is over whole sequences and tables give this rank's rows."""
+        """Inside, attention is over full sequences and tables give this rank's rows."""
         global _current
         sequences = self.sequences(axes)
         before = _current
@@ -237,7 +237,10 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
         if _current is None:
             return held
         if held.shape[dim] < _current.length:
-            what = f"the table {name} has {held.shape[dim]} rows along dim {dim}, sequences {_current.length} positions"
+            what = (
+                f"the table {name} has {held.shape[dim]} rows along dim {dim}, and sequences have"
+                f" {_current.length} positions"
+            )
             raise UsageError(what, where=API_NAME)
         return _current.take_positions(held, dim)
 

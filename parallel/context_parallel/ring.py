@@ -245,9 +245,8 @@ class _RingAttention(torch.autograd.Function):
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
                 if dbias is not None:
-                    _add_bias_grad(
-                        dbias, parts[3], block, positions_within(plan.positions[source], first, last)
-                    )
+                    columns = positions_within(plan.positions[source], first, last)
+                    _add_bias_grad(dbias, parts[3], block, columns)
             back.finish_step(step, flat)
         dk, dv = pair.unpack_views(back.collect_own(), k.shape[2])
         return (

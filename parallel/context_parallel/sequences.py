@@ -151,9 +151,13 @@ class ShardedSequences:
         return found.transpose(0, dim)
 
     def __str__(self) -> str:
-        ways = [f"a ring of {self.ring.size}, {self.order}"] if self.ring.size > 1 else []
-        ways += [f"all-to-all over {self.ulysses.size}"] if self.ulysses.size > 1 else []
-        return f"each sequence is cut over {self.axis.size} ranks; attention by {' and '.join(ways) or 'itself'}"
+        methods = []
+        if self.ring.size > 1:
+            methods.append(f"a ring of {self.ring.size}, {self.order}")
+        if self.ulysses.size > 1:
+            methods.append(f"all-to-all over {self.ulysses.size}")
+        attention = " and ".join(methods) or "torch"
+        return f"each sequence is sharded over {self.axis.size} ranks; attention by {attention}"
 
     # ---- attention ----------------------------------------------------------
 
@@ -283,8 +287,14 @@ class ShardedSequences:
             and (queries not in sizes or (queries == mine and not causal))
         ):
             return False
-        what = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
-        hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
+        what = (
+            f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions"
+            f" of {self.length}"
+        )
+        hint = (
+            "elsewhere=True computes other attention unchanged; run.verify() shows whether that is"
+            " right"
+        )
         raise UsageError(what, where=API_NAME, hint=hint)
 
     def localize_mask(self, mask: torch.Tensor) -> torch.Tensor:
@@ -304,6 +314,12 @@ class ShardedSequences:
             return self.take_positions(mask, mask.dim() - 2)
         if columns == mine and rows == 1 and not mask.requires_grad:
             return self.gather_positions(mask, mask.dim() - 1)
-        what = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
-        hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
+        what = (
+            f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of"
+            f" {self.length}"
+        )
+        hint = (
+            "use is_causal=True, a mask of the full sequence or of this rank's rows of it, or one row"
+            " for this rank's keys"
+        )
         raise UsageError(what, where=API_NAME, hint=hint)

@@ -109,7 +109,10 @@ def count_repeats(heads: int, key_heads: int, axis: AxisGroup) -> int:
         )
     times = axis.size // gcd(axis.size, key_heads)
     if heads % key_heads or (heads // key_heads) % times:
-        what = f"{key_heads} heads of keys, {times} times each, do not serve {heads} heads of queries over {where}"
+        what = (
+            f"{key_heads} heads of keys, {times} times each, do not divide {heads} heads of queries"
+            f" over {where}"
+        )
         raise UsageError(
             what, where=API_NAME, hint="give Ulysses a smaller degree, and the ring the rest"
         )

@@ -28,14 +28,16 @@ HOOK_RULE = (
     "hooks see one rank's gradient of the summed loss of a micro-batch, before the gradients are"
     " summed and divided"
 )
-HOOK_HINT = (
-    "clip=, or a function in run.watchers; hooks that are linear (a mask, a factor) may stay"
-)
+HOOK_HINT = "use clip= or a function in run.watchers; linear hooks (a mask, a factor) are supported"
 
 
 def count_hooks(weights: Iterable[Weight]) -> list[tuple[int, int]]:
     """Return the number of hooks of each weight: on the gradient, and after its accumulation."""
-    return [tuple(len(kind or ()) for kind in _hooks_of(weight.param)) for weight in weights]  # type: ignore[misc]
+    found = []
+    for weight in weights:
+        before, after = _hooks_of(weight.param)
+        found.append((len(before or ()), len(after or ())))
+    return found
 
 
 def copy_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:

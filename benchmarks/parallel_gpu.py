@@ -2,21 +2,19 @@
 Train a 1.35 B decoder on 2 or 4 GPUs: hand-written torch and pdrun, on the same work in one
 command.
 
-    python benchmarks/parallel_gpu.py --devices 4                    # data axes; about a minute
-    each
+    python benchmarks/parallel_gpu.py --devices 4                    # data axes
     python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0  # some rows
     python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp,pdrun-tp,pipe,pdrun-pipe
     python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu
 
     ddp, zero1, fsdp2   DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard; eager
-    tp                  torch's parallelize_module with sequence parallel and loss_parallel;
-    compiled
+    tp                  torch's parallelize_module with sequence parts, loss_parallel; compiled
     fsdp-tp             the same over pairs, and fully_shard over the pairs (4 devices); compiled
     pipe                torch's pipelining, 1F1B, one stage per device, 8 micro-batches; eager
     pdrun0, 1, 3        pdrun at these levels
     pdrun-tp, pdrun-fsdp-tp, pdrun-pipe   the same sharding with pdrun
 
-A row's name can end with -eager, -compiled or -copies (two copies of a step, one computes while the
+A row takes about a minute. A row's name can end with -eager, -compiled or -copies (two copies of a step, one computes while the
 other waits). A step has 65,536 tokens in bf16, AdamW with fused kernels. Each row runs in separate
 processes. Peak is the maximum that torch's allocator has allocated on any rank; for pdrun the peak
 that `run.memory` predicts is printed, too. MFU counts 6 operations per weight and token, and for

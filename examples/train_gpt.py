@@ -4,8 +4,7 @@ Train a small byte-level GPT on the sources of Python's standard library.
 Plain torch: nothing of pdrun is imported. Any launcher that sets torchrun's variables can start it.
 
     python examples/train_gpt.py                                    # one process
-    pdrun --nodes 2 --devices 2 --local examples/train_gpt.py       # two simulated nodes of two
-    workers
+    pdrun --nodes 2 --devices 2 --local examples/train_gpt.py       # two nodes of two workers
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py  # the same four workers
 
 Every machine with Python has the text, so nothing is downloaded. A model that knows nothing has a

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,9 @@ from pdrun.launcher.config.options import Option
 from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.settings import read_environment, resolve_conflicts
 from pdrun.launcher.config.spec import Policy, Resources
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.protocol.events import SchedulerConfig
 
 JOIN_OPTIONS = (
     "--devices",
@@ -219,7 +222,7 @@ def run_scheduler(
     values, sources = resolve_options(rows, params, environ)
     if "resources.nodes" not in values:
         raise UsageError("is required: the number of nodes of the job", where="--nodes")
-    from pdrun.launcher.jobs.run_record import make_membership_config, with_source
+    from pdrun.launcher.jobs.run_record import with_source
     from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.protocol.security import find_secret
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
@@ -227,17 +230,7 @@ def run_scheduler(
     insecure = bool(values.get("place.insecure", False))
     with with_source(sources.get("place.token_file", "")):
         secret = None if insecure else find_secret(values.get("place.token_file", ""))[0]
-    groups: dict[str, dict[str, Any]] = {"resources": {}, "policy": {}}
-    for path, value in values.items():
-        group, _, name = path.partition(".")
-        groups.setdefault(group, {})[name] = value
-    config = make_membership_config(
-        Resources(**groups["resources"]),
-        Policy(**groups["policy"]),
-        job=values.get("job", ""),
-        run=make_run_name(values.get("job", "")),
-        host=os.uname().nodename,
-    )
+    config = _scheduler_config(values)
     journal_path = Path(journal) if journal else None
     config = adopt_run_name(config, journal_path)
     events_path = None
@@ -255,7 +248,25 @@ def run_scheduler(
     )
 
 
-def make_run_name(job: str) -> str:
+def _scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:
+    """Return the scheduler's configuration from field path -> value."""
+    from pdrun.launcher.jobs.run_record import make_membership_config
+
+    groups: dict[str, dict[str, Any]] = {"resources": {}, "policy": {}}
+    for path, value in values.items():
+        group, _, name = path.partition(".")
+        groups.setdefault(group, {})[name] = value
+    job = values.get("job", "")
+    return make_membership_config(
+        Resources(**groups["resources"]),
+        Policy(**groups["policy"]),
+        job=job,
+        run=unique_run_name(job),
+        host=os.uname().nodename,
+    )
+
+
+def unique_run_name(job: str) -> str:
     """
     Return a unique name of a run that is valid in a path.
 

@@ -98,7 +98,7 @@ def test_a_script_that_is_called_like_a_command(
         ["--", "train.py", "--nodes", "9", "--help", "-m", "--dry-run"],
     ],
 )
-def test_what_stands_behind_the_script_is_the_scripts(
+def test_arguments_behind_the_script_belong_to_the_script(
     pdrun: Call, plans: list[LaunchPlan], argv: list[str]
 ) -> None:
     assert pdrun(*argv).code == 42
@@ -274,7 +274,7 @@ def test_an_interrupt_is_130(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> No
     assert (outcome.code, outcome.err) == (130, "pdrun: interrupted\n")
 
 
-def test_the_standard_library_comes_first_and_nothing_is_lost() -> None:
+def test_the_standard_library_is_first_and_no_entry_is_lost() -> None:
     import os
 
     home = os.__file__.rpartition("/")[0]
@@ -283,7 +283,7 @@ def test_the_standard_library_comes_first_and_nothing_is_lost() -> None:
     assert path == [home, f"{home}/lib-dynload", "", "/site", "/other"]
 
 
-def test_join_passes_on_what_was_said_here(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_forwards_the_options_of_this_node(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(join, "execute_join", lambda *args: calls.append(args) or 0)
     monkeypatch.setenv("PDRUN_NODE_NAME", "b")

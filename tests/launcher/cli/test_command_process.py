@@ -95,7 +95,7 @@ CLOSED = [
 @pytest.mark.parametrize(
     ("argv", "code", "message"), CLOSED, ids=lambda value: value[0] if type(value) is list else ""
 )
-def test_a_closed_folder_on_the_way_is_said_and_is_no_fault(
+def test_a_closed_folder_is_reported_as_the_users_error(
     tmp_path: Path, argv: list[str], code: int, message: str
 ) -> None:
     if argv[0] == "checkpoint":

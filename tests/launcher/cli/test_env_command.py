@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from pdrun.launcher.cli.env import report_environment
-from tests.launcher.adapters.golden import HERE, environ_of, load, probes
+from tests.launcher.adapters.golden import HERE, environ_of, load_case, probes
 
 
 def shown(name: str, **more: str) -> str:
     """Return the report's part about the launcher and what follows, for a case."""
-    case = load(HERE / "cases" / f"{name}.yaml")
+    case = load_case(HERE / "cases" / f"{name}.yaml")
     return report_environment({**environ_of(case), **more}, probes(case)).partition(
         "\nlauncher:\n"
     )[2]
@@ -42,7 +42,7 @@ def test_the_chosen_launcher_is_shown() -> None:
 
 
 def test_the_same_as_json() -> None:
-    case = load(HERE / "cases" / "openmpi-in-salloc.yaml")
+    case = load_case(HERE / "cases" / "openmpi-in-salloc.yaml")
     data = json.loads(report_environment(environ_of(case), probes(case), as_json=True))
     found = data["launcher"]
     assert (found["launcher"], found["kind"], found["rank"], found["world"]) == (

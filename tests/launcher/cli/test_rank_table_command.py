@@ -38,7 +38,7 @@ def test_convert_sets_the_json_types_right(pdrun: Call, tmp_path: Path) -> None:
     assert json.loads(out.read_text())["server_list"][1]["device"][7]["rank_id"] == "15"
 
 
-def test_convert_drops_nothing_unless_it_is_told_to(pdrun: Call) -> None:
+def test_convert_drops_nothing_without_lossy(pdrun: Call) -> None:
     pods = str(TABLES / "20_v1.2_16p_a3_superpod.json")
     outcome = pdrun("rank-table", "convert", pods, "--to", "1.0")
     assert outcome.code == 2

@@ -364,7 +364,7 @@ def test_the_words_of_each_mpirun(family: mpicommand.MpiFamily, words: str) -> N
     )
 
 
-def test_what_an_mpirun_cannot_be_told() -> None:
+def test_hosts_that_an_mpirun_does_not_support() -> None:
     with pytest.raises(UsageError, match="has a port"):
         mpicommand.build_mpirun_command(
             MpirunProgram("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False

@@ -172,7 +172,7 @@ def test_leaving_early_with_zero_is_no_result() -> None:
         pdrun.launch(os._exit, 0)
 
 
-def test_what_cannot_be_pickled_is_said_before_anything_starts(alone: Path) -> None:
+def test_what_cannot_be_pickled_is_reported_before_the_start(alone: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(UsageError, match="the function cannot be pickled"):
         pdrun.launch(lambda: lock)
@@ -188,7 +188,7 @@ def test_a_result_that_cannot_be_pickled_names_its_type() -> None:
         pdrun.launch(threading.Lock)
 
 
-def test_a_result_that_cannot_be_read_back_is_said() -> None:
+def test_a_result_that_cannot_be_unpickled_is_reported() -> None:
     class Refuses:
         def __reduce__(self) -> tuple[object, ...]:
             return int, ("not a number",)
@@ -390,7 +390,7 @@ def test_arguments_of_another_type_are_refused_at_once(
     assert list(alone.iterdir()) == []
 
 
-def test_failures_outside_the_users_own_frames_are_told_alike() -> None:
+def test_failures_outside_the_users_frames_have_the_same_form() -> None:
     with pytest.raises(
         JobFailed, match=r"rank 0 on \S+ failed: TypeError: .*rank_and\(\) takes"
     ) as caught:

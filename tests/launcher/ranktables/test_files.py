@@ -158,7 +158,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_the_first_fault_is_said_and_the_others_counted(path: Path) -> None:
+def test_the_first_fault_is_reported_and_the_others_counted(path: Path) -> None:
     data = table()
     for server in data["server_list"]:
         for device in server["device"]:

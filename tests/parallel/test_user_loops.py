@@ -490,7 +490,7 @@ def test_units_inside_vmap(worlds: Worlds) -> None:
         assert found == pytest.approx(want, rel=1e-6)
     for told in worlds(2).run(mapped, "pass"):
         assert (
-            'inside torch.func (vmap, grad) is not supported with gather='pass'; use gather="step"'
+            "inside torch.func (vmap, grad) is not supported with gather='pass'; use gather=\"step\""
             in told
         )
 

@@ -1,17 +1,22 @@
 """
-Files of hosts, in every grammar that users have, line by line and mixed as they like.
+Host files, in all common grammars, line by line; a file may mix them.
 
-    node1 slots=8 max_slots=8     Open MPI, DeepSpeed, Horovod; blanks around = are fine; cpu, cpus, count and gpus too
-    node[01-16,20]:8              MPICH and Intel MPI's HOST:N, with Slurm's ranges
-    node1 4 node2 8               LSF's pairs;  node1 4 all.q@node1 UNDEFINED   is SGE's PE_HOSTFILE
-    node1                         one slot a line where a host has several lines (PBS_NODEFILE), else all its devices
-    rank 0=node1 slot=0-3         a rankfile's host part
-    ^node3                        taken out again (PRRTE)
-    user@node4 devices=0,2 port=2222 addr=10.0.0.4      which devices, ssh's port, where the others reach it
+    node1 slots=8 max_slots=8   Open MPI, DeepSpeed, Horovod; blanks around = are allowed; also cpu,
+                                cpus, count, gpus
+    node[01-16,20]:8            HOST:N of MPICH and Intel MPI, with Slurm's ranges
+    node1 4 node2 8             pairs of LSF
+    node1 4 all.q@node1 UNDEFINED
+                                PE_HOSTFILE of SGE
+    node1                       one slot per line if a host has several lines (PBS_NODEFILE), else
+                                all its devices
+    rank 0=node1 slot=0-3       the host part of a rankfile
+    ^node3                      removes a host (PRRTE)
+    user@node4 devices=0,2 port=2222 addr=10.0.0.4
+                                devices, the port of ssh, the address for the other hosts
 
 Comments are ``#``, ``//`` and ``/* */``. Slots count workers. The order of the file is the order of
-node ranks. An empty file, a missing one or one without a host left is an error: never a job on this
-machine instead.
+the node ranks. A missing or empty file, and one that leaves no host, is an error: pdrun never runs
+the job on this machine instead.
 """
 
 from __future__ import annotations
@@ -23,16 +28,14 @@ from pathlib import Path
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.common import parsers, rank_lists
-from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.common.files import decode_text, read_text
-from pdrun.launcher.hosts import nodelist as nodelist
-from pdrun.launcher.hosts import selection as selection
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.hosts import nodelist, selection
 from pdrun.launcher.hosts.selection import Host
 
 MAX_FILE_BYTES = 8 << 20
-"""Bytes of a file, at most."""
 MAX_LINE_CHARACTERS = 1 << 16
-"""Characters of a line, at most."""
+MAX_ERRORS = 20
 _COUNT_KEYS = ("slots", "cpu", "cpus", "count", "gpus")
 _MAX_COUNT_KEYS = ("max_slots", "max-slots", "slots-max", "slots_max")
 _KEYS = (*_COUNT_KEYS, *_MAX_COUNT_KEYS, "devices", "port", "user", "username", "addr")
@@ -43,34 +46,34 @@ def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tup
     Return the hosts of a file; ``-`` is standard input, read with ``stdin(limit)``.
 
     Raises:
-        UsageError: there is no such file, or it is no regular one.
-        ConfigError: the first thing that is wrong in it, with ``file:line``, and the lines of the
-            next ones.
+        UsageError: there is no such file, or it is not a regular file.
+        ConfigError: the first mistake, with ``file:line``, and the lines of the next ones.
     """
     if path == "-" and stdin is not None:
-        return parse_hostfile(
-            decode_text(stdin(MAX_FILE_BYTES + 1), "standard input", MAX_FILE_BYTES),
-            "standard input",
-        )
-    return parse_hostfile(
-        read_text(path, MAX_FILE_BYTES, pipe_hint="give it on standard input: --hostfile -"),
-        Path(path).name,
-    )
+        name = "standard input"
+        text = decode_text(stdin(MAX_FILE_BYTES + 1), name, MAX_FILE_BYTES)
+    else:
+        name = Path(path).name
+        hint = "give it on standard input: --hostfile -"
+        text = read_text(path, MAX_FILE_BYTES, pipe_hint=hint)
+    return parse_hostfile(text, name)
 
 
 @dataclass
 class HostEntry:
-    """What the lines about one host say together."""
+    """One host, from all its lines."""
 
     host: Host
     line_count: int = 0
-    """Lines that name it and give no count."""
+    """Its lines without a count."""
     count_where: str = ""
-    """The line that gives its count."""
+    """The line with its count; empty: no such line."""
 
 
 @dataclass
 class HostfileState:
+    """What was parsed so far."""
+
     entries: dict[str, HostEntry] = field(default_factory=dict)
     removed: dict[str, str] = field(default_factory=dict)
     ranks: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class HostfileState:
 
 
 def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
-    """Return the hosts of a file's text; as `read_hostfile`."""
+    """Return the hosts of a file's text; errors as in `read_hostfile`."""
     state = HostfileState()
     errors = []
     for number, line in _content_lines(text, name):
@@ -87,7 +90,7 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
             _parse_line(line, where, state)
         except UsageError as error:
             errors.append(error)
-            if len(errors) > 20:
+            if len(errors) > MAX_ERRORS:
                 break
     if not errors:
         try:
@@ -95,20 +98,16 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
         except UsageError as error:
             errors.append(error)
     first = errors[0]
-    more = ", ".join(error.where for error in errors[1:6])
-    hint = (
-        f"{first.hint}; also wrong: {more}"
-        if more and first.hint
-        else f"also wrong: {more}"
-        if more
-        else first.hint
-    )
+    hint = first.hint
+    if len(errors) > 1:
+        more = "also wrong: " + ", ".join(error.where for error in errors[1:6])
+        hint = f"{hint}; {more}" if hint else more
     raise ConfigError(first.what, where=first.where, hint=hint)
 
 
 def _content_lines(text: str, name: str) -> Iterator[tuple[int, str]]:
-    """Yield the numbers and the texts of lines that say something, comments taken out."""
-    inside = False
+    """Yield number and text of the lines with content, without comments."""
+    in_comment = False
     number = 0
     for number, raw in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         if len(raw) > MAX_LINE_CHARACTERS:
@@ -116,23 +115,23 @@ def _content_lines(text: str, name: str) -> Iterator[tuple[int, str]]:
                 f"a line of {len(raw)} characters is too long", where=f"{name}:{number}"
             )
         line = raw
-        if inside:
+        if in_comment:
             _, closed, line = line.partition("*/")
             if not closed:
                 continue
-            inside = False
+            in_comment = False
         line = re.sub(r"/\*.*?\*/", " ", line)
         line = re.split(r"#|//", line, maxsplit=1)[0]
         head, opened, _ = line.partition("/*")
-        inside = bool(opened)
+        in_comment = bool(opened)
         if head.strip():
             yield number, head.strip()
-    if inside:
+    if in_comment:
         raise ConfigError("a comment /* is not closed", where=f"{name}:{number}")
 
 
 def _parse_line(line: str, where: str, state: HostfileState) -> None:
-    """Read one line into ``state``."""
+    """Parse one line into ``state``."""
     if match := re.fullmatch(r"rank\s+([0-9]{1,7})\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", line):
         return _add_rank(int(match[1]), match[2], where, state)
     if match := re.fullmatch(r"\^\s*(\S+)", line):
@@ -152,7 +151,7 @@ def _parse_line(line: str, where: str, state: HostfileState) -> None:
     if len(plain) > 1 and re.fullmatch("[0-9]+", plain[1]):
         return _parse_pairs(words, plain, where, state)
     if len(plain) > 1 and plain != words[: len(plain)]:
-        raise UsageError(f"{quote_text(plain[-1])} stands behind key=value", where=where)
+        raise UsageError(f"{quote_text(plain[-1])} must be before key=value", where=where)
     settings = _parse_settings([word for word in words if "=" in word], where)
     for word in plain:
         for host in selection.parse_host_item(word, where):
@@ -165,12 +164,12 @@ def _parse_line(line: str, where: str, state: HostfileState) -> None:
 def _parse_pairs(words: list[str], plain: list[str], where: str, state: HostfileState) -> None:
     """LSF's ``h n h n``, or SGE's ``h n queue cores``."""
     if plain != words:
-        raise UsageError("a count behind the name and key=value do not go together", where=where)
+        raise UsageError("a count after the name and key=value exclude each other", where=where)
     if len(words) == 4 and not words[3].isdigit():
         words = words[:2]
     if len(words) % 2:
         raise UsageError(
-            f"{quote_text(words[-1])} has no number behind it",
+            f"{quote_text(words[-1])} is not followed by a number",
             where=where,
             hint="write HOST N HOST N",
         )
@@ -194,15 +193,13 @@ def _parse_settings(words: list[str], where: str) -> dict[str, str]:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"known: {', '.join(_KEYS)}"
             raise UsageError(f"unknown key {quote_text(key)}", where=where, hint=hint)
-        name = (
-            "slots"
-            if key in _COUNT_KEYS
-            else "max_slots"
-            if key in _MAX_COUNT_KEYS
-            else "user"
-            if key == "username"
-            else key
-        )
+        name = key
+        if key in _COUNT_KEYS:
+            name = "slots"
+        elif key in _MAX_COUNT_KEYS:
+            name = "max_slots"
+        elif key == "username":
+            name = "user"
         if name in found:
             raise UsageError(f"{name} is given twice", where=where)
         found[name] = value
@@ -210,7 +207,7 @@ def _parse_settings(words: list[str], where: str) -> dict[str, str]:
 
 
 def _apply_settings(host: Host, settings: dict[str, str], where: str) -> Host:
-    """Return the host with what its line says about it."""
+    """Return the host with the settings of its line."""
     if not settings:
         return host
     count = host.devices
@@ -234,16 +231,20 @@ def _apply_settings(host: Host, settings: dict[str, str], where: str) -> Host:
                 f"slots={count} and devices={settings['devices']} differ in number", where=where
             )
         count = len(indices)
-    address = selection.check_host_name(settings["addr"], where) if "addr" in settings else ""
+    address = ""
+    if "addr" in settings:
+        address = selection.check_host_name(settings["addr"], where)
     user = settings.get("user", host.user)
-    if user and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
-        raise UsageError(f"{quote_text(user)} is no user's name", where=where)
-    port = parsers.parse_tcp_port(settings["port"], where) if "port" in settings else None
+    if user and not selection.USER_NAME.fullmatch(user):
+        raise UsageError(f"{quote_text(user)} is not a valid user name", where=where)
+    port = None
+    if "port" in settings:
+        port = parsers.parse_tcp_port(settings["port"], where)
     return replace(host, devices=count, indices=indices, address=address, user=user, port=port)
 
 
 def _add_host(host: Host, where: str, state: HostfileState) -> None:
-    """Add a line about a host: lines without a count add up, a count stands alone."""
+    """Add a line of a host: lines without a count are counted, a count allows no other line."""
     entry = state.entries.setdefault(host.name, HostEntry(host))
     if len(state.entries) > nodelist.MAX_HOSTS:
         raise UsageError(f"more than {nodelist.MAX_HOSTS} hosts", where=where)
@@ -254,7 +255,7 @@ def _add_host(host: Host, where: str, state: HostfileState) -> None:
         raise UsageError(
             f"{host.name} has a line already ({before})",
             where=where,
-            hint="write it once with slots=N, or once a slot without a number",
+            hint="write it once with slots=N, or one line per slot without a number",
         )
     if host.devices is not None:
         entry.count_where = where
@@ -262,7 +263,9 @@ def _add_host(host: Host, where: str, state: HostfileState) -> None:
 
 def _add_rank(rank: int, name: str, where: str, state: HostfileState) -> None:
     if rank in state.ranks:
-        raise UsageError(f"rank {rank} stands twice (first in {state.ranks[rank][1]})", where=where)
+        raise UsageError(
+            f"rank {rank} is listed twice (first in {state.ranks[rank][1]})", where=where
+        )
     state.ranks[rank] = selection.check_host_name(name, where), where
 
 
@@ -272,30 +275,31 @@ def _collect_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
     known = {host.name for host in found}
     for gone, where in state.removed.items():
         if gone not in known:
-            raise UsageError(f"^{gone} takes out a host that is not listed", where=where)
+            raise UsageError(f"^{gone} removes a host that is not listed", where=where)
     if not left:
-        raise UsageError(
-            "names no host" if not found else "leaves no host",
-            where=name,
-            hint="write one host a line",
-        )
+        what = "leaves no host" if found else "names no host"
+        raise UsageError(what, where=name, hint="write one host per line")
     return left
 
 
 def _list_hosts(state: HostfileState) -> tuple[Host, ...]:
     """
-    Return the hosts of lines without ranks; where any host has several lines, a line is a slot for
-    all of them.
+    Return the hosts of lines without ranks.
+
+    If any host has several lines, each line of every host is one slot.
     """
-    slots = any(entry.line_count > 1 for entry in state.entries.values())
-    return tuple(
-        replace(entry.host, devices=entry.line_count) if slots and entry.line_count else entry.host
-        for entry in state.entries.values()
-    )
+    lines_are_slots = any(entry.line_count > 1 for entry in state.entries.values())
+    hosts = []
+    for entry in state.entries.values():
+        host = entry.host
+        if lines_are_slots and entry.line_count:
+            host = replace(host, devices=entry.line_count)
+        hosts.append(host)
+    return tuple(hosts)
 
 
 def _rank_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
-    """Return the hosts of a rankfile: ranks 0 to n-1, those of a host in one run."""
+    """Return the hosts of a rankfile: ranks 0 to n-1, those of a host consecutive."""
     if state.entries:
         where = next(iter(state.entries.values())).host.where
         raise UsageError("a host without a rank among lines with ranks", where=where)
@@ -307,15 +311,13 @@ def _rank_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
             raise UsageError(f"rank {expected} is missing", where=where)
         if host in found and host != last:
             raise UsageError(
-                f"rank {rank} returns to {host}, but the ranks of a host are one run in pdrun",
+                f"rank {rank} returns to {host}: the ranks of a host must be consecutive",
                 where=where,
                 hint="number the ranks host by host",
             )
-        before = found.get(host)
-        found[host] = (
-            replace(before, devices=(before.devices or 0) + 1)
-            if before
-            else Host(host, 1, None, where)
-        )
+        if host in found:
+            found[host] = replace(found[host], devices=(found[host].devices or 0) + 1)
+        else:
+            found[host] = Host(host, 1, None, where)
         last = host
     return tuple(found.values())

@@ -1,11 +1,10 @@
 """
-Compressed lists of host names, as Slurm writes them: ``node[01-03,07],login`` and back. A real
-parser, no pattern.
+Slurm's compressed lists of host names, ``node[01-03,07],login``: parse and write them.
 
-The grammar: names separated by commas or blanks; brackets anywhere in a name and more than once
-(Slurm itself takes no text behind the last bracket); in brackets numbers and ranges ``LOW-HIGH``,
-zero-padded to the width of LOW. Order and repetitions are kept. What ``scontrol show hostnames``
-reads differently from what was meant (an open bracket, a blank in brackets) is refused here.
+The grammar: names separated by commas or blanks. Brackets may be anywhere in a name, and more than
+once (Slurm itself allows no text after the last bracket). They contain numbers and ranges
+``LOW-HIGH``, zero-padded to the width of LOW. Order and repetitions are kept. What ``scontrol show
+hostnames`` would misread is refused: an open bracket, a blank in brackets.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from pdrun.errors import UsageError
 from pdrun.launcher.common.parsers import quote_text
 
 MAX_HOSTS = 1 << 16
-"""Hosts of a list, at most: ``n[1-999999999]`` must not take the machine's memory."""
+"""``n[1-999999999]`` must not use up the memory."""
 MAX_LIST_CHARACTERS = 1 << 20
-"""Characters of a list, at most."""
 _RANGE_PATTERN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
@@ -28,10 +26,12 @@ def expand_nodelist(text: str, where: str, max_names: int = MAX_HOSTS) -> tuple[
     Return the names of a compressed list, in order.
 
     Args:
-        most: names that there may be, at most.
+        text: the list.
+        where: its source, for errors.
+        max_names: maximum number of names.
 
     Raises:
-        UsageError: the list is malformed or too long; names the character (counted from 1).
+        UsageError: the list is malformed or too long; the message has the character (from 1).
     """
     if len(text) > MAX_LIST_CHARACTERS:
         raise UsageError(
@@ -46,10 +46,7 @@ def expand_nodelist(text: str, where: str, max_names: int = MAX_HOSTS) -> tuple[
 
 
 def split_items(text: str, where: str) -> Iterator[tuple[str, int]]:
-    """
-    Yield the items of a list and where each begins: commas and blanks inside brackets do not
-    separate.
-    """
+    """Yield the items of a list with their offsets; in brackets, commas do not separate."""
     begin = 0
     inside = False
     for at, char in enumerate(text):
@@ -72,7 +69,7 @@ def split_items(text: str, where: str) -> Iterator[tuple[str, int]]:
 
 
 def _expand_item(word: str, at: int, text: str, where: str, max_names: int) -> list[str]:
-    """Return the names of one item: the product of its brackets, the last one running fastest."""
+    """Return the names of one item: the product of its brackets, the last one varies fastest."""
     names = [""]
     for part in re.finditer(r"\[([^]]*)\]|[^\[]+", word):
         if not part[0].startswith("["):
@@ -92,12 +89,12 @@ def _expand_item(word: str, at: int, text: str, where: str, max_names: int) -> l
 
 
 def _parse_ranges(inner: str, at: int, text: str, where: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (low, high, width) of ``01-03,07``; ``at`` is where it begins."""
+    """Yield (low, high, width) of ``01-03,07``; ``at`` is its offset."""
     for part in inner.split(","):
         match = _RANGE_PATTERN.fullmatch(part)
         if match is None:
-            what = "nothing" if not part else quote_text(part)
-            raise _list_error(f"{what} stands where a number or LOW-HIGH belongs", text, at, where)
+            got = quote_text(part) if part else "nothing"
+            raise _list_error(f"expected a number or LOW-HIGH, got {got}", text, at, where)
         low = int(match[1])
         high = int(match[2] or match[1])
         if high < low:
@@ -112,9 +109,9 @@ def _list_error(what: str, text: str, at: int, where: str) -> UsageError:
 
 def compress_names(names: list[str] | tuple[str, ...]) -> str:
     """
-    Return a list that `expand` turns into exactly these names: order and repetitions are kept.
+    Return a list that `expand_nodelist` turns into exactly these names, in this order.
 
-    Neighbours with the same text before and behind their last number share brackets, as with
+    Neighbours with the same text before and after their last number share brackets, as with
     ``scontrol show hostlist``: ``node[3,1-2]``.
     """
     parts: list[str] = []

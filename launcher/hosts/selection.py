@@ -1,10 +1,9 @@
 """
-The hosts of a job as users list them: ``--hosts``, and the choice that ``--include`` and
-``--exclude`` make among them.
+The hosts of a job: ``--hosts``, and the selection by ``--include`` and ``--exclude``.
 
-A full name is a host's identity: ``n1.a.net`` and ``n1.b.net`` are two hosts, and nothing is cut at
-a dot. The order of the list is the order of node ranks. Files of hosts are read by
-`pdrun.launcher.hosts.hostfile` into the same values.
+The full name identifies a host: ``n1.a.net`` and ``n1.b.net`` are two hosts, and nothing is cut at
+a dot. The order of the list is the order of the node ranks. `pdrun.launcher.hosts.hostfile` reads
+host files into the same values.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from pdrun.endpoint import check_host
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.common.parsers import quote_text
-from pdrun.launcher.hosts import nodelist as nodelist
+from pdrun.launcher.hosts import nodelist
 
 MAX_DEVICES = 4096
-"""Devices of a host, at most: more is a slip of the finger."""
+"""Per host. A larger number is a typing mistake."""
 
 
 _PLAIN_NAME = re.compile(
-    r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+    r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*"
+    r"[A-Za-z](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 )
 """
-Names that are surely no address, as nearly all are: `check_host` takes ten times as long, and files
-are long.
+Most names: they are certainly valid and not an address. `check_host` takes ten times as long, and
+host files are long.
 """
+USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 
 
 @dataclass(frozen=True)
@@ -37,33 +38,34 @@ class Host:
     """One host of a job."""
 
     name: str
-    """As written, user and count taken off; the identity."""
+    """As written, without user and count. It identifies the host."""
     devices: int | None = None
-    """Workers on this host; None: what ``--devices`` says."""
+    """Workers on this host; None: see ``--devices``."""
     indices: tuple[int, ...] | None = None
-    """Which of its visible devices these workers use, in order; None: the first ones."""
+    """Which visible devices they use, in order; None: the first ones."""
     where: str = ""
     """``hosts:3``, ``--hosts``, ``SLURM_JOB_NODELIST``."""
     user: str = ""
-    """Whom ssh logs in as; empty: as ssh decides."""
+    """The user for ssh; empty: ssh decides."""
     port: int | None = None
-    """Of its ssh server; None: as ssh decides."""
+    """The port for ssh; None: ssh decides."""
     address: str = ""
-    """Where the other nodes reach it, when that is not its name."""
+    """Where the other nodes reach it; empty: under its name."""
 
     @property
     def peer_address(self) -> str:
-        """The address or name by which other nodes reach it."""
+        """The address or name under which the other nodes reach it."""
         return self.address or self.name
 
 
 def parse_hosts(text: str, where: str) -> tuple[Host, ...]:
     """
-    Read ``--hosts``: ``a,b``, ``node[01-04]:8``, ``user@host``, ``[::1]:2``; the number counts
-    devices.
+    Parse ``--hosts``: ``a,b``, ``node[01-04]:8``, ``user@host``, ``[::1]:2``.
+
+    The number counts devices.
 
     Raises:
-        UsageError: an item is malformed, a host stands twice, or there is none.
+        UsageError: an item is malformed, a host is listed twice, or no host is listed.
     """
     found: list[Host] = []
     for word, _ in nodelist.split_items(_hide_ipv6_brackets(text), where):
@@ -80,7 +82,7 @@ _CLOSE_MARK = "\ue001"
 
 
 def _hide_ipv6_brackets(text: str) -> str:
-    """Return the text with the brackets of IPv6 addresses hidden from the parser of ranges."""
+    """Replace the brackets of IPv6 addresses, which are not ranges."""
     return re.sub(r"\[([0-9A-Fa-f:.%]*:[0-9A-Za-z:.%]*)\]", rf"{_OPEN_MARK}\1{_CLOSE_MARK}", text)
 
 
@@ -103,8 +105,10 @@ def parse_host_item(word: str, where: str) -> tuple[Host, ...]:
 def _split_item(word: str, where: str) -> tuple[str, str, str | None]:
     """Split ``user@name:count``."""
     user, at, rest = word.rpartition("@")
-    if at and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
-        raise UsageError(f"{quote_text(word)}: {quote_text(user)} is no user's name", where=where)
+    if at and not USER_NAME.fullmatch(user):
+        raise UsageError(
+            f"{quote_text(word)}: {quote_text(user)} is not a valid user name", where=where
+        )
     if match := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", rest, re.DOTALL):
         return user, match[1], match[2]
     if rest.count(":") >= 2:
@@ -115,8 +119,10 @@ def _split_item(word: str, where: str) -> tuple[str, str, str | None]:
 
 def check_host_name(name: str, where: str) -> str:
     """
-    Return a host's name when it may be one: nothing that ssh would take for an option, no shell's
-    characters.
+    Return a valid host name: not an option of ssh, without characters of the shell.
+
+    Raises:
+        UsageError: it is neither a host name nor an address.
     """
     if len(name) <= 253 and _PLAIN_NAME.fullmatch(name):
         return name
@@ -126,54 +132,55 @@ def check_host_name(name: str, where: str) -> str:
         raise UsageError(
             f"{quote_text(name)} is neither a host name nor an IP address",
             where=where,
-            hint="host names are of A-Z a-z 0-9 . - _ and begin with none of . -",
+            hint="host names contain A-Z a-z 0-9 . - _ and do not begin with . or -",
         ) from None
 
 
 def parse_device_count(text: str, where: str, least: int = 1) -> int:
-    """Return a number of devices in plain digits."""
+    """Return a number of devices, written in plain digits."""
     return int(parsers.int_parser(least, MAX_DEVICES)(text, where))
 
 
 def check_distinct(found: Sequence[Host]) -> tuple[Host, ...]:
-    """Return the hosts when each stands once, else raise with both places."""
+    """Return the hosts if each is listed once; the error names both places."""
     first: dict[str, Host] = {}
     for host in found:
         before = first.setdefault(host.name, host)
         if before is not host:
             places = f" (first in {before.where})" if before.where != host.where else ""
             raise UsageError(
-                f"{host.name} stands twice{places}", where=host.where, hint="write each host once"
+                f"{host.name} is listed twice{places}",
+                where=host.where,
+                hint="write each host once",
             )
     return tuple(found)
 
 
-# choosing among them
-# ---------------------------------------------------------------------------------------------
-
 HostChoice = dict[str, tuple[int, ...]]
-"""Host -> indices of its devices; none: the whole host."""
+"""Host -> indices of its devices; empty: the whole host."""
 
 
 def parse_host_choice(text: str, where: str) -> HostChoice:
     """
-    Read ``--include`` and ``--exclude`` as DeepSpeed has them: ``a@b:0,2@node[3-4]:0-3``; ``@``
-    separates hosts.
+    Parse ``--include`` and ``--exclude`` in DeepSpeed's notation: ``a@b:0,2@node[3-4]:0-3``.
+
+    ``@`` separates hosts.
 
     Raises:
-        UsageError: an item is malformed or a host stands twice.
+        UsageError: an item is malformed, or a host is listed twice.
     """
     found: HostChoice = {}
     for part in text.split("@"):
-        name, colon, indices = (
-            part.rpartition(":") if re.search(r":[0-9,-]*$", part) else (part, "", "")
-        )
-        chosen = rank_lists.parse_rank_list(indices, where) if colon else ()
+        name = part
+        chosen: tuple[int, ...] = ()
+        if re.search(r":[0-9,-]*$", part):
+            name, _, indices = part.rpartition(":")
+            chosen = rank_lists.parse_rank_list(indices, where)
         if chosen and chosen[-1] >= MAX_DEVICES:
-            raise UsageError(f"{chosen[-1]} is no device's index", where=where)
+            raise UsageError(f"{chosen[-1]} is not a device index", where=where)
         for one in nodelist.expand_nodelist(name, where):
             if check_host_name(one, where) in found:
-                raise UsageError(f"{one} stands twice", where=where)
+                raise UsageError(f"{one} is listed twice", where=where)
             found[one] = chosen
     if not found:
         raise UsageError(
@@ -183,7 +190,7 @@ def parse_host_choice(text: str, where: str) -> HostChoice:
 
 
 def include_hosts(hosts: Iterable[Host], choice: HostChoice, where: str) -> tuple[Host, ...]:
-    """Return the hosts and devices that are named, in the order of the list."""
+    """Return the chosen hosts and devices, in the order of the list."""
     listed = tuple(hosts)
     _check_known_hosts(listed, choice, where)
     return tuple(
@@ -195,14 +202,17 @@ def exclude_hosts(
     hosts: Iterable[Host], choice: HostChoice, where: str, devices: int | None = None
 ) -> tuple[Host, ...]:
     """
-    Return the hosts and devices that are left.
+    Return the hosts and devices that are not excluded.
 
     Args:
-        devices: how many each host has that does not say it itself.
+        hosts: the list.
+        choice: the excluded hosts and devices.
+        where: its source, for errors.
+        devices: number of devices of a host without its own number.
 
     Raises:
-        UsageError: a host or device is not there, nothing is left, or nobody says how many devices
-            a host has.
+        UsageError: an unknown host or device, no host is left, or the number of a host's devices is
+            unknown.
     """
     listed = tuple(hosts)
     _check_known_hosts(listed, choice, where)
@@ -228,7 +238,7 @@ def _device_indices(host: Host, devices: int | None, where: str) -> tuple[int, .
     count = host.devices if host.devices is not None else devices
     if count is None:
         raise UsageError(
-            f"nothing says how many devices {host.name} has, so none can be taken away",
+            f"the number of devices of {host.name} is unknown, so none can be excluded",
             where=where,
             hint=f"write {host.name}:N in --hosts, slots=N in the file, or --devices N",
         )
@@ -257,4 +267,4 @@ def _check_known_hosts(hosts: Sequence[Host], choice: HostChoice, where: str) ->
                 did_you_mean(name, names[:1000])
                 or f"there are {nodelist.compress_names(names)[:200]}"
             )
-            raise UsageError(f"{name} is none of the hosts of this job", where=where, hint=hint)
+            raise UsageError(f"{name} is not a host of this job", where=where, hint=hint)

@@ -56,9 +56,9 @@ def test_every_grammar_is_read(grammar: str, tmp_path: Path) -> None:
 
 
 def test_what_ssh_needs_stands_in_the_file() -> None:
-    (host,) = hostfile.parse("node4 user=bob port=2222 addr=10.0.0.4", "hosts")
+    (host,) = hostfile.parse_hostfile("node4 user=bob port=2222 addr=10.0.0.4", "hosts")
     assert host == Host("node4", None, None, "hosts:1", "bob", 2222, "10.0.0.4")
-    assert host.reach == "10.0.0.4"
+    assert host.peer_address == "10.0.0.4"
 
 
 def test_the_example_is_one() -> None:
@@ -97,8 +97,8 @@ BROKEN = {
     "$(x)": "hosts:1: '$(x)' is neither a host name",
     "`x`": "hosts:1: '`x`' is neither a host name",
     "'a'": "is neither a host name",
-    "user@host@x": "hosts:1: 'user@host@x': 'user@host' is no user's name",
-    "a user=x;y": "hosts:1: 'x;y' is no user's name",
+    "user@host@x": "hosts:1: 'user@host@x': 'user@host' is not a valid user name",
+    "a user=x;y": "hosts:1: 'x;y' is not a valid user name",
     "a port=0": "hosts:1: '0' is not a port",
     "h[1-": "hosts:1: 'h[1-': the bracket is not closed",
     "h[3-1]": "runs backwards",
@@ -106,14 +106,14 @@ BROKEN = {
     "n[1-40000]\nm[1-40000]": "hosts:2: more than 65536 hosts",
     "a" * 256: "is neither a host name",
     "h\u00f6st": "is neither a host name",
-    "a 2 b": "hosts:1: 'b' has no number behind it",
-    "a slots=2 b": "hosts:1: 'b' stands behind key=value",
-    "a 2 slots=2": "do not go together",
+    "a 2 b": "hosts:1: 'b' is not followed by a number",
+    "a slots=2 b": "hosts:1: 'b' must be before key=value",
+    "a 2 slots=2": "exclude each other",
     "+n0": "hosts:1: '+n0': relative names are not supported",
-    "^b\na": "hosts:1: ^b takes out a host that is not listed",
+    "^b\na": "hosts:1: ^b removes a host that is not listed",
     "/* a": "hosts:1: a comment /* is not closed",
     "rank 0=a\nrank 2=b": "hosts:2: rank 1 is missing",
-    "rank 0=a\nrank 0=b": "hosts:2: rank 0 stands twice (first in hosts:1)",
+    "rank 0=a\nrank 0=b": "hosts:2: rank 0 is listed twice (first in hosts:1)",
     "rank 0=a\nrank 1=b\nrank 2=a": "hosts:3: rank 2 returns to a",
     "rank 0=a\nb": "hosts:2: a host without a rank among lines with ranks",
 }
@@ -122,7 +122,7 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[:20])
 def test_a_line_that_is_wrong_is_named(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        hostfile.parse(text, "hosts")
+        hostfile.parse_hostfile(text, "hosts")
     assert BROKEN[text] in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -130,7 +130,7 @@ def test_a_line_that_is_wrong_is_named(text: str) -> None:
 
 def test_all_wrong_lines_are_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^hosts:1: .*; also wrong: hosts:2, hosts:4$"):
-        hostfile.parse("a:x\nb slot=1\nc\nd foo=1", "hosts")
+        hostfile.parse_hostfile("a:x\nb slot=1\nc\nd foo=1", "hosts")
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     cases = {
         "pipe": "is a pipe, not a regular file",
         "loop": "cannot be read",
-        "utf16": "holds NUL bytes or is UTF-16",
-        "nul": "holds NUL bytes",
+        "utf16": "contains NUL bytes or is UTF-16",
+        "nul": "contains NUL bytes",
         "latin": "latin:2: is not UTF-8",
         ".": "is not a regular file",
         "nope": "no such file",
@@ -195,7 +195,7 @@ LINES = st.lists(st.text(alphabet="ab1[]-,:@= slotrank^#/*\t\"'$;", max_size=20)
 @given(LINES)
 def test_anything_is_read_or_refused(lines: list[str]) -> None:
     try:
-        found = hostfile.parse("\n".join(lines), "hosts")
+        found = hostfile.parse_hostfile("\n".join(lines), "hosts")
     except ConfigError as error:
         assert error.where.startswith("hosts")
         return

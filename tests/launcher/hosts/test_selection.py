@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher.hosts.selection import Host, exclude, include, parse_choice, parse_hosts
+from pdrun.launcher.hosts.selection import (
+    Host,
+    exclude_hosts,
+    include_hosts,
+    parse_host_choice,
+    parse_hosts,
+)
 
 
 def said(hosts: tuple[Host, ...]) -> list[str]:
@@ -47,8 +53,8 @@ def test_a_user_belongs_to_a_host() -> None:
     [
         ("", "names no host"),
         (",", "names no host"),
-        ("a,a", "a stands twice"),
-        ("n[1-2],n2", "n2 stands twice"),
+        ("a,a", "a is listed twice"),
+        ("n[1-2],n2", "n2 is listed twice"),
         ("a:0", "'0' is below 1"),
         ("a:abc", "'abc' is not a whole number"),
         ("a:", "'' is not a whole number"),
@@ -57,13 +63,13 @@ def test_a_user_belongs_to_a_host() -> None:
         ("-oProxyCommand=touch", "is neither a host name"),
         ("-v", "is neither a host name"),
         ("u@-oProxyCommand=x", "is neither a host name"),
-        ("-u@h", "is no user's name"),
+        ("-u@h", "is not a valid user name"),
         ("a;reboot", "is neither a host name"),
         ("$(x)", "is neither a host name"),
         ("`x`", "is neither a host name"),
         ("a|b", "is neither a host name"),
         ("a\nb:x", "is not a whole number"),
-        ("user@host@x", "is no user's name"),
+        ("user@host@x", "is not a valid user name"),
         ("127.1", "is neither a host name"),
         ("h\u0430st", "is neither a host name"),
         ("a" * 64, "is neither a host name"),
@@ -92,7 +98,7 @@ LISTED = parse_hosts("w[0-2]:4,x", "--hosts")
 def test_include_takes_hosts_and_devices_in_the_order_of_the_list(
     choice: str, hosts: list[str]
 ) -> None:
-    assert said(include(LISTED, parse_choice(choice, "--include"), "--include")) == hosts
+    assert said(include_hosts(LISTED, parse_host_choice(choice, "--include"), "--include")) == hosts
 
 
 @pytest.mark.parametrize(
@@ -104,37 +110,40 @@ def test_include_takes_hosts_and_devices_in_the_order_of_the_list(
     ],
 )
 def test_exclude_leaves_the_rest(choice: str, hosts: list[str]) -> None:
-    assert said(exclude(LISTED, parse_choice(choice, "--exclude"), "--exclude")) == hosts
+    assert said(exclude_hosts(LISTED, parse_host_choice(choice, "--exclude"), "--exclude")) == hosts
 
 
 def test_devices_that_nobody_counts_cannot_be_taken_away() -> None:
-    with pytest.raises(UsageError, match="nothing says how many devices x has"):
-        exclude(LISTED, parse_choice("x:0", "--exclude"), "--exclude")
-    assert said(exclude(LISTED, parse_choice("x:0", "--exclude"), "--exclude", 2))[-1] == "x:1[1]"
+    with pytest.raises(UsageError, match="the number of devices of x is unknown"):
+        exclude_hosts(LISTED, parse_host_choice("x:0", "--exclude"), "--exclude")
+    assert (
+        said(exclude_hosts(LISTED, parse_host_choice("x:0", "--exclude"), "--exclude", 2))[-1]
+        == "x:1[1]"
+    )
 
 
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("w9", "w9 is none of the hosts"),
+        ("w9", "w9 is not a host of this job"),
         ("w0:7", "w0 has no device 7"),
-        ("w0@w0", "w0 stands twice"),
+        ("w0@w0", "w0 is listed twice"),
         ("w0:x", "is neither a host name"),
         ("w0:2-1", "is not a range"),
-        ("w0:99999", "is no device's index"),
+        ("w0:99999", "is not a device index"),
         ("", "names no host"),
         ("w[0-2]@x", "leaves no host"),
     ],
 )
 def test_a_choice_that_does_not_fit_is_refused(choice: str, words: str) -> None:
     with pytest.raises(UsageError, match=r"^--exclude: ") as caught:
-        exclude(LISTED, parse_choice(choice, "--exclude"), "--exclude")
+        exclude_hosts(LISTED, parse_host_choice(choice, "--exclude"), "--exclude")
     assert words in str(caught.value)
 
 
 @given(st.text(alphabet="ab[]-,:@0123456789 .\n$;'\"", max_size=40))
 def test_anything_is_read_or_refused(text: str) -> None:
-    for read in (parse_hosts, parse_choice):
+    for read in (parse_hosts, parse_host_choice):
         try:
             found = read(text, "--hosts")
         except UsageError:

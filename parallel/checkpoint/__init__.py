@@ -1,5 +1,5 @@
 """
-Save, load, transform, export.
+Saves, loads, transforms and exports checkpoints.
 
 May import: training.state (type), zero, model, comm, layouts.
 Start reading here: save_load.py.

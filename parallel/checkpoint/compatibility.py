@@ -51,11 +51,11 @@ def check_compatible(state: RunState, reader: CheckpointReader) -> None:
 
 
 def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator[str]:
-    whole = state.original_model or state.model
-    kept = set(whole.state_dict()) | state.persistent_buffers
+    full_model = state.original_model or state.model
+    kept = set(full_model.state_dict()) | state.persistent_buffers
     known = {
         f"buffers/{name}"
-        for name, _ in (*whole.named_buffers(), *state.model.named_buffers())
+        for name, _ in (*full_model.named_buffers(), *state.model.named_buffers())
         if name in kept
     }
     for entry in state.engine.catalogue.weights:

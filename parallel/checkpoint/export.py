@@ -60,16 +60,16 @@ def load_weights(state: RunState, path: Path) -> None:
     with torch.no_grad():
         for local in full_tensors.local_ranges(state.engine):
             plain = local.weight.name
-            tile = local.tile
+            shard = local.shard
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
             value = file.read_tensor(name)
-            if tuple(value.shape) != tile.shape:
+            if tuple(value.shape) != shard.shape:
                 raise ConfigError(
-                    f"{name} has shape {tuple(value.shape)} there and {tile.shape} here",
+                    f"{name} has shape {tuple(value.shape)} there and {shard.shape} here",
                     where=str(path),
                 )
-            if not tile.is_full:
-                value = tile.take_from(value)
+            if not shard.is_full:
+                value = shard.take_from(value)
             local.part.copy_(value.reshape(-1)[local.start : local.stop].view(local.part.shape))
         for name, buffer in state.model.named_buffers():
             if name in state.persistent_buffers and name in file.entries:

@@ -115,7 +115,7 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
 
 def _region_of(local: LocalRange) -> Region:
     """Return the region of its full weight that a rank has."""
-    return Region(local.tile.shape, local.tile.ranges, local.start, local.stop)
+    return Region(local.shard.shape, local.shard.ranges, local.start, local.stop)
 
 
 def _iter_tensors(state: RunState, local: LocalRange) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -92,7 +92,7 @@ class TensorPiece:
         object.__setattr__(self, "region", Region(self.shape, ranges, self.start, self.stop))
 
     @classmethod
-    def for_region(cls, name: str, dtype: torch.dtype, box: Region) -> TensorPiece:
+    def for_region(cls, name: str, dtype: torch.dtype, region: Region) -> TensorPiece:
         """
         Return a piece that is not written yet.
 
@@ -105,7 +105,7 @@ class TensorPiece:
                 f"{name} has the type {kind}, which checkpoints do not support",
                 where="pdrun.Run.save",
             )
-        return cls(name, kind, box.shape, box.start, box.stop, ranges=box.ranges)
+        return cls(name, kind, region.shape, region.start, region.stop, ranges=region.ranges)
 
     def to_entry(self) -> dict[str, Any]:
         """Return the piece as an entry of an index."""

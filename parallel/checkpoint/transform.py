@@ -168,8 +168,8 @@ def place_tensors(reader: CheckpointReader, placement: Placement) -> Iterator[Pl
             )
             continue
         for part, alike in parts_of[weight].items():
-            box = Region(shape, part, 0, count_elements(part))
-            yield PlacedRegion(name, box, tuple(alike), alike[turns[weight] % len(alike)])
+            region = Region(shape, part, 0, count_elements(part))
+            yield PlacedRegion(name, region, tuple(alike), alike[turns[weight] % len(alike)])
 
 
 def weight_name_of(name: str) -> str:

@@ -1,5 +1,5 @@
 """
-torch.compile and the passes over its graphs.
+torch.compile, and passes over its graphs.
 
 May import: zero.settings, model, comm.
 Start reading here: compile.py.

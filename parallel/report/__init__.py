@@ -1,6 +1,6 @@
 """
-What a run says of itself: explain, memory, traffic, verify.
+Reports on a run: explain, memory, traffic, verify.
 
-May import: checkpoint, training.state, zero, model, data, comm.
+May import: checkpoint, training, zero, model, data, comm.
 Start reading here: explain.py.
 """

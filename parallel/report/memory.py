@@ -208,7 +208,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
         for w in engine.weights
         if w.name not in cut
     )
-    whole = [
+    resident = [
         part.full.numel() * part.full.element_size()
         for part in engine.sharded_buckets
         if not part.frees_full
@@ -228,7 +228,11 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
         estimate_passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
     )  # a stage's depend on others
     return MemoryEstimate(
-        kept + sum(whole) + gathered, masters, _gradient_bytes(state), optimizer_state, activations
+        kept + sum(resident) + gathered,
+        masters,
+        _gradient_bytes(state),
+        optimizer_state,
+        activations,
     )
 
 

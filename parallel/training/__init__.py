@@ -1,6 +1,6 @@
 """
-One step: driver, loss, metrics, guards.
+One training step: the state of a run, drivers, loss, metrics, checks.
 
-May import: zero, model, comm, data, rng.
-Start reading here: driver.py.
+May import: zero, model, comm, data, startup, rng.
+Start reading here: step.py, then state.py and driver.py.
 """

@@ -73,7 +73,7 @@ class Engine:
         self.catalogue = catalogue
         self.settings = settings
         self.data_group = place.data
-        self.cut = place.sharded_data
+        self.shard_group = place.sharded_data
         self.gather_group = place.weight_gathers
         self._policy = ReductionPolicy(
             settings.level,
@@ -119,26 +119,26 @@ class Engine:
 
     def _build_buckets(self, model: nn.Module) -> None:
         settings = self.settings
-        shared = [weight for weight in self.weights if not weight.unsynced]
-        shard_group = [
-            weight for weight in shared if settings.level and weight.nbytes >= settings.threshold
+        synced = [weight for weight in self.weights if not weight.unsynced]
+        sharded = [
+            weight for weight in synced if settings.level and weight.nbytes >= settings.threshold
         ]
         if settings.level < 3:
-            shard_group = [weight for weight in shard_group if weight.is_trained]
+            sharded = [weight for weight in sharded if weight.is_trained]
         else:
             assign_units(model, self.weights, self._units)
-        kept = [weight for weight in shared if weight not in set(shard_group)]
+        unsharded = [weight for weight in synced if weight not in set(sharded)]
         by_unit: dict[str, list[ShardedBucket]] = {name: [] for name in ["", *self._units]}
         for name in reversed(["", *self._units]):  # in the order of their gradients
-            mine = [weight for weight in shard_group if weight.unit == name]
-            for group in make_buckets([w for w in mine if w.is_trained], settings.fusion):
+            in_unit = [weight for weight in sharded if weight.unit == name]
+            for group in make_buckets([w for w in in_unit if w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_sharded_bucket(group, name, trained=True))
-            for group in make_buckets([w for w in mine if not w.is_trained], settings.fusion):
+            for group in make_buckets([w for w in in_unit if not w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_sharded_bucket(group, name, trained=False))
-        for group in make_buckets([w for w in kept if w.is_trained], settings.fusion):
+        for group in make_buckets([w for w in unsharded if w.is_trained], settings.fusion):
             self._add_gradient_bucket(group, self.data_group)
         for weight in self.weights:
-            if weight not in set(shard_group):
+            if weight not in set(sharded):
                 self._cast_weight(weight)
         if settings.level == 3:
             self._units = [name for name in self._units if by_unit[name]]
@@ -178,7 +178,7 @@ class Engine:
         self.sharded_buckets.append(made)
         if trained:
             self.sharded_bucket_of[len(self.gradient_buckets)] = made
-            self._add_gradient_bucket(group, self.cut)
+            self._add_gradient_bucket(group, self.shard_group)
         return made
 
     def _cast_weight(self, weight: Weight) -> None:
@@ -203,7 +203,7 @@ class Engine:
         return [self.masters.get(weight.index, weight.param) for weight in mine]
 
     def _unit_indices(self) -> list[int]:
-        """Return the index of the unit of each gradient bundle; -1 for none."""
+        """Return the index of the unit of each gradient bucket; -1 for none."""
         places = {name: place for place, name in enumerate(self._units)}
         found = []
         for index, part in enumerate(self.gradient_buckets):
@@ -218,10 +218,10 @@ class Engine:
 
     def trained_parts(self, param: nn.Parameter) -> list[TrainedPart]:
         """Return what this rank trains of a parameter of the model."""
-        for cut in self.sharded_buckets:
-            for slot, weight in enumerate(cut.weights):
+        for bucket in self.sharded_buckets:
+            for slot, weight in enumerate(bucket.weights):
                 if weight.param is param:
-                    found = zip(cut.segments, cut.parts, strict=True)
+                    found = zip(bucket.segments, bucket.parts, strict=True)
                     return [(part, segment) for segment, part in found if segment.slot == slot]
         weight = next(weight for weight in self.weights if weight.param is param)
         return [(self.masters.get(weight.index, param), None)]
@@ -450,18 +450,18 @@ class Engine:
     def wait_idle(self) -> None:
         """Finish all gathers, before weights are changed from outside."""
         self.release_weights()
-        for cut in self.sharded_buckets:
-            if cut.frees_full:
-                cut.release()
+        for bucket in self.sharded_buckets:
+            if bucket.frees_full:
+                bucket.release()
             else:
-                cut.wait_gather()
+                bucket.wait_gather()
 
     def publish_weights(self) -> None:
         """
         Give the model the weights of the trained parts, after these were changed from outside.
         """
-        for cut in self.sharded_buckets:
-            cut.start_publish()
+        for bucket in self.sharded_buckets:
+            bucket.start_publish()
         self.refresh_weights()
 
     def end_step(self) -> None:
@@ -482,16 +482,11 @@ class Engine:
         Weights that are, between steps, copies of what the optimizer trains, in another type or
         place.
         """
-        cut = {
-            weight.index
-            for part in self.sharded_buckets
-            if not part.frees_full and not part.is_master_in_full
-            for weight in part.weights
-            if weight.is_trained
-        }
-        return [
-            weight for weight in self.weights if weight.index in self.masters or weight.index in cut
-        ]
+        copied = set(self.masters)
+        for bucket in self.sharded_buckets:
+            if not bucket.frees_full and not bucket.is_master_in_full:
+                copied |= {weight.index for weight in bucket.weights if weight.is_trained}
+        return [weight for weight in self.weights if weight.index in copied]
 
     @property
     def is_retargeted(self) -> bool:
@@ -508,9 +503,9 @@ class Engine:
             ]
             with torch.no_grad():
                 torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        for cut in self.sharded_buckets:
-            if not cut.frees_full:
-                cut.wait_gather()
+        for bucket in self.sharded_buckets:
+            if not bucket.frees_full:
+                bucket.wait_gather()
 
 
 def _cast_like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

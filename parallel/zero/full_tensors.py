@@ -40,23 +40,23 @@ class LocalRange:
     """Whether this rank saves what exists once per weight, such as step counts."""
 
     @property
-    def tile(self) -> Shard:
+    def shard(self) -> Shard:
         """The shard of the model axes of which it is elements ``start`` to ``stop``."""
         return self.weight.shard
 
 
 def local_ranges(engine: Engine) -> Iterator[LocalRange]:
     """Yield every range of a weight on this rank."""
-    cut_names = set()
-    for cut in engine.sharded_buckets:
-        cut_names |= {weight.name for weight in cut.weights}
-        owner = cut.comm.rank % cut.comm.shards  # the first replica
-        for segment, part in zip(cut.segments, cut.parts, strict=True):
+    sharded_names = set()
+    for bucket in engine.sharded_buckets:
+        sharded_names |= {weight.name for weight in bucket.weights}
+        owner = bucket.comm.rank % bucket.comm.shards  # the first replica
+        for segment, part in zip(bucket.segments, bucket.parts, strict=True):
             yield _make_range(
-                engine, cut.weights[segment.slot], segment.start, segment.stop, part, owner
+                engine, bucket.weights[segment.slot], segment.start, segment.stop, part, owner
             )
     for weight in engine.weights:
-        if weight.name not in cut_names:
+        if weight.name not in sharded_names:
             part = engine.masters.get(weight.index, weight.param)
             yield _make_range(
                 engine,
@@ -103,18 +103,18 @@ def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     Yield each weight's name and full value in the optimizer's type; every rank must read all of
     them.
     """
-    bundles = [
-        _GatheredBucket(cut.weights, cut.layout, _weight_gatherer(cut))
-        for cut in engine.sharded_buckets
+    buckets = [
+        _GatheredBucket(bucket.weights, bucket.layout, _weight_gatherer(bucket))
+        for bucket in engine.sharded_buckets
     ]
-    cut = {weight.index for bundle in bundles for weight in bundle.weights}
+    sharded = {weight.index for bucket in buckets for weight in bucket.weights}
     device = engine.data_group.device
     rest = {
         weight.index: engine.masters.get(weight.index, weight.param).detach().to(device)
         for weight in engine.weights
-        if weight.index not in cut
+        if weight.index not in sharded
     }
-    parts = _LocalShards(bundles, rest)
+    parts = _LocalShards(buckets, rest)
     for entry in full_weight_order(engine):
         yield (
             entry.name,
@@ -133,9 +133,9 @@ def full_weight_order(engine: Engine) -> list[WeightInfo]:
     entries = engine.catalogue.weights
     if engine.place.model.world > 1:
         return entries[::-1]  # as buckets are filled
-    cut = [weight.index for part in engine.sharded_buckets for weight in part.weights]
-    return [entries[index] for index in cut] + [
-        entry for entry in entries if entry.index not in set(cut)
+    sharded = [weight.index for part in engine.sharded_buckets for weight in part.weights]
+    return [entries[index] for index in sharded] + [
+        entry for entry in entries if entry.index not in set(sharded)
     ]
 
 
@@ -144,7 +144,7 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
     Yield each trained weight's name and full gradient, between `finish_gradients` and the
     optimizer's step; every rank must read all of them.
     """
-    bundles = [
+    buckets = [
         _GatheredBucket(b.weights, b.layout, _gradient_gatherer(engine, index))
         for index, b in enumerate(engine.gradient_buckets)
     ]
@@ -153,29 +153,29 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
         grad = engine.masters.get(weight.index, weight.param).grad
         if grad is not None:
             rest[weight.index] = grad.to(engine.data_group.device)
-    parts = _LocalShards(bundles, rest)
+    parts = _LocalShards(buckets, rest)
     entries = engine.catalogue.weights
     if engine.place.model.world == 1:
-        mine = [weight for bundle in bundles for weight in bundle.weights] + engine.unsynced_weights
+        mine = [weight for bucket in buckets for weight in bucket.weights] + engine.unsynced_weights
         entries = [entries[weight.index] for weight in mine]
-    for entry in entries if engine.place.model.world == 1 else entries[::-1]:
+    else:
+        entries = entries[::-1]
+    for entry in entries:
         if entry.unsynced:
             if entry.index in rest:
                 yield entry.name, rest[entry.index]
         elif entry.is_trained:
             part = parts.take_shard(entry.index)
             dtype = engine.settings.precision.sum_dtype(entry.dtype)
-            yield (
-                entry.name,
-                _assemble_weight(engine, entry, part, dtype)
-                if engine.used_weights[entry.index]
-                else None,
-            )
+            grad = None
+            if engine.used_weights[entry.index]:
+                grad = _assemble_weight(engine, entry, part, dtype)
+            yield entry.name, grad
 
 
 def weight_storages(engine: Engine) -> set[int]:
     """Return the identities of the storages of the model's weights."""
-    cuts = {cut.full.untyped_storage()._cdata for cut in engine.sharded_buckets}
+    cuts = {bucket.full.untyped_storage()._cdata for bucket in engine.sharded_buckets}
     return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
 
 
@@ -191,10 +191,12 @@ class _GatheredBucket:
     gather: Callable[[], torch.Tensor]
 
 
-def _weight_gatherer(cut: ShardedBucket) -> Callable[[], torch.Tensor]:
+def _weight_gatherer(bucket: ShardedBucket) -> Callable[[], torch.Tensor]:
     def gather() -> torch.Tensor:
-        full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
-        cut.comm.gather_shards(full, cut.master.detach().to(full.device), cut.label).wait()
+        full = torch.empty(
+            bucket.layout.numel, dtype=bucket.master.dtype, device=bucket.comm.device
+        )
+        bucket.comm.gather_shards(full, bucket.master.detach().to(full.device), bucket.label).wait()
         return full
 
     return gather
@@ -219,26 +221,26 @@ class _LocalShards:
     one taken to the last.
     """
 
-    def __init__(self, bundles: list[_GatheredBucket], rest: dict[int, torch.Tensor]) -> None:
+    def __init__(self, buckets: list[_GatheredBucket], rest: dict[int, torch.Tensor]) -> None:
         self._rest = rest
         self._where = {
-            w.index: (bundle, slot) for bundle in bundles for slot, w in enumerate(bundle.weights)
+            w.index: (bucket, slot) for bucket in buckets for slot, w in enumerate(bucket.weights)
         }
-        self._left = {id(bundle): len(bundle.weights) for bundle in bundles}
+        self._left = {id(bucket): len(bucket.weights) for bucket in buckets}
         self._open: dict[int, torch.Tensor] = {}
 
     def take_shard(self, index: int) -> torch.Tensor | None:
         """Return the shard of a weight; None if this rank has none."""
         if index not in self._where:
             return self._rest.get(index)
-        bundle, place = self._where[index]
-        if id(bundle) not in self._open:
-            self._open[id(bundle)] = bundle.gather()
-        slot = bundle.layout.slots[place]
-        found = self._open[id(bundle)][slot.start : slot.stop].view(slot.shape)
-        self._left[id(bundle)] -= 1
-        if not self._left[id(bundle)]:
-            del self._open[id(bundle)]
+        bucket, place = self._where[index]
+        if id(bucket) not in self._open:
+            self._open[id(bucket)] = bucket.gather()
+        slot = bucket.layout.slots[place]
+        found = self._open[id(bucket)][slot.start : slot.stop].view(slot.shape)
+        self._left[id(bucket)] -= 1
+        if not self._left[id(bucket)]:
+            del self._open[id(bucket)]
         return found
 
 

@@ -61,7 +61,7 @@ def global_norm(
     per rank.
 
     Args:
-        totals: each gradient bundle and its total on this rank.
+        totals: each gradient bucket and its total on this rank.
         alone: the layerwise weights.
         place: the groups to sum over.
         exact: see `square_sum`.

@@ -86,9 +86,9 @@ def check_elementwise(
     for group in optimizer.param_groups:
         if tiles_only and all(shard_of(param).is_full for param in group["params"]):
             continue
-        whole = _try_two_steps(optimizer, group, device, 1)
+        full = _try_two_steps(optimizer, group, device, 1)
         parts = _try_two_steps(optimizer, group, device, 2)
-        if whole is None or parts is None or not torch.equal(whole, parts):
+        if full is None or parts is None or not torch.equal(full, parts):
             raise UsageError(
                 f"{type(optimizer).__name__} cannot be sharded: its update of an element depends "
                 "on other elements",
@@ -200,10 +200,10 @@ def remap_params(
                 continue
             found.append(part)
             if state:
-                tile = shard_of(part)
+                shard = shard_of(part)
                 optimizer.state[part] = {
-                    key: tile.take_from(value)
-                    if isinstance(value, torch.Tensor) and value.shape == tile.shape
+                    key: shard.take_from(value)
+                    if isinstance(value, torch.Tensor) and value.shape == shard.shape
                     else value
                     for key, value in state.items()
                 }

@@ -148,7 +148,7 @@ REFUSED = [
     (
         Place(pp=2, accumulate=2, schedule="zero-bubble-v"),
         {},
-        "2 layers can't be cut into 4 stages",
+        "2 layers cannot be split into 4 stages",
     ),
     (
         Place(pp=2, accumulate=2),

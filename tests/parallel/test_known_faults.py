@@ -388,9 +388,9 @@ def counted(level: int, times: int, more: dict[str, Any]) -> dict[str, int]:
     run = zoo.make(dataclasses.replace(Case(4, level), accumulate=times), comm_fusion=1000, **more)
     run.step(zoo.batch_of(24, 0))
     run.state.data_group.calls.clear()
-    run.state.engine.cut.calls.clear()
+    run.state.engine.shard_group.calls.clear()
     run.step(zoo.batch_of(24, 1))
-    return {**run.state.data_group.calls, **run.state.engine.cut.calls}
+    return {**run.state.data_group.calls, **run.state.engine.shard_group.calls}
 
 
 def test_no_needless_collectives(worlds: Worlds) -> None:

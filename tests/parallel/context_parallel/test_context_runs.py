@@ -146,7 +146,7 @@ def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: boo
     run = parallelize(model, torch.optim.AdamW, loss, mesh=mesh, context=context, seed=3)
     assert run.memory(batch_of(4, 12, 0)).activations
     assert (
-        "each sequence is cut over 2 ranks; attention by a ring of 2, zigzag" in run.explain()
+        "each sequence is sharded over 2 ranks; attention by a ring of 2, zigzag" in run.explain()
         or lost
     )
     return str(run.verify([batch_of(4, 12, step) for step in range(2)]))

@@ -362,7 +362,7 @@ def refused(method: str, heads: int, key_heads: int, length: int | None) -> str:
             2,
             4,
             None,
-            "4 heads of keys, 1 times each, do not serve 2 heads of queries over 2 ranks along cp",
+            "4 heads of keys, 1 times each, do not divide 2 heads of queries over 2 ranks along cp",
         ),
         ("ring", 3, 2, None, "3 heads of queries over 2 of keys and 2 of values"),
         ("ring", 2, 2, 20, "q has 4 positions; this rank's part of 20 is 10"),

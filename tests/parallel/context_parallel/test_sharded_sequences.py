@@ -317,7 +317,7 @@ def attempt(what: str) -> str:
         ("other", "attention of 5 queries over 5 keys, where this rank has 6 positions of 12"),
         ("weights", "MultiheadAttention returns weights"),
         ("positions", "positions of 12 tokens, where this rank has 6 of 12"),
-        ("short", "the table short has 4 rows along dim 0, sequences 12 positions"),
+        ("short", "the table short has 4 rows along dim 0, and sequences have 12 positions"),
     ],
 )
 def test_what_cannot_be_right_is_refused(worlds: Any, what: str, said: str) -> None:

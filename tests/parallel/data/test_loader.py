@@ -87,7 +87,7 @@ def test_loaders_of_torch() -> None:
     data = TensorDataset(torch.arange(10))
     made = loader.from_torch(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
     assert made == Loader(data, 4, True, True, made.collate if made else None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"WeightedRandomSampler of its own; pdrun\.Loader"):
+    with pytest.raises(UsageError, match=r"WeightedRandomSampler is not supported; use pdrun\.Loader"):
         loader.from_torch(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10)))
     with pytest.raises(UsageError, match="a DataLoader with a list is not supported"):
         loader.from_torch(DataLoader(data, batch_sampler=[[0], [1]]))

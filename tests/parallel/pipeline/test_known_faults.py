@@ -102,7 +102,7 @@ def test_a_stage_that_stays_away_is_named(worlds: Any) -> None:
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2, and 1f1b has 1 a rank"),
         ({"schedule": "0F0 0B0\n1F0 1B0"}, "microbatches=4, the schedule has 1"),
         ({"schedule": "0F0 0B0", "microbatches": 1}, "pp=2, the schedule has 1"),
-        ({"schedule": "0F0 0B0 2F0 2B0\n1F0 1B0 3F0 3B0", "microbatches": 1}, "wait for ever"),
+        ({"schedule": "0F0 0B0 2F0 2B0\n1F0 1B0 3F0 3B0", "microbatches": 1}, "would deadlock"),
     ],
 )
 def test_refusals(more: dict[str, Any], told: str) -> None:
@@ -117,7 +117,7 @@ def test_a_pipeline_in_words(worlds: Any) -> None:
     assert "pipeline: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches" in told[0]
     assert "bubble 20.0% of the ranks' time for stages of equal size" in told[0]
     assert ": emb, blocks.0 to blocks.1" in told[0]
-    assert "never is held by stages 0, 1" in told[0]
+    assert "never is on stages 0, 1" in told[0]
     assert "rank 1  .  F0 B0 -" in told[0]
 
 

@@ -128,14 +128,14 @@ def test_a_schedule_of_the_users_own() -> None:
         ("0F0 0X0", "'0X0', action 1 of rank 0"),
         ("", "no actions"),
         ("0F0\n1F0 1B0", "stage 0 with micro-batch 0 has F, not F and B"),
-        ("0F0 0B0 0F0", "0F0 is there 2 times"),
+        ("0F0 0B0 0F0", "0F0 is listed 2 times"),
         ("0F0 0B0 1F0\n1B0", "ranks [0, 1] share stage 1"),
         ("0B0 0F0", "rank 0 has 0B0 before 0F0"),
         ("0F0 0W0 0I0", "rank 0 has 0W0 before 0I0"),
         ("0F0 0B0 0I0 0W0", "has F and B and I and W"),
         (
             "0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1",
-            "wait for ever: rank 0 stands at 0B0, which needs 1B0; rank 1 stands at 1F1",
+            "would deadlock: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1",
         ),
         ("0F0 0B0\n2F0 2B0", "stage 1 with micro-batch 0 has nothing"),
     ],
@@ -166,7 +166,7 @@ def test_unknown_schedules(name: str, chunks: int | None, told: str) -> None:
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 9))
 def test_the_balanced_cut_is_the_best_there_is(costs: list[int], parts: int) -> None:
     if parts > len(costs):
-        with pytest.raises(UsageError, match="can't be cut"):
+        with pytest.raises(UsageError, match="cannot be split"):
             split_by_cost(costs, parts)
         return
     found = split_by_cost(costs, parts)

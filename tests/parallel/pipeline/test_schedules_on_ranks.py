@@ -77,15 +77,15 @@ def refused(worlds: Any, case: Case) -> str:
     ("case", "told"),
     [
         (Case("skip"), "dynamic=True"),
-        (Case("loose"), "bytes.weight, which this stage does not hold; shared=['bytes.weight']"),
+        (Case("loose"), "bytes.weight, which this stage does not have; shared=['bytes.weight']"),
         (
             Case("borrow"),
             "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on",
         ),
-        (Case("peek"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
+        (Case("peek"), "stage 1 of the model reads a value that stage 0 or an earlier one computed"),
         (
             Case("select"),
-            "stage 1 of the model looks at a value that stage 0 or one before computed",
+            "stage 1 of the model reads a value that stage 0 or an earlier one computed",
         ),
         (Case("backwards"), "blocks.0 is of stage 0"),
         (

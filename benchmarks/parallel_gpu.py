@@ -14,11 +14,12 @@ command.
     pdrun0, 1, 3        pdrun at these levels
     pdrun-tp, pdrun-fsdp-tp, pdrun-pipe   the same sharding with pdrun
 
-A row takes about a minute. A row's name can end with -eager, -compiled or -copies (two copies of a step, one computes while the
-other waits). A step has 65,536 tokens in bf16, AdamW with fused kernels. Each row runs in separate
-processes. Peak is the maximum that torch's allocator has allocated on any rank; for pdrun the peak
-that `run.memory` predicts is printed, too. MFU counts 6 operations per weight and token, and for
-attention 12 per layer, width, position and token, halved since it is causal.
+A row takes about a minute. A row's name can end with -eager, -compiled or -copies (two copies of a
+step, one computes while the other waits). A step has 65,536 tokens in bf16, AdamW with fused
+kernels. Each row runs in separate processes. Peak is the maximum that torch's allocator has
+allocated on any rank; for pdrun the peak that `run.memory` predicts is printed, too. MFU counts 6
+operations per weight and token, and for attention 12 per layer, width, position and token, halved
+since it is causal.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class SegmentedModule(nn.Module):
         """Return the results of the segment, or of the module."""
         if args and isinstance(args[0], GraphSegment):
             segment, *tensors = args
-            return segment.module(*(get_tensor(self, name) for name in segment.weight_names), *tensors)
+            return segment.module(
+                *(get_tensor(self, name) for name in segment.weight_names), *tensors
+            )
         return super().forward(*args, **kwargs)
 
 

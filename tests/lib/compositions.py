@@ -264,7 +264,7 @@ def words_over_two_axes() -> tuple[int, int]:
     )
     run.verify([batch_of(12, 9), batch_of(5, 9)])
     (logits,) = run.evaluate(batch_of(12, 0))
-    return logits._pdrun_words.low, logits._pdrun_words.high
+    return logits._pdrun_vocab_shard.low, logits._pdrun_vocab_shard.high
 
 
 def mean_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

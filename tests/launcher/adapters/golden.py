@@ -80,7 +80,7 @@ def environ_of(case: dict[str, Any]) -> dict[str, str]:
     return environ | {name: str(value) for name, value in case.get("environ", {}).items()}
 
 
-def outcome(case: dict[str, Any]) -> str:
+def format_outcome(case: dict[str, Any]) -> str:
     """Return what is found, as text, or the error."""
     try:
         found = detect_launcher(environ_of(case), probes(case), case.get("launcher", ""))
@@ -113,13 +113,13 @@ def found_text(found: LauncherInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load(path: Path) -> dict[str, Any]:
+def load_case(path: Path) -> dict[str, Any]:
     """Read a case."""
-    case: dict[str, Any] = yaml.load(path.read_text(), LOADER)  # noqa: S506  (a safe loader, the fast one where it is built)
+    case: dict[str, Any] = yaml.load(path.read_text(), LOADER)
     return case
 
 
-def rewrite(path: Path, text: str) -> None:
+def rewrite_case(path: Path, text: str) -> None:
     """Put what came out into a case."""
     head = path.read_text().partition(MARK)[0]
     path.write_text(head + MARK + "".join(f"  {line}\n" for line in text.splitlines()))

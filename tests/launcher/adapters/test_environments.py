@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.endpoint import port_for
+from pdrun.endpoint import port_for_job
 from pdrun.errors import PdrunError
-from pdrun.launcher.adapters.detect import LAUNCHERS, detect
-from pdrun.launcher.adapters.model import Found, Probes
-from pdrun.launcher.config.detected import around
-from pdrun.launcher.config.settings import Wish
-from pdrun.names import check_name
+from pdrun.launcher.adapters.detect import ADAPTERS, detect_launcher
+from pdrun.launcher.adapters.model import LauncherInfo, Probes
+from pdrun.launcher.config.detected import detect_settings
+from pdrun.launcher.config.settings import Setting
+from pdrun.text import check_name
 from tests.launcher.adapters.golden import (
     HERE,
     environ_of,
-    load,
-    outcome,
+    format_outcome,
+    load_case,
     probes,
     recorded,
-    rewrite,
+    rewrite_case,
 )
 
 CASES = sorted((HERE / "cases").glob("*.yaml"))
@@ -34,24 +34,24 @@ RECORDINGS = {
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_an_environment_gives_exactly_what_is_stated(path: Path) -> None:
-    case = load(path)
-    text = outcome(case)
+def test_a_case_gives_exactly_its_values(path: Path) -> None:
+    case = load_case(path)
+    text = format_outcome(case)
     if os.environ.get("PDRUN_GOLDEN") == "write":
-        rewrite(path, text)
+        rewrite_case(path, text)
         return
     assert text == case["expect"]
 
 
 def test_every_launcher_has_a_case() -> None:
-    first = {load(path)["expect"].partition(":")[0] for path in CASES}
-    assert first >= {row.name for row in LAUNCHERS}
+    first = {load_case(path)["expect"].partition(":")[0] for path in CASES}
+    assert first >= {row.name for row in ADAPTERS}
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_each_task_of_a_recording_has_its_own_rank(name: str) -> None:
     found = [
-        detect(
+        detect_launcher(
             environ,
             probes(
                 {
@@ -77,21 +77,21 @@ def test_each_task_of_a_recording_has_its_own_rank(name: str) -> None:
     assert not any(one.notes or one.ignored for one in found if one.launcher != "slurm-step")
 
 
-def test_a_local_rank_is_taken_and_not_computed() -> None:
+def test_local_ranks_are_read_and_not_computed() -> None:
     ranks = {}
     for environ, _ in recorded("openmpi-5.0.jsonl"):
-        found = detect(environ, Probes())
+        found = detect_launcher(environ, Probes())
         ranks[found.rank] = found.local_rank
     assert ranks == {0: 0, 1: 2, 2: 1, 3: 3}
 
 
-def test_every_field_that_is_known_names_its_variable() -> None:
+def test_every_value_has_its_variable() -> None:
     for path in CASES:
-        case = load(path)
+        case = load_case(path)
         if case["expect"].startswith("exit"):
             continue
         environ = environ_of(case)
-        found = detect(environ, probes(case), case.get("launcher", ""))
+        found = detect_launcher(environ, probes(case), case.get("launcher", ""))
         for field in (
             "rank",
             "world",
@@ -107,7 +107,7 @@ def test_every_field_that_is_known_names_its_variable() -> None:
                 assert found.sources.get(field), (path.stem, field)
 
 
-NOTHING_SAID: tuple[Wish, ...] = ()
+NOTHING_SAID: tuple[Setting, ...] = ()
 HOSTILE = (
     "",
     " ",
@@ -145,7 +145,7 @@ def test_no_value_of_any_variable_crashes_or_hangs_a_reader() -> None:
     """
     tried = 0
     for path in CASES:
-        case = load(path)
+        case = load_case(path)
         environ = environ_of(case)
         if (
             "recorded" in case
@@ -157,27 +157,27 @@ def test_no_value_of_any_variable_crashes_or_hangs_a_reader() -> None:
             for value in HOSTILE:
                 changed = {**environ, name: value}
                 try:
-                    detect(changed, probes(case), case.get("launcher", ""))
+                    detect_launcher(changed, probes(case), case.get("launcher", ""))
                 except PdrunError as error:
                     assert len(str(error)) < 600, (path.stem, name)
                     assert "\n" not in str(error), (path.stem, name)
                 try:
-                    around(NOTHING_SAID, changed, probes(case))
+                    detect_settings(NOTHING_SAID, changed, probes(case))
                 except PdrunError as error:
                     assert error.exit_code in (2, 78), (path.stem, name)
                 tried += 1
     assert tried > 5000
 
 
-def test_a_derived_port_is_below_those_that_systems_give_away() -> None:
-    ports = {port_for(f"slurm-{number}.0") for number in range(2000)}
+def test_a_derived_port_is_below_the_ephemeral_range() -> None:
+    ports = {port_for_job(f"slurm-{number}.0") for number in range(2000)}
     assert min(ports) >= 20000
     assert max(ports) < 30000
     assert len(ports) > 1700
-    assert port_for("slurm-7.0") == 23190
+    assert port_for_job("slurm-7.0") == 23190
 
 
-def test_a_jobs_name_is_fit_for_a_path_whatever_the_id_is() -> None:
+def test_every_job_name_is_valid_in_a_path() -> None:
     for job in (
         "7.0",
         "a" * 300,
@@ -188,8 +188,11 @@ def test_a_jobs_name_is_fit_for_a_path_whatever_the_id_is() -> None:
         "x" * 50 + "y",
         "\udcff",
     ):
-        name = Found("flux", job_id=job).job_name
+        name = LauncherInfo("flux", job_id=job).job_name
         assert check_name(name, where="x") == name
-    assert Found("flux", job_id="a" * 300).job_name != Found("flux", job_id="a" * 301).job_name
-    assert Found("slurm-step", job_id="7.0", attempt=2).job_name == "slurm-7.0-r2"
-    assert Found("mpich").job_name == ""
+    assert (
+        LauncherInfo("flux", job_id="a" * 300).job_name
+        != LauncherInfo("flux", job_id="a" * 301).job_name
+    )
+    assert LauncherInfo("slurm-step", job_id="7.0", attempt=2).job_name == "slurm-7.0-r2"
+    assert LauncherInfo("mpich").job_name == ""

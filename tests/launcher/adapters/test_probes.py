@@ -42,7 +42,7 @@ def launcher_of(command: list[str], **more: str) -> list[dict[str, object]]:
     return found
 
 
-def needs(program: str) -> str:
+def skip_unless_installed(program: str) -> str:
     """Return a program's path, or skip."""
     path = shutil.which(program)
     if path is None:
@@ -50,7 +50,7 @@ def needs(program: str) -> str:
     return path
 
 
-def test_this_process_and_those_above_it_are_ancestors() -> None:
+def test_ancestors_are_this_process_and_its_parents() -> None:
     probes = make_probes()
     assert probes.is_ancestor(os.getpid()) is True
     assert probes.is_ancestor(os.getppid()) is True
@@ -64,7 +64,7 @@ def test_this_process_and_those_above_it_are_ancestors() -> None:
     assert probes.is_ancestor(1) in (True, None)
 
 
-def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
+def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     probes = make_probes(root=tmp_path)
     assert probes.is_ancestor(1) is None
     assert probes.is_under(("init",)) is None
@@ -73,7 +73,7 @@ def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_the_other_end_of_a_connection_is_found(address: str) -> None:
+def test_the_peer_of_a_connection_is_found(address: str) -> None:
     try:
         server = socket.create_server(
             ("::" if address == "::ffff:127.0.0.1" else address, 0),
@@ -90,7 +90,7 @@ def test_the_other_end_of_a_connection_is_found(address: str) -> None:
     assert make_probes().peer_above(me, 10**6) == ""
 
 
-def test_a_word_of_a_process_above_is_found() -> None:
+def test_an_option_of_an_ancestor_is_found() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[3]], check=True)"
     inner = (
         "from pdrun.launcher.adapters.probes import make_probes; import pathlib;"
@@ -128,8 +128,8 @@ def test_descriptors_ports_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path: Path) -> None:
-    mpirun = needs("mpirun.openmpi")
+def test_open_mpi_variables_are_fresh_in_tasks_and_stale_after_them(tmp_path: Path) -> None:
+    mpirun = skip_unless_installed("mpirun.openmpi")
     found = launcher_of([mpirun, "--oversubscribe", "-n", "2", *ENV], **AS_ROOT)
     assert sorted(
         (one["launcher"], one["rank"], one["world"], one["local_size"]) for one in found
@@ -154,8 +154,8 @@ def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path:
 
 
 @pytest.mark.slow
-def test_tasks_of_mpich_know_where_mpiexec_is() -> None:
-    mpiexec = needs("mpiexec.hydra")
+def test_tasks_of_mpich_find_the_host_of_mpiexec() -> None:
+    mpiexec = skip_unless_installed("mpiexec.hydra")
     (found,) = launcher_of([mpiexec, "-n", "1", *ENV])
     assert (found["launcher"], found["rank"], found["world"], found["node_rank"]) == (
         "mpich",

@@ -16,7 +16,7 @@ from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 
 
-def ask(line: str, environ: Mapping[str, str] | None = None) -> ResolvedSpec:
+def resolve_line(line: str, environ: Mapping[str, str] | None = None) -> ResolvedSpec:
     """Return what a command line asks for, without looking at any machine."""
     context = run_command().make_context("run", shlex.split(line))
     words = context.params.pop("words")
@@ -88,8 +88,8 @@ SAME = [
 
 
 @pytest.mark.parametrize(("theirs", "ours"), SAME, ids=[theirs for theirs, _ in SAME])
-def test_the_same_job(theirs: str, ours: str) -> None:
-    assert ask(theirs).spec == ask(ours).spec
+def test_an_alias_gives_the_same_job(theirs: str, ours: str) -> None:
+    assert resolve_line(theirs).spec == resolve_line(ours).spec
 
 
 REFUSED = [
@@ -107,12 +107,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED)
-def test_what_does_not_go_together(line: str, message: str) -> None:
+def test_contradicting_options_are_refused(line: str, message: str) -> None:
     with pytest.raises(PdrunError, match=message):
-        ask(line)
+        resolve_line(line)
 
 
-def test_every_row_is_an_accepted_meaning_or_a_refusal_with_its_reason() -> None:
+def test_every_option_is_accepted_or_refused_with_a_reason() -> None:
     numbers = ["1", "1s", "2:2", "0,1", "-1"]
     samples = [
         *numbers,
@@ -137,7 +137,7 @@ def test_every_row_is_an_accepted_meaning_or_a_refusal_with_its_reason() -> None
         assert "taken" in outcomes or (outcomes == {"refused"} and row.help == "refused"), row.names
 
 
-def test_torchruns_rows_have_both_spellings_and_their_variable() -> None:
+def test_torchrun_options_have_both_names_and_a_variable() -> None:
     for row in TORCHRUN_OPTIONS:
         long = [name for name in row.names if name.startswith("--")]
         assert {name.replace("-", "_") for name in long} == {long[0].replace("-", "_")}
@@ -153,9 +153,12 @@ def test_torchruns_rows_have_both_spellings_and_their_variable() -> None:
 
 
 @pytest.mark.torch
-def test_torchruns_options_are_all_known() -> None:
+def test_all_options_of_torchrun_are_known() -> None:
     distributed = pytest.importorskip("torch.distributed.run")
-    known = {name for row in (*RUN_OPTIONS, *TORCHRUN_OPTIONS) for name in row.names} | {"-h", "--help"}
+    known = {name for row in (*RUN_OPTIONS, *TORCHRUN_OPTIONS) for name in row.names} | {
+        "-h",
+        "--help",
+    }
     theirs = {
         name for action in distributed.get_args_parser()._actions for name in action.option_strings
     }
@@ -163,7 +166,7 @@ def test_torchruns_options_are_all_known() -> None:
 
 
 def test_variables_of_torchrun_are_read() -> None:
-    asked = ask(
+    asked = resolve_line(
         "x",
         {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "h:1", "PET_TEE": "3", "PET_MAX_RESTARTS": "2"},
     )
@@ -172,17 +175,17 @@ def test_variables_of_torchrun_are_read() -> None:
     assert asked.sources["policy.max_restarts"] == "PET_MAX_RESTARTS"
 
 
-def test_the_command_line_counts_before_variables_of_both_kinds() -> None:
-    asked = ask("--nodes 1 x", {"PET_NNODES": "2", "PDRUN_GRACE": "5"})
+def test_the_command_line_overrides_variables_of_pdrun_and_torchrun() -> None:
+    asked = resolve_line("--nodes 1 x", {"PET_NNODES": "2", "PDRUN_GRACE": "5"})
     assert asked.spec.resources.nodes == 1
     assert asked.notes == ("PET_NNODES=2 is overridden by --nodes 1",)
 
 
-def test_msruns_rows_are_spelt_as_msrun_spells_them() -> None:
+def test_msrun_options_have_the_names_of_msrun() -> None:
     assert all(len(row.names) == 1 and "-" not in row.names[0][2:] for row in MSRUN_OPTIONS)
 
 
-def test_an_endpoint_that_standalone_passes_over_is_named() -> None:
-    asked = ask("--standalone --rdzv-endpoint localhost:0 x")
+def test_an_endpoint_beside_standalone_is_noted() -> None:
+    asked = resolve_line("--standalone --rdzv-endpoint localhost:0 x")
     assert asked.spec.place.scheduler is None
     assert "--rdzv-endpoint localhost:0 is not used: --standalone runs one node" in asked.notes

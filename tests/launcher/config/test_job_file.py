@@ -103,7 +103,9 @@ def test_a_bad_file_is_refused_with_its_line(
         (b"#" * (job_file.MAX_FILE_BYTES + 1), "is larger than"),
     ],
 )
-def test_files_that_are_not_text_are_refused(pdrun: Call, folder: Path, data: bytes, message: str) -> None:
+def test_files_that_are_not_text_are_refused(
+    pdrun: Call, folder: Path, data: bytes, message: str
+) -> None:
     (folder / "job.yaml").write_bytes(data)
     outcome = pdrun("job.yaml")
     assert message in outcome.err

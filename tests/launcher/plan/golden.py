@@ -37,13 +37,13 @@ from tests.launcher.adapters.golden import probes
 MARK = "expect: |\n"
 
 
-def load(path: Path) -> dict[str, Any]:
+def load_case(path: Path) -> dict[str, Any]:
     """Read a case."""
     case: dict[str, Any] = yaml.safe_load(path.read_text())
     return case
 
 
-def outcome(case: dict[str, Any], root: Path) -> str:
+def format_outcome(case: dict[str, Any], root: Path) -> str:
     """Return the plan of a case as text, or the error that it ends with."""
     environ = {
         "PATH": "/usr/bin:/bin",
@@ -53,7 +53,7 @@ def outcome(case: dict[str, Any], root: Path) -> str:
         context = run_command().make_context("run", [str(word) for word in case["argv"]])
         words = context.params.pop("words")
         for name, text in case.get("files", {}).items():
-            _file(root / "files" / name, text)
+            _write_file(root / "files" / name, text)
         around = probes(
             {"host": case.get("facts", {}).get("hostname", "host1"), **case.get("around", {})}
         )
@@ -98,11 +98,11 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         program_error_code=code,
         log_error=data.get("log_error", ""),
         local_hosts=tuple(data.get("hosts_here", ())),
-        external_launcher=_starter(data["starter"]) if "starter" in data else None,
+        external_launcher=_external_launcher(data["starter"]) if "starter" in data else None,
     )
 
 
-def _starter(data: dict[str, Any]) -> ExternalLauncher:
+def _external_launcher(data: dict[str, Any]) -> ExternalLauncher:
     mpi = identify_mpirun(data["program"], data["says"]) if "says" in data else None
     more = data.get("kill_wait"), data.get("binds", True), data.get("fault", "")
     return ExternalLauncher(data["how"], data["program"], mpi, *more)
@@ -121,8 +121,8 @@ def _backends(
     data: dict[str, Any], environ: dict[str, str], root: Path
 ) -> tuple[BackendFacts, ...]:
     for number in range(data.get("cuda", 0)):
-        _file(root / f"dev/nvidia{number}", "")
-        _file(
+        _write_file(root / f"dev/nvidia{number}", "")
+        _write_file(
             root / "proc/driver/nvidia/version",
             "NVRM version: NVIDIA UNIX x86_64  580.159.04  Release\n",
         )
@@ -132,12 +132,12 @@ def _backends(
             else "GPU-????????"
         )
         text = f"GPU UUID: \t {uuid}\nDevice Minor: \t {number}\n"
-        _file(root / f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information", text)
+        _write_file(root / f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information", text)
         if data.get("mig"):
-            _file(root / f"proc/driver/nvidia/capabilities/gpu{number}/mig/gi1/access", "")
+            _write_file(root / f"proc/driver/nvidia/capabilities/gpu{number}/mig/gi1/access", "")
     for number in range(data.get("npu", 0)):
-        _file(root / f"dev/davinci{number}", "")
-        _file(root / "dev/davinci_manager", "")
+        _write_file(root / f"dev/davinci{number}", "")
+        _write_file(root / "dev/davinci_manager", "")
     kinds = frozenset({"cpu", "cuda", "npu"})
     probes = detect.probe_all(
         environ,
@@ -150,12 +150,12 @@ def _backends(
     return tuple(BackendFacts(p.name, p.present, p.reason, p.devices, p.broken) for p in probes)
 
 
-def _file(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
-def rewrite(path: Path, text: str) -> None:
+def rewrite_case(path: Path, text: str) -> None:
     """Put what came out into a case."""
     head = path.read_text().partition(MARK)[0]
     body = "".join(f"  {line}\n" if line else "\n" for line in text.splitlines())

@@ -27,11 +27,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec(nodes: int = 1, **place: object) -> JobSpec:
     return JobSpec(
-        Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=ClusterOptions(**place)
+        Program("script", "train.py"),
+        Resources(nodes=nodes, backend="cpu"),
+        place=ClusterOptions(**place),
     )  # type: ignore[arg-type]
 
 
-def test_one_node_asks_nothing_of_the_network(
+def test_a_job_of_one_node_does_not_use_the_network(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*args: object) -> None:
@@ -59,13 +61,17 @@ def test_several_nodes_know_their_route_and_script(script: Path) -> None:
     assert found.scheduler_error == ""
 
 
-def test_a_name_that_nobody_knows_is_not_this_machine(script: Path) -> None:
-    found = facts.gather_facts(spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"})
+def test_an_unknown_scheduler_name_is_not_this_machine(script: Path) -> None:
+    found = facts.gather_facts(
+        spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"}
+    )
     assert (found.is_scheduler_local, found.route_address) == (False, "")
     assert found.scheduler_error.startswith("the name 'no-such-host.invalid' is not known here: ")
 
 
-def test_a_name_that_is_loopback_only_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_name_that_is_loopback_on_this_machine(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Debian's 127.0.1.1: the others know the name by an address of an interface."""
     names = {"here": ("127.0.1.1",), "near": ("127.0.1.1", "10.9.9.9")}
     own = (("lo", "127.0.0.1"), ("eth0", "fe80::1%eth0"), ("eth0", "10.9.9.9"))
@@ -79,31 +85,37 @@ def test_a_name_that_is_loopback_only_here(script: Path, monkeypatch: pytest.Mon
         True,
     )
     assert (
-        facts.gather_facts(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).is_loopback_name
+        facts.gather_facts(
+            spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}
+        ).is_loopback_name
         is False
     )
     monkeypatch.setattr(network, "list_addresses", lambda: (("lo", "127.0.0.1"),))
     assert (
-        facts.gather_facts(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).is_loopback_name
+        facts.gather_facts(
+            spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}
+        ).is_loopback_name
         is False
     )
 
 
-def test_this_machine_by_any_name() -> None:
+def test_every_name_of_this_machine_is_recognised() -> None:
     own = network.list_addresses()
     assert network.is_this_machine("localhost", "host", own)
     assert network.is_this_machine("host", "host", own)
     assert network.is_this_machine("127.0.0.53", "host", own)
-    assert all(network.is_this_machine(address.partition("%")[0], "host", own) for _, address in own)
+    assert all(
+        network.is_this_machine(address.partition("%")[0], "host", own) for _, address in own
+    )
     assert not network.is_this_machine("192.0.2.77", "host", own)
 
 
-def test_the_cpu_alone_is_not_searched_for(script: Path) -> None:
+def test_backend_cpu_probes_no_accelerator(script: Path) -> None:
     (only,) = facts.gather_facts(spec(), {}).backends
     assert (only.name, only.present) == ("cpu", True)
 
 
-def test_torch_is_read_from_its_version_file(tmp_path: Path) -> None:
+def test_the_torch_version_is_read_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(
         "import typing\n__version__ = '2.99.0+cu'\ncuda = None\n"
@@ -112,7 +124,7 @@ def test_torch_is_read_from_its_version_file(tmp_path: Path) -> None:
     assert facts.read_torch_version([]) == ""
 
 
-def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -> None:
+def test_paths_are_relative_to_chdir(script: Path, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "other.py").write_text("")
     (tmp_path / "inner" / "file").write_text("")
@@ -150,7 +162,7 @@ def test_a_module_is_found_without_importing_it(
     assert "some_package" not in sys.modules
 
 
-def test_a_module_of_other_paths_is_not_judged(tmp_path: Path) -> None:
+def test_a_module_is_not_checked_with_another_module_path(tmp_path: Path) -> None:
     assert (
         program.check_program(
             Program("module", "nowhere"), str(tmp_path), {"PYTHONPATH": "/elsewhere"}
@@ -158,12 +170,14 @@ def test_a_module_of_other_paths_is_not_judged(tmp_path: Path) -> None:
         == ""
     )
     assert (
-        program.check_program(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error
+        program.check_program(
+            Program("module", "nowhere", python=sys.executable), str(tmp_path), {}
+        ).error
         == ""
     )
 
 
-def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
+def test_a_command_is_searched_in_the_workers_path(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
@@ -175,7 +189,7 @@ def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
     assert program.check_program(Program("command", str(tool)), "/", {}).exit_code == 126
 
 
-def test_a_closed_folder_is_not_there_and_no_fault(
+def test_an_inaccessible_folder_is_an_error_of_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Path.stat
@@ -187,10 +201,15 @@ def test_a_closed_folder_is_not_there_and_no_fault(
 
     monkeypatch.setattr(Path, "stat", closed)
     assert (
-        program.check_program(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).exit_code
+        program.check_program(
+            Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}
+        ).exit_code
         == 0
     )
-    assert "Permission denied" in program.check_program(Program("script", "/closed/x.py"), "/", {}).error
+    assert (
+        "Permission denied"
+        in program.check_program(Program("script", "/closed/x.py"), "/", {}).error
+    )
     found = program.check_program(Program("command", "/closed/x"), "/", {})
     assert (found.exit_code, found.error) == (
         126,
@@ -207,5 +226,6 @@ def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
 def test_a_fifo_is_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     assert (
-        "not a regular file" in program.check_program(Program("script", "pipe.py"), str(tmp_path), {}).error
+        "not a regular file"
+        in program.check_program(Program("script", "pipe.py"), str(tmp_path), {}).error
     )

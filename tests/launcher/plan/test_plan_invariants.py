@@ -14,9 +14,15 @@ from pdrun.errors import PdrunError
 from pdrun.launcher.config.job_key import format_command, make_job_key
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, Resources
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.plan.environment import remove_launcher_variables, display_value
+from pdrun.launcher.plan.environment import display_value, remove_launcher_variables
 from pdrun.launcher.plan.model import BackendFacts, Facts
-from pdrun.launcher.plan.plan import MAX_SPEC_BYTES, choose_node_name, make_plan, program_argv, plan_simulated_nodes
+from pdrun.launcher.plan.plan import (
+    MAX_SPEC_BYTES,
+    choose_node_name,
+    make_plan,
+    plan_simulated_nodes,
+    program_argv,
+)
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, Welcome
 from pdrun.topology import CpuSet, Device
@@ -54,7 +60,9 @@ def machine(cpus: int, quota: float | None, cards: int) -> Facts:
 def test_simulated_nodes_share_a_machine_without_overlap(
     nodes: int, devices: int | str, cpus: int, quota: float | None, cards: int
 ) -> None:
-    spec = JobSpec(SCRIPT, Resources(nodes=nodes, devices=devices), place=ClusterOptions(local=True))  # type: ignore[arg-type]
+    spec = JobSpec(
+        SCRIPT, Resources(nodes=nodes, devices=devices), place=ClusterOptions(local=True)
+    )  # type: ignore[arg-type]
     facts = machine(cpus, quota, cards)
     try:
         whole = make_plan(spec, facts, {})
@@ -76,18 +84,22 @@ def test_simulated_nodes_share_a_machine_without_overlap(
 def test_equal_arguments_give_equal_plans() -> None:
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(local=True))
     assert make_plan(spec, FACTS, {}) == make_plan(spec, FACTS, {})
-    assert plan_simulated_nodes(make_plan(spec, FACTS, {}), FACTS) == plan_simulated_nodes(make_plan(spec, FACTS, {}), FACTS)
+    assert plan_simulated_nodes(make_plan(spec, FACTS, {}), FACTS) == plan_simulated_nodes(
+        make_plan(spec, FACTS, {}), FACTS
+    )
 
 
-def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> None:
-    whole = make_plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=ClusterOptions(local=True)), FACTS, {})
+def test_simulated_plans_equal_those_of_agents_with_the_same_options() -> None:
+    whole = make_plan(
+        JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=ClusterOptions(local=True)), FACTS, {}
+    )
     first, second = plan_simulated_nodes(whole, FACTS)
     assert (first.mode, first.node, second.mode, second.node) == ("head", "node0", "join", "node1")
     assert first.job == second.job == whole.job
     assert JobSpec.from_json(second.spec.to_json()) == second.spec
 
 
-def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
+def test_the_job_key_depends_on_the_command_and_not_on_the_node() -> None:
     one = JobSpec(SCRIPT, Resources(nodes=2))
     assert make_job_key(one) == make_job_key(
         dataclasses.replace(one, place=ClusterOptions(node_rank=1), env={"A": "1"})
@@ -100,7 +112,7 @@ def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
 
 
 @given(st.text(min_size=1, max_size=80), st.lists(st.text(max_size=20), max_size=4))
-def test_every_program_has_a_key_that_is_a_name(target: str, args: list[str]) -> None:
+def test_every_job_key_is_a_valid_name(target: str, args: list[str]) -> None:
     from pdrun.text import check_name
 
     key = make_job_key(JobSpec(Program("script", target, tuple(args))))
@@ -119,7 +131,7 @@ def test_command_lines_of_workers() -> None:
     assert program_argv(Program("command", "./a.out", ("x",)), "/py") == ("./a.out", "x")
 
 
-def test_nothing_listens_everywhere() -> None:
+def test_no_plan_listens_on_all_interfaces() -> None:
     two = Resources(nodes=2)
     for spec in (
         JobSpec(SCRIPT),
@@ -134,16 +146,18 @@ def test_nothing_listens_everywhere() -> None:
 def test_nodes_compare_their_commands_as_text() -> None:
     one = JobSpec(Program("script", "slow.py", ("2", "a b", "x\ny")), Resources(nodes=2))
     assert format_command(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
-    assert make_plan(one, FACTS, {}).compared["command"] == format_command(dataclasses.replace(one, job="q"))
+    assert make_plan(one, FACTS, {}).compared["command"] == format_command(
+        dataclasses.replace(one, job="q")
+    )
     module = Program("module", "a.b", ())
     assert format_command(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
-    assert format_command(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
+    assert (
+        format_command(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
+    )
 
 
 @given(st.lists(st.text(max_size=300), max_size=4), st.lists(st.text(max_size=300), max_size=4))
-def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
-    one: list[str], two: list[str]
-) -> None:
+def test_a_command_text_is_short_and_distinguishes_commands(one: list[str], two: list[str]) -> None:
     texts = [format_command(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
     assert (texts[0] == texts[1]) == (one == two)
     assert all(text.isprintable() and len(text) < 500 for text in texts)
@@ -152,7 +166,9 @@ def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
 def test_several_nodes_on_the_schedulers_machine_have_different_names() -> None:
     def name(local: bool, **place: object) -> str:
         spec = JobSpec(
-            SCRIPT, Resources(nodes=3), place=ClusterOptions(scheduler=Endpoint("host1", 5), **place)
+            SCRIPT,
+            Resources(nodes=3),
+            place=ClusterOptions(scheduler=Endpoint("host1", 5), **place),
         )  # type: ignore[arg-type]
         return choose_node_name(spec, dataclasses.replace(FACTS, is_scheduler_local=local))
 
@@ -210,7 +226,9 @@ def test_a_specification_too_large_for_a_message_is_refused(
 
 def test_no_route_is_an_error_and_never_a_smaller_job() -> None:
     with pytest.raises(PdrunError, match="no route to other machines"):
-        make_plan(JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {})
+        make_plan(
+            JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {}
+        )
 
 
 LAUNCHERS = """
@@ -239,7 +257,7 @@ def test_secrets_are_not_shown(name: str) -> None:
     assert display_value(name, "abc") == "(hidden)"
 
 
-def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
+def test_a_plan_names_the_collective_of_its_backend() -> None:
     assert make_plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
     assert {field.name for field in dataclasses.fields(Backend)} >= {
         "name",
@@ -258,11 +276,14 @@ def test_an_impossible_binding_is_refused(bind: str) -> None:
         match=rf"--bind: {bind} is not possible: 2 usable core\(s\) for 4 worker\(s\); .*--bind auto",
     ):
         make_plan(spec, facts, sources)
-    local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=ClusterOptions(local=True))  # type: ignore[arg-type]
+    local = dataclasses.replace(
+        spec, resources=Resources(3, 1, bind=bind), place=ClusterOptions(local=True)
+    )  # type: ignore[arg-type]
     with pytest.raises(PdrunError, match=rf"{bind} is not possible"):
         make_plan(local, facts, sources)
     assert not any(
-        worker.cpus for worker in make_plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
+        worker.cpus
+        for worker in make_plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
     )
     enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
     assert all(worker.cpus for worker in make_plan(enough, facts, sources).workers)
@@ -278,7 +299,9 @@ def test_node_0_runs_a_scheduler_with_a_foreign_address_only_with_serve(
     """Otherwise two hosts that both claim rank 0 would run a scheduler each."""
     place = ClusterOptions(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
     facts = dataclasses.replace(FACTS, is_scheduler_local=local)
-    made = make_plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
+    made = make_plan(
+        JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"}
+    )
     assert made.mode == mode
     assert any("--serve: run the scheduler here" in note for note in made.notes) == (mode == "join")
 

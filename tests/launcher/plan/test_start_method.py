@@ -12,7 +12,12 @@ from pdrun.launcher.config.spec import JobSpec, Program
 from pdrun.launcher.plan.model import Facts
 from pdrun.launcher.plan.script_scan import scan_script
 from pdrun.launcher.plan.start_method import choose_start_method
-from pdrun.launcher.stdlib_only.import_env import is_import_variable, import_environment, find_late_assignment, why_exec_needed
+from pdrun.launcher.stdlib_only.import_env import (
+    find_late_assignment,
+    import_environment,
+    is_import_variable,
+    why_exec_needed,
+)
 from pdrun.topology import CpuSet
 
 FIT = Facts(
@@ -31,7 +36,7 @@ FIT = Facts(
 )
 
 
-def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=None, visible=None):
+def choose(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=None, visible=None):
     spec = JobSpec(Program(kind, "train.py", start=start))  # type: ignore[arg-type]
     return choose_start_method(spec, facts, {"program.start": "--start"}, env or {}, visible or {})
 
@@ -45,8 +50,8 @@ def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=N
         ({"late_variable": "a.py:3 sets OMP_NUM_THREADS"}, "a.py:3 sets"),
     ],
 )
-def test_auto_executes_what_is_unsafe_or_useless(changes: dict, words: str) -> None:
-    found = decided(replace(FIT, **changes))
+def test_auto_uses_exec_if_a_fork_is_unsafe_or_useless(changes: dict, words: str) -> None:
+    found = choose(replace(FIT, **changes))
     assert found.how == "exec" and words in found.reason
 
 
@@ -59,31 +64,31 @@ def test_auto_executes_what_is_unsafe_or_useless(changes: dict, words: str) -> N
         {"OMP_NUM_THREADS": "0"},
     ],
 )
-def test_environments_that_count_at_the_start_of_a_process(env: dict[str, str]) -> None:
-    assert decided(env=env).how == "exec"
+def test_variables_read_at_process_start_require_exec(env: dict[str, str]) -> None:
+    assert choose(env=env).how == "exec"
     with pytest.raises(UsageError, match="cannot be forked"):
-        decided(start="fork", env=env)
+        choose(start="fork", env=env)
 
 
-def test_fork_and_exec_as_asked() -> None:
-    assert decided().how == "fork" and not decided().strict
-    assert decided(start="exec").how == "exec"
-    assert decided(replace(FIT, imports_torch=False), "fork").strict
+def test_start_fork_and_start_exec() -> None:
+    assert choose().how == "fork" and not choose().strict
+    assert choose(start="exec").how == "exec"
+    assert choose(replace(FIT, imports_torch=False), "fork").strict
     with pytest.raises(UsageError, match="a command runs without Python"):
-        decided(start="fork", kind="command")
+        choose(start="fork", kind="command")
 
 
-def test_optimizers_bring_what_they_import() -> None:
-    assert "torch._dynamo" not in decided().modules
-    assert "torch._dynamo" in decided(replace(FIT, uses_optimizer=True)).modules
+def test_a_program_with_an_optimizer_imports_dynamo() -> None:
+    assert "torch._dynamo" not in choose().modules
+    assert "torch._dynamo" in choose(replace(FIT, uses_optimizer=True)).modules
 
 
 def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() -> None:
     assert (
-        decided(visible={0: {"CUDA_VISIBLE_DEVICES": "0"}, 1: {"CUDA_VISIBLE_DEVICES": "1"}}).how
+        choose(visible={0: {"CUDA_VISIBLE_DEVICES": "0"}, 1: {"CUDA_VISIBLE_DEVICES": "1"}}).how
         == "fork"
     )
-    assert "TORCH_LOGS differs" in decided(visible={0: {"TORCH_LOGS": "x"}}).reason
+    assert "TORCH_LOGS differs" in choose(visible={0: {"TORCH_LOGS": "x"}}).reason
 
 
 @pytest.mark.parametrize(
@@ -112,11 +117,11 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
         ("environ = broken(", None),
     ],
 )
-def test_assignments_that_come_too_late(text: str, found: tuple[int, str] | None) -> None:
+def test_assignments_before_the_import_are_found(text: str, found: tuple[int, str] | None) -> None:
     assert find_late_assignment(text) == found
 
 
-def test_names() -> None:
+def test_imported_names() -> None:
     assert all(
         map(
             is_import_variable,
@@ -138,7 +143,7 @@ def test_names() -> None:
     assert why_exec_needed({"OMP_NUM_THREADS": "4"}) == ""
 
 
-def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
+def test_a_programs_own_modules_are_scanned(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("from . import model\n")
     (tmp_path / "pkg" / "model.py").write_text(
@@ -158,7 +163,7 @@ def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
     assert found.uses_optimizer and found.late_variable == "model.py:2 sets OMP_X"
 
 
-def test_the_import_itself_has_one_thread_whatever_was_asked_for() -> None:
+def test_the_import_runs_with_one_thread() -> None:
     found = import_environment({"OMP_NUM_THREADS": "8", "OTHER": "x"})
     assert found == {
         "OMP_NUM_THREADS": "1",

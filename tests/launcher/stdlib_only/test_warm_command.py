@@ -18,7 +18,7 @@ from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.supervisor import warm_start
 from pdrun.launcher.supervisor.events import WarmProcess
-from tests.launcher.plan.test_start_method import FIT, decided
+from tests.launcher.plan.test_start_method import FIT, choose
 from tests.launcher.stdlib_only.conftest import plain_environment
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
 from tests.lib.supervisor_driver import is_alive, wait_until
@@ -54,9 +54,9 @@ FITTING = WarmProcess(
         ({}, {"HOME": "/i"}, "HOME has another value"),
         ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH has a relative folder"),
         ({}, {"PYTHONPATH": "/a"}, "PYTHONPATH has another value"),
-        ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
+        ({"depends_on_all": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
         (
-            {"every_variable": True},
+            {"depends_on_all": True},
             {"OLDPWD": "/x", "_": "/bin/pdrun", "SSH_TTY": "/dev/pts/3"},
             "",
         ),
@@ -69,19 +69,19 @@ def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
         warm, ("/p/python", "train.py"), ("torch", "torch.distributed"), "2.13.0", environ
     )
     assert why in found and bool(found) == bool(why)
-    made = decided(replace(FIT, warm=(warm,)), env=environ)
+    made = choose(replace(FIT, warm=(warm,)), env=environ)
     assert (made.how, made.warm) == ("fork", "" if why else "/run/x.sock")
     assert why in made.unused and ("warm process 7" in made.reason) == (not why)
 
 
 def test_functions_and_exec_do_without() -> None:
     assert "-P" in why_unusable(FITTING, ("/p/python", "-P", "-m", "x"), (), "2.13.0", {"HOME": "/h"})
-    assert decided(replace(FIT, warm=(FITTING,)), "exec", env={"HOME": "/h"}).warm == ""
+    assert choose(replace(FIT, warm=(FITTING,)), "exec", env={"HOME": "/h"}).warm == ""
 
 
 def test_the_first_that_fits_is_used() -> None:
     other = replace(FITTING, pid=8, socket="/run/y.sock", python="/q/python")
-    made = decided(replace(FIT, warm=(other, FITTING)), env={"HOME": "/h"})
+    made = choose(replace(FIT, warm=(other, FITTING)), env={"HOME": "/h"})
     assert made.warm == "/run/x.sock" and made.unused == ""
 
 
@@ -184,7 +184,7 @@ def test_start_is_idempotent_and_status_tells(node: Node, warm: int) -> None:
     code, out, _ = node.run("warm", "status")
     assert (
         code == 0
-        and re.search(rf"pid {warm}: torch \S+ of \S+, \d+ MB, ends in", out)
+        and re.search(rf"pid {warm}: torch \S+ of \S+, \d+ MB, exits in", out)
         and "used by the next job" in out
     )
     assert node.run("warm", "stop", "1")[0] == 2
@@ -193,7 +193,7 @@ def test_start_is_idempotent_and_status_tells(node: Node, warm: int) -> None:
         code, out, err = node.run("warm", "status")
         assert code == 0 and not out and f"the warm process {warm} is stopped" in err
         code, _, err = node.run("warm", "stop", str(warm))
-        assert code == 78 and f"kill -CONT {warm} lets it go on" in err
+        assert code == 78 and f"continue it with kill -CONT {warm}" in err
     finally:
         os.kill(warm, signal.SIGCONT)
 
@@ -264,7 +264,7 @@ def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str)
     job = node.start("--backend", "cpu", "--no-files", script)
     assert job.stdout is not None and job.stdout.readline() == "True\n"
     if how == "stop":
-        assert "1 job(s) go on" in node.run("warm", "stop")[2]
+        assert "1 running job(s) continue" in node.run("warm", "stop")[2]
     else:
         os.kill(warm, signal.SIGKILL)
     wait_until(lambda: not is_alive(warm), 10)
@@ -358,7 +358,7 @@ def test_a_token_and_the_jobs_variables_never_reach_it(node: Node, warm: int) ->
 def test_another_namespace_is_told(node: Node, warm: int) -> None:
     _, out, _ = node.job("--dry-run", node.write(FORKED), prefix=("unshare", "--uts"))
     assert (
-        f"the warm process {warm} is not used: its namespace uts is not that of this process" in out
+        f"the warm process {warm} is not used: its namespace uts differs from that of this process" in out
     )
 
 
@@ -376,7 +376,7 @@ def test_another_pdrun_is_not_waited_for_for_ever(
     monkeypatch.setattr(warm_start, "LOCK_SECONDS", 0.2)
     with warm_start.locked_dir(folder, heard.append):
         with pytest.raises(
-            DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"
+            DeadlineExceeded, match=r"pdrun/lock: another pdrun has locked it for 0\.2 s"
         ):
             with warm_start.locked_dir(folder, heard.append):
                 pass

@@ -13,7 +13,7 @@ decides alone only without a scheduler (see `shutdown`): if the link is lost, or
 not answered, it stops its workers with the usual grace period. It then exits with 69, or with
 128 + the signal. Every wait is bounded.
 
-`generation` runs the workers, `monitor` watches their progress, `helpers` holds the other
+`generation` runs the workers, `monitor` watches their progress, `helpers` owns the other
 processes.
 """
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pdrun.background_call import BackgroundCall
+from pdrun.disk import BackgroundCall
 
 DISK_SECONDS = 0.1
 """Longest wait for the disk in one read."""

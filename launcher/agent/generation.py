@@ -121,7 +121,7 @@ class GenerationRunner:
             supervisor.release_fork_server()
 
     def stop_workers(self, number: int, grace: float) -> None:
-        """Send a signal to the workers, if they were started, and SIGKILL after ``grace`` seconds."""
+        """Send a signal to the started workers, and SIGKILL after ``grace`` seconds."""
         if self.group is not None and self.group.has_started:
             self.group.stop_workers(number, grace)
 

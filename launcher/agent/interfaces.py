@@ -62,8 +62,8 @@ class Link(Protocol):
         Return the seconds for which this node has been cut off from the scheduler.
 
         As `silent_for`, but a connection that the scheduler's machine accepts counts as a sign of
-        life: then the scheduler is only being restarted. After more than the `lease` of its Welcome, the other nodes may
-        have formed a generation without this node.
+        life: then the scheduler is only being restarted. After more than the `lease` of its
+        Welcome, the other nodes may have formed a generation without this node.
         """
         ...
 
@@ -199,7 +199,7 @@ class WorkerOutput(Protocol):
         ...
 
     def watched_fds(self) -> Iterable[int]:
-        """Return the read ends to wait for; a worker that is held back has none."""
+        """Return the read ends to wait for; a worker that must wait has none."""
         ...
 
     def read_pipe(self, fd: int) -> None:

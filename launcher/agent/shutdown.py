@@ -3,7 +3,7 @@ How a node ends its workers and itself: on a signal, on the scheduler's order, o
 
 | event | effect |
 |---|---|
-| SIGINT; SIGTERM in a job of fixed size | ask the scheduler to stop the whole job, and wait for it |
+| SIGINT; SIGTERM in a job of fixed size | ask the scheduler to stop the whole job |
 | SIGTERM in an elastic job | only this node leaves (its machine is withdrawn) |
 | a second signal | kill all workers of this node |
 | the scheduler is silent for the lease | stop the workers, then rejoin as a new node |
@@ -11,7 +11,7 @@ How a node ends its workers and itself: on a signal, on the scheduler's order, o
 After the lease the other nodes may form a generation without this node. So its workers must have
 ended before that. The scheduler's node never leaves alone: the job would end with it.
 
-`ShutdownState` holds flags and times, and acts on nothing. `NodeStopper` acts.
+`ShutdownState` is data: flags and times. `NodeStopper` acts.
 """
 
 from __future__ import annotations

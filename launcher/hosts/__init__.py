@@ -1,5 +1,5 @@
 """
-Lists of hosts in every grammar.
+Lists of hosts, in all common grammars.
 
 May import: common.
 Start reading here: hostfile.py.

@@ -1,6 +1,6 @@
 """
 Which jobs this user has; status, logs, stop; Slurm batch jobs.
 
-May import: plan.model, output, config, common.
-Start reading here: registry.py.
+May import: plan.model, output, config, common; ui.
+Start reading here: registry.py, then status.py.
 """

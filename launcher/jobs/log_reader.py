@@ -212,7 +212,7 @@ def _log_errors(job: JobRecord) -> Iterator[None]:
 
 
 def seek_last_lines(file: BinaryIO, count: int) -> None:
-    """Move to the start of the last ``count`` lines of a file; a partial last line counts as one."""
+    """Move to the start of the last ``count`` lines of a file; a partial last line counts."""
     at = end = file.seek(0, 2)
     if count <= 0:
         return

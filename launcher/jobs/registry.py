@@ -74,7 +74,7 @@ def make_job_record(
     pid: int | None = None,
     **options: str,
 ) -> JobRecord:
-    """Return the record of process ``pid`` (default: this one) on this host, with absolute paths."""
+    """Return the record of process ``pid`` (default: this one); its paths become absolute."""
     if pid is None:
         pid = os.getpid()
     return JobRecord(
@@ -194,7 +194,7 @@ def _read_record(path: Path) -> JobRecord | None:
 
 
 def _is_well_formed(job: JobRecord) -> bool:
-    """Return whether all fields have their types: the file may be damaged, or of another version."""
+    """Return whether all fields have their types: the file may be damaged, or from elsewhere."""
     numbers = (job.pid, job.ticks)
     texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
     if not all(type(number) is int for number in numbers) or not 0 < job.pid < 1 << 31:

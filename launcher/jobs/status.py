@@ -89,7 +89,8 @@ def _print_statuses(found: list[JobStatus], *, as_json: bool) -> None:
 def _follow_statuses(read: Callable[[], list[JobStatus]]) -> int:
     from pdrun.ui import live
 
-    process_setup.restore_sigint()  # Ctrl-C must reach the screen, which leaves the terminal as it was
+    # Ctrl-C must reach the screen, which restores the terminal
+    process_setup.restore_sigint()
     return live.follow_status(read)
 
 

@@ -94,7 +94,7 @@ def _stop_through_scheduler(
 
     The job has ended when the scheduler says so, or when the scheduler has exited after it
     confirmed the request. Silence means neither: the scheduler, or the network, may be stuck while
-    the job goes on.
+    the job runs.
     """
     endpoint = scheduler.endpoint
     deadline = time.monotonic() + timeout

@@ -245,7 +245,7 @@ class _ProgramBuilder:
             return node_of_ref[id(ref)]
 
         args, kwargs = (
-            _on_device(replace_refs(some, node_of), self.axes.device) for some in (args, kwargs)
+            _on_device(replace_refs(values, node_of), self.axes.device) for values in (args, kwargs)
         )
         return self.local_graph.call_function(target, tuple(args), dict(kwargs))
 
@@ -257,9 +257,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.device):
         return device
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_device(one, device) for one in value)
+        return type(value)(_on_device(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: _on_device(one, device) for key, one in value.items()}
+        return {key: _on_device(item, device) for key, item in value.items()}
     return value
 
 
@@ -273,21 +273,21 @@ def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> L
     graph = plan.graph
     operator = plan.graph.operators[position]
     sharding = plan.shardings[position]
-    ins = tuple(graph.shape_of(index) for index in operator.inputs)
-    outs = tuple(graph.shape_of(index) for index in operator.outputs)
+    in_shapes = tuple(graph.shape_of(index) for index in operator.inputs)
+    out_shapes = tuple(graph.shape_of(index) for index in operator.outputs)
     coordinate = grid.coordinate(rank)
     return LocalContext(
         operator,
         sharding.splits,
-        ins,
-        outs,
+        in_shapes,
+        out_shapes,
         tuple(
-            sharding.input_layout(at, len(shape)).box(grid, shape, rank)
-            for at, shape in enumerate(ins)
+            sharding.input_layout(slot, len(shape)).box(grid, shape, rank)
+            for slot, shape in enumerate(in_shapes)
         ),
         tuple(
-            sharding.output_layout(at, len(shape)).box(grid, shape, rank)
-            for at, shape in enumerate(outs)
+            sharding.output_layout(slot, len(shape)).box(grid, shape, rank)
+            for slot, shape in enumerate(out_shapes)
         ),
         {axis: coordinate[axis] for axis in sharding.splits},
         {axis: grid.degree(axis) for axis in sharding.splits},

@@ -256,13 +256,13 @@ class _AxisPropagation:
         """
         if split.is_replicated:
             return True
-        others = [
+        same_axes = [
             axis
             for axis, other in self.parent.chosen[position].items()
             if other == split and axis != self.axis
         ]
         if split.must_divide and split.must_divide % (
-            self.parent.grid.group_size(tuple(others)) * self.degree
+            self.parent.grid.group_size(tuple(same_axes)) * self.degree
         ):
             return False
         return all(

@@ -191,9 +191,9 @@ def _replace_tensors(value: Any, take: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return take(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_replace_tensors(one, take) for one in value)
+        return type(value)(_replace_tensors(item, take) for item in value)
     if isinstance(value, dict):
-        return {key: _replace_tensors(one, take) for key, one in value.items()}
+        return {key: _replace_tensors(item, take) for key, item in value.items()}
     return value
 
 
@@ -274,11 +274,11 @@ def _join_group(group: list[torch.Tensor], state: State) -> torch.Tensor:
         return torch.stack(group).sum(0)
     if state is not None:
         return torch.cat(group, state)
-    for other in group[1:]:
-        if not torch.allclose(other.double(), group[0].double(), equal_nan=True):
-            return other * float("nan")
+    for copy in group[1:]:
+        if not torch.allclose(copy.double(), group[0].double(), equal_nan=True):
+            return copy * float("nan")
     if group[0].requires_grad:
-        return torch.stack([one / len(group) for one in group]).sum(0)
+        return torch.stack([copy / len(group) for copy in group]).sum(0)
     return group[0]
 
 

@@ -156,7 +156,7 @@ class _Segmenter:
         ]
         self.weights = dict(zip(weights, names, strict=True))
         self.main_graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
         self.call_count = 0
         self.segment_graphs: dict[tuple[Any, ...], fx.GraphModule] = {}
         """
@@ -175,37 +175,40 @@ class _Segmenter:
             if unit:
                 self._add_segment(unit, self.nodes[start:end])
             else:
-                self.made[self.nodes[start]] = self.main_graph.node_copy(
-                    self.nodes[start], self.made.__getitem__
+                self.copies[self.nodes[start]] = self.main_graph.node_copy(
+                    self.nodes[start], self.copies.__getitem__
                 )
             start = end
         remaining = []
         for node, name in self.weights.items():
-            if self.made[node].users:
+            if self.copies[node].users:
                 remaining.append(name)
             else:
-                self.main_graph.erase_node(self.made[node])
+                self.main_graph.erase_node(self.copies[node])
         return self.main_graph, remaining
 
     def _add_segment(self, unit: str, nodes: list[fx.Node]) -> None:
         """Replace a segment by a call of its submodule."""
-        inside = set(nodes)
-        entering = dict.fromkeys(
-            node_in for node in nodes for node_in in node.all_input_nodes if node_in not in inside
+        segment_nodes = set(nodes)
+        inputs = dict.fromkeys(
+            node_in
+            for node in nodes
+            for node_in in node.all_input_nodes
+            if node_in not in segment_nodes
         )
-        own = [
-            node_in for node_in in entering if self.weights.get(node_in, "").startswith(f"{unit}.")
+        own_weights = [
+            node_in for node_in in inputs if self.weights.get(node_in, "").startswith(f"{unit}.")
         ]
-        others = [node_in for node_in in entering if node_in not in own]
-        leaving = [node for node in nodes if any(user not in inside for user in node.users)]
+        other_inputs = [node_in for node_in in inputs if node_in not in own_weights]
+        results = [node for node in nodes if any(user not in segment_nodes for user in node.users)]
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for position, node_in in enumerate((*own, *others)):
+        for position, node_in in enumerate((*own_weights, *other_inputs)):
             copies[node_in] = graph.placeholder(f"a_{position}")
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in leaving))
-        names = tuple(self.weights[node_in][len(unit) + 1 :] for node_in in own)
+        graph.output(tuple(copies[node] for node in results))
+        names = tuple(self.weights[node_in][len(unit) + 1 :] for node_in in own_weights)
         name = f"call_{self.call_count}"
         self.call_count += 1
         key = self._graph_key(graph)
@@ -214,10 +217,10 @@ class _Segmenter:
         segment = GraphSegment(self.segment_graphs[key], names)
         self.root.add_module(name, SegmentCall(unit, segment))
         result = self.main_graph.call_module(
-            name, (self.made[self.model], *(self.made[node_in] for node_in in others))
+            name, (self.copies[self.model], *(self.copies[node_in] for node_in in other_inputs))
         )
-        for position, node in enumerate(leaving):
-            self.made[node] = self.main_graph.call_function(get_item, (result, position))
+        for position, node in enumerate(results):
+            self.copies[node] = self.main_graph.call_function(get_item, (result, position))
 
     def _graph_key(self, graph: fx.Graph) -> tuple[Any, ...]:
         """Return a key that is equal only for graphs that compute the same."""

@@ -175,10 +175,10 @@ def _state_key(value: Any, depth: int) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         items = list(value)
     named = [
-        (_state_key(key, depth - 1), _state_key(one, depth - 1))
-        for key, one in list(inside.items())
+        (_state_key(key, depth - 1), _state_key(item, depth - 1))
+        for key, item in list(inside.items())
     ]
-    return type(value), [_state_key(one, depth - 1) for one in items], named
+    return type(value), [_state_key(item, depth - 1) for item in items], named
 
 
 def _is_plain(value: Any) -> bool:
@@ -225,8 +225,8 @@ def find_equal_layers(model: nn.Module) -> list[list[str]]:
 
 def _owns_its_tensors(module: nn.Module, path: str, names: dict[int, list[str]]) -> bool:
     """Return whether all uses of a module's weights and buffers are inside the module."""
-    every = [*module.parameters(), *module.buffers()]
-    return all(name.startswith(f"{path}.") for tensor in every for name in names[id(tensor)])
+    tensors = [*module.parameters(), *module.buffers()]
+    return all(name.startswith(f"{path}.") for tensor in tensors for name in names[id(tensor)])
 
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -285,5 +285,7 @@ def _attribute_key(value: Any) -> Any:
     if type(value) in (tuple, list, torch.Size):
         return type(value), tuple(map(_attribute_key, value))
     if type(value) is dict:
-        return dict, tuple((_attribute_key(key), _attribute_key(one)) for key, one in value.items())
+        return dict, tuple(
+            (_attribute_key(key), _attribute_key(item)) for key, item in value.items()
+        )
     return id(value)

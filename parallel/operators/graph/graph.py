@@ -121,17 +121,17 @@ class OperatorGraph:
 
     def tensor_users(self) -> list[list[int]]:
         """Return for each tensor the operators that read it, in order."""
-        found: list[list[int]] = [[] for _ in self.tensors]
-        for place, operator in enumerate(self.operators):
+        users: list[list[int]] = [[] for _ in self.tensors]
+        for position, operator in enumerate(self.operators):
             for index in dict.fromkeys(operator.inputs):
-                found[index].append(place)
-        return found
+                users[index].append(position)
+        return users
 
     def tensor_producers(self) -> dict[int, int]:
         """Return the operator that makes each tensor."""
         return {
-            index: place
-            for place, operator in enumerate(self.operators)
+            index: position
+            for position, operator in enumerate(self.operators)
             for index in operator.outputs
         }
 
@@ -159,7 +159,7 @@ def replace_refs(value: Any, take: Callable[[TensorRef], Any]) -> Any:
     if isinstance(value, TensorRef):
         return take(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(replace_refs(one, take) for one in value)
+        return type(value)(replace_refs(item, take) for item in value)
     if isinstance(value, dict):
-        return {key: replace_refs(one, take) for key, one in value.items()}
+        return {key: replace_refs(item, take) for key, item in value.items()}
     return value

@@ -120,9 +120,9 @@ class ExportReader:
                 return TensorRef(found.index)  # each use is a separate object
             return found
         if isinstance(value, (list, tuple)):
-            return type(value)(self._replace_nodes(one) for one in value)
+            return type(value)(self._replace_nodes(item) for item in value)
         if isinstance(value, dict):
-            return {key: self._replace_nodes(one) for key, one in value.items()}
+            return {key: self._replace_nodes(item) for key, item in value.items()}
         return value
 
     def _read_call(self, node: torch.fx.Node) -> None:

@@ -76,7 +76,7 @@ def split_embedding_bag(view: OperatorView) -> list[OpSplit]:
     if view.get_arg(4, "mode", 0) == 2:  # the largest: its fourth result is as wide as the table
         return []
     return splits_by_labels(
-        view, [[None, "h"], *[[None] * len(some) for some in view.in_shapes[1:]]], outs
+        view, [[None, "h"], *[[None] * len(shape) for shape in view.in_shapes[1:]]], outs
     )
 
 
@@ -129,7 +129,7 @@ def split_index(view: OperatorView) -> list[OpSplit]:
     """
     indices: list[Any] = list(view.get_arg(1, "indices"))
     rank = len(view.in_shapes[0])
-    indexed = [dim for dim, one in enumerate(indices) if one is not None]
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
     if not indexed or any(len(shape) != len(view.in_shapes[1]) for shape in view.in_shapes[1:]):
         return []
     x = labels_except(rank, *indexed)

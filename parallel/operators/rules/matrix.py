@@ -121,12 +121,12 @@ def split_einsum(view: OperatorView) -> list[OpSplit]:
     labels = [list(names) for names in ins]
     return splits_by_labels(
         view, labels, [list(right)], summed=set("".join(ins)) - set(right)
-    ) + partial_sum_splits(view, *([place] for place in range(len(ins))))
+    ) + partial_sum_splits(view, *([position] for position in range(len(ins))))
 
 
 def _largest_size(view: OperatorView, ins: list[str], name: str) -> int:
     return max(
-        shape[some.index(name)]
-        for some, shape in zip(ins, view.in_shapes, strict=True)
-        if name in some
+        shape[names.index(name)]
+        for names, shape in zip(ins, view.in_shapes, strict=True)
+        if name in names
     )

@@ -19,7 +19,7 @@ def split_layer_norm(view: OperatorView) -> list[OpSplit]:
     first = [*range(lead), *[None] * (len(shape) - lead)]
     outs = [[*range(lead), *[None] * (len(out) - lead)] for out in view.out_shapes]
     return splits_by_labels(
-        view, [first, *[[None] * len(some) for some in view.in_shapes[1:]]], outs
+        view, [first, *[[None] * len(in_shape) for in_shape in view.in_shapes[1:]]], outs
     )
 
 

@@ -169,7 +169,7 @@ def split_addition(view: OperatorView) -> list[OpSplit]:
 def split_multiplication(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; one factor can be a partial sum."""
     return _split_any_dim(view) + partial_sum_splits(
-        view, *([place] for place in range(len(view.in_shapes)))
+        view, *([position] for position in range(len(view.in_shapes)))
     )
 
 

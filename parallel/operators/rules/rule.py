@@ -95,7 +95,7 @@ def _count_refs(value: Any) -> int:
     if isinstance(value, TensorRef):
         return 1
     if isinstance(value, (list, tuple)):
-        return sum(_count_refs(one) for one in value)
+        return sum(_count_refs(item) for item in value)
     return 0
 
 

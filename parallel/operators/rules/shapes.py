@@ -99,8 +99,8 @@ def _dim_order(view: OperatorView) -> list[int]:
     if kind == "permute":
         return list(normalize_dims(view.get_arg(1, "dims"), rank))
     source, target = (
-        normalize_dims(view.get_arg(place, name), rank)
-        for place, name in ((1, "source"), (2, "destination"))
+        normalize_dims(view.get_arg(position, name), rank)
+        for position, name in ((1, "source"), (2, "destination"))
     )
     rest = [dim for dim in order if dim not in source]
     for to, dim in sorted(zip(target, source, strict=True)):
@@ -255,9 +255,9 @@ def split_view_scatter(view: OperatorView) -> list[OpSplit]:
 @register_rule("flip", "roll")
 def split_flip(view: OperatorView) -> list[OpSplit]:
     """Split the dims along which nothing moves."""
-    place, name = (1, "dims") if view.operator.kind == "flip" else (2, "dims")
-    over = normalize_dims(view.get_arg(place, name), len(view.in_shapes[0]))
-    labels = labels_except(len(view.in_shapes[0]), *over)
+    position = 1 if view.operator.kind == "flip" else 2
+    moved_dims = normalize_dims(view.get_arg(position, "dims"), len(view.in_shapes[0]))
+    labels = labels_except(len(view.in_shapes[0]), *moved_dims)
     return _linear_splits(view, [labels], [labels])
 
 

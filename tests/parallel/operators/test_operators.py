@@ -272,7 +272,11 @@ def test_propagation_never_changes_what_is_configured() -> None:
 
 def test_plans_are_the_same_every_time() -> None:
     one, other = (planned("llama", LLAMA, tp=2) for _ in range(2))
-    assert (one.shardings, one.weights, one.grad_sums) == (other.shardings, other.weights, other.grad_sums)
+    assert (one.shardings, one.weights, one.grad_sums) == (
+        other.shardings,
+        other.weights,
+        other.grad_sums,
+    )
 
 
 def test_nothing_configured_means_nothing_cut() -> None:
@@ -281,7 +285,7 @@ def test_nothing_configured_means_nothing_cut() -> None:
     assert not any(layout.axes for layout in plan.weights.values())
 
 
-def test_heads_are_cut_as_groups_and_gathered_where_they_cannot_be() -> None:
+def test_heads_that_do_not_divide_are_gathered() -> None:
     """
     Fault 24: 4 heads over 3 ranks; the products are cut unevenly, the heads stay whole, and it is
     no error.
@@ -355,7 +359,7 @@ def test_heads_are_cut_as_groups_and_gathered_where_they_cannot_be() -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_told_when_planning(
+def test_planning_refuses_wrong_entries(
     name: str, entries: Any, axes: dict[str, int], told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
@@ -370,7 +374,7 @@ def test_the_batch_may_be_named() -> None:
     assert (same.weights[0], same.shardings[0].input_layout(0, 2)) == (L("tp", None), L(None, None))
 
 
-def test_a_layout_may_be_said_in_every_form() -> None:
+def test_layouts_are_accepted_in_every_form() -> None:
     """
     By axes, on a device matrix of its own, and as counts: for weights, inputs, results and inside
     of a model.
@@ -386,7 +390,9 @@ def test_a_layout_may_be_said_in_every_form() -> None:
     inputs = (matrix("data", "None"), matrix("model", "None"))
     want = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
     assert planned("perceptron", {"fc1": inputs}, dp=2, tp=2).shardings == want.shardings
-    rows = planned("perceptron", {"fc1.weight": L("tp", None), "fc2": OpLayout(out=L("tp", None))}, tp=2)
+    rows = planned(
+        "perceptron", {"fc1.weight": L("tp", None), "fc2": OpLayout(out=L("tp", None))}, tp=2
+    )
     assert (
         planned("perceptron", {"fc1.weight": (2, 1), "fc2": OpLayout(out=(2, 1))}, tp=2).out_layouts
         == rows.out_layouts
@@ -421,7 +427,7 @@ class Strange(torch.nn.Module):
         return torch.linalg.matrix_exp(self.fc(x))
 
 
-def test_a_missing_rule_is_told_with_the_line_of_the_model() -> None:
+def test_a_missing_rule_names_the_line_of_the_model() -> None:
     """Fault 34."""
     grid, sample = Grid(("tp",), (2,)), (torch.zeros(4, 4),)
     with pytest.raises(
@@ -443,7 +449,7 @@ class Branching(torch.nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_a_model_that_does_not_export_is_told() -> None:
+def test_a_model_that_does_not_export_is_refused() -> None:
     with pytest.raises(UsageError, match=r"Branching does not export.*module styles"):
         Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))
 

@@ -13,7 +13,7 @@ import pytest
 from pdrun.parallel.operators import rule_checker as checker
 from pdrun.parallel.operators.plan import OperatorSharding
 from pdrun.parallel.operators.rules.examples import OperatorExample, all_examples
-from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, LOCAL_CALLS, REPLICATED, OpSplit
+from pdrun.parallel.operators.rules.rule import LOCAL_CALLS, PARTIAL, REPLICATED, RULES, OpSplit
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,7 @@ from pdrun.parallel.operators.explain import explain_plan
 from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
-from pdrun.parallel.operators.stages import assign_weights, assign_stages, stage_plans
+from pdrun.parallel.operators.stages import assign_stages, assign_weights, stage_plans
 from pdrun.parallel.pipeline.split import StageSplit, split_model
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
@@ -198,7 +198,7 @@ def words(rows: int = 4) -> Tensor:
     return torch.zeros(rows, LENGTH, dtype=torch.long)
 
 
-def told(plan: OperatorPlan) -> list[dict[str, L]]:
+def sent_layouts(plan: OperatorPlan) -> list[dict[str, L]]:
     """Return what each stage gives, by name."""
     return [
         {plan.graph.tensors[index].name: layout for index, layout in part.sent.items()}
@@ -224,14 +224,14 @@ def test_terms_of_sums_are_added_up_before_they_travel() -> None:
     by = {"by": {"up": 0, "down": 0, "last": 1}}
     entries = {"up.weight": L("tp", None), "down.weight": L(None, "tp")}
     plan, _ = located(Two(), entries, 2, torch.zeros(4, 8), **by)
-    assert told(plan) == [{"down.linear": L(None, None)}, {}]
+    assert sent_layouts(plan) == [{"down.linear": L(None, None)}, {}]
     plan, _ = located(Two(), entries | {"last": (L("tp", None),)}, 2, torch.zeros(4, 8), **by)
-    assert told(plan) == [{"down.linear": L("tp", None)}, {}]
+    assert sent_layouts(plan) == [{"down.linear": L("tp", None)}, {}]
 
 
 def test_what_a_later_stage_needs_travels_through_those_between() -> None:
     plan, _ = located(piped.Borrow(layers=4), piped.MEGATRON, 4, words())
-    names = [sorted(one) for one in told(plan)]
+    names = [sorted(one) for one in sent_layouts(plan)]
     assert names == [
         ["blocks.0.add_1", "emb.embedding"],
         ["blocks.1.add_1", "emb.embedding"],
@@ -250,7 +250,7 @@ def test_what_comes_from_the_batch_does_not_travel() -> None:
     }
     assert len(masks) == 2
     assert all(masks <= set(part.operators) for part in stage_plans(plan))
-    assert [sorted(one) for one in told(plan)] == [["emb.embedding", "layers.1.add_2"], []]
+    assert [sorted(one) for one in sent_layouts(plan)] == [["emb.embedding", "layers.1.add_2"], []]
     names = {name: [name] for name, _ in piped.Masked().named_parameters()}
     assert assign_weights(plan, cut, names).loose_weights == {"places": (0, 1)}
 
@@ -261,7 +261,9 @@ def test_weights_are_held_by_the_stages_that_use_them() -> None:
     found = assign_weights(plan, cut, {name: [name] for name, _ in model.named_parameters()})
     assert found.holders_of("bytes.weight") == (0, 3)
     plan, cut = located(piped.Inplace(), {}, 4, words())
-    found = assign_weights(plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()})
+    found = assign_weights(
+        plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()}
+    )
     assert found.loose_weights["places"] == (0,)
     assert found.loose_weights["never"] == (0, 1, 2, 3), (
         "nobody uses it: everybody keeps it, as without operators"
@@ -280,7 +282,7 @@ def test_explain_shows_the_operators_of_each_stage() -> None:
     assert any(line.startswith("blocks.2.up.linear") for line in lines[border:])
 
 
-def test_a_run_tells_of_its_stages_and_of_what_is_cut(worlds: Any) -> None:
+def test_explain_lists_stages_and_shards(worlds: Any) -> None:
     case = Case("tied", tp=2, cut="tied")
     for rank, text in enumerate(worlds(4).run(piped.explained, case)):
         assert "pipeline: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches" in text
@@ -338,7 +340,9 @@ def test_a_plan_that_fails_names_stage_and_operator() -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_cut_so_are_told_why(model: nn.Module, by: Any, text: str) -> None:
+def test_stages_that_are_impossible_are_refused_with_the_reason(
+    model: nn.Module, by: Any, text: str
+) -> None:
     with pytest.raises(UsageError, match=text):
         located(model, {}, 2, words(), **by)
 
@@ -362,12 +366,12 @@ def test_dropouts_in_another_order_than_that_of_the_stages_are_refused() -> None
     ):
         located(Beside(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
     plan, _ = located(Beside().eval(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
-    assert told(plan) == [{"drop.dropout": L(None, None)}, {}], (
+    assert sent_layouts(plan) == [{"drop.dropout": L(None, None)}, {}], (
         "nothing drops: the branches may lie as one likes"
     )
 
 
-def test_what_cannot_be_is_refused_on_every_rank(worlds: Any) -> None:
+def test_impossible_stages_are_refused_on_every_rank(worlds: Any) -> None:
     text = refused(worlds, Case("backwards", tp=2, cut="megatron"))
     assert (
         "blocks.0.norm1.layer_norm_1 of stage 0 takes blocks.3.add_1, which stage 1 computes"

@@ -287,7 +287,7 @@ def edges(length: int) -> None:
     compare(Edges(), Strategy({**how, **cut_here}), TP, x, lambda m, x: m(x).square().sum())
 
 
-def test_sequences_become_parts_and_whole_again_where_it_is_said(worlds: Any) -> None:
+def test_sequences_are_sliced_and_gathered_where_configured(worlds: Any) -> None:
     worlds(4).run(edges, LENGTH)
 
 

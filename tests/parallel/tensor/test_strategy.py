@@ -60,8 +60,7 @@ def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
     told = mistake(RULES, build(n_heads=16, n_kv=2), Grid(("tp",), (32,)))
     assert (
         "16 heads with 2 of keys and values cannot be split over 32 ranks (tp); "
-        "these numbers of ranks fit: 1, 2, 4, 8, 16"
-        in told
+        "these numbers of ranks fit: 1, 2, 4, 8, 16" in told
     )
 
 
@@ -76,7 +75,7 @@ def test_tied_weights_that_would_be_cut_differently() -> None:
     )
 
 
-def test_a_weight_in_an_attention_of_which_nothing_is_said() -> None:
+def test_a_weight_without_a_style_in_an_attention() -> None:
     rules = {key: value for key, value in RULES.items() if "wo" not in key}
     told = mistake(rules)
     assert told == (
@@ -85,7 +84,7 @@ def test_a_weight_in_an_attention_of_which_nothing_is_said() -> None:
     )
 
 
-def test_norms_that_are_forgotten_where_the_sequence_is_cut() -> None:
+def test_norms_without_a_style_where_the_sequence_is_sharded() -> None:
     """Their gradients would be those of a part of the sequence, on each rank of another."""
     rules = {
         key: value for key, value in strategy(sequence=True).rules.items() if "norm" not in key
@@ -99,8 +98,10 @@ def test_norms_that_are_forgotten_where_the_sequence_is_cut() -> None:
     )
 
 
-def test_axes_that_there_are_not() -> None:
-    assert "dp is not a tensor axis: weights cannot be sharded over it" in mistake({"head": vocab("dp")})
+def test_axes_that_do_not_exist() -> None:
+    assert "dp is not a tensor axis: weights cannot be sharded over it" in mistake(
+        {"head": vocab("dp")}
+    )
     assert "there is no axis 'x'" in mistake({"head": vocab("x")})
 
 
@@ -115,8 +116,9 @@ def test_modules_that_a_style_cannot_cut() -> None:
     )
     assert "Strategy, 0: a LayerNorm is not a linear module" in mistake({"0": col("tp")}, model)
     assert "Strategy, 1: Scaled overrides forward" in mistake({"1": row("tp")}, model)
-    assert "Strategy, 3: an embedding with max_norm cannot be sharded over the vocabulary" in mistake(
-        {"3": vocab("tp")}, model
+    assert (
+        "Strategy, 3: an embedding with max_norm cannot be sharded over the vocabulary"
+        in mistake({"3": vocab("tp")}, model)
     )
     assert "Strategy, 4: a ReLU is not a linear module" in mistake({"4": vocab("tp")}, model)
     nn.utils.parametrizations.weight_norm(model[2])
@@ -180,8 +182,9 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
         (20, 24),
         (28, 32),
     )
-    assert "2 heads of keys and values on 4 ranks are not supported with fused q, k and v" in mistake(
-        grouped, model
+    assert (
+        "2 heads of keys and values on 4 ranks are not supported with fused q, k and v"
+        in mistake(grouped, model)
     )
     del model[0].num_heads
     assert "Strategy, 0: the number of heads of a Attention is unknown" in mistake(rules, model)
@@ -204,7 +207,7 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
         lambda: cross_entropy(torch.ones(1, 3), torch.zeros(1), reduction="x"),
     ],
 )
-def test_words_that_mean_nothing(wrong: Any) -> None:
+def test_invalid_arguments_of_styles(wrong: Any) -> None:
     with pytest.raises(UsageError):
         wrong()
 

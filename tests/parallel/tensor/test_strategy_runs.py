@@ -118,7 +118,12 @@ def from_nothing() -> float:
     with empty_init():
         model = Decoder(tied=True)
     run = parallelize(
-        model, ADAM, token_loss, mesh=mesh.make_mesh(dp=2, tp=2), strategy=strategy(), optimizer_level=2
+        model,
+        ADAM,
+        token_loss,
+        mesh=mesh.make_mesh(dp=2, tp=2),
+        strategy=strategy(),
+        optimizer_level=2,
     )
     assert run.model.emb.weight is run.model.head.weight
     run.verify([tokens(rows=8)])

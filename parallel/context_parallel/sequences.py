@@ -319,7 +319,7 @@ class ShardedSequences:
             f" {self.length}"
         )
         hint = (
-            "use is_causal=True, a mask of the full sequence or of this rank's rows of it, or one row"
-            " for this rank's keys"
+            "use is_causal=True, a mask of the full sequence or of this rank's rows, or one row for"
+            " this rank's keys"
         )
         raise UsageError(what, where=API_NAME, hint=hint)

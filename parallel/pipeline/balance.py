@@ -1,7 +1,4 @@
-"""
-Cutting a row of things with costs into consecutive parts: evenly by number, or so that the largest
-part is least.
-"""
+"""Splitting a sequence of units with costs into consecutive parts, by number or by cost."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ API_NAME = "pdrun.Pipeline"
 
 def split_evenly(count: int, parts: int) -> list[range]:
     """
-    Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, the first are
-    the longer ones.
+    Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, longer ones
+    first.
     """
     _check_counts(count, parts)
     base, extra = divmod(count, parts)
@@ -26,11 +23,10 @@ def split_evenly(count: int, parts: int) -> list[range]:
 
 def split_by_cost(costs: Sequence[float], parts: int) -> list[range]:
     """
-    Return ``parts`` consecutive, non-empty ranges with the least possible largest sum.
+    Return ``parts`` consecutive, non-empty ranges with the smallest possible largest sum.
 
     Exact, by dynamic programming in O(parts * n**2): best(k, n) = min over i of max(best(k - 1, i),
-    sum of i..n). Among equals the one whose parts' sums have the least squares wins, and of these
-    the one that is longest at the front.
+    sum of i..n). Ties are broken by the least sum of squares, then by the longest first parts.
     """
     _check_counts(len(costs), parts)
     total = [0.0, *accumulate(costs)]
@@ -57,7 +53,7 @@ def split_by_cost(costs: Sequence[float], parts: int) -> list[range]:
 
 def _check_counts(count: int, parts: int) -> None:
     if count < parts:
-        what = f"{count} layer{'s' * (count != 1)} can't be cut into {parts} stages"
+        what = f"{count} layer{'s' * (count != 1)} cannot be split into {parts} stages"
         raise UsageError(
             what, where=API_NAME, hint="fewer stages (pp times chunks), or stages={glob: stage}"
         )

@@ -1,6 +1,5 @@
 """
-A pipeline in words: what lies on which stage, what share of the work that is, and what of the time
-is bubble.
+The description of a pipeline: the modules of each stage, their share of the cost, and the bubble.
 """
 
 from __future__ import annotations
@@ -11,32 +10,30 @@ from pdrun.parallel.pipeline.schedules.validate import validate_schedule
 from pdrun.parallel.pipeline.split import StageSplit
 
 MAX_LINE_CHARS = 140
-"""Characters of a line of the picture."""
+"""Length of a line of the drawing."""
 
 
 def describe_pipeline(schedule: PipelineSchedule, cut: StageSplit) -> str:
     """
     Return lines about stages and schedule.
 
-    The bubble is simulated twice: for stages of equal size, where the schedule alone makes it, and
-    with the stages' shares of the cost (of the number of weights, where no cost was given).
+    The bubble is simulated twice: for stages of equal size, as the schedule alone has it, and with
+    the stages' shares of the cost (by default, of the number of weights).
     """
     sized = ActionCosts(shares=cut.cost_shares)
     lines = [
-        f"pipeline: {schedule.stage_count} stages on {schedule.rank_count} ranks, schedule {schedule.name},"
-        f" {schedule.microbatch_count} micro-batches",
-        f"  bubble {bubble_share(schedule):.1%} of the ranks' time for stages of equal size, {bubble_share(schedule, sized):.1%}"
-        " with these shares",
+        f"pipeline: {schedule.stage_count} stages on {schedule.rank_count} ranks,"
+        f" schedule {schedule.name}, {schedule.microbatch_count} micro-batches",
+        f"  bubble {bubble_share(schedule):.1%} of the ranks' time for stages of equal size,"
+        f" {bubble_share(schedule, sized):.1%} with these shares",
         f"  at most {max(validate_schedule(schedule).live)} activations of a stage live on a rank",
     ]
     for stage, place in enumerate(schedule.stage_ranks):
-        lines.append(
-            f"  stage {stage} on rank {place}, {cut.cost_shares[stage]:6.1%}: {_shorten_names(cut.modules_of(stage))}"
-        )
+        names = _shorten_names(cut.modules_of(stage))
+        lines.append(f"  stage {stage} on rank {place}, {cut.cost_shares[stage]:6.1%}: {names}")
     for name, stages in cut.loose_weights.items():
-        lines.append(
-            f"  {name} is held by {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
-        )
+        word = "stage" if len(stages) == 1 else "stages"
+        lines.append(f"  {name} is on {word} {', '.join(map(str, stages))}")
     drawn = draw_schedule(schedule).splitlines()
     lines += [
         f"  {line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 4] + ' ...'}"

@@ -1,10 +1,9 @@
 """
-What travels between stages during a step: activations down the line, gradients back, and what
-announces them.
+Messages between stages during a step: activations, gradients, and boundary records.
 
-The first micro-batch of each shape is preceded by a `Record`, which says what travels; from then on
-both ends know. What a rank receives from another comes in the order in which that one sends it,
-which both read off the schedule.
+A `BoundaryRecord` precedes the first micro-batch of each shape and describes the tensors that
+follow; later micro-batches need none. A rank receives messages in the order of the sender, which
+both read from the schedule.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from pdrun.parallel.pipeline.schedules.validate import list_messages
 from pdrun.parallel.pipeline.split_backward import DeferredWeightGrad
 
 ShapeKey = tuple[Any, ...]
-"""
-What the activations' form depends on: whether gradients are wanted, whether one trains, the shapes
-of the batch.
-"""
+"""The inputs that determine the form of activations: gradient mode, training mode, batch shapes."""
 Received = tuple[BoundaryRecord | None, list[torch.Tensor]]
-"""What a stage has been sent, and how it was announced; gradients need no announcement."""
+"""The tensors that a stage received, and their record; gradients need no record."""
 
 
 @dataclass
@@ -38,11 +34,11 @@ class MicroBatchState:
     A stage's part of a micro-batch, from its forward to the end of its backward.
 
     Attributes:
-        told, taken: what came from the stage before; those tensors that want a gradient are leaves.
-        sent: what was sent on; None on the last stage.
-        roots: where the backward begins: the loss's sum, or the places in autograd's graph of what
-            was sent.
-        later: what a split backward has left to do.
+        record, inputs: received from the stage before; tensors that need a gradient are leaves.
+        sent_record: describes what was sent on; None on the last stage.
+        roots: where the backward starts: the sum of the loss, or the gradient edges of what was
+            sent.
+        deferred: the remaining work of a split backward.
     """
 
     record: BoundaryRecord | None
@@ -52,10 +48,7 @@ class MicroBatchState:
     deferred: DeferredWeightGrad | None = None
 
     def input_gradients(self) -> list[torch.Tensor]:
-        """
-        Return the gradients of what was taken, as far as they are wanted; zeros where there are
-        none.
-        """
+        """Return the gradients of the inputs that need one; zeros for unused inputs."""
         pairs = zip(self.record.sent if self.record else (), self.inputs, strict=True)
         return [
             torch.zeros_like(x) if x.grad is None else x.grad for one, x in pairs if one.needs_grad
@@ -64,12 +57,12 @@ class MicroBatchState:
 
 class StageExchange:
     """
-    One rank's messages.
+    The messages of one rank.
 
     Args:
-        schedule: a sound one.
+        schedule: a valid one.
         links: to the other ranks.
-        dynamic: announce every micro-batch.
+        dynamic: send a record for every micro-batch.
     """
 
     def __init__(self, schedule: PipelineSchedule, links: P2PLinks, dynamic: bool) -> None:
@@ -82,14 +75,14 @@ class StageExchange:
             ends: [one.action for one in sent] for ends, sent in list_messages(schedule).items()
         }
         self._known_records: dict[tuple[int, ShapeKey], BoundaryRecord] = {}
-        """How what a stage sends on looks."""
+        """The records of what each stage sends."""
         self._next_message: dict[tuple[int, int], int] = {}
         self._arrived: dict[StageAction, tuple[BoundaryRecord, PendingReceive]] = {}
         self._from_own_stages: dict[StageAction, Received] = {}
         self._shape_keys: list[ShapeKey] = []
 
     def begin_step(self, batches: Sequence[Any], training: bool) -> None:
-        """Begin a step on some micro-batches."""
+        """Start a step on some micro-batches."""
         self._next_message = dict.fromkeys(self._order, 0)
         self._arrived.clear()
         self._from_own_stages.clear()
@@ -104,10 +97,10 @@ class StageExchange:
         self, action: StageAction, sent: BoundaryRecord, tensors: list[torch.Tensor]
     ) -> None:
         """
-        Send what a forward made to the next stage.
+        Send the output of a forward to the next stage.
 
         Raises:
-            UsageError: it looks otherwise than for a micro-batch of the same shapes before.
+            UsageError: it differs from that of an earlier micro-batch of the same shapes.
         """
         stage = action.stage
         micro = action.micro
@@ -116,10 +109,11 @@ class StageExchange:
         known = self._known_records.setdefault(key, sent) if not self.is_dynamic else sent
         if known != sent:
             raise UsageError(
-                f"stage {stage} ran other modules, or made other shapes, for micro-batch {micro} than for one before"
-                f" of the same shapes: {_describe_difference(known, sent)}",
+                f"stage {stage} ran other modules, or made other shapes, for micro-batch {micro}"
+                " than for an earlier one of the same shapes:"
+                f" {_describe_difference(known, sent)}",
                 where=API_NAME,
-                hint="pipeline=Pipeline(dynamic=True), which announces every micro-batch",
+                hint="use pipeline=Pipeline(dynamic=True), which describes every micro-batch",
             )
         if place == self.rank:
             self._from_own_stages[StageAction(stage + 1, "F", micro)] = (
@@ -133,7 +127,7 @@ class StageExchange:
         self.links.send_tensors(tensors, place, label)
 
     def send_gradients(self, action: StageAction, work: MicroBatchState) -> None:
-        """Send the gradients of what a stage took to the stage before."""
+        """Send the gradients of a stage's inputs to the stage before."""
         if action.stage == 0:
             return
         place = self.stage_ranks[action.stage - 1]
@@ -151,8 +145,8 @@ class StageExchange:
 
     def send_losses(self, sums: torch.Tensor) -> torch.Tensor:
         """
-        Return the losses on the last rank, which gets them from that of the last stage; zeros on
-        the others.
+        Return the losses on the last rank, received from that of the last stage; zeros on the
+        others.
         """
         source = self.stage_ranks[-1]
         target = self.schedule.rank_count - 1
@@ -168,9 +162,7 @@ class StageExchange:
     # ---- what arrives -------------------------------------------------------
 
     def _source_action(self, action: StageAction) -> StageAction | None:
-        """
-        Return the action of another rank whose message an action needs; None where there is none.
-        """
+        """Return the action of another rank whose message an action needs; None without one."""
         if action.kind == "W" or (action.kind == "F" and action.stage == 0):
             return None
         stage = action.stage + (-1 if action.kind == "F" else 1)
@@ -187,11 +179,11 @@ class StageExchange:
         self, action: StageAction, live: dict[tuple[int, int], MicroBatchState], wait: bool
     ) -> None:
         """
-        Begin to receive what an action needs, and whatever its sender sends before that.
+        Start to receive the message of an action, and all earlier messages of its sender.
 
         Args:
-            live: what this rank has sent and has no gradients of yet.
-            wait: whether to wait for announcements; without that, what isn't known yet is left for
+            live: micro-batches of this rank whose backward is not complete.
+            wait: whether to wait for records; otherwise messages of unknown form are left for
                 later.
         """
         source = self._source_action(action)
@@ -216,7 +208,7 @@ class StageExchange:
         live: dict[tuple[int, int], MicroBatchState],
         wait: bool,
     ) -> BoundaryRecord | None:
-        """Return what a message consists of; None where that would have to be waited for."""
+        """Return the record of a message; None if it has not arrived and must not be waited for."""
         if coming.kind != "F":  # as this rank has sent it
             work = live.get((coming.stage - 1, coming.micro))
             return work.sent_record if work is not None else None
@@ -230,7 +222,7 @@ class StageExchange:
         return self._known_records[key]
 
     def take_received(self, action: StageAction) -> Received:
-        """Return what an action needs from another stage."""
+        """Return the tensors that an action needs from another stage."""
         if action in self._from_own_stages:
             return self._from_own_stages.pop(action)
         source = self._source_action(action)
@@ -244,8 +236,8 @@ class StageExchange:
 
     def take_forward(self, action: StageAction) -> Received:
         """
-        Return what a stage needs where there are forwards only, of all micro-batches one stage
-        after the other.
+        Return the input of a stage when there are forwards only, of all micro-batches stage by
+        stage.
         """
         source = self._source_action(action)
         if action not in self._from_own_stages and source is not None:
@@ -260,18 +252,20 @@ class StageExchange:
 
 
 def _shape_of_leaf(leaf: Any) -> Any:
-    """Return what of a leaf of a batch decides about shapes."""
+    """Return the part of a leaf of a batch that determines shapes."""
     if isinstance(leaf, torch.Tensor):
         return (tuple(leaf.shape), leaf.dtype)
     return repr(leaf)[:99]
 
 
 def _describe_difference(known: BoundaryRecord, now: BoundaryRecord) -> str:
-    """Say in what two records differ."""
+    """Return the difference of two records."""
     if known.next_module != now.next_module:
         return f"left before {now.next_module}, not {known.next_module}"
     if known.sent != now.sent:
-        return f"sends {[list(one.shape) for one in now.sent]}, not {[list(one.shape) for one in known.sent]}"
+        now_shapes = [list(one.shape) for one in now.sent]
+        known_shapes = [list(one.shape) for one in known.sent]
+        return f"sends {now_shapes}, not {known_shapes}"
     if [name for name, _ in known.returned] != [name for name, _ in now.returned]:
         return "the modules that ran differ"
     if known.dropout_calls != now.dropout_calls:

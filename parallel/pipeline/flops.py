@@ -1,7 +1,4 @@
-"""
-Floating point operations of each unit of a model on a batch, counted on fake tensors: nothing is
-computed.
-"""
+"""Floating point operations of each unit of a model on a batch, counted on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from pdrun.parallel.pipeline.balance import API_NAME
 from pdrun.parallel.training.loss import call_model
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The kernel that attention takes on the CPU, which torch counts as nothing."""
+"""The attention kernel of the CPU, for which torch counts no operations."""
 
 
 def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
@@ -41,14 +38,13 @@ def count_flops(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str
     Return the operations of each named module in one forward pass.
 
     Args:
-        sample: a batch, as the model takes it (see `call_model`); its size matters as a factor
-            only.
+        sample: a batch, as the model takes it (see `call_model`); its size is a factor only.
 
     Raises:
-        UsageError: there is no batch, or the model can't run on fake tensors.
+        UsageError: there is no batch, or the model cannot run on fake tensors.
     """
     if sample is None:
-        what = 'balance="flops" has to see a batch'
+        what = 'balance="flops" needs a batch'
         raise UsageError(
             what, where=API_NAME, hint='sample=batch of parallelize, or balance="parameters"'
         )

@@ -1,10 +1,12 @@
 """
-What one stage tells the next about a micro-batch, besides the tensors: text, never code.
+The record of a stage boundary: what the next stage must know in addition to the tensors. JSON text.
 
-A record says at which module the model was left and how many dropouts came before; which of the
-arguments of that module's call are tensors that travel; and what every module called so far
-returned, so that the next stage, which runs the model's ``forward`` from its beginning, has
-something of the same shape to put in their places.
+A record has:
+
+* the module at whose call the stage ended, and the number of dropouts so far;
+* which arguments of that call are tensors that are sent;
+* the form of the results of all modules called so far. The next stage runs the model's ``forward``
+  from the start, with placeholders of these forms.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ The form of a value: ``["tensor", shape, dtype]``, ``["list", forms]``, ``["tupl
 @dataclass(frozen=True)
 class SentTensor:
     """
-    A tensor that travels: its place among the leaves of the arguments, and whether its gradient
-    comes back.
+    A tensor that is sent: its index among the leaves of the arguments, and whether it needs a
+    gradient.
     """
 
     index: int
@@ -42,14 +44,14 @@ class SentTensor:
 @dataclass(frozen=True)
 class BoundaryRecord:
     """
-    What a stage tells the next.
+    The description of a stage boundary.
 
     Attributes:
-        door: the module at whose call the model was left.
-        leaves: number of leaves of the call's arguments.
-        sent: those that travel.
-        calls: dropouts so far.
-        returned: (module, form of what it returned), in the order of the calls.
+        next_module: the module at whose call the stage ended.
+        leaf_count: number of leaves of the call's arguments.
+        sent: those that are sent.
+        dropout_calls: dropouts so far.
+        returned: (module, form of its result), in the order of the calls.
     """
 
     next_module: str
@@ -60,10 +62,10 @@ class BoundaryRecord:
     placeholders: dict[tuple[str, int], Any] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """What stands for the returned values, made when it is first wanted; see `Pass`."""
+    """Placeholders of the returned values, created on first use; see `StageForward`."""
 
     def encode(self) -> torch.Tensor:
-        """Return the record as bytes, in a tensor."""
+        """Return the record as a tensor of bytes."""
         sent = [[one.index, list(one.shape), str(one.dtype), one.needs_grad] for one in self.sent]
         text = json.dumps(
             [self.next_module, self.leaf_count, sent, self.dropout_calls, self.returned]
@@ -71,9 +73,9 @@ class BoundaryRecord:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @staticmethod
-    def decode(told: torch.Tensor) -> BoundaryRecord:
-        """Return the record that bytes stand for."""
-        door, leaves, sent, calls, returned = json.loads(bytes(told.cpu().tolist()))
+    def decode(data: torch.Tensor) -> BoundaryRecord:
+        """Return the record of a tensor of bytes."""
+        door, leaves, sent, calls, returned = json.loads(bytes(data.cpu().tolist()))
         tensors = tuple(
             SentTensor(index, tuple(shape), dtype_of(kind), grad)
             for index, shape, kind, grad in sent
@@ -84,7 +86,7 @@ class BoundaryRecord:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the type that ``str(dtype)`` told of."""
+    """Return the type with this ``str(dtype)``."""
     found = getattr(torch, text.removeprefix("torch."))
     assert isinstance(found, torch.dtype)
     return found
@@ -92,10 +94,10 @@ def dtype_of(text: str) -> torch.dtype:
 
 def form_of(value: Any, name: str) -> ValueForm:
     """
-    Return the form of what a module returned.
+    Return the form of a module's result.
 
     Raises:
-        UsageError: it is something else than tensors and plain values in lists, tuples and dicts.
+        UsageError: it is not made of tensors and plain values in lists, tuples and dicts.
     """
     if isinstance(value, torch.Tensor):
         return ["tensor", list(value.shape), str(value.dtype)]
@@ -111,12 +113,15 @@ def form_of(value: Any, name: str) -> ValueForm:
     raise UsageError(
         f"{name} returns a {type(value).__name__}",
         where=API_NAME,
-        hint="modules at which a model is cut return tensors and plain values, in tuples, lists or dicts",
+        hint=(
+            "modules at stage boundaries must return tensors and plain values, in tuples, lists or"
+            " dicts"
+        ),
     )
 
 
 def build_value(form: ValueForm, tensor: Callable[[tuple[int, ...], torch.dtype], Any]) -> Any:
-    """Return a value of a form, with what ``tensor`` makes of shape and type for each tensor."""
+    """Return a value of a form; ``tensor`` makes each tensor from shape and type."""
     kind = form[0]
     if kind == "tensor":
         return tensor(tuple(form[1]), dtype_of(form[2]))

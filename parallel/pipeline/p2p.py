@@ -1,10 +1,10 @@
 """
-Point-to-point connections along pp: tensors go from rank to rank in an order that both ends know.
+Point-to-point connections along pp: tensors are sent between ranks in an order that both know.
 
-Each pair of neighbours has two process groups, one for each direction. So what goes up never waits
-for what comes down, on NCCL too, where all transfers of a group pass through one stream; and within
-a direction the receiver posts its receives in the order of the sender's sends. The groups form a
-ring, or join all with all where a schedule needs it.
+Each pair of neighbours has two process groups, one per direction. A send never waits for a receive
+of the other direction, also on NCCL, where all transfers of a group use one stream. Within a
+direction the receiver posts its receives in the order of the sends. The groups form a ring, or
+connect all pairs if a schedule needs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIPELINE_AXIS = "pp"
 
 @dataclass
 class PendingReceive:
-    """Tensors that are on their way."""
+    """Tensors that are being received."""
 
     tensors: list[torch.Tensor]
     works: list[Any]
@@ -34,11 +34,11 @@ class PendingReceive:
 
 class P2PLinks:
     """
-    The connections of one rank; every rank of the job makes its own at the same time.
+    The connections of one rank; every rank of the job must create its links at the same time.
 
     Args:
-        axes: places along the mesh.
-        wanted: pairs of places that have to be joined.
+        axes: this rank's groups.
+        wanted: pairs of indices along pp that must be connected.
     """
 
     def __init__(self, axes: MeshGroups, wanted: Iterable[tuple[int, int]]) -> None:
@@ -61,8 +61,8 @@ class P2PLinks:
         """
         Have each pair exchange an element, in one order on all ranks.
 
-        NCCL joins a pair at its first transfer, and holds both processes up until then: inside a
-        schedule, where either may be waiting for somebody else, that could be for ever.
+        NCCL connects a pair at its first transfer and blocks both processes until then. Inside a
+        schedule, where either can wait for a third rank, this could deadlock.
         """
         one = torch.zeros(1, device=self.axes.device)
         for (source, target), group in self._groups.items():
@@ -76,7 +76,7 @@ class P2PLinks:
         return self
 
     def send_tensors(self, tensors: list[torch.Tensor], place: int, label: str) -> None:
-        """Send tensors to a place along pp, without waiting; `settle` ends it."""
+        """Send tensors to a rank along pp without waiting; `wait_sends` ends it."""
         self._sending = [one for one in self._sending if not one[0].is_completed()]
         for tensor in tensors:
             if tensor.numel():
@@ -91,8 +91,9 @@ class P2PLinks:
         self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int
     ) -> PendingReceive:
         """
-        Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of
-        the sends.
+        Start to receive tensors from a rank; `wait_received` ends it.
+
+        Receives must be posted in the order of the sends.
         """
         found = PendingReceive([], [])
         for shape, dtype in shapes:
@@ -104,7 +105,7 @@ class P2PLinks:
         return found
 
     def wait_received(self, arriving: PendingReceive, label: str) -> list[torch.Tensor]:
-        """Return the tensors when they are there."""
+        """Wait for the tensors and return them."""
         for work in arriving.works:
             self.axes.watchdog.wait(work, label)
         return arriving.tensors
@@ -115,7 +116,7 @@ class P2PLinks:
         self.send_tensors([torch.tensor([len(text)], device=self.axes.device), text], place, label)
 
     def receive_record(self, place: int, label: str) -> BoundaryRecord:
-        """Wait for a record from a place."""
+        """Wait for a record from a rank."""
         (length,) = self.wait_received(self.post_receives([((1,), torch.int64)], place), label)
         (text,) = self.wait_received(
             self.post_receives([((int(length),), torch.uint8)], place), label
@@ -123,7 +124,7 @@ class P2PLinks:
         return BoundaryRecord.decode(text)
 
     def wait_sends(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait for all sends."""
         for work, _, label in self._sending:
             self.axes.watchdog.wait(work, label)
         self._sending.clear()

@@ -1,6 +1,5 @@
 """
-`pdrun.Pipeline`: what the user says about stages and their schedule, held against model and mesh
-before anything runs.
+`pdrun.Pipeline`: the user's stages and schedule, checked against model and mesh before a step.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from pdrun.parallel.pipeline.stage import GraphModel, PipelineStages
 @dataclass(frozen=True)
 class Pipeline:
     """
-    How a model is cut into stages over pp, and in which order these work.
+    How a model is split into stages over pp, and their schedule.
 
     Attributes:
-        microbatches: pieces of this rank's part of a batch; the rows needn't divide evenly.
-        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or one's own (see
-            `parse`).
+        microbatches: parts of this rank's part of a batch; the rows need not divide evenly.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or a schedule (see
+            `parse_schedule`).
         stages: {glob of modules: stage}; default: by ``balance``.
-        chunks: stages a rank; default: 2 for "interleaved" and "zero-bubble-v", else 1.
-        balance: "layers", "parameters", "flops" (which wants ``sample=`` of parallelize) or {glob:
-            cost}.
-        shared: globs of weights that the last stage uses besides the stage of their module (an
-            embedding that is also
-            the output layer by ``h @ self.embedding.weight.T``), or {glob: stages}. Ties by assignment need no word.
-        dynamic: announce every micro-batch anew, for models whose branches depend on the data.
+        chunks: stages per rank; default: 2 for "interleaved" and "zero-bubble-v", 1 for others.
+        balance: "layers", "parameters", "flops" (needs ``sample=`` of parallelize) or {glob: cost}.
+        shared: globs of weights that the last stage uses in addition to the stage of their module
+            (an embedding that is also the output layer by ``h @ self.embedding.weight.T``), or
+            {glob: stages}. Weights tied by assignment are found.
+        dynamic: describe every micro-batch to the next stage, for models with data-dependent
+            branches.
     """
 
     microbatches: int
@@ -55,16 +54,17 @@ class Pipeline:
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
-                raise UsageError(f"{name}={value!r} is no count of at least 1", where=API_NAME)
+                what = f"{name} must be an integer of at least 1, got {value!r}"
+                raise UsageError(what, where=API_NAME)
         if not isinstance(self.schedule, Sequence):
             raise UsageError(
-                f"schedule={self.schedule!r} is none",
+                f"schedule must be a name or a schedule, got {self.schedule!r}",
                 where=API_NAME,
                 hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
             )
         if self.stages is not None and not isinstance(self.stages, Mapping):
             raise UsageError(
-                f"stages={self.stages!r} is no dict",
+                f"stages must be a dict, got {self.stages!r}",
                 where=API_NAME,
                 hint='stages={"blocks.[0-3]": 0}',
             )
@@ -83,18 +83,20 @@ class Pipeline:
                 )
         if not isinstance(self.shared, (Sequence, Mapping)):
             raise UsageError(
-                f"shared={self.shared!r} is no list", where=API_NAME, hint='shared=["emb.weight"]'
+                f"shared must be a list or dict, got {self.shared!r}",
+                where=API_NAME,
+                hint='shared=["emb.weight"]',
             )
         if not isinstance(self.dynamic, bool):
-            raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=API_NAME)
+            raise UsageError(f"dynamic must be a bool, got {self.dynamic!r}", where=API_NAME)
 
     def plan(self, ranks: int) -> PipelineSchedule:
         """
         Return the schedule for a number of ranks along pp.
 
         Raises:
-            UsageError: an unknown or unsound one, or one that doesn't fit ranks, chunks and
-                micro-batches.
+            UsageError: the schedule is unknown or invalid, or does not fit ranks, chunks and
+            micro-batches.
         """
         if (
             isinstance(self.schedule, str)
@@ -108,15 +110,15 @@ class Pipeline:
                 return self._named_schedule(self.schedule, ranks)
         found = parse_schedule(self.schedule)
         validate_schedule(found)
-        said = {
+        counts = {
             "pp": (ranks, found.rank_count),
             "microbatches": (self.microbatches, found.microbatch_count),
         }
         if self.chunks is not None:
-            said["chunks"] = (self.chunks, found.stage_count // found.rank_count)
+            counts["chunks"] = (self.chunks, found.stage_count // found.rank_count)
         wrong = [
             f"{name}={mine}, the schedule has {its}"
-            for name, (mine, its) in said.items()
+            for name, (mine, its) in counts.items()
             if mine != its
         ]
         if wrong:
@@ -127,8 +129,8 @@ class Pipeline:
         found = make_schedule(name, ranks, self.microbatches, self.chunks)
         if self.microbatches < ranks and name != "gpipe":
             raise UsageError(
-                f"microbatches={self.microbatches} is less than pp={ranks}: {name} has each stage work on a micro-batch"
-                " of its own",
+                f"microbatches={self.microbatches} is less than pp={ranks}: in {name} every stage"
+                " works on a different micro-batch",
                 where=API_NAME,
                 hint=f'microbatches={ranks} or more, or schedule="gpipe"',
             )
@@ -137,10 +139,10 @@ class Pipeline:
 
     def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> StageSplit:
         """
-        Return which module belongs to which stage; see `pdrun.parallel.interfaces.StageSplitter`.
+        Return the stage of each module; see `pdrun.parallel.interfaces.StageSplitter`.
 
         Raises:
-            UsageError: the model can't be cut as was said.
+            UsageError: the model cannot be split like this.
         """
         stages = self.plan(axes[PIPELINE_AXIS].size).stage_count
         return split_model(model, stages, self.stages, self.balance, self.shared, sample)
@@ -149,11 +151,11 @@ class Pipeline:
         self, model: nn.Module, axes: MeshGroups, sample: Any
     ) -> tuple[nn.Module, PipelineRunner]:
         """
-        Return this rank's stage of a model and what drives it; see
-        `pdrun.parallel.interfaces.Pipeline`.
+        Return this rank's stage of a model and its driver; see
+        `pdrun.parallel.interfaces.PipelineCutter`.
 
         Raises:
-            UsageError: the model can't be cut as was said.
+            UsageError: the model cannot be split like this.
         """
         schedule = self.plan(axes[PIPELINE_AXIS].size)
         graph: GraphModel | None = getattr(model, "_pdrun_engine", None)

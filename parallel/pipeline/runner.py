@@ -1,8 +1,7 @@
 """
-Carrying a schedule out: this rank's actions in their order.
+Runs a schedule: the actions of this rank in their order.
 
-The target of a micro-batch is part of its batch, on every rank, and so never meets another's
-output.
+The target of a micro-batch is part of its batch, on every rank, so it always meets its own output.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 
 class PipelineRunner:
     """
-    What drives a pipeline: see `pdrun.parallel.training.driver.Driver`.
+    The driver of a pipeline: see `pdrun.parallel.training.driver.Driver`.
 
     Args:
-        schedule: a sound one.
-        stages: those that this rank holds.
+        schedule: a valid one.
+        stages: those of this rank.
         links: to the other ranks.
-        dynamic: announce every micro-batch anew: for models whose branches depend on the data.
+        dynamic: describe every micro-batch to the next stage, for data-dependent branches.
     """
 
     def __init__(
@@ -56,15 +55,15 @@ class PipelineRunner:
             action.stage: place for place, action in enumerate(self._actions) if action.kind in "BW"
         }
         self._own_stages = sorted(ends, key=lambda stage: -ends[stage])
-        """The stages of this rank, as chunks 0, 1, ...: chunk 0 is done last."""
+        """The stages of this rank, as chunks 0, 1, ...: chunk 0 is finished last."""
         self._chunk_by_weight = {
             weight: 0 if weight in stages.shared_weights else chunk
             for chunk, stage in enumerate(self._own_stages)
             for weight in stages.trained_weights[stage]
         }
-        """To which chunk each weight belongs; those that stages share, to chunk 0 on every rank."""
+        """The chunk of each weight; weights that stages share are in chunk 0 on every rank."""
         self._borrowed_grads: dict[nn.Parameter, torch.Tensor] = {}
-        """Gradients of weights that belong to another chunk than the one that computed them."""
+        """Gradients of weights in another chunk than the one that computed them."""
         self._last_backward = {
             action.stage: action for action in self._actions if action.kind in "BI"
         }
@@ -78,10 +77,7 @@ class PipelineRunner:
         return self.schedule.splits_backward
 
     def chunk_of(self, name: str) -> int:
-        """
-        Return in which of this rank's chunks a weight is; one that several stages use belongs to
-        chunk 0.
-        """
+        """Return the chunk of a weight on this rank; 0 for a weight that several stages use."""
         return self._chunk_by_weight.get(self.stages.own_weights[name], 0)
 
     def chunks_using(self, name: str) -> tuple[int, ...]:
@@ -91,7 +87,7 @@ class PipelineRunner:
         )
 
     def check_units(self, names: Sequence[str]) -> None:
-        """Refuse modules around others that lie on several stages; see `Driver.check_units`."""
+        """Refuse modules with parts on several stages; see `Driver.check_units`."""
         for name in names:
             inside = [
                 at
@@ -99,26 +95,28 @@ class PipelineRunner:
                 if f"{unit}.".startswith(f"{name}.")
             ]
             if len(set(inside)) > 1:
-                what = f"the unit {name} lies on the stages {min(inside)} to {max(inside)}"
+                what = f"the unit {name} is on the stages {min(inside)} to {max(inside)}"
                 raise UsageError(
-                    what, where=API_NAME, hint="units= of modules that lie on one stage each"
+                    what, where=API_NAME, hint="set units= to modules that are on one stage each"
                 )
 
     def describe(self) -> str:
-        """Return the stages, their shares and the schedule in words."""
+        """Return the description of stages, shares and schedule."""
         return describe_pipeline(self.schedule, self.stages.split)
 
     # ---- a step -------------------------------------------------------------
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
-        Go forward and backward through all micro-batches.
+        Run forward and backward of all micro-batches.
 
         Returns:
-            ``[microbatches, 2]``: sum and count of the loss of each, on the last rank; zeros on the others.
+            ``[microbatches, 2]``: sum and count of the loss of each, on the last rank; zeros on the
+                others.
         """
         if len(micros) != self.schedule.microbatch_count:
-            what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatch_count}"
+            count = self.schedule.microbatch_count
+            what = f"the schedule has {count} micro-batches, got {len(micros)}"
             raise UsageError(what, where=API_NAME)
         self._begin_step(step, micros)
         sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device), device=step.device)
@@ -126,12 +124,12 @@ class PipelineRunner:
         for place, action in enumerate(self._actions):
             for soon in self._actions[
                 place : place + 2
-            ]:  # what the next action needs travels during this one
+            ]:  # the input of the next action is received during this one
                 self.exchange.post_receives(soon, self._live, wait=soon is action)
             if action.kind == "F":
-                told = self._run_forward(step, action, micros[action.micro])
-                if told is not None:
-                    sums[action.micro] = torch.stack(told).to(sums.dtype)
+                loss = self._run_forward(step, action, micros[action.micro])
+                if loss is not None:
+                    sums[action.micro] = torch.stack(loss).to(sums.dtype)
             else:
                 ends = action.kind != "I"
                 count = done[action.stage, ends] = done.get((action.stage, ends), 0) + 1
@@ -142,11 +140,12 @@ class PipelineRunner:
 
     def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
-        Go forward only, without gradients.
+        Run forwards only, without gradients.
 
         Returns:
-            what the model returned for each micro-batch, on the rank of the last stage; None for each on the others,
-            and for a micro-batch without rows.
+            the model's result for each micro-batch, on the rank of the last stage. None for each on
+            the
+                others, and for a micro-batch without rows.
         """
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
@@ -176,17 +175,17 @@ class PipelineRunner:
     def _run_forward(
         self, step: StepContext, action: StageAction, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Do a forward; return the loss's sum and count on the last stage."""
-        (told, taken), sent, tensors, output = self._run_stage(
+        """Run a forward; return the sum and count of the loss on the last stage."""
+        (record, inputs), sent, tensors, output = self._run_stage(
             step, action, micro, self.exchange.take_received(action), judge=True
         )
-        work = self._live[action.stage, action.micro] = MicroBatchState(told, taken, sent)
+        work = self._live[action.stage, action.micro] = MicroBatchState(record, inputs, sent)
         if sent is not None:
             self.exchange.send_output(action, sent, tensors)
             pairs = zip(sent.sent, tensors, strict=True)
             work.roots = [
                 get_gradient_edge(x) for one, x in pairs if one.needs_grad
-            ]  # the tensors themselves may go
+            ]  # the tensors themselves can be freed
             return None
         total, count = output
         check_requires_grad(total)
@@ -205,17 +204,17 @@ class PipelineRunner:
         judge: bool = False,
     ) -> tuple[Received, BoundaryRecord | None, list[torch.Tensor], Any]:
         """
-        Run a stage's part of the model; return what it sends on, and on the last stage the output
-        or its loss.
+        Run a stage's part of the model; return what it sends, and on the last stage the output or
+        its loss.
         """
-        told, taken = came
+        record, inputs = came
         batch = self._batches[micro.position]
-        if told is not None:
-            for one, tensor in zip(told.sent, taken, strict=True):
+        if record is not None:
+            for one, tensor in zip(record.sent, inputs, strict=True):
                 tensor.requires_grad_(one.needs_grad)
         part = self._own_stages.index(action.stage)
-        calls = told.dropout_calls if told else 0
-        # what lies before this stage's part in forward may have drawn numbers for blanks
+        calls = record.dropout_calls if record else 0
+        # code before this stage's part of forward may have drawn random numbers for placeholders
         again = partial(
             step.rng.begin_forward,
             step.steps,
@@ -226,7 +225,7 @@ class PipelineRunner:
             calls=calls,
         )
         one_pass = StageForward(
-            self.stages, action.stage, batch, told, taken, again if told else lambda: None
+            self.stages, action.stage, batch, record, inputs, again if record else lambda: None
         )
         last = action.stage == self.schedule.stage_count - 1
         weights = step.engine.forward(part, micro.position)
@@ -254,8 +253,9 @@ class PipelineRunner:
         self, step: StepContext, action: StageAction, first: bool, last: bool
     ) -> None:
         """
-        Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of
-        the stage.
+        Run a backward, or a part of it.
+
+        ``first`` and ``last`` refer to the backwards that complete micro-batches of the stage.
         """
         work = self._live[action.stage, action.micro]
         chunk = self._own_stages.index(action.stage)
@@ -293,7 +293,7 @@ class PipelineRunner:
         roots: list[Any],
         grads: list[torch.Tensor | None],
     ) -> None:
-        """Go backward for the input, and keep what is left to do for the weights."""
+        """Run the backward for the input, and keep the remaining work for the weights."""
         if work.sent_record is None and step.loss_scale is not None:
             roots = [root * step.loss_scale.value for root in roots]
         inputs = [x for x in work.inputs if x.requires_grad]
@@ -313,7 +313,7 @@ class PipelineRunner:
     def _backward_weights(
         self, step: StepContext, action: StageAction, work: MicroBatchState, first: bool, last: bool
     ) -> None:
-        """Finish a backward that was split."""
+        """Complete a split backward."""
         chunk = self._own_stages.index(action.stage)
         step.engine.begin_gradients(first=first, last=last, chunk=chunk)
         grads = work.deferred.compute_grads() if work.deferred else {}
@@ -321,13 +321,13 @@ class PipelineRunner:
             _add_gradient(self._borrowed_grads, weight, grads.pop(weight))
         for weight, grad in (self._pop_borrowed(chunk) if last else {}).items():
             _add_gradient(grads, weight, grad)
-        if grads:  # through autograd, so that what waits for a weight's gradient is told of it
+        if grads:  # through autograd, so that hooks on the weights run
             torch.autograd.backward(list(grads), list(grads.values()))
         step.engine.end_gradients()
         del self._live[action.stage, action.micro]
 
     def _pop_borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:
-        """Return what other chunks have computed for a chunk's weights."""
+        """Return the gradients that other chunks have computed for the weights of a chunk."""
         return {
             weight: self._borrowed_grads.pop(weight)
             for weight in list(self._borrowed_grads)

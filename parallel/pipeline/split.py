@@ -1,12 +1,14 @@
 """
-Which module belongs to which stage, by name.
+The stage of each module, by name.
 
-A model is seen as a row of *units*, in the order in which its modules were defined: the members of
-its outermost lists (``ModuleList``, ``Sequential``), and whatever modules with weights lie beside
-these. The row is cut into stages by number of list members, by cost, or as the user's map says.
+A model is seen as a sequence of *units*, in the order in which its modules were defined: the
+members of its outermost lists (``ModuleList``, ``Sequential``), and the modules with weights next
+to these. The sequence is split into stages by number of list members, by cost, or by the user's
+map.
+
 Modules without weights and buffers belong to no stage and run wherever they are called. Weights
-that lie directly on a module around the units (a position embedding on the model itself) are held
-by every stage, since who uses them can't be seen.
+directly on a module around the units (a position embedding on the model itself) are on every stage,
+since their users are unknown.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ BALANCE_HINT = '"layers", "parameters", "flops" or {glob: cost}'
 @dataclass
 class StageSplit:
     """
-    A model cut into stages.
+    A model split into stages.
 
     Attributes:
-        stages: how many.
-        units: stage of each unit, in the order of the model.
+        stage_count: number of stages.
+        unit_stages: stage of each unit, in the order of the model.
         costs: of each unit, in the unit of the balance.
-        loose: weights outside of units: names, and the stages that hold each.
-        free: modules that run wherever they are called.
+        loose_weights: weights outside of units: names, and the stages of each.
+        free_modules: modules that run wherever they are called.
     """
 
     stage_count: int
@@ -57,7 +59,7 @@ class StageSplit:
         return tuple(value / total for value in sums)
 
     def holders_of(self, weight: str) -> tuple[int, ...]:
-        """Return the stages that hold a weight under this name."""
+        """Return the stages that have a weight under this name."""
         if weight in self.loose_weights:
             return self.loose_weights[weight]
         return tuple(
@@ -78,32 +80,33 @@ def split_model(
     sample: Any = None,
 ) -> StageSplit:
     """
-    Cut a model into stages.
+    Split a model into stages.
 
     Args:
-        by: stage of modules or loose weights, by glob; what matches none goes with the unit before
-            it.
-        balance: "layers": members of lists, evenly; "parameters" or "flops": least possible largest
-            number of weights,
-            or of operations; or the cost of units by glob, 0 for those that match none.
-        shared: weights that other modules than their own use: those stages hold them too (of a
+        by: stage of modules or loose weights, by glob; other units go with the unit before them.
+        balance: "layers": members of lists, evenly; "parameters" or "flops": smallest possible
+            largest number of weights or operations; or the cost of units by glob, 0 for those that
+            match none.
+        shared: weights that other modules than their own use, by glob: stages that have them, too
+            (of a
             sequence: the last).
-
         sample: a batch, for "flops".
 
     Raises:
-        UsageError: names that match nothing, stages that don't exist or get nothing, or fewer units
+        UsageError: names that match nothing, stages that do not exist or get nothing, or fewer
+        units
             than stages.
     """
     if by is not None and balance != "layers":
         raise UsageError(
-            "stages= says where modules go; balance= has nothing to do then", where=API_NAME
+            "stages= and balance= cannot be combined: stages= sets the stage of each module",
+            where=API_NAME,
         )
-    said = _StageMap(by or {}, model)
-    names, free, loose = _find_units(model, said)
+    stage_map = _StageMap(by or {}, model)
+    names, free, loose = _find_units(model, stage_map)
     costs = _unit_costs(model, names, balance, sample)
     if by is not None:
-        units, pinned = _assign_by_map(model, names, loose, stages, said)
+        units, pinned = _assign_by_map(model, names, loose, stages, stage_map)
     else:
         units = _assign_by_cost(model, names, stages, costs, balance)
         pinned = {}
@@ -130,10 +133,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class _StageMap:
-    """
-    A user's map from globs to stages; what holds of a module holds of all inside it, unless more is
-    said.
-    """
+    """A user's map from globs to stages; the stage of a module applies to all modules inside it."""
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
@@ -144,19 +144,19 @@ class _StageMap:
 
     def stage_of(self, name: str) -> int | None:
         """
-        Return the stage that a module or weight is given, by its own name or that of a module
-        around it.
+        Return the stage of a module or weight, by its own name or that of a module around it.
 
-        A name that is spelt out counts more than a glob, of globs the first. What matches a module
-        around it as well (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
+        An exact name has priority over a glob, an earlier glob over a later one. A glob that
+        matches a module around it as well (the ``*`` of "blocks.*" matches "0.attn", too) applies
+        there only.
         """
         glob, _, _ = self._match_globs(name)
         return None if glob is None else self.by[glob]
 
     def _match_globs(self, name: str) -> tuple[str | None, bool, frozenset[str]]:
         """
-        Return what places a module, whether by a name spelt out, and all that match it or a module
-        around it.
+        Return the glob of a module, whether it is an exact name, and all globs that match it or a
+        module around it.
         """
         if not name:
             return None, False, frozenset()
@@ -176,7 +176,7 @@ class _StageMap:
         return self._known[name]
 
     def splits_module(self, name: str) -> bool:
-        """Whether modules inside this one go to other stages than it does itself."""
+        """Whether modules inside this one have other stages than it does itself."""
         inside = [other for other in self._names if other.startswith(f"{name}.")]
         return len({self.stage_of(other) for other in [name, *inside]}) > 1
 
@@ -188,11 +188,11 @@ def _find_units(model: nn.Module, by: _StageMap) -> tuple[list[str], list[str], 
     loose: list[str] = []
 
     def walk(module: nn.Module, name: str, inside: bool) -> None:
-        said = by.stage_of(name) is not None
+        is_mapped = by.stage_of(name) is not None
         callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if said and callable_ and not by.splits_module(name):
+        if is_mapped and callable_ and not by.splits_module(name):
             units.append(name)
-        elif not _has_state(module) and not (said and by.splits_module(name)):
+        elif not _has_state(module) and not (is_mapped and by.splits_module(name)):
             free.append(name)
         elif (
             not name
@@ -255,9 +255,9 @@ def _assign_by_cost(
     layers = [name for name in names if _is_list(model.get_submodule(name.rpartition(".")[0]))]
     if not layers:
         raise UsageError(
-            f"{type(model).__name__} has no ModuleList or Sequential whose members could be shared out",
+            f"{type(model).__name__} has no ModuleList or Sequential to split into stages",
             where=API_NAME,
-            hint='stages={"module": stage, ...} says where modules go',
+            hint='set the stage of each module with stages={"module": stage, ...}',
         )
     at = {
         layers[i]: stage
@@ -272,34 +272,34 @@ def _assign_by_cost(
 
 
 def _assign_by_map(
-    model: nn.Module, names: list[str], loose: list[str], stages: int, said: _StageMap
+    model: nn.Module, names: list[str], loose: list[str], stages: int, stage_map: _StageMap
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the stages of units, and of loose weights that the map names."""
-    for glob, stage in said.by.items():
+    for glob, stage in stage_map.by.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
             raise UsageError(
-                f"{glob!r} goes to stage {stage!r}, and the stages are 0 to {stages - 1}",
+                f"{glob!r} has stage {stage!r}, and the stages are 0 to {stages - 1}",
                 where=API_NAME,
             )
     known = [*(name for name, _ in model.named_modules(remove_duplicate=False) if name), *loose]
-    missing = [glob for glob in said.by if not fnmatch.filter(known, glob)]
+    missing = [glob for glob in stage_map.by if not fnmatch.filter(known, glob)]
     if missing:
         raise _unknown_names("stages", missing, known)
-    wanted = [said.stage_of(name) for name in names]
+    wanted = [stage_map.stage_of(name) for name in names]
     at = next((stage for stage in wanted if stage is not None), 0)
     found = {}
     for name, mine in zip(names, wanted, strict=True):
         at = found[name] = at if mine is None else mine
-    pinned = {name: said.stage_of(name) for name in loose}
+    pinned = {name: stage_map.stage_of(name) for name in loose}
     return found, {name: mine for name, mine in pinned.items() if mine is not None}
 
 
 def _unknown_names(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:
     hints = " ".join(filter(None, (did_you_mean(name, known) for name in missing)))
     hints = hints or f"there are, for example, {', '.join(known[:4])}"
-    told = ", ".join(repr(name) for name in missing)
+    listed = ", ".join(repr(name) for name in missing)
     return UsageError(
-        f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model",
+        f"{what}: {listed} match{'es' * (len(missing) == 1)} nothing in the model",
         where=API_NAME,
         hint=hints,
     )
@@ -308,7 +308,7 @@ def _unknown_names(what: str, missing: Sequence[str], known: Sequence[str]) -> U
 def _add_shared(
     model: nn.Module, found: StageSplit, shared: Mapping[str, Sequence[int]] | Sequence[str]
 ) -> None:
-    """Have more stages than its unit's hold a weight."""
+    """Add stages to weights that several stages use."""
     if isinstance(shared, str):
         shared = (shared,)
     wanted = (
@@ -321,7 +321,8 @@ def _add_shared(
     for glob, extra in wanted.items():
         for stage in extra:
             if not 0 <= stage < found.stage_count:
-                what = f"{glob!r} is shared with stage {stage}, and the stages are 0 to {found.stage_count - 1}"
+                last = found.stage_count - 1
+                what = f"{glob!r} is shared with stage {stage}, and the stages are 0 to {last}"
                 raise UsageError(what, where=API_NAME)
         for name in fnmatch.filter(names, glob):
             unit = next((unit for unit in found.unit_stages if name.startswith(f"{unit}.")), None)

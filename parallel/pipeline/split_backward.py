@@ -1,11 +1,11 @@
 """
 Backward in two parts, for zero-bubble schedules: first for the input, which another stage waits
-for, later for weights.
+for, later for the weights.
 
-The work of a backward lies in matrix products. While a stage that splits its backward computes,
-``torch.nn.functional.linear`` (which ``nn.Linear`` calls) leaves the product for its weight undone
-and notes what it takes; `Later.finish` does it. The gradients of all other weights (norms, biases,
-embeddings, convolutions) are computed in the first part and kept until the second.
+Most work of a backward is matrix products. While a stage splits its backward,
+``torch.nn.functional.linear`` (which ``nn.Linear`` calls) defers the product for its weight and
+records its inputs; `DeferredWeightGrad.compute_grads` computes it. The gradients of other weights
+(norms, biases, embeddings, convolutions) are computed in the first part and kept until the second.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ DeferredProduct = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
 """A weight, the input of its linear layer, and the gradient of the output."""
 _torch_linear = functional.linear
 _pending_products: list[list[DeferredProduct]] = []
-"""Where products are noted, the innermost last; empty: they are computed at once."""
+"""
+Where deferred products are recorded, the innermost last; empty: they are computed immediately.
+"""
 
 
 class DeferredWeightGrad:
     """
-    The part of a backward that is put off.
+    The deferred part of a backward.
 
     Args:
-        grads: gradients that are known already.
-        products: those that aren't.
+        grads: gradients that are computed.
+        products: products that are not.
     """
 
     def __init__(
@@ -50,9 +52,7 @@ class DeferredWeightGrad:
 
 @contextmanager
 def splitting_backward(wanted: bool = True) -> Iterator[None]:
-    """
-    While this lasts, linear layers can put the gradients of their weights off, if that is wanted.
-    """
+    """Inside, linear layers can defer the gradients of their weights, if ``wanted``."""
     functional.linear = _split_linear if wanted else _torch_linear  # type: ignore[assignment]
     try:
         yield
@@ -68,13 +68,13 @@ def backward_input(
     split: bool,
 ) -> tuple[list[torch.Tensor | None], DeferredWeightGrad]:
     """
-    Go backward from some tensors as far as the inputs.
+    Compute the gradients of some inputs.
 
     Args:
-        split: whether the forward ran under `splitting`; without it nothing is put off.
+        split: whether the forward ran in `splitting_backward`; without it nothing is deferred.
 
     Returns:
-        the gradients of the inputs, and what is left to do for the weights; no ``.grad`` is touched.
+        the gradients of the inputs, and the deferred work for the weights. No ``.grad`` is changed.
     """
     products: list[DeferredProduct] = []
     _pending_products.append(products)

@@ -1,16 +1,17 @@
 """
 A stage of a plain model: the model's own ``forward``, of which only this stage's modules compute.
 
-    forward from its beginning      modules of earlier stages return *blanks*: tensors with a shape and without data
-    the stage's first module        takes what the stage before has sent, in the place of blank arguments
-    its other modules               compute; where they are given a blank again that has been replaced, it is replaced
-    a later stage's first module    ends the pass: the arguments of its call are what this stage sends on
+    modules of earlier stages       return *placeholders*: tensors with a shape and without data
+    the stage's first module        takes the received tensors instead of placeholder arguments
+    its other modules               compute; known placeholders are replaced by received tensors
+    a later stage's first module    ends the forward: the arguments of its call are sent
 
-So nothing is traced and nothing is rewritten: branches, loops and whatever lies between modules run
-as they stand, and inputs such as masks and positions come from the batch, on every stage. What
-can't be right is found out: a computation on blanks yields blanks (they are torch's fake tensors),
-and a blank that reaches a module of this stage, the loss, or the next stage is an error which names
-it; a branch on the value of one is an error, too.
+Nothing is traced and nothing is rewritten: branches, loops and code between modules run unchanged,
+and inputs such as masks and positions are part of the batch, on every stage.
+
+Errors are found: a computation on placeholders gives placeholders (torch's fake tensors). A
+placeholder that reaches a module of this stage, the loss, or the next stage is an error that names
+it. A branch on the value of a placeholder is an error, too.
 """
 
 from __future__ import annotations
@@ -43,34 +44,35 @@ from pdrun.parallel.pipeline.units import StageUnit, remote_class, stage_class
 
 
 class GraphModel(Protocol):
-    """What a model has in ``_pdrun_engine`` whose forward is one graph."""
+    """The ``_pdrun_engine`` of a model whose forward is one graph."""
 
     def split(self) -> StageSplit | None:
         """
-        Return which module is on which stage, with the weights that each stage holds; None: as
-        `split` says.
+        Return the stage of each module, with the weights of each stage; None: as `split_model`
+        does.
         """
         ...
 
     def enter(self, stages: PipelineStages) -> None:
-        """Be told of the stages: a call of the model goes `through` the pass that is `going` on."""
+        """Get the stages: a call of the model runs `run_graph` of the running forward."""
         ...
 
 
 class StageBoundary(BaseException):
     """
-    The forward pass has come to the next stage's first module. Not an Exception, so that no model
-    catches it.
+    The forward has reached the next stage's first module.
+
+    Not an Exception, so that no model catches it.
     """
 
 
 class PipelineStages:
     """
-    The stages that a rank holds of a model.
+    The stages of a model on this rank.
 
     Args:
-        model: all of it; modules of other stages lose their weights and buffers.
-        cut: what belongs where.
+        model: the full model; modules of other stages lose their weights and buffers.
+        cut: stages of its modules.
         mine: the stages of this rank.
         device: of the model.
     """
@@ -86,7 +88,7 @@ class PipelineStages:
         self.trained_weights: dict[int, list[nn.Parameter]] = {
             stage: [] for stage in self.own_stages
         }
-        """What each stage of this rank trains."""
+        """Weights to train of each stage of this rank."""
         self._check_modules(model)
         first: dict[int, str] = {}
         names: dict[str, str] = {}
@@ -108,13 +110,15 @@ class PipelineStages:
         self.own_weights = {
             names[name]: param for name, param in model.named_parameters(remove_duplicate=False)
         }
-        """The weights of this rank, by the first of the names that they have in the whole model."""
+        """The weights of this rank, by their first name in the full model."""
         self.weight_stages = {
             name: sorted(holders[name] & set(self.own_stages)) for name in self.own_weights
         }
-        """The stages of this rank that compute with each."""
-        self.shared_weights = {param for name, param in self.own_weights.items() if len(holders[name]) > 1}
-        """Those that several stages hold."""
+        """The stages of this rank that compute with each weight."""
+        self.shared_weights = {
+            param for name, param in self.own_weights.items() if len(holders[name]) > 1
+        }
+        """Weights that several stages have."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStages:
         """Return itself: a copy of a model runs the same stages."""
@@ -125,7 +129,7 @@ class PipelineStages:
         for name in self.split.unit_stages:
             module = model.get_submodule(name)
             if id(module) in seen:
-                what = f"{seen[id(module)]} and {name} are the same module, and a module belongs to one stage"
+                what = f"{seen[id(module)]} and {name} are the same module, which needs one stage"
                 raise UsageError(
                     what, where=API_NAME, hint="stages={...} with a module around both"
                 )
@@ -133,7 +137,8 @@ class PipelineStages:
 
     def _drop_module(self, unit: str, module: nn.Module) -> None:
         """
-        Take the weights and buffers of another stage's module, but for those that this rank shares.
+        Remove the weights and buffers of another stage's module, except those that this rank
+        shares.
         """
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
@@ -154,7 +159,7 @@ class PipelineStages:
                 each.__class__ = remote_class(type(each))
 
     def _drop_loose_weights(self, model: nn.Module) -> None:
-        """Take weights around the units that this rank has nothing to do with."""
+        """Remove weights around the units that no stage of this rank has."""
         for name, stages in self.split.loose_weights.items():
             holder, _, own = name.rpartition(".")
             module = model.get_submodule(holder)
@@ -174,23 +179,26 @@ class PipelineStages:
                 module.__class__ = remote_class(type(module))
 
     def make_placeholder(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a blank."""
+        """Return a placeholder."""
         with self.fake_mode:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def find_running(self) -> StageForward | None:
-        """Return the pass that runs now; None outside of one."""
+        """Return the forward that runs now; None outside of one."""
         return self.running
 
     def require_running(self) -> StageForward:
         """
-        Return the pass that is going on.
+        Return the forward that runs now.
 
         Raises:
-            UsageError: there is none.
+            UsageError: no forward runs.
         """
         if self.running is None:
-            what = f"the model is cut into {self.split.stage_count} stages, and this rank has {list(self.own_stages)}"
+            what = (
+                f"the model is split into {self.split.stage_count} stages, and this rank has"
+                f" {list(self.own_stages)}"
+            )
             raise UsageError(
                 what, where=API_NAME, hint="run.step and run.evaluate run a model in stages"
             )
@@ -198,10 +206,10 @@ class PipelineStages:
 
     def run_forward(self, one: StageForward, forward: Callable[[], Any]) -> Any:
         """
-        Go forward through a stage.
+        Run the forward of a stage.
 
         Returns:
-            what the model returned, on the last stage; on others, where `Left` ended the pass, None.
+            the model's result on the last stage; None on others, where `StageBoundary` ended it.
         """
         self.running = one
         try:
@@ -210,9 +218,10 @@ class PipelineStages:
             return None
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UsageError(
-                f"stage {one.stage} of the model looks at a value that stage {one.stage - 1} or one before computed",
+                f"stage {one.stage} of the model reads a value that stage {one.stage - 1} or an"
+                " earlier one computed",
                 where=API_NAME,
-                hint="what a forward decides on must come from the batch, or happen inside a module",
+                hint="make decisions of forward depend on the batch, or make them inside a module",
             ) from error
         finally:
             self.running = None
@@ -221,17 +230,17 @@ class PipelineStages:
 
 class StageForward:
     """
-    One forward pass of a stage.
+    One forward of a stage.
 
     Args:
         stages: those of this rank.
         stage: which of them.
-        batch: of the micro-batch; its tensors need not travel.
-        record, tensors: what the stage before has sent; None on the first.
-        entered: called when the stage's own part begins.
+        batch: of the micro-batch; its tensors are not sent.
+        record, tensors: received from the stage before; None and empty on the first.
+        entered: called at the start of the stage's own part.
 
     Attributes:
-        outputs: the tensors to send on, when the pass has been left.
+        outputs: the tensors to send, after the forward.
     """
 
     def __init__(
@@ -268,7 +277,7 @@ class StageForward:
         self._is_graph = False
 
     def make_record(self, calls: int) -> BoundaryRecord:
-        """Return what to tell the next stage."""
+        """Return the record for the next stage."""
         return BoundaryRecord(
             self._next_module, self._leaf_count, tuple(self._sent), calls, tuple(self._returned)
         )
@@ -298,17 +307,20 @@ class StageForward:
 
     def run_graph(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
         """
-        Go through this stage of a model that is one graph.
+        Run this stage of a model that is one graph.
 
         Args:
-            compute: takes what the stage before has sent; returns tensors to send on, on the last
-                stage the results.
+            compute: takes the received tensors; returns tensors to send, or the results on the last
+                stage.
 
         Raises:
-            UsageError: the model was called before in this pass.
+            UsageError: the model was called before in this forward.
         """
         if self._is_graph:
-            what = f"the model is called twice for a micro-batch; stage {self.stage} of a graph runs once"
+            what = (
+                f"the model is called twice for a micro-batch; stage {self.stage} of a graph runs"
+                " once"
+            )
             raise UsageError(what, where=API_NAME, hint="one call in forward=, on all of the rows")
         self._is_graph = self._is_inside = True
         self._on_enter()
@@ -324,7 +336,7 @@ class StageForward:
         raise StageBoundary
 
     def _placeholder_for(self, unit: StageUnit) -> Any:
-        """Return something of the form that the earlier stage's module returned."""
+        """Return a placeholder of the form that the earlier stage's module returned."""
         key = (unit.name, self._placeholder_counts[unit.name])
         if self._is_inside or key not in self._forms:
             raise UsageError(
@@ -346,23 +358,25 @@ class StageForward:
     def _enter_stage(
         self, unit: StageUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return the arguments with what was received in the place of blanks."""
+        """Return the arguments with received tensors instead of placeholders."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         if not self._is_inside:
             self._is_inside = True
             self._on_enter()
             if self.record is not None:
                 self._bind_received(unit, leaves)
-        return pytree.tree_unflatten(self._replace_placeholders(leaves, unit.name), form)  # type: ignore[no-any-return]
+        replaced = self._replace_placeholders(leaves, unit.name)
+        return pytree.tree_unflatten(replaced, form)  # type: ignore[no-any-return]
 
     def _bind_received(self, unit: StageUnit, leaves: list[Any]) -> None:
         record = self.record
         assert record is not None
         if record.next_module != unit.name or record.leaf_count != len(leaves):
             raise UsageError(
-                f"stage {self.stage} begins with {unit.name}, and stage {self.stage - 1} ended before {record.next_module}",
+                f"stage {self.stage} starts with {unit.name}, and stage {self.stage - 1} ended"
+                f" before {record.next_module}",
                 where=API_NAME,
-                hint="the order in which forward calls modules must follow from the batch alone",
+                hint="make the order of module calls in forward depend on the batch only",
             )
         for sent, tensor in zip(record.sent, self.tensors, strict=True):
             mine = leaves[sent.index]
@@ -386,22 +400,23 @@ class StageForward:
     def _refuse_placeholder(self, what: str) -> NoReturn:
         if self.remote_reads:
             names = ", ".join(dict.fromkeys(self.remote_reads))
+            shared = ", ".join(map(repr, dict.fromkeys(self.remote_reads)))
             raise UsageError(
-                f"{what} with {names}, which this stage does not hold",
+                f"{what} with {names}, which this stage does not have",
                 where=API_NAME,
-                hint=f"shared=[{', '.join(map(repr, dict.fromkeys(self.remote_reads)))}] has the last stage hold it too",
+                hint=f"shared=[{shared}] gives it to the last stage, too",
             )
         raise UsageError(
             f"{what} and does not pass on",
             where=API_NAME,
-            hint="only the arguments of a stage's first module travel: have it take and return the value, or cut"
-            " elsewhere with stages={glob: stage}",
+            hint="only the arguments of a stage's first module are sent: have it take and return"
+            " the value, or split elsewhere with stages={glob: stage}",
         )
 
     def _leave_stage(
         self, unit: StageUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> NoReturn:
-        """End the pass at the first module of a later stage."""
+        """End the forward at the first module of a later stage."""
         leaves = pytree.tree_leaves((args, kwargs))
         self._next_module, self._leaf_count = unit.name, len(leaves)
         for index, leaf in enumerate(leaves):
@@ -413,13 +428,13 @@ class StageForward:
         raise StageBoundary
 
     def check_output(self, output: Any) -> Any:
-        """Return what the model returned, whole."""
+        """Return the model's output, without placeholders."""
         last = self.stages.split.stage_count - 1
         if self.stage < last:
             raise UsageError(
                 f"forward ended in stage {self.stage}, without a call of a module of a later one",
                 where=API_NAME,
-                hint="a micro-batch may leave out modules, but not all that follow",
+                hint="a micro-batch can skip modules, but not all of the following stages",
             )
         leaves, form = pytree.tree_flatten(output)
         if not self._is_inside:
@@ -429,8 +444,7 @@ class StageForward:
 
 class _WritableInput(torch.autograd.Function):
     """
-    A received tensor as the model gets it: one that may be changed in place, as what a module
-    returns may be.
+    A received tensor as the model gets it: it can be changed in place, like a module's result.
     """
 
     @staticmethod
@@ -443,5 +457,5 @@ class _WritableInput(torch.autograd.Function):
 
 
 def _was_changed(leaf: Any) -> bool:
-    """Whether a blank has been written to, and must not be used again."""
+    """Whether a placeholder has been written to, and must not be used again."""
     return isinstance(leaf, torch.Tensor) and (leaf._version > 0 or leaf.requires_grad)

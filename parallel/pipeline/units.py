@@ -1,9 +1,8 @@
 """
-Modules at which a model is cut, and modules whose weights lie on another stage.
+Modules at stage boundaries, and modules whose weights are on another stage.
 
-A module stays the object that it is, under its name, and is still an instance of its class: only
-its class becomes a subclass, which asks the running stage what a call means, and reads weights that
-aren't here as blanks.
+A module stays the same object under its name, and an instance of its class. Its class becomes a
+subclass, which asks the running stage what a call means, and reads remote weights as placeholders.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class StageUnit:
 
 
 class RemoteWeights:
-    """A module whose weights are on another stage: they read as blanks."""
+    """A module whose weights are on another stage: they read as placeholders."""
 
     def __getattr__(self, name: str) -> Any:
         remote: dict[str, tuple[str, FindRunning, Any]] = self.__dict__.get("_pdrun_remote", {})
@@ -78,10 +77,10 @@ class RemoteWeights:
 
 
 class StageModule(RemoteWeights):
-    """A module at which a model may be cut."""
+    """A module at which the model can be split."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what a call means in the stage that runs; outside of one, what it always means."""
+        """Do what a call means in the running stage; outside of one, the normal call."""
         unit: StageUnit = self.__dict__["_pdrun_unit"]
         running = unit.find_running()
         if running is not None:
@@ -97,12 +96,12 @@ class StageModule(RemoteWeights):
 
 
 def stage_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules of a kind at which a model may be cut."""
+    """Return the subclass of a module class for modules at which the model can be split."""
     return _mix_class(StageModule, kind)
 
 
 def remote_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules of a kind whose weights are on another stage."""
+    """Return the subclass of a module class for modules whose weights are on another stage."""
     return _mix_class(RemoteWeights, kind)
 
 

@@ -1,14 +1,19 @@
 """
 The usual pipeline schedules, for any number of ranks, micro-batches and chunks.
 
-    gpipe           all forwards, then all backwards: micro-batches live all at once  Huang et al. 2019, 1811.06965
-    1f1b            one forward, one backward: a rank keeps as many as stages follow  Narayanan et al. 2021, 2006.09503
-    interleaved     the same over several chunks a rank, the bubble divided by them   Narayanan et al. 2021, 2104.04473
-    zero-bubble     backward for weights fills what would be bubble; memory of 1f1b   Qi et al. 2023, 2401.10241 (ZB-H1)
-    zero-bubble-v   the same with two chunks a rank, in a V                           Qi et al. 2024, 2405.15362 (ZB-V)
+    gpipe           all forwards, then all backwards; all micro-batches are live
+                    (Huang et al. 2019, 1811.06965)
+    1f1b            one forward, one backward; as many live micro-batches as stages follow
+                    (Narayanan et al. 2021, 2006.09503)
+    interleaved     1f1b over several chunks per rank, which divide the bubble
+                    (Narayanan et al. 2021, 2104.04473)
+    zero-bubble     backward for weights fills the bubble; memory of 1f1b
+                    (Qi et al. 2023, 2401.10241, ZB-H1)
+    zero-bubble-v   the same with two chunks per rank, in a V
+                    (Qi et al. 2024, 2405.15362, ZB-V)
 
-All but the last follow from counts. The last comes from a list scheduler: time goes on, and each
-free rank takes the most urgent thing that is ready and that its memory allows.
+All but the last follow from counts. The last is made by a list scheduler: at each time step every
+free rank takes the most urgent action that is ready and that its memory allows.
 """
 
 from __future__ import annotations
@@ -37,11 +42,11 @@ def make_schedule(
     Args:
         name: one of `DEFAULT_CHUNKS`.
         ranks: along pp.
-        chunks: stages a rank; default: 2 where there are several, else 1.
+        chunks: stages per rank; default: see `DEFAULT_CHUNKS`.
 
     Raises:
-        UsageError: an unknown name, or chunks that it doesn't have; `pdrun.Pipeline` refuses other
-            misfits.
+        UsageError: an unknown name, or chunks that it does not support; `pdrun.Pipeline` checks the
+            rest.
     """
     if name not in DEFAULT_CHUNKS:
         raise UsageError(
@@ -91,8 +96,8 @@ def build_interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[S
     """
     Return each rank's actions with stage ``c * ranks + r`` as chunk c of rank r.
 
-    Micro-batches go through the chunks in groups of about ``ranks``: a group through chunk 0, then
-    through chunk 1, ...
+    Micro-batches pass the chunks in groups of about ``ranks``: a group through chunk 0, then
+    through chunk 1, and so on.
     """
     if chunks == 1:
         return build_1f1b(ranks, microbatches)
@@ -119,7 +124,10 @@ def build_interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[S
 def _alternate_actions(
     forwards: list[StageAction], backwards: list[StageAction], ahead: int
 ) -> list[StageAction]:
-    """Return ``ahead`` forwards, then one forward and one backward in turn, then what is left."""
+    """
+    Return ``ahead`` forwards, then one forward and one backward in turn, then the remaining
+    backwards.
+    """
     ahead = min(ahead, len(forwards))
     found = forwards[:ahead]
     for place, forward in enumerate(forwards[ahead:]):
@@ -129,9 +137,10 @@ def _alternate_actions(
 
 def build_zero_bubble(ranks: int, microbatches: int) -> list[list[StageAction]]:
     """
-    Return each rank's actions with split backwards: rank r is r micro-batches late with the
-    weights, so that their work lies where 1f1b would wait. No rank keeps more micro-batches than
-    rank 0 does under 1f1b.
+    Return each rank's actions with split backwards.
+
+    Rank r computes the weights r micro-batches late, when 1f1b would wait. No rank has more live
+    micro-batches than rank 0 under 1f1b.
     """
     rows = []
     for r in range(ranks):
@@ -150,10 +159,10 @@ def build_zero_bubble_v(ranks: int, microbatches: int) -> list[list[StageAction]
     Return each rank's actions with stages r and ``2 * ranks - 1 - r`` on rank r, and split
     backwards.
 
-    Every action taken to last one unit, each rank always does the most urgent thing that is ready:
-    the forward of its later stage, of its earlier one, a backward, and weights when there is
-    nothing else, or when as many micro-batches live as memory is for (those of rank 0 under 1f1b:
-    ``2 * ranks``, of half a stage each).
+    Every action takes one unit of time. Each rank does the most urgent action that is ready: the
+    forward of its later stage, of its earlier one, a backward. It computes weights if no other
+    action is ready, or if the memory is full (``2 * ranks`` live micro-batches of half a stage
+    each, as on rank 0 under 1f1b).
     """
     stages = 2 * ranks
     keep = 2 * ranks

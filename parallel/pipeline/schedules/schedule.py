@@ -1,15 +1,15 @@
 """
-A pipeline schedule is data: for each rank the list of what it does, in order.
+A pipeline schedule is data: for each rank its actions, in order.
 
-    2F5     stage 2 goes forward through micro-batch 5
-    2B5     and backward
-    2I5     backward for its input only
-    2W5     and later for its weights (with 2I5 in the place of 2B5)
+    2F5     forward of stage 2 on micro-batch 5
+    2B5     backward
+    2I5     backward for the input only
+    2W5     later backward for the weights (with 2I5 instead of 2B5)
 
-Stages are numbered along the model from 0; a rank may hold several (*chunks*). What is sent and
-received follows from the list: the output of ``2F5`` goes to the rank of stage 3, the gradient of
-its input (``2B5``, ``2I5``) to that of stage 1. `pdrun.parallel.pipeline.schedules.builders` makes
-the usual ones; `parse` reads one of the user's own.
+Stages are numbered along the model from 0; a rank can have several (*chunks*). Transfers follow
+from the list: the output of ``2F5`` is sent to the rank of stage 3, the gradient of its input
+(``2B5``, ``2I5``) to that of stage 1. `pdrun.parallel.pipeline.schedules.builders` makes the usual
+schedules; `parse_schedule` reads a user's.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _ACTION_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class StageAction(NamedTuple):
-    """
-    One piece of work: a stage's forward (F), backward (B), or backward for input (I) or weights (W)
-    alone.
-    """
+    """A stage's forward (F), backward (B), or backward for input (I) or weights (W) alone."""
 
     stage: int
     kind: ActionKind
@@ -43,10 +40,10 @@ class StageAction(NamedTuple):
 @dataclass(frozen=True)
 class PipelineSchedule:
     """
-    Who does what, in which order.
+    The actions of all ranks.
 
     Attributes:
-        name: as the user says it.
+        name: of the schedule, as given by the user.
         rows: each rank's actions.
     """
 
@@ -75,7 +72,7 @@ class PipelineSchedule:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage; -1 for a stage that nobody has."""
+        """The rank of each stage; -1 for a stage without a rank."""
         found = [-1] * self.stage_count
         for rank, row in enumerate(self.rows):
             for action in row:
@@ -83,7 +80,7 @@ class PipelineSchedule:
         return tuple(found)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in the order of the model."""
+        """Return the stages of a rank, in the order of the model."""
         return tuple(sorted({action.stage for action in self.rows[rank]}))
 
     def __str__(self) -> str:
@@ -94,15 +91,15 @@ def parse_schedule(
     value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom"
 ) -> PipelineSchedule:
     """
-    Return the schedule that a user wrote down.
+    Return the schedule that a user wrote.
 
     Args:
-        value: one line of actions a rank, ``"0F0 0F1 0B0 0B1"``; or one list a rank, of ``"0F0"``
-            or ``(0, "F", 0)``.
+        value: one line of actions per rank, ``"0F0 0F1 0B0 0B1"``; or one list per rank, of
+            ``"0F0"`` or ``(0, "F", 0)``.
 
     Raises:
-        UsageError: an action that isn't one, with its rank and place. `validate` finds what is
-            wrong with the whole.
+        UsageError: an invalid action, with its rank and position. `validate_schedule` checks the
+        rest.
     """
     lines = (
         [line.split() for line in value.splitlines() if line.strip()]
@@ -115,7 +112,9 @@ def parse_schedule(
     ]
     if not any(rows):
         raise UsageError(
-            "the schedule has no actions", where=API_NAME, hint='one line a rank, such as "0F0 0B0"'
+            "the schedule has no actions",
+            where=API_NAME,
+            hint='write one line per rank, such as "0F0 0B0"',
         )
     return PipelineSchedule(name, tuple(rows))
 
@@ -124,7 +123,7 @@ def _parse_action(value: str | tuple[int, str, int], rank: int, place: int) -> S
     text = value if isinstance(value, str) else "".join(map(str, value))
     found = _ACTION_PATTERN.fullmatch(text)
     if found is None:
-        what = f"{value!r}, action {place} of rank {rank}, is none"
+        what = f"{value!r}, action {place} of rank {rank}, is not an action"
         raise UsageError(
             what, where=API_NAME, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5"
         )
@@ -133,7 +132,7 @@ def _parse_action(value: str | tuple[int, str, int], rank: int, place: int) -> S
 
 def prerequisites_of(action: StageAction, stages: int, splits: bool) -> list[StageAction]:
     """
-    Return what must have happened before an action.
+    Return the actions that must be complete before an action.
 
     Args:
         stages: of the schedule.

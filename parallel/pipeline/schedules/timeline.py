@@ -1,8 +1,8 @@
 """
-When each action of a schedule happens, given what actions cost: the bubble, and a picture.
+When each action of a schedule runs, for given costs: the bubble, and a drawing.
 
-Pure arithmetic on the schedule's own order: an action starts when its rank is free and what it
-needs has arrived.
+Pure arithmetic on the order of the schedule: an action starts when its rank is free and its inputs
+have arrived.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdrun.parallel.pipeline.schedules.schedule import (
 @dataclass(frozen=True)
 class ActionCosts:
     """
-    What actions take, in any one unit of time.
+    Durations of actions, in any unit of time.
 
     Attributes:
-        forward, input, weight: of a stage of average size; a whole backward takes input + weight.
+        forward, input, weight: of a stage of average size; a full backward takes input + weight.
         send: from one rank to another.
-        shares: relative size of each stage; empty: all alike.
+        shares: relative size of each stage; empty: equal.
     """
 
     forward: float = 1.0
@@ -35,7 +35,7 @@ class ActionCosts:
     shares: tuple[float, ...] = ()
 
     def cost_of(self, action: StageAction) -> float:
-        """Return how long an action takes."""
+        """Return the duration of an action."""
         plain = {
             "F": self.forward,
             "B": self.input + self.weight,
@@ -53,9 +53,9 @@ class ScheduleTimeline:
     A schedule in time.
 
     Attributes:
-        spans: (begin, end) of each action.
-        stuck: for each rank that could not go on: its next action, and what that waits for. Empty
-            for a sound one.
+        spans: (start, end) of each action.
+        stuck: for each rank in a deadlock its next action, and the action it waits for; empty
+            without one.
     """
 
     schedule: PipelineSchedule
@@ -64,7 +64,7 @@ class ScheduleTimeline:
 
     @property
     def duration(self) -> float:
-        """The time from the first action to the end of the last."""
+        """Time from the first action to the end of the last."""
         return max((end for _, end in self.spans.values()), default=0.0)
 
     @property
@@ -77,10 +77,7 @@ class ScheduleTimeline:
 def simulate_schedule(
     schedule: PipelineSchedule, costs: ActionCosts | None = None
 ) -> ScheduleTimeline:
-    """
-    Return when each action happens; where ranks wait for each other for ever, `Timeline.stuck` says
-    for what.
-    """
+    """Return when each action runs; in a deadlock `ScheduleTimeline.stuck` names the actions."""
     costs = costs or ActionCosts()
     places = schedule.stage_ranks
     split = {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
@@ -118,11 +115,10 @@ def bubble_share(schedule: PipelineSchedule, costs: ActionCosts | None = None) -
 
 def draw_schedule(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> str:
     """
-    Draw a schedule: one line a rank, time to the right, a dot for each unit of time in which the
-    rank waits.
+    Draw a schedule: one line per rank, time to the right, a dot for each unit of waiting.
 
-    A backward is drawn over its whole length (``B3 -``); with several chunks a rank, letters tell
-    them apart: ``Fa3``.
+    A backward is drawn over its full length (``B3 -``). With several chunks per rank, letters
+    distinguish them: ``Fa3``.
     """
     costs = costs or ActionCosts()
     found = simulate_schedule(schedule, costs)
@@ -141,7 +137,7 @@ def draw_schedule(schedule: PipelineSchedule, costs: ActionCosts | None = None) 
 
 
 def _action_label(schedule: PipelineSchedule, action: StageAction) -> str:
-    """Return an action's name on its rank: the chunk as a letter where there are several."""
+    """Return an action's name on its rank, with a letter for the chunk if there are several."""
     mine: Sequence[int] = schedule.stages_of(schedule.stage_ranks[action.stage])
     chunk = chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else ""
     return f"{action.kind}{chunk}{action.micro}"

@@ -1,9 +1,8 @@
 """
-Is a schedule sound? Complete, in an order that can be carried out, and how much of it lives at
-once.
+Checks of a schedule: complete, without deadlock, and how many activations are live.
 
-Sends and receives need no check of their own: both ends derive them from the same list (see
-`messages`), so that each has its counterpart, in the same order.
+Sends and receives need no check: both ends derive them from the same list (`list_messages`), so
+that each has its counterpart, in the same order.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule, StageAction
+from pdrun.parallel.pipeline.schedules.schedule import ActionKind, PipelineSchedule, StageAction
 from pdrun.parallel.pipeline.schedules.timeline import simulate_schedule
 
+KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")
 MAX_REPORTED_FAULTS = 4
-"""Faults that one error tells of."""
+"""Number of faults that one error lists."""
 
 
 @dataclass(frozen=True)
 class ScheduleCheck:
     """
-    What `validate` found out.
+    The result of `validate_schedule`.
 
     Attributes:
-        live: for each rank the largest number of (stage, micro-batch) pairs whose activations it
-            holds at once, from
-            F until B or W.
+        live: for each rank the largest number of (stage, micro-batch) pairs with live activations,
+            from F until B or W.
     """
 
     live: tuple[int, ...]
@@ -35,19 +34,18 @@ class ScheduleCheck:
 
 def validate_schedule(schedule: PipelineSchedule) -> ScheduleCheck:
     """
-    Hold a schedule against what a step is: each stage goes forward and backward once through each
-    micro-batch.
+    Check that each stage runs forward and backward once on each micro-batch, in a possible order.
 
     Raises:
-        UsageError: something is missing, twice, on two ranks or before what it needs, or ranks
-            would wait for each
-            other for ever; names the actions.
+        UsageError: an action is missing, twice, on two ranks or before its inputs, or there is a
+            deadlock; names the actions.
     """
     faults = _find_incomplete(schedule) or _find_disordered(schedule)
     if not faults:
         stuck = simulate_schedule(schedule).stuck
-        faults = [f"rank {rank} stands at {a}, which needs {b}" for rank, (a, b) in stuck.items()]
-        faults = [f"the ranks would wait for ever: {'; '.join(faults)}"] if faults else []
+        waits = [f"rank {rank} waits at {a} for {b}" for rank, (a, b) in stuck.items()]
+        if waits:
+            faults = [f"the ranks would deadlock: {'; '.join(waits)}"]
     if faults:
         more = (
             f" and {len(faults) - MAX_REPORTED_FAULTS} more"
@@ -62,7 +60,7 @@ def validate_schedule(schedule: PipelineSchedule) -> ScheduleCheck:
 
 
 def _find_incomplete(schedule: PipelineSchedule) -> list[str]:
-    """Return what is missing, double, or on two ranks."""
+    """Return actions that are missing, double, or on two ranks."""
     found: list[str] = []
     ranks_of: dict[int, set[int]] = {}
     for rank, row in enumerate(schedule.rows):
@@ -75,10 +73,10 @@ def _find_incomplete(schedule: PipelineSchedule) -> list[str]:
     ]
     found += [f"rank {rank} has nothing to do" for rank, row in enumerate(schedule.rows) if not row]
     counts = Counter(action for row in schedule.rows for action in row)
-    found += [f"{action} is there {count} times" for action, count in counts.items() if count > 1]
+    found += [f"{action} is listed {count} times" for action, count in counts.items() if count > 1]
     for stage in range(schedule.stage_count):
         for micro in range(schedule.microbatch_count):
-            kinds = "".join(kind for kind in "FBIW" if StageAction(stage, kind, micro) in counts)  # type: ignore[arg-type]
+            kinds = "".join(kind for kind in KINDS if StageAction(stage, kind, micro) in counts)
             if kinds not in ("FB", "FIW"):
                 what = f"has {' and '.join(kinds) or 'nothing'}, not F and B or F, I and W"
                 found.append(f"stage {stage} with micro-batch {micro} {what}")
@@ -86,7 +84,7 @@ def _find_incomplete(schedule: PipelineSchedule) -> list[str]:
 
 
 def _find_disordered(schedule: PipelineSchedule) -> list[str]:
-    """Return what comes before that which it needs on the same rank."""
+    """Return actions that precede their input on the same rank."""
     found = []
     for rank, row in enumerate(schedule.rows):
         at = {action: place for place, action in enumerate(row)}
@@ -107,10 +105,7 @@ def _peak_live(row: tuple[StageAction, ...]) -> int:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """
-    What goes from one rank to another: the output of an F, or the gradient of the input of a B or
-    I.
-    """
+    """A message between ranks: the output of an F, or the gradient of the input of a B or I."""
 
     action: StageAction
     source: int
@@ -118,19 +113,13 @@ class StageMessage:
 
 
 def connected_ranks(schedule: PipelineSchedule) -> set[tuple[int, int]]:
-    """
-    Return the pairs of ranks that send something to each other: messages, and the losses to the
-    last rank.
-    """
+    """Return the pairs of ranks with messages, including the losses to the last rank."""
     losses = (schedule.stage_ranks[-1], schedule.rank_count - 1)
     return {*list_messages(schedule), *({losses} if losses[0] != losses[1] else ())}
 
 
 def list_messages(schedule: PipelineSchedule) -> dict[tuple[int, int], list[StageMessage]]:
-    """
-    Return what each rank sends to each other rank, in the order in which it does: both ends go by
-    this list.
-    """
+    """Return the messages of each pair of ranks, in order; both ends use this list."""
     places = schedule.stage_ranks
     found = dict[tuple[int, int], list[StageMessage]]()
     for rank, row in enumerate(schedule.rows):

@@ -92,9 +92,8 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     here = Path(__file__).resolve()
-    sys.path[:] = [
-        path for path in sys.path if Path(path).resolve() != here.parent
-    ]  # our state.py is not torch's
+    # Modules beside this file must not hide modules of the same name.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here.parent]
     if "torch" in sys.modules:  # forked from a process that has it
         store = serve_store(full_store_class())
         while store:

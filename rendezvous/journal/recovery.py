@@ -21,8 +21,7 @@ from pdrun.rendezvous.membership.machine import Membership
 from pdrun.rendezvous.protocol.events import MembershipEvent, SchedulerConfig
 
 if TYPE_CHECKING:
-    from pdrun.rendezvous.journal.replay import JournalWriter
-
+    from pdrun.rendezvous.journal.replay import JournalWriter, RestoredJob
 
 TAIL_BYTES = 1 << 18
 """Bytes at the end of an event log that may be newer than the journal's last commit."""
@@ -142,30 +141,31 @@ def resume_job(
             hint="start the scheduler with the same options, or name another journal",
         )
     restored = replay_journal(config, past, journal)
-    unsure = sum(
-        len(event.to_line()) + 1
-        for event in restored.events[len(restored.events) - restored.unsure_count :]
-    )
-    end = (
-        list(eventlog.read_last_events(events, unsure + TAIL_BYTES))
-        if events is not None and events.exists()
-        else []
-    )
-    last = past.entries[-1].now if past.entries else header.now
-    torn = (
-        "the end of the scheduler's journal is half-written: "
-        f"{past.torn_bytes} bytes of it were cut off"
-    )
-    return Recovery(
+    last_time = past.entries[-1].now if past.entries else header.now
+    found = Recovery(
         restored.machine,
         os.urandom(16).hex(),
-        max(0.0, last - clock.monotonic()),
-        True,
-        restored.events,
-        tuple(find_unwritten(restored, end)),
-        torn if past.torn_bytes else "",
-        JournalWriter(writer),
+        clock_shift=max(0.0, last_time - clock.monotonic()),
+        is_resumed=True,
+        past_events=restored.events,
+        unwritten=tuple(find_unwritten(restored, _read_log_end(restored, events))),
+        _writer=JournalWriter(writer),
     )
+    if past.torn_bytes:
+        found.warning = (
+            "the end of the scheduler's journal is half-written: "
+            f"{past.torn_bytes} bytes of it were cut off"
+        )
+    return found
+
+
+def _read_log_end(restored: RestoredJob, events: Path | None) -> list[LogEvent]:
+    """Return the events at the end of the log that may be newer than the last commit."""
+    if events is None or not events.exists():
+        return []
+    unsure = restored.events[len(restored.events) - restored.unsure_count :]
+    length = sum(len(event.to_line()) + 1 for event in unsure)
+    return list(eventlog.read_last_events(events, length + TAIL_BYTES))
 
 
 def begin_or_resume(

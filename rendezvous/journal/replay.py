@@ -104,7 +104,8 @@ def replay_journal(config: SchedulerConfig, past: JournalHistory, path: Path) ->
     began = past.header.wall - past.header.now
     newest = past.entries[-1].group if past.entries else 0
     past_events: list[LogEvent] = []
-    sure = taken = 0
+    sure = 0
+    taken = 0
 
     def events() -> Iterator[tuple[float, MembershipEvent]]:
         nonlocal sure, taken

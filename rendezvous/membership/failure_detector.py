@@ -118,7 +118,8 @@ class FailureDetector:
         for member in members:
             member.is_suspect = False
             member.cut_at = now
-            member.alive_at = member.answered_at = now - self._stalled_seconds
+            member.alive_at = now - self._stalled_seconds
+            member.answered_at = member.alive_at
             member.lost_at = member.alive_at + self.times.dead
 
     def find_overdue(

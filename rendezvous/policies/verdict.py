@@ -171,11 +171,10 @@ def make_verdict(
     ]
     victims = sum(not is_own_failure(item.failure.cause) for item in failures if item is not first)
     if code is None:
-        code, reason = (
-            (first.failure.cause.code or 1, describe_failure(first.failure))
-            if first
-            else (70, reason)
-        )
+        code = 70
+        if first:
+            code = first.failure.cause.code or 1
+            reason = describe_failure(first.failure)
     if first and first.failure.cause.kind == "communication":
         # The failure that arrived first knows it; it need not be the first in time.
         ended = next((item.clean_exits for item in failures if item.clean_exits), "")

@@ -84,7 +84,7 @@ def decode(data: bytes) -> Envelope:
     Raises:
         CodecError: ``data`` is not an envelope; names the place.
     """
-    value = _parse_json(data)
+    value = load_json(data)
     if type(value) is not dict or value.keys() != _ENVELOPE_FIELDS:
         raise CodecError(f"a message has the fields {', '.join(_ENVELOPE_FIELDS)}")
     kind = value["type"]
@@ -102,14 +102,6 @@ def decode(data: bytes) -> Envelope:
     except SchemaError as error:
         raise CodecError(error.describe_place(place)) from None
     return found
-
-
-def to_plain(value: Any) -> Any:
-    """
-    Return a frozen value of this package as plain JSON values. Do not change them: they may be the
-    value's own.
-    """
-    return _plain_value(value)
 
 
 def from_plain(cls: type[Any], value: Any, place: str) -> Any:
@@ -134,9 +126,9 @@ def event_to_plain(event: MembershipEvent) -> dict[str, Any]:
             "kind": "Received",
             "peer": event.peer,
             "type": type(message).__name__,
-            "body": _plain_value(message),
+            "body": to_plain(message),
         }
-    return {"kind": JOURNAL_TAGS[type(event)], "body": _plain_value(event)}
+    return {"kind": JOURNAL_TAGS[type(event)], "body": to_plain(event)}
 
 
 def event_from_plain(value: Any, place: str) -> MembershipEvent:
@@ -163,11 +155,6 @@ def event_from_plain(value: Any, place: str) -> MembershipEvent:
     raise CodecError(f"{place}: not an event")
 
 
-def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
-    """Return the JSON value in ``data``; everything that strict JSON refuses is a CodecError."""
-    return _parse_json(data, limit)
-
-
 # Messages to bytes
 # -----------------
 
@@ -181,7 +168,7 @@ def _encode_body(message: Any) -> bytes:
     if known is message:
         return data
     try:
-        text = _JSON_ENCODER.encode(_plain_value(message))
+        text = _JSON_ENCODER.encode(to_plain(message))
     except ValueError as error:
         raise CodecError(f"{type(message).__name__}: {error}") from None
     data = _encode_utf8(text)
@@ -200,15 +187,20 @@ def _encode_utf8(text: str) -> bytes:
     return SURROGATE.sub("\ufffd", text).encode()
 
 
-def _plain_value(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """
+    Return a frozen value of this package as plain JSON values.
+
+    Do not change them: they may be the value's own.
+    """
     kind: Any = type(value)
     names = _fields_of(kind)
     if names is None:
         if isinstance(value, tuple):
-            return [_plain_value(item) for item in value]
+            return [to_plain(item) for item in value]
         return value
     if names:
-        return {name: _plain_value(getattr(value, name)) for name in names}
+        return {name: to_plain(getattr(value, name)) for name in names}
     return vars(value)
 
 
@@ -234,7 +226,8 @@ def _fields_of(cls: Any) -> tuple[str, ...] | None:
 # --------------------
 
 
-def _parse_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
+def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
+    """Return the JSON value in ``data``; everything that strict JSON refuses is a CodecError."""
     if len(data) > limit:
         raise CodecError(f"{len(data)} bytes are more than {limit}")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:

@@ -2,12 +2,11 @@
 The scheduler as a child of the first node's agent: start it, get its address, restart it.
 
 The listening socket is bound here, so a port in use is reported before anything starts. The child
-inherits the socket and reads the secret from stdin. The end of stdin means that its agent has
-died.
+inherits the socket and reads the secret from stdin. The end of stdin means that its agent has died.
 
 If the child dies, another one is started on the same socket, which stays open here meanwhile:
-agents that reconnect wait in its queue. The successor resumes from the journal. `tend` does all
-this and never blocks.
+agents that reconnect wait in its queue. The successor resumes from the journal.
+`SchedulerChild.restart_if_dead` does all this and never blocks.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ REAP_SECONDS = 1.0
 
 class SchedulerChild:
     """
-    A running scheduler process. `fileno` is readable when `tend` has work, or at the end of the
-    process.
+    A running scheduler process.
+
+    `fileno` is readable when `restart_if_dead` has work, or at the end of the process.
     """
 
     COMMAND: ClassVar[tuple[str, ...]] = (
@@ -128,14 +128,17 @@ class SchedulerChild:
 
     def fileno(self) -> int:
         """
-        Return a descriptor that is readable when `tend` is due: an answer, or the end; -1: see
-        `deadline`.
+        Return a descriptor that is readable when `restart_if_dead` is due: an answer, or the end;
+        -1: see `deadline`.
         """
         stream = self._process.stdout
         return -1 if stream is None or stream.closed else stream.fileno()
 
     def deadline(self) -> float | None:
-        """Return the monotonic time at which `tend` is due even if nothing is readable, or None."""
+        """
+        Return the monotonic time at which `restart_if_dead` is due even if nothing is readable, or
+        None.
+        """
         return self._restart_at if self._restart_at is not None else self._answer_deadline
 
     def restart_if_dead(self) -> str:
@@ -173,7 +176,8 @@ class SchedulerChild:
 
         The process is killed after ``timeout`` seconds.
         """
-        self._restart_at = self._answer_deadline = None
+        self._restart_at = None
+        self._answer_deadline = None
         self._close_listener()
         if hasattr(self, "_process"):
             self._reap_process(timeout)
@@ -182,7 +186,8 @@ class SchedulerChild:
     # -----------
 
     def _start_process(self) -> None:
-        self._line, self._answer_deadline = b"", time.monotonic() + self._timeout
+        self._line = b""
+        self._answer_deadline = time.monotonic() + self._timeout
         self._process = subprocess.Popen(
             self.COMMAND,
             stdin=subprocess.PIPE,
@@ -315,10 +320,9 @@ class SchedulerChild:
             self._give_up(f"{why}, after {MAX_RESTARTS} restarts in {RESTART_WINDOW_SECONDS:g} s")
         if self._answer_deadline is None or not self._death_times:
             self._died_at = now
-        self._answer_deadline, self._restart_at = (
-            None,
-            now + BACKOFF_SECONDS[min(len(self._death_times), len(BACKOFF_SECONDS) - 1)],
-        )
+        delay = BACKOFF_SECONDS[min(len(self._death_times), len(BACKOFF_SECONDS) - 1)]
+        self._answer_deadline = None
+        self._restart_at = now + delay
         self._death_times.append(now)
         return f"{why}: restarting it; the workers continue"
 

@@ -76,7 +76,7 @@ COMPLAINT_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _PeerState:
     """Message numbers of one connection."""
 
     hello: Hello | None = None
@@ -117,7 +117,7 @@ class Service:
         """The machine's actions that wait for the journal."""
         self._ignored_peers: set[Peer] = set()
         """Connections that are being closed. Later messages from them are ignored."""
-        self._conversations: dict[Peer, _Conversation] = {}
+        self._peer_states: dict[Peer, _PeerState] = {}
         self._lines: deque[str] = deque()
         self._lines_chars = 0
         self._warned_at = float("-inf")
@@ -156,7 +156,7 @@ class Service:
             if isinstance(item, EnvelopeArrived):
                 self._on_envelope(item)
             elif isinstance(item, PeerGone):
-                self._conversations.pop(item.peer, None)
+                self._peer_states.pop(item.peer, None)
                 self._step_machine(PeerDisconnected(item.peer, item.between))
             elif isinstance(item, ProtocolViolation):
                 self._warn_limited(item.text)
@@ -172,7 +172,7 @@ class Service:
     @property
     def has_peers(self) -> bool:
         """Whether any peer is connected."""
-        return bool(self._conversations)
+        return bool(self._peer_states)
 
     def stop_job(self, number: int, by: str, *, force: bool = False) -> None:
         """Stop the job from the scheduler's own side."""
@@ -195,17 +195,18 @@ class Service:
     def _on_envelope(self, item: EnvelopeArrived) -> None:
         if item.peer in self._ignored_peers:
             return None
-        talk = self._conversations.get(item.peer)
-        if talk is None:
-            talk = self._conversations[item.peer] = _Conversation()
+        state = self._peer_states.get(item.peer)
+        if state is None:
+            state = _PeerState()
+            self._peer_states[item.peer] = state
         envelope = item.envelope
         body = item.envelope.body
-        if fault := _find_fault(talk, item):
+        if fault := _find_fault(state, item):
             return self._refuse_peer(item.peer, fault)
-        talk.received += not isinstance(body, Heartbeat)
-        talk.wants_status = talk.wants_status or isinstance(body, StatusQuery | StopRequest)
-        if isinstance(body, Hello) and talk.hello is None:
-            talk.hello = body
+        state.received += not isinstance(body, Heartbeat)
+        state.wants_status = state.wants_status or isinstance(body, StatusQuery | StopRequest)
+        if isinstance(body, Hello) and state.hello is None:
+            state.hello = body
         try:
             self._step_machine(MessageReceived(item.peer, envelope.body))
         except IllegalEvent as error:
@@ -250,7 +251,7 @@ class Service:
                     self._send_message(peer, message)
                 case ClosePeer(peer):
                     self.transport.close_peer(peer)
-                    self._conversations.pop(peer, None)
+                    self._peer_states.pop(peer, None)
                 case SendStatus(peer):
                     self._send_message(peer, StatusReply(tuple(self._lines)))
                 case JobDone(code):
@@ -259,31 +260,29 @@ class Service:
 
     def _send_final_status(self) -> None:
         """Send viewers the last status: a moment later no scheduler answers."""
-        for peer, talk in list(
-            self._conversations.items()
+        for peer, state in list(
+            self._peer_states.items()
         ):  # a copy: a peer that cannot be sent to is removed
-            if talk.wants_status:
+            if state.wants_status:
                 self._send_message(peer, StatusReply(tuple(self._lines)))
 
     def _send_message(self, peer: Peer, message: Message) -> None:
-        if talk := self._conversations.get(peer):
+        if state := self._peer_states.get(peer):
             counted = not isinstance(message, Echo)
             try:
                 self.transport.send(
-                    peer, Envelope(self.scheduler, 0, talk.sent if counted else 0, message)
+                    peer, Envelope(self.scheduler, 0, state.sent if counted else 0, message)
                 )
-                talk.sent += counted
+                state.sent += counted
             except CodecError as error:
                 self._warn_limited(f"a message was not sent: {error}")
                 if not isinstance(message, OPTIONAL_MESSAGES):
-                    self._end_conversation(
-                        peer, f"the scheduler cannot send its next message: {error}"
-                    )
+                    self._end_peer(peer, f"the scheduler cannot send its next message: {error}")
 
-    def _end_conversation(self, peer: Peer, why: str) -> None:
+    def _end_peer(self, peer: Peer, why: str) -> None:
         """End a conversation whose next message cannot be encoded; the job may continue."""
-        talk = self._conversations.pop(peer)
-        self.transport.send(peer, Envelope(self.scheduler, 0, talk.sent, Refuse(70, why)))
+        state = self._peer_states.pop(peer)
+        self.transport.send(peer, Envelope(self.scheduler, 0, state.sent, Refuse(70, why)))
         self.transport.close_peer(peer)
         self._step_machine(PeerDisconnected(peer))
 
@@ -339,11 +338,11 @@ class Service:
         self._record_events([LogEvent("warning", self.clock.wall(), {"text": text})])
 
 
-def _find_fault(talk: _Conversation, item: EnvelopeArrived) -> str:
+def _find_fault(state: _PeerState, item: EnvelopeArrived) -> str:
     """Return how an envelope violates the order of its connection, or an empty string."""
     envelope = item.envelope
-    hello = talk.hello
-    due = 0 if isinstance(envelope.body, Heartbeat) else talk.received
+    hello = state.hello
+    due = 0 if isinstance(envelope.body, Heartbeat) else state.received
     if envelope.sequence != due:
         return f"message {envelope.sequence} where {due} was due"
     if hello is None:

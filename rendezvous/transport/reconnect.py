@@ -73,9 +73,12 @@ class ReconnectPolicy:
         self._max_silence = MAX_SILENCE_SECONDS + handshake_seconds(crowd) - HANDSHAKE_SECONDS
         self._hint = hint
         self._min_patience = max(min_patience, MIN_PATIENCE_SECONDS)
-        self._began_at = self._last_turn_at = now
+        self._began_at = now
+        self._last_turn_at = now
         self._status_at = now + 1.0
-        self._alive_at = self._certain_at = self._stall_ended_at = now
+        self._alive_at = now
+        self._certain_at = now
+        self._stall_ended_at = now
         self._lost_since: float | None = None
         """Time since which a known scheduler is out of reach."""
         self._refusals = 0

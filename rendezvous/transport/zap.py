@@ -98,7 +98,9 @@ class ZapAuthenticator:
             self._zmq.ZMQError
         ):  # no descriptor is left: nobody comes in either, and what is there goes on
             return
-        self._old, self._current, self._replaced_at = self._current, new, time.monotonic()
+        self._old = self._current
+        self._current = new
+        self._replaced_at = time.monotonic()
         self._old.unbind(ZAP_ADDRESS)
         new.bind(ZAP_ADDRESS)
 

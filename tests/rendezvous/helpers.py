@@ -213,7 +213,7 @@ def durable(machine: Membership) -> dict[str, Any]:
 
 
 # Real sockets
-# ---------------------------------------------------------------------------------------------------------
+# ------------
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = 10.0) -> None:

@@ -327,7 +327,7 @@ def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
 
 
 # A journal that cannot be written
-# -------------------------------------------------------------------------------------
+# --------------------------------
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -426,7 +426,7 @@ def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
 
 
 # The same state
-# -------------------------------------------------------------------------------------------------------
+# --------------
 
 OF_THE_MOMENT = {
     "detector",
@@ -648,7 +648,7 @@ def test_heartbeats_ticks_and_viewers_have_no_entries(tmp_path: Path) -> None:
 
 
 # The event log
-# --------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: Path) -> None:

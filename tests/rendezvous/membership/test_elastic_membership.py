@@ -65,7 +65,7 @@ def last(machine: Machine, name: str) -> Assign:
 
 
 # Forming
-# --------------------------------------------------------------------------------------------------------------
+# -------
 
 
 def test_it_forms_at_once_when_the_most_are_here() -> None:
@@ -145,7 +145,7 @@ def test_a_node_rank_is_respected_where_there_is_such_a_place() -> None:
 
 
 # Standing by
-# ----------------------------------------------------------------------------------------------------------
+# -----------
 
 
 def test_who_comes_late_stands_by_and_what_comes_then_is_refused() -> None:
@@ -210,7 +210,7 @@ def test_what_a_standby_node_says_about_the_generation_counts_for_nothing() -> N
 
 
 # Growing
-# --------------------------------------------------------------------------------------------------------------
+# -------
 
 
 def test_it_grows_when_nobody_else_has_come_for_a_while() -> None:
@@ -274,7 +274,7 @@ def test_nothing_grows_while_a_hang_is_looked_into() -> None:
 
 
 # Losing nodes
-# ---------------------------------------------------------------------------------------------------------
+# ------------
 
 
 def lose(machine: Machine, name: str, *others: str) -> None:
@@ -535,7 +535,7 @@ def test_a_node_that_cannot_start_before_anything_has_run_ends_it_for_all() -> N
 
 
 # Departing
-# ------------------------------------------------------------------------------------------------------------
+# ---------
 
 
 def test_a_node_departs_in_order() -> None:
@@ -640,7 +640,7 @@ def test_a_departing_node_that_is_cut_is_not_lost_twice() -> None:
 
 
 # What agents are told
-# -------------------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize(

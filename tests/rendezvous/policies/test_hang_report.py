@@ -23,7 +23,10 @@ from pdrun.rendezvous.protocol.messages import (
 )
 from tests.rendezvous.helpers import Machine, config, hello
 
-REDUCE = 'Thread 0x{0:x} (most recent call first):\n  File "/x/torch/distributed.py", line 10 in all_reduce\n'
+REDUCE = (
+    "Thread 0x{0:x} (most recent call first):\n"
+    '  File "/x/torch/distributed.py", line 10 in all_reduce\n'
+)
 LOAD = (
     'Thread 0x1 (most recent call first):\n  File "/x/data.py", line 3 in read\n'
     '  File "/x/train.py", line 9 in <module>'

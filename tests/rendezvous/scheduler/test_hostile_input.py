@@ -202,7 +202,8 @@ class Insider:
             **changes,
         }
         self.sequence += not isinstance(body, Heartbeat)
-        self.socket.send(encode(Envelope(body=body, **values)), zmq.NOBLOCK)  # type: ignore[arg-type]
+        envelope = Envelope(body=body, **values)  # type: ignore[arg-type]
+        self.socket.send(encode(envelope), zmq.NOBLOCK)
 
     def hello(self, **changes: object) -> None:
         values: dict[str, object] = {

@@ -186,7 +186,10 @@ def test_lost_log_lines_do_not_stop_a_job(tmp_path: Path) -> None:
     ],
 )
 def test_importing_loads_no_zeromq(module: str) -> None:
-    code = f"import sys, pdrun.rendezvous.{module}; print([m for m in ('zmq', 'torch', 'psutil') if m in sys.modules])"
+    code = (
+        f"import sys, pdrun.rendezvous.{module}; "
+        "print([m for m in ('zmq', 'torch', 'psutil') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )

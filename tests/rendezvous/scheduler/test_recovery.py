@@ -305,7 +305,7 @@ def test_a_node_that_dies_with_the_scheduler_is_lost(
 
 
 # The end of patience
-# --------------------------------------------------------------------------------------------------
+# -------------------
 
 
 def test_a_damaged_journal_ends_the_waiting_with_its_place(
@@ -529,7 +529,7 @@ def test_somebody_elses_scheduler_at_the_same_address_is_not_the_successor(
 
 
 # The link
-# -------------------------------------------------------------------------------------------------------------
+# --------
 
 
 def test_a_renewed_link_is_a_new_agent(scheduler: Start_, secret: Secret) -> None:
@@ -581,7 +581,7 @@ def test_a_local_link_can_begin_again() -> None:
 
 
 # Frozen
-# ---------------------------------------------------------------------------------------------------------------
+# ------
 
 
 @pytest.mark.slow
@@ -622,7 +622,7 @@ def test_a_frozen_scheduler_kills_nobody(
 
 
 # A scheduler that stands by itself
-# ------------------------------------------------------------------------------------
+# ---------------------------------
 
 MEMBER = """
 import sys, time

@@ -150,7 +150,7 @@ class SimAgent:
         self.reset_at = float("-inf")
 
     # Time
-    # -------------------------------------------------------------------------------------------------------------
+    # ----
 
     def later(self, delay: float, act: Callable[..., None], *arguments: object) -> None:
         """Plan something of this process's own: not while it is frozen, never after its death."""
@@ -199,7 +199,7 @@ class SimAgent:
                 self.network.client_gone(self.connection)
 
     # The link
-    # ---------------------------------------------------------------------------------------------------------
+    # --------
 
     def _connect(self) -> None:
         if self.connection and self.connection.here:
@@ -273,7 +273,7 @@ class SimAgent:
             self._stop_run(0.0)
 
     # What it is told
-    # --------------------------------------------------------------------------------------------------
+    # ---------------
 
     def _take(self, message: Message) -> None:
         silence, self.read_at = self.world.now - self.read_at, self.world.now
@@ -362,7 +362,7 @@ class SimAgent:
             self.later(0.1, self._leave_when_done, code)
 
     # Workers
-    # ----------------------------------------------------------------------------------------------------------
+    # -------
 
     def _start(self, assign: Assign) -> None:
         self.started = True
@@ -449,7 +449,7 @@ class SimAgent:
             run.living.clear()
 
     # What its user does
-    # -----------------------------------------------------------------------------------------------
+    # ------------------
 
     def depart(self) -> None:
         """SIGTERM at an agent of an elastic job."""

@@ -91,7 +91,7 @@ class Judge:
             told = (agent.verdict.code, agent.verdict.reason)
             if told != (verdict.code, verdict.reason):
                 raise Violation(
-                    f"{agent.node} heard {told}, the scheduler said {verdict.code}, {verdict.reason}"
+                    f"{agent.node} got {told}, the scheduler sent {verdict.code}, {verdict.reason}"
                 )
             if agent.code is not None and agent.code != verdict.code and not agent.departing:
                 raise Violation(
@@ -108,7 +108,7 @@ class Judge:
             bad = [rank for rank, cause in ranks.items() if cause.kind != "ok"]
             if bad or len(ranks) != world:
                 raise Violation(
-                    f"success, though only {len(ranks)} of {world} workers ended, {bad} of them badly"
+                    f"success, but {len(ranks)} of {world} workers ended, {bad} of them badly"
                 )
         if verdict.first:
             rank, cause = verdict.first.rank, verdict.first.cause

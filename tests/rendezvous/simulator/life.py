@@ -103,7 +103,8 @@ class Play:
 
     def _started(self, run: Run) -> None:
         self.note(
-            f"{run.agent.node} starts generation {run.assign.generation}, ranks {sorted(run.living)}"
+            f"{run.agent.node} starts generation {run.assign.generation}, "
+            f"ranks {sorted(run.living)}"
         )
         self.judge.started(run)
 
@@ -167,7 +168,7 @@ def draw_config(world: World, nodes: int) -> SchedulerConfig:
 
 
 # What goes wrong
-# ------------------------------------------------------------------------------------------------------
+# ---------------
 
 
 def _worker_fails(play: Play) -> str | None:

@@ -92,7 +92,7 @@ class Network:
         return self._box
 
     # The agents' side
-    # -------------------------------------------------------------------------------------------------
+    # ----------------
 
     def way(self, node: str) -> Way:
         """Return what is between ``node`` and the scheduler."""
@@ -130,7 +130,7 @@ class Network:
             self.world.after(arrival - self.world.now, self._gone, connection)
 
     # Faults
-    # -----------------------------------------------------------------------------------------------------------
+    # ------
 
     def cut(self, node: str, *, up: bool, down: bool) -> None:
         """Let nothing through in the directions that are True."""
@@ -178,7 +178,7 @@ class Network:
             connection.client.disconnected(connection)
 
     # On the way
-    # -------------------------------------------------------------------------------------------------------
+    # ----------
 
     def _arrival(self, connection: Connection, last: float) -> float:
         way = self.way(connection.client.node)
@@ -212,7 +212,7 @@ class Network:
             self.world.after(SILENCE, self._client_gives_up, connection)
 
     # The scheduler's side
-    # ---------------------------------------------------------------------------------------------
+    # --------------------
 
     def process_died(self) -> None:
         """

@@ -209,7 +209,8 @@ class SimScheduler:
 
     def _record(self, event: LogEvent) -> None:
         self.note(
-            f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }"
+            f"{event.kind} "
+            f"{ {name: value for name, value in event.data.items() if name != 'scheduler'} }"
         )
         if event.kind == "warning" and "connection was refused" in str(event.data.get("text")):
             raise Violation(f"an honest agent broke the protocol: {event.data['text']}")

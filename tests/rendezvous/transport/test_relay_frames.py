@@ -178,7 +178,7 @@ def test_a_relay_cannot_say_a_pulse() -> None:
 
 
 def test_the_relay_knows_heartbeats_and_echoes_as_the_codec_writes_them() -> None:
-    from pdrun.rendezvous.scheduler.relay_main import _HEARTBEAT_PATTERN, ECHO_TEMPLATE
+    from pdrun.rendezvous.scheduler.relay import _HEARTBEAT_PATTERN, ECHO_TEMPLATE
 
     assert ECHO_TEMPLATE % CHILD_RELAY_SENDER.encode() % 12 == encode(
         Envelope(CHILD_RELAY_SENDER, 0, 0, Echo(12))

@@ -51,9 +51,9 @@ class Cleanup:
 
 def step_cleanup(supervisor: Supervisor, cleanup: Cleanup) -> bool:
     """Advance a cleanup by one step; return whether it is complete and was answered."""
-    roots = _find_roots(supervisor, cleanup)
+    roots, is_complete = _find_roots(supervisor, cleanup)
     now = time.monotonic()
-    if roots and now < cleanup.give_up_at:
+    if (roots or not is_complete) and now < cleanup.give_up_at:
         leaders = supervisor.children.keys()
         # A worker itself gets no time to settle: the agent wants it killed.
         if now >= cleanup.kill_at or any(root.pid in leaders for root in roots):
@@ -91,21 +91,35 @@ def kill_all(supervisor: Supervisor) -> None:
         poll.poll(process_tree.RETRY_SECONDS * 1000)
 
 
-def _find_roots(supervisor: Supervisor, cleanup: Cleanup) -> list[ProcessInfo]:
-    """Return the supervisor's children that belong to the cleanup's slot."""
+def _find_roots(supervisor: Supervisor, cleanup: Cleanup) -> tuple[list[ProcessInfo], bool]:
+    """
+    Return the supervisor's children that belong to the cleanup's slot, and whether these are all.
+
+    They may not be all if a child with an unknown slot is exiting: its own children, which may
+    belong to the slot, become children of the supervisor only when it has ended.
+    """
     if supervisor.own_process is None:
-        return []
+        return [], True
     roots = [
         child
         for child in process_tree.list_children(supervisor.own_process)
         if child.pid != supervisor.watchdog_pid
     ]
     if cleanup.slot is None:
-        return roots
+        return roots, True
     slots: set[int | None] = {cleanup.slot}
     if not any(child.slot >= 0 and child.slot != cleanup.slot for child in supervisor.processes()):
         slots.add(None)  # leftovers without a known slot go with the last worker
-    return [root for root in roots if _find_slot(supervisor, root) in slots]
+    found = []
+    is_complete = True
+    for root in roots:
+        slot = _find_slot(supervisor, root)
+        if slot in slots:
+            found.append(root)
+        elif slot is None:
+            now = process_tree.find_process(root.pid)
+            is_complete = is_complete and now is not None and not now.is_exiting
+    return found, is_complete
 
 
 def _find_slot(supervisor: Supervisor, root: ProcessInfo) -> int | None:

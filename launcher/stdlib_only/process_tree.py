@@ -39,16 +39,18 @@ class ProcessInfo:
     A process as /proc/PID/stat shows it.
 
     ``start`` is its start time in clock ticks since boot. Pid and start time together identify a
-    process; a pid alone may be reused.
+    process; a pid alone may be reused. ``is_exiting``: it has no memory any more, so its
+    environment cannot be read. Its children move to a reaper next, or have moved.
     """
 
-    __slots__ = ("pid", "ppid", "session", "start", "state")
+    __slots__ = ("is_exiting", "pid", "ppid", "session", "start", "state")
 
     def __init__(self, pid: int, stat: bytes) -> None:
         fields = stat[stat.rindex(b")") + 2 :].split()
         self.pid = pid
         self.state = fields[0].decode()
         self.start = fields[19]
+        self.is_exiting = fields[20] == b"0"
         self.ppid = int(fields[1])
         self.session = int(fields[3])
 

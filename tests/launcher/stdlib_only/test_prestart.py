@@ -25,7 +25,7 @@ from pdrun.launcher.config.options import Option
 from pdrun.launcher.launch import prestart
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import fork_server_command
-from pdrun.launcher.stdlib_only import supervisor
+from pdrun.launcher.stdlib_only import fork_client, process_tree
 from pdrun.launcher.supervisor import boot
 from pdrun.launcher.supervisor.client import SupervisorProcess
 from pdrun.launcher.supervisor.events import ForkServerStatus, WorkerCommand
@@ -174,7 +174,7 @@ def test_the_guess_is_what_the_plan_asks_for(
 
 
 def running(pid: int) -> bool:
-    found = supervisor.find_process(pid)
+    found = process_tree.find_process(pid)
     return found is not None and found.state not in "ZX"
 
 
@@ -182,11 +182,11 @@ def begun() -> tuple[int, int]:
     """Begin; return the pids of keeper and starter."""
     prestart.start(["train.py"])
     assert prestart._prestart is not None
-    keeper = supervisor.find_process(prestart._prestart.pid)
+    keeper = process_tree.find_process(prestart._prestart.pid)
     assert keeper is not None
 
     def starters() -> list[int]:
-        return [child.pid for child in supervisor.list_children(keeper) if "fork_server" in str(child)]
+        return [child.pid for child in process_tree.list_children(keeper) if "fork_server" in str(child)]
 
     until(lambda: len(starters()) == 1, "the starter runs", 20)
     return keeper.pid, starters()[0]
@@ -225,7 +225,7 @@ def test_what_the_plan_asks_for_is_taken_over() -> None:
             return bool(told)
 
         until(ready, "it is ready", 60)
-        assert told == [ForkServerStatus(supervisor.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
+        assert told == [ForkServerStatus(fork_client.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
     finally:
         keeper.close()
     assert not any(map(running, pids))

@@ -269,7 +269,7 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
             warm_client.borrow_supervisor(light.socket)
         return caught.value.strerror or ""
 
-    assert "namespace net cannot" in refused(**{"namespace net": "net:[1]"})
+    assert "namespace net of the agent cannot" in refused(**{"namespace net": "net:[1]"})
     assert "cgroup cannot" in refused(cgroup="0::/elsewhere\n")
     assert "CapEff cannot" in refused(CapEff="0")
     assert "cpus cannot" in refused(cpus=[4000])
@@ -544,7 +544,7 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
         thread.start()
         wait_until(lambda: said, what="a word")
         assert (
-            "waiting for it" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
+            "waiting for another pdrun warm" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
         )
     assert inside.wait(10)
     thread.join(10)

@@ -15,12 +15,8 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint.export import export_weights, load_weights
-from pdrun.parallel.checkpoint.save_load import (
-    PendingSave,
-    agree_on_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from pdrun.parallel.checkpoint.load import agree_on_checkpoint, load_checkpoint
+from pdrun.parallel.checkpoint.save import PendingSave, save_checkpoint
 from pdrun.parallel.data.loader import Loader, Position
 from pdrun.parallel.report.explain import RunPlan, build_plan, explain_run
 from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory

@@ -76,13 +76,12 @@ def _shard_bytes(cut: ShardedBucket) -> int:
 def _count_sums(found: dict[str, TrafficVolume], part: GradientBucket, times: int) -> None:
     numel = part.layout.numel
     wire = part.policy.wire_dtype or part.dtype
-    name = (
-        "all_to_all"
-        if part.is_ordered
-        else "all_reduce"
-        if part.comm.shards == 1
-        else "reduce_scatter"
-    )
+    if part.is_ordered:
+        name = "all_to_all"
+    elif part.comm.shards == 1:
+        name = "all_reduce"
+    else:
+        name = "reduce_scatter"
     _add_volume(found, name, times, numel * wire.itemsize)
     if part.is_ordered and part.comm.replicas > 1:
         _add_volume(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)

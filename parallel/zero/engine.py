@@ -29,19 +29,16 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
-from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
+from pdrun.parallel.comm.sharded import PendingResult
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue
-from pdrun.parallel.model.weights import Weight, assign_units, make_buckets
+from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.bucket_order import BucketOrder
-from pdrun.parallel.zero.gatherer import UnitGatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
-from pdrun.parallel.zero.gradients import BufferPool, GradientBucket, ReductionPolicy
-from pdrun.parallel.zero.optimizer import TrainedPart
 from pdrun.parallel.zero.settings import Settings
-from pdrun.parallel.zero.shards import ShardedBucket
+from pdrun.parallel.zero.weight_buckets import WeightBuckets
 
 
-class Engine:
+class Engine(WeightBuckets):
     """
     The weights of a model on the data axes, and the sums of their gradients.
 
@@ -66,32 +63,9 @@ class Engine:
         units: Sequence[str] = (),
         fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
     ) -> None:
-        self._fill = fill
-        self.weights = weights
-        self.place = place
+        super().__init__(model, weights, place, settings, units, fill, self._skip_unit)
         self.holders = holders
         self.catalogue = catalogue
-        self.settings = settings
-        self.data_group = place.data
-        self.shard_group = place.sharded_data
-        self.gather_group = place.weight_gathers
-        self._policy = ReductionPolicy(
-            settings.level,
-            settings.exact,
-            settings.accumulate,
-            settings.wire_dtype,
-            settings.keep_for_step,
-        )
-        self.pool = BufferPool()
-        self.gradient_buckets: list[GradientBucket] = []
-        self.sharded_buckets: list[ShardedBucket] = []
-        self.sharded_bucket_of: dict[int, ShardedBucket] = {}
-        """By index of a gradient bucket."""
-        self.masters: dict[int, nn.Parameter] = {}
-        """Wider copies of weights that are not sharded, by index of the weight."""
-        self.gatherer: UnitGatherer | None = None
-        self._units = list(units)
-        self._build_buckets(model)
         self.unsynced_weights = [
             weight for weight in weights if weight.unsynced and weight.is_trained
         ]
@@ -114,117 +88,6 @@ class Engine:
         )
         self.used_weights = [False] * len(catalogue.weights)
         """Which weights of the full model had a gradient in the last step, on any rank."""
-
-    # ---- building -----------------------------------------------------------
-
-    def _build_buckets(self, model: nn.Module) -> None:
-        settings = self.settings
-        synced = [weight for weight in self.weights if not weight.unsynced]
-        sharded = [
-            weight for weight in synced if settings.level and weight.nbytes >= settings.threshold
-        ]
-        if settings.level < 3:
-            sharded = [weight for weight in sharded if weight.is_trained]
-        else:
-            assign_units(model, self.weights, self._units)
-        unsharded = [weight for weight in synced if weight not in set(sharded)]
-        by_unit: dict[str, list[ShardedBucket]] = {name: [] for name in ["", *self._units]}
-        for name in reversed(["", *self._units]):  # in the order of their gradients
-            in_unit = [weight for weight in sharded if weight.unit == name]
-            for group in make_buckets([w for w in in_unit if w.is_trained], settings.fusion):
-                by_unit[name].append(self._add_sharded_bucket(group, name, trained=True))
-            for group in make_buckets([w for w in in_unit if not w.is_trained], settings.fusion):
-                by_unit[name].append(self._add_sharded_bucket(group, name, trained=False))
-        for group in make_buckets([w for w in unsharded if w.is_trained], settings.fusion):
-            self._add_gradient_bucket(group, self.data_group)
-        for weight in self.weights:
-            if weight not in set(sharded):
-                self._cast_weight(weight)
-        if settings.level == 3:
-            self._units = [name for name in self._units if by_unit[name]]
-            self.gatherer = UnitGatherer(
-                model,
-                by_unit,
-                self._units,
-                self.gather_group,
-                settings.keep_for_step,
-                self._skip_unit,
-            )
-
-    def _add_gradient_bucket(self, group: Sequence[Weight], comm: ShardedGroup) -> None:
-        label = f"the sum of gradients {len(self.gradient_buckets)} "
-        label += f"({group[0].name} and {len(group) - 1} more)"
-        dtype = self.settings.precision.sum_dtype(group[0].dtype)
-        across = self.place.sum_groups(group[0].sum_axes, group[0].stages)
-        self.gradient_buckets.append(
-            GradientBucket(group, comm, self._policy, self.pool, dtype, label, across)
-        )
-
-    def _add_sharded_bucket(
-        self, group: Sequence[Weight], unit: str, *, trained: bool
-    ) -> ShardedBucket:
-        own = group[0].dtype
-        compute = self.settings.precision.weight_dtype(own, group[0].keep_dtype)
-        self._fill(group)
-        made = ShardedBucket(
-            group,
-            self.gather_group,
-            compute_dtype=compute,
-            master_dtype=own,
-            frees_full=self.settings.level == 3,
-            master_device=self.settings.master_device or self.data_group.device,
-            label=f"the weights of {unit or group[0].name}",
-        )
-        self.sharded_buckets.append(made)
-        if trained:
-            self.sharded_bucket_of[len(self.gradient_buckets)] = made
-            self._add_gradient_bucket(group, self.shard_group)
-        return made
-
-    def _cast_weight(self, weight: Weight) -> None:
-        """Give the model a copy of an unsharded weight in the type of the policy."""
-        self._fill([weight])
-        compute = self.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
-        if compute != weight.dtype or (
-            weight.is_trained and self.settings.master_device not in (None, self.data_group.device)
-        ):
-            wide = weight.param.detach()
-            if weight.is_trained:
-                home = self.settings.master_device or self.data_group.device
-                self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
-            weight.param.data = wide.to(compute, copy=True)
-
-    def _trained_params(self, index: int) -> list[nn.Parameter]:
-        """Return what the optimizer trains of a bucket, in the order of its segments."""
-        if index in self.sharded_bucket_of:
-            return self.sharded_bucket_of[index].parts
-        part = self.gradient_buckets[index]
-        mine = [part.weights[segment.slot] for segment in part.segments]
-        return [self.masters.get(weight.index, weight.param) for weight in mine]
-
-    def _unit_indices(self) -> list[int]:
-        """Return the index of the unit of each gradient bucket; -1 for none."""
-        places = {name: place for place, name in enumerate(self._units)}
-        found = []
-        for index, part in enumerate(self.gradient_buckets):
-            found.append(
-                places.get(part.weights[0].unit, -1) if index in self.sharded_bucket_of else -1
-            )
-        return found
-
-    def _skip_unit(self, unit: int) -> None:
-        """Count a unit that took no part in this rank's forward pass as zero."""
-        self._order.complete_unit(unit)
-
-    def trained_parts(self, param: nn.Parameter) -> list[TrainedPart]:
-        """Return what this rank trains of a parameter of the model."""
-        for bucket in self.sharded_buckets:
-            for slot, weight in enumerate(bucket.weights):
-                if weight.param is param:
-                    found = zip(bucket.segments, bucket.parts, strict=True)
-                    return [(part, segment) for segment, part in found if segment.slot == slot]
-        weight = next(weight for weight in self.weights if weight.param is param)
-        return [(self.masters.get(weight.index, param), None)]
 
     # ---- a micro-batch ------------------------------------------------------
 
@@ -297,6 +160,10 @@ class Engine:
             times: gradients per weight, of copies that compute side by side; they are summed.
         """
         self._order.begin(first, last, chunk, times)
+
+    def _skip_unit(self, unit: int) -> None:
+        """Count a unit that took no part in this rank's forward pass as zero."""
+        self._order.complete_unit(unit)
 
     def _make_grad_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch's garbage collector does not see hooks of tensors: a hook with a reference to the

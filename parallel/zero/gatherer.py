@@ -229,7 +229,7 @@ class UnitGatherer:
         Refuse a gradient inside a forward pass that is itself differentiated: it needs all weights
         again.
         """
-        what = "create_graph=True inside a forward pass is not supported with gather='pass'"
+        what = 'create_graph=True inside a forward pass is not supported with gather="pass"'
         hint = 'use gather="step": units stay from their first forward to their last backward'
         raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
@@ -276,7 +276,7 @@ def _call_on_first_grad(values: Any, call: Callable[[], None]) -> None:
 
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and torch_compat.is_transformed(leaf):
-            what = "a unit inside torch.func (vmap, grad) is not supported with gather='pass'"
+            what = 'a unit inside torch.func (vmap, grad) is not supported with gather="pass"'
             hint = 'use gather="step": units stay from their first forward to their last backward'
             raise UsageError(what, where="pdrun.Run.step", hint=hint)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:

@@ -1,5 +1,5 @@
 """
-Saves and loads a run, on any number of ranks and at any optimizer level.
+Saves a run, so that any number of ranks can load it at any optimizer level.
 
     weights/NAME, state/NAME/KEY, plain/NAME/KEY, buffers/NAME, rng/RANK
 
@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.compatibility import check_compatible, fingerprint
-from pdrun.parallel.checkpoint.plain_values import decode_value, encode_value
+from pdrun.parallel.checkpoint.compatibility import fingerprint
+from pdrun.parallel.checkpoint.plain_values import encode_value
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
-from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.zero.full_tensors import LocalRange, local_ranges
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
 
 RUN_SAVE = "pdrun.Run.save"
-NO_CHECKPOINT = -1
-FOLDER_ITSELF = -2
-"""What rank 0 finds in a folder instead of the step of a checkpoint."""
 _last_savers: weakref.WeakValueDictionary[str, RunState] = weakref.WeakValueDictionary()
 """The run of this process that saved each checkpoint last."""
 
@@ -86,9 +82,6 @@ class PendingSave:
             )
 
 
-# ---- saving -----------------------------------------------------------------
-
-
 def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor]], dict[str, Any]]:
     """Return copies of the tensors that this rank saves, and the contents of run.json."""
     pieces = []
@@ -98,7 +91,7 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
                 piece = _full_piece(name, tensor)
                 is_mine = local.saves_scalars
             else:
-                piece = TensorPiece.for_region(name, tensor.dtype, _region_of(local))
+                piece = TensorPiece.for_region(name, tensor.dtype, region_of(local))
                 is_mine = local.is_saved_here
             if is_mine:
                 pieces.append((piece, _copy_to_host(tensor)))
@@ -113,7 +106,7 @@ def take_snapshot(state: RunState) -> tuple[list[tuple[TensorPiece, torch.Tensor
     return pieces, _describe_run(state)
 
 
-def _region_of(local: LocalRange) -> Region:
+def region_of(local: LocalRange) -> Region:
     """Return the region of its full weight that a rank has."""
     return Region(local.shard.shape, local.shard.ranges, local.start, local.stop)
 
@@ -238,141 +231,3 @@ def _publish_checkpoint(
     storage.write_json(hidden / "run.json", {**plain, "indices": names, "turn": turn})
     storage.publish_folder(hidden, final)
     storage.prune_checkpoints(folder, keep)
-
-
-# ---- loading ----------------------------------------------------------------
-
-
-def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
-    """Return the checkpoint that rank 0 finds in a folder, on every rank; None if it has none."""
-    names = [path.name for path in storage.list_checkpoints(folder)]
-    if (folder / "run.json").is_file():
-        found = FOLDER_ITSELF
-    elif names:
-        found = int(names[-1].rpartition("-")[2])
-    else:
-        found = NO_CHECKPOINT
-    step = torch.tensor([found], device=state.device)
-    state.engine.place.job.broadcast_first(step, "which checkpoint to load")
-    if int(step) == NO_CHECKPOINT:
-        return None
-    if int(step) == FOLDER_ITSELF:
-        return folder
-    # a rank that does not see the folder reports that in `load_checkpoint`
-    name = f"{storage.FOLDER_PREFIX}{int(step):08d}"
-    return folder / (f".old-{name}" if f".old-{name}" in names else name)
-
-
-def load_checkpoint(state: RunState, folder: Path) -> None:
-    """
-    Load a checkpoint. The number of ranks and the optimizer level may differ from those that saved
-    it.
-
-    Raises:
-        ConfigError: it is incomplete, or belongs to another model or optimizer; raised on every
-            rank.
-    """
-    context = state.context
-    seconds = state.data_group.watchdog.seconds
-    barrier = RankBarrier(context.world_size, context.rank, "load", seconds)
-    state.engine.wait_idle()
-    failure: PdrunError | None = None
-    try:
-        reader = CheckpointReader(folder)
-        check_compatible(state, reader)
-        state.guard.torn_checkpoint = str(folder)
-        plain = _read_state(state, reader)
-    except PdrunError as error:
-        failure = error
-    barrier.report("read", str(failure or ""))
-    try:
-        barrier.finish("read")
-    except ConfigError as error:
-        raise failure or error from None
-    state.engine.publish_weights()
-    for group, saved in zip(state.optimizer.param_groups, plain["groups"], strict=True):
-        for name, value in saved.items():
-            old = group.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
-                value = value.to(old)
-            group[name] = value
-    if state.scheduler is not None and plain["scheduler"] is not None:
-        state.scheduler.load_state_dict(plain["scheduler"])
-    if state.loss_scale is not None and plain["scale"] is not None:
-        state.loss_scale.value, state.loss_scale.good_steps = plain["scale"]
-    state.steps = plain["steps"]
-    state.seed = plain["seed"]
-    state.feed.set_position(*plain["position"])
-    if plain["rng"] is not None:
-        torch.set_rng_state(plain["rng"])
-
-
-def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
-    """Read weights, their state and buffers in place, and return the other values."""
-    with torch.no_grad():
-        for local in local_ranges(state.engine):
-            _load_weight(state, reader, local)
-        for name, buffer in state.model.named_buffers():
-            if name in state.persistent_buffers:
-                _check_shape(reader, f"buffers/{name}", buffer.shape)
-                buffer.copy_(reader.read_tensor(f"buffers/{name}").view(buffer.shape))
-    plain = reader.run_json
-    same = plain["world"] == state.context.world_size
-    return {
-        **plain,
-        "groups": [decode_value(group) for group in plain["groups"]],
-        "scheduler": decode_value(plain["scheduler"]),
-        "rng": reader.read_tensor(f"rng/{state.context.rank}") if same else None,
-    }
-
-
-def _check_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
-    if reader.shape_of(name) != tuple(shape):
-        plain = name.partition("/")[2]
-        what = f"{plain} has shape {reader.shape_of(name)} there and {tuple(shape)} here"
-        raise ConfigError(what, where=str(reader.folder))
-
-
-def _load_weight(state: RunState, reader: CheckpointReader, local: LocalRange) -> None:
-    """
-    Read a part of a weight and of its optimizer state.
-
-    State that has the weight's type in the checkpoint gets the weight's type here.
-    """
-    name = f"weights/{local.name}"
-    region = _region_of(local)
-    _check_shape(reader, name, region.shape)
-    part = local.part
-    value = reader.read_tensor(name, region)
-    there = value.dtype
-    part.copy_(value.view(part.shape))
-    kept: dict[str, Any] = {}
-    for found in reader.tensor_names():
-        kind, _, key = found.partition(f"/{local.name}/")
-        if kind == "plain":
-            kept[key] = decode_value(json.loads(bytes(reader.read_tensor(found).tolist())))
-        if kind != "state":
-            continue
-        shape = reader.shape_of(found)
-        if shape == region.shape:
-            value = reader.read_tensor(found, region).view(part.shape)
-        else:
-            value = reader.read_tensor(found).view(shape)
-        if value.dtype == there and (shape or not region.shape):
-            value = value.to(part.dtype)
-        if shape != () or _keeps_counts_on_device(state):
-            value = value.to(part.device)
-        kept[key] = value
-    if local.weight.is_trained:
-        state.optimizer.state.pop(part, None)
-        if kept:
-            state.optimizer.state[part] = kept
-
-
-def _keeps_counts_on_device(state: RunState) -> bool:
-    """
-    Whether the optimizer keeps its step counts on the device, as fused and capturable ones do.
-    """
-    return any(
-        group.get("fused") or group.get("capturable") for group in state.optimizer.param_groups
-    )

@@ -23,6 +23,7 @@ from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.model.recompute import apply_recompute
+from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
@@ -230,7 +231,7 @@ def _build_state(
     device = torch.device(job.device)
     optimizer = prepared.optimizer
     remap_params(optimizer, prepared.names, partitioned.weights)
-    filler = _build_filler(arguments, prepared, partitioned, device)
+    fill = _build_filler(arguments, prepared, partitioned)
     if settings.level and mesh.dp * mesh.cp > 1:
         check_elementwise(optimizer, device)
     elif partitioned.original is not None:
@@ -241,16 +242,7 @@ def _build_state(
     compiled = compile_modules(partitioned.model, arguments.compile)
     recomputed = apply_recompute(partitioned.model, recompute)
     check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
-    engine = Engine(
-        partitioned.model,
-        partitioned.weights,
-        prepared.place,
-        partitioned.holders,
-        partitioned.catalogue,
-        settings,
-        partitioned.local_units(settings.units) if settings.level == 3 else (),
-        filler.fill_weights if filler else lambda weights: None,
-    )
+    engine = _build_engine(settings, prepared, partitioned, fill)
     shard_param_groups(optimizer, engine.trained_parts)
     scheduler = arguments.scheduler
     if callable(scheduler):
@@ -284,20 +276,39 @@ def _build_state(
     )
 
 
-def _build_filler(
-    arguments: Arguments,
+def _build_engine(
+    settings: Settings,
     prepared: PreparedModel,
     partitioned: PartitionedModel,
-    device: torch.device,
-) -> WeightInitializer | None:
-    """Return what gives weights without memory their values; None if all have some."""
+    fill: Callable[[Sequence[Weight]], None],
+) -> Engine:
+    units: list[str] = []
+    if settings.level == 3:
+        units = partitioned.local_units(settings.units)
+    return Engine(
+        partitioned.model,
+        partitioned.weights,
+        prepared.place,
+        partitioned.holders,
+        partitioned.catalogue,
+        settings,
+        units,
+        fill,
+    )
+
+
+def _build_filler(
+    arguments: Arguments, prepared: PreparedModel, partitioned: PartitionedModel
+) -> Callable[[Sequence[Weight]], None]:
+    """Return a function that gives weights without memory their first values."""
     if not prepared.is_empty:
-        return None
+        return lambda weights: None
     model = partitioned.original or arguments.model
+    device = prepared.place.data.device
     filler = WeightInitializer(model, device, arguments.seed, arguments.init)
     if partitioned.original is not None:
         filler.use_shards(partitioned.weights)
-    return filler
+    return filler.fill_weights
 
 
 def _settings_by_option(settings: Settings) -> dict[str, Any]:

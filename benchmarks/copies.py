@@ -63,7 +63,7 @@ def total_loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(out.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
 
 
-class Slow:
+class DelayedNetwork:
     """Delays every wait for a collective of a run's model axes until it has lasted ``seconds``."""
 
     def __init__(self, run: pdrun.Run) -> None:
@@ -94,7 +94,7 @@ class Slow:
             time.sleep(left)
 
 
-def make(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, Slow]:
+def make_run(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, DelayedNetwork]:
     """Return a run and the object that slows its network."""
     torch.manual_seed(0)
     run = pdrun.parallelize(
@@ -106,10 +106,10 @@ def make(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, Slow]:
         context=pdrun.ContextParallel(ulysses=-1),
         **more,
     )
-    return run, Slow(run)
+    return run, DelayedNetwork(run)
 
 
-def clock(run: pdrun.Run, batch: Any, steps: int) -> float:
+def time_steps(run: pdrun.Run, batch: Any, steps: int) -> float:
     """Return wall time per step, in ms."""
     dist.barrier()
     begin = time.perf_counter()
@@ -119,7 +119,7 @@ def clock(run: pdrun.Run, batch: Any, steps: int) -> float:
 
 
 @dataclass
-class Told:
+class LatencyResult:
     """
     What one latency, in ms, makes of each way: waiting in parts of the collectives' time, and ms a
     step.
@@ -131,7 +131,7 @@ class Told:
     step: tuple[float, float]
 
 
-def measure(args: argparse.Namespace) -> list[Told]:
+def measure_latencies(args: argparse.Namespace) -> list[LatencyResult]:
     """Return the results for each latency."""
     torch.set_num_threads(1)
     pdrun.init()
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> list[Told]:
         WORDS, (args.rows, args.length + 1), generator=torch.Generator().manual_seed(1)
     )
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    after, together = make(args, accumulate=2), make(args, copies=2)
+    after, together = make_run(args, accumulate=2), make_run(args, copies=2)
     assert after[0].step(batch).loss == together[0].step(batch).loss
     found = []
     for latency in args.latency:
@@ -148,12 +148,12 @@ def measure(args: argparse.Namespace) -> list[Told]:
             slow.seconds, slow.calls, slow.waited = latency / 1e3, 0, 0.0
         for turn in range(args.rounds):
             order = (after, together) if turn % 2 else (together, after)
-            one, two = (clock(run, batch, args.steps) for run, _ in order)
+            one, two = (time_steps(run, batch, args.steps) for run, _ in order)
             times.append((one, two) if turn % 2 else (two, one))
         one, two = (statistics.median(column) for column in zip(*times, strict=True))
         parts = [slow.waited / (slow.calls * slow.seconds) for _, slow in (after, together)]
         calls = together[1].calls // (args.rounds * args.steps)
-        found.append(Told(latency, calls, (parts[0], parts[1]), (one, two)))
+        found.append(LatencyResult(latency, calls, (parts[0], parts[1]), (one, two)))
     return found
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
-    told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
+    told = pdrun.launch(measure_latencies, args, devices=args.devices, backend="cpu")[0]
     print(
         f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers"
     )

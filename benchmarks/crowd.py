@@ -7,9 +7,9 @@ of them before the clock starts. A heartbeat follows the welcome directly and th
 Only work that they do not need is left out: of incoming messages they read the type only, and
 instead of a ZeroMQ socket each has one of
 
-    Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq:
-              signature, greeting, READY, messages; probes (PING) are answered
-    Sealed    with CURVE, whose arithmetic libzmq does well: a real DEALER
+    PlainConnection   a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of
+                      libzmq: signature, greeting, READY, messages; probes (PING) are answered
+    CurveConnection   with CURVE, whose arithmetic libzmq does well: a real DEALER
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GREETING = b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 
 
-class Line(Protocol):
+class AgentConnection(Protocol):
     """One connection."""
 
     up: bool
@@ -76,7 +76,7 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-class Plain:
+class PlainConnection:
     """Without CURVE: see the module."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -149,7 +149,7 @@ class Plain:
             self._socket.sendall(self._waiting[0])
 
 
-class Sealed:
+class CurveConnection:
     """With CURVE: a DEALER."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Agent:
     def __init__(self, index: int, workers: int) -> None:
         """Write what will be said in any case."""
         self.name = f"{index:032x}"
-        self.line: Line
+        self.line: AgentConnection
         self.beats = self.echo = 0
         self.over = False
         host = f"host-{index:05d}"
@@ -249,7 +249,7 @@ class Agent:
         self.over = True
 
 
-class Crowd:
+class AgentCrowd:
     """``count`` agents of a job of ``nodes``, starting with number ``first``."""
 
     def __init__(
@@ -279,9 +279,9 @@ class Crowd:
             agent = self.agents[len(self._by_fd)]
             secret = self._secret
             agent.line = (
-                Sealed(self._context, self._endpoint, secret, self._nodes)
+                CurveConnection(self._context, self._endpoint, secret, self._nodes)
                 if secret
-                else Plain(self._endpoint)
+                else PlainConnection(self._endpoint)
             )
             self._by_fd[agent.line.fileno()] = agent
             self._epoll.register(agent.line.fileno(), select.EPOLLIN)
@@ -354,7 +354,7 @@ def crowd(
     Report to the parent when all are assigned, and when all can start. Send heartbeats until the
     parent ends the run, then bring the job to its end.
     """
-    many = Crowd(first, count, nodes, endpoint, secret, workers)
+    many = AgentCrowd(first, count, nodes, endpoint, secret, workers)
     pipe.send("ready")
     pipe.recv()
     began = _cpu()

@@ -159,7 +159,7 @@ def environment(cwd: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def warm(cwd: str) -> Iterator[psutil.Process]:
+def warm_process(cwd: str) -> Iterator[psutil.Process]:
     """A warm process."""
     command = [sys.executable, "-m", "pdrun", "warm"]
     subprocess.run([*command, "start"], env=environment(cwd), check=True, capture_output=True)
@@ -172,7 +172,7 @@ def warm(cwd: str) -> Iterator[psutil.Process]:
         subprocess.run([*command, "stop"], env=environment(cwd), check=True, capture_output=True)
 
 
-def spent(process: psutil.Process | None) -> float:
+def cpu_seconds(process: psutil.Process | None) -> float:
     """
     CPU seconds of our children that have ended, and of the warm process with its reaped children.
     """
@@ -187,17 +187,17 @@ def spent(process: psutil.Process | None) -> float:
     return total
 
 
-def timed(
+def time_command(
     command: list[str], cwd: str, process: psutil.Process | None = None
 ) -> tuple[float, float, str]:
     """Return (wall, CPU) seconds, and the output; the command must succeed."""
-    before, start = spent(process), time.time()
+    before, start = cpu_seconds(process), time.time()
     done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True)
     end = time.time()
     if done.returncode:
         raise SystemExit(f"{command} failed: {done.stderr}")
     reduced = [float(text) for text in re.findall(r"reduced ([\d.]+)", done.stdout)]
-    return (max(reduced) if reduced else end) - start, spent(process) - before, done.stdout
+    return (max(reduced) if reduced else end) - start, cpu_seconds(process) - before, done.stdout
 
 
 def free_port() -> str:
@@ -206,17 +206,17 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
+def measure_row(row: str, workers: int, rounds: int, cwd: str) -> None:
     """One row of the table: all launchers, in turn."""
     script = Path(cwd, f"{row}.py")
     script.write_text(PROGRAMS["gloo" if row == "second" else row])
     commands = launchers(workers, row, cwd)
     found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in commands}
-    with warm(cwd) if WARM in commands else contextlib.nullcontext() as process:
+    with warm_process(cwd) if WARM in commands else contextlib.nullcontext() as process:
         for _ in range(rounds):
             for name, command in commands.items():
                 words = [*command, str(script), *([free_port()] if name == "mpirun" else [])]
-                found[name].append(timed(words, cwd, process if name == WARM else None))
+                found[name].append(time_command(words, cwd, process if name == WARM else None))
     base = [statistics.median(run[part] for run in found["torchrun"]) for part in (0, 1)]
     for name, runs in found.items():
         wall, cpu = (statistics.median(run[part] for run in runs) for part in (0, 1))
@@ -228,7 +228,7 @@ def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
         )
 
 
-def memory(workers: int, cwd: str) -> None:
+def measure_memory(workers: int, cwd: str) -> None:
     """Proportional memory of idle workers, forked and executed, with all processes of the job."""
     script = Path(cwd, "idle.py")
     script.write_text(PROGRAMS["idle"])
@@ -254,7 +254,7 @@ def memory(workers: int, cwd: str) -> None:
         )
 
 
-def restart(workers: int, rounds: int, cwd: str) -> None:
+def measure_restart(workers: int, rounds: int, cwd: str) -> None:
     """From SIGKILL of one worker to the first line of all workers of the next generation."""
     script = Path(cwd, "restart.py")
     script.write_text(PROGRAMS["restart"])
@@ -286,10 +286,10 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
             times.append(
                 max(float(line.split()[3]) for line in lines if line.split()[2] == "1") - killed
             )
-        single("restart", workers, name, times)
+        print_single("restart", workers, name, times)
 
 
-def tail(workers: int, rounds: int, cwd: str) -> None:
+def measure_tail(workers: int, rounds: int, cwd: str) -> None:
     """From the end of the last worker's process to the end of the launcher."""
     script = Path(cwd, "tail.py")
     script.write_text(PROGRAMS["tail"])
@@ -308,7 +308,7 @@ def tail(workers: int, rounds: int, cwd: str) -> None:
             ended = last_end(process.stdout.fileno(), workers)
             process.wait()
             times.append(time.monotonic() - ended)
-        single("tail", workers, name, times)
+        print_single("tail", workers, name, times)
 
 
 def last_end(output: int, workers: int) -> float:
@@ -349,22 +349,22 @@ def last_end(output: int, workers: int) -> float:
     return last
 
 
-def floor(workers: int, rounds: int, cwd: str) -> None:
+def measure_floor(workers: int, rounds: int, cwd: str) -> None:
     """What a launcher adds to the one import and the forks that every launcher needs."""
     for row in ("floor", "gloo"):
         Path(cwd, f"{row}.py").write_text(PROGRAMS[row])
     bare: list[float] = []
     whole: list[float] = []
     for _ in range(rounds):
-        bare.append(timed([sys.executable, "floor.py", str(workers)], cwd)[0])
-        whole.append(timed([*launchers(workers, "floor", cwd)["pdrun"], "gloo.py"], cwd)[0])
-    single("floor", workers, "one import and the forks", bare)
-    single("floor", workers, "pdrun, gloo", whole)
+        bare.append(time_command([sys.executable, "floor.py", str(workers)], cwd)[0])
+        whole.append(time_command([*launchers(workers, "floor", cwd)["pdrun"], "gloo.py"], cwd)[0])
+    print_single("floor", workers, "one import and the forks", bare)
+    print_single("floor", workers, "pdrun, gloo", whole)
     ratio = statistics.median(whole) / statistics.median(bare)
     print(f"| floor | {workers} | pdrun over it | {ratio:.2f} times | | | | |", flush=True)
 
 
-def single(row: str, workers: int, name: str, times: list[float]) -> None:
+def print_single(row: str, workers: int, name: str, times: list[float]) -> None:
     """A line of the table with one figure."""
     load, middle = os.getloadavg()[0], statistics.median(times)
     print(f"| {row} | {workers} | {name} | {middle:.3f} | | | | {load:.1f} |", flush=True)
@@ -395,17 +395,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cwd:
         for row in ("gloo", "ddp", "nccl"):
             for workers in map(int, asked.workers.split(",") if row in rows else ()):
-                in_turn(row, workers, asked.rounds, cwd)
+                measure_row(row, workers, asked.rounds, cwd)
         if "second" in rows:
-            in_turn("second", 4, asked.rounds, cwd)
+            measure_row("second", 4, asked.rounds, cwd)
         if "memory" in rows:
-            memory(8, cwd)
+            measure_memory(8, cwd)
         if "restart" in rows:
-            restart(4, asked.rounds, cwd)
+            measure_restart(4, asked.rounds, cwd)
         if "tail" in rows:
-            tail(4, asked.rounds, cwd)
+            measure_tail(4, asked.rounds, cwd)
         if "floor" in rows:
-            floor(8, asked.rounds, cwd)
+            measure_floor(8, asked.rounds, cwd)
 
 
 if __name__ == "__main__":

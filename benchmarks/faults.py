@@ -32,7 +32,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 HOSTS = ("h1", "h2", "h3")
 
 
-class Play:
+class FaultPlay:
     """One launcher on three hosts, and one fault."""
 
     def __init__(self, launcher: str, bed: Bed, limit: float) -> None:
@@ -116,34 +116,34 @@ class Play:
         return f"; {left} processes left over" if left else ""
 
 
-def ordered(
+def order_worker(
     order: str, worker: Sequence[str] = (), options: Sequence[str] = ()
-) -> Callable[[Play], str]:
+) -> Callable[[FaultPlay], str]:
     """Return the fault in which rank 1 does what is ordered."""
 
-    def play(it: Play) -> str:
+    def play(it: FaultPlay) -> str:
         it.job(worker=worker, options=options)
         return it.outcome(it.bed.order(1, order))
 
     return play
 
 
-def agent_killed(it: Play) -> str:
+def kill_agent(it: FaultPlay) -> str:
     """SIGKILL to the launcher of h2."""
     jobs = it.job()
     return it.outcome(jobs[1].signal(signal.SIGKILL))
 
 
-def agent_told_to_leave(it: Play) -> str:
+def stop_agent(it: FaultPlay) -> str:
     """SIGTERM to the launcher of h3; two nodes are enough."""
     jobs = it.job(nodes="2:3")
     return it.outcome(jobs[2].signal(signal.SIGTERM), jobs=jobs[:2])
 
 
-def frozen(seconds: float) -> Callable[[Play], str]:
+def freeze_host(seconds: float) -> Callable[[FaultPlay], str]:
     """Return the fault in which h2 is frozen; two nodes are enough."""
 
-    def play(it: Play) -> str:
+    def play(it: FaultPlay) -> str:
         it.job(nodes="2:3")
         since = time.monotonic()
         it.bed["h2"].freeze()
@@ -159,7 +159,7 @@ def frozen(seconds: float) -> Callable[[Play], str]:
     return play
 
 
-def scheduler_killed(it: Play) -> str:
+def kill_scheduler(it: FaultPlay) -> str:
     """SIGKILL to the rendezvous process: pdrun's scheduler; with torchrun the first launcher."""
     jobs = it.job()
     pid = jobs[0].scheduler() if it.launcher == "pdrun" else jobs[0].pid
@@ -167,10 +167,10 @@ def scheduler_killed(it: Play) -> str:
     return it.outcome(time.monotonic(), limit=20)
 
 
-def host_down(how: str) -> Callable[[Play], str]:
+def take_host_down(how: str) -> Callable[[FaultPlay], str]:
     """Return the fault in which h2 crashes, or loses its power; two nodes are enough."""
 
-    def play(it: Play) -> str:
+    def play(it: FaultPlay) -> str:
         it.job(nodes="2:3")
         since = time.monotonic()
         getattr(it.bed["h2"], how)()
@@ -179,7 +179,7 @@ def host_down(how: str) -> Callable[[Play], str]:
     return play
 
 
-def one_way(it: Play) -> str:
+def cut_one_way(it: FaultPlay) -> str:
     """Packets from h2 to h1 are lost; two nodes are enough."""
     it.job(nodes="2:3")
     since = time.monotonic()
@@ -187,7 +187,7 @@ def one_way(it: Play) -> str:
     return it.outcome(since)
 
 
-def foreign_job(it: Play) -> str:
+def join_foreign_job(it: FaultPlay) -> str:
     """
     A node of another program connects to the port while the first job waits for its third node.
     """
@@ -227,35 +227,35 @@ def foreign_job(it: Play) -> str:
     return f"refused with code {stranger.process.poll()}; the first job goes on waiting"
 
 
-def wall_clock(it: Play) -> str:
+def advance_wall_clock(it: FaultPlay) -> str:
     """h2's wall clock is an hour ahead; then 20 s of running."""
     it.bed["h2"].skew(3600)
     it.job()
     return it.outcome(time.monotonic(), limit=20)
 
 
-ROWS: dict[str, tuple[str, Callable[[Play], str]]] = {
-    "1": ("worker exits with 3", ordered("exit 3")),
-    "3": ("worker killed by SIGKILL", ordered("signal 9")),
+ROWS: dict[str, tuple[str, Callable[[FaultPlay], str]]] = {
+    "1": ("worker exits with 3", order_worker("exit 3")),
+    "3": ("worker killed by SIGKILL", order_worker("signal 9")),
     "6": (
         "a peer fails, workers ignore SIGTERM, 5 s of grace",
-        ordered("exit 3", ["ignore"], ["--grace", "5"]),
+        order_worker("exit 3", ["ignore"], ["--grace", "5"]),
     ),
     "7": (
         "worker hangs (pdrun: --hang-timeout 10s)",
-        ordered("hang", (), ["--hang-timeout", "10s"]),
+        order_worker("hang", (), ["--hang-timeout", "10s"]),
     ),
-    "9": ("worker fails and leaves children behind", ordered("exit 3", ["family"])),
-    "10": ("launcher of one node killed", agent_killed),
-    "11": ("launcher of one node gets SIGTERM, 2 of 3 nodes are enough", agent_told_to_leave),
-    "12": ("a host stands still for 5 s", frozen(5)),
-    "13": ("a host stands still for 20 s, 2 of 3 nodes are enough", frozen(20)),
-    "16": ("the process that all meet at is killed", scheduler_killed),
-    "18": ("a host crashes (reset), 2 of 3 nodes are enough", host_down("crash")),
-    "19": ("a host loses power (silence), 2 of 3 nodes are enough", host_down("power_off")),
-    "22": ("one-way cut, 2 of 3 nodes are enough", one_way),
-    "33": ("a node of another program comes to the port", foreign_job),
-    "35": ("a wall clock is an hour ahead", wall_clock),
+    "9": ("worker fails and leaves children behind", order_worker("exit 3", ["family"])),
+    "10": ("launcher of one node killed", kill_agent),
+    "11": ("launcher of one node gets SIGTERM, 2 of 3 nodes are enough", stop_agent),
+    "12": ("a host stands still for 5 s", freeze_host(5)),
+    "13": ("a host stands still for 20 s, 2 of 3 nodes are enough", freeze_host(20)),
+    "16": ("the process that all meet at is killed", kill_scheduler),
+    "18": ("a host crashes (reset), 2 of 3 nodes are enough", take_host_down("crash")),
+    "19": ("a host loses power (silence), 2 of 3 nodes are enough", take_host_down("power_off")),
+    "22": ("one-way cut, 2 of 3 nodes are enough", cut_one_way),
+    "33": ("a node of another program comes to the port", join_foreign_job),
+    "35": ("a wall clock is an hour ahead", advance_wall_clock),
 }
 """Row of the matrix -> the fault in words, and how it is played."""
 
@@ -285,7 +285,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="faults-") as folder:
                 bed = Bed(Cluster.up(f"faults-{os.getpid()}", 3), Path(folder))
                 try:
-                    cells.append(play(Play(name, bed, args.limit)))
+                    cells.append(play(FaultPlay(name, bed, args.limit)))
                 except BaseException as error:
                     cells.append(
                         "not played:"

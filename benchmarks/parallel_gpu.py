@@ -90,7 +90,7 @@ class Size:
 TINY = Size(width=64, hidden=160, layers=3, heads=4, words=128, length=32, tokens=512, peak=1e12)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -109,13 +109,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.split(x)
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k = rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
-class ApartAttention(Attention):
-    """Three matrices, since DTensors cannot shard a fused one; made by `apart`."""
+class SplitQKVAttention(Attention):
+    """Three matrices, since DTensors cannot shard a fused one; made by `split_qkv`."""
 
     wq: nn.Linear
     wk: nn.Linear
@@ -128,10 +128,10 @@ class ApartAttention(Attention):
         ]
 
 
-def apart(attention: Attention) -> None:
+def split_qkv(attention: Attention) -> None:
     """Give an attention separate matrices for q, k and v."""
     parts = attention.qkv.weight.detach().chunk(3)
-    attention.__class__ = ApartAttention
+    attention.__class__ = SplitQKVAttention
     del attention.qkv
     for name, part in zip(("wq", "wk", "wv"), parts, strict=True):
         linear = nn.Linear(part.shape[1], part.shape[0], bias=False, device="meta")
@@ -202,7 +202,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
-def by_data(row: str, model: nn.Module, device: torch.device) -> Step:
+def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of DDP, DDP with ZeRO-1, or FSDP2."""
     autocast = row != "fsdp2"
     if autocast:
@@ -236,7 +236,7 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, mp_policy=policy, **options)
 
 
-def by_tensors(row: str, model: nn.Module, device: torch.device) -> Step:
+def tensor_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """
     Return a step of torch's tensor parallel with sequence parallel; fsdp-tp: over pairs, and
     sharded over the pairs.
@@ -257,7 +257,7 @@ def by_tensors(row: str, model: nn.Module, device: torch.device) -> Step:
         },
     )
     for block in model.blocks:
-        apart(block.attn)
+        split_qkv(block.attn)
         block.attn.n_heads //= tp
         parallelize_module(
             block,
@@ -316,7 +316,7 @@ class Stage(nn.Module):
         return self.last(h)
 
 
-def by_stages(row: str, model: nn.Module, device: torch.device) -> Step:
+def pipeline_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of torch's pipelining, 1F1B."""
     rank, world = dist.get_rank(), dist.get_world_size()
     stage = Stage(model, rank, world)
@@ -342,19 +342,19 @@ def by_stages(row: str, model: nn.Module, device: torch.device) -> Step:
 
 
 HAND = {
-    "ddp": by_data,
-    "zero1": by_data,
-    "fsdp2": by_data,
-    "tp": by_tensors,
-    "fsdp-tp": by_tensors,
-    "pipe": by_stages,
+    "ddp": data_parallel_step,
+    "zero1": data_parallel_step,
+    "fsdp2": data_parallel_step,
+    "tp": tensor_parallel_step,
+    "fsdp-tp": tensor_parallel_step,
+    "pipe": pipeline_step,
 }
 
 
 # ---- pdrun ------------------------------------------------------------------
 
 
-def cuts() -> pdrun.Strategy:
+def megatron_strategy() -> pdrun.Strategy:
     """Return Megatron's sharding with sequence parallel, logits sharded over the vocabulary."""
     col, row, seq, vocab = pdrun.col, pdrun.row, pdrun.seq, pdrun.vocab
     return pdrun.Strategy(
@@ -369,7 +369,7 @@ def cuts() -> pdrun.Strategy:
     )
 
 
-def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
+def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
     """Return a run for the row's name, and its step."""
     world = dist.get_world_size()
     options = {"copies": 2, **options} if row.endswith("-copies") else dict(options)
@@ -388,8 +388,12 @@ def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun
     else:
         tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
         for block in model.blocks:  # as by_tensors has it: the same model
-            apart(block.attn)
-        options |= {"mesh": pdrun.mesh(dp=-1, tp=tp), "strategy": cuts(), "optimizer_level": level}
+            split_qkv(block.attn)
+        options |= {
+            "mesh": pdrun.mesh(dp=-1, tp=tp),
+            "strategy": megatron_strategy(),
+            "optimizer_level": level,
+        }
         options |= {"dataset_strategy": "data_parallel"}
         compiled = how != "eager"
     run = pdrun.parallelize(
@@ -404,14 +408,16 @@ def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun
     return run, lambda x, y: run.step((x, y))
 
 
-def repeats(row: str, world: int) -> int:
+def count_repeats(row: str, world: int) -> int:
     """Return how many ranks compute the same rows."""
     if "fsdp-tp" in row:
         return 2
     return world if "tp" in row or "pipe" in row else 1
 
 
-def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure_row(
+    row: str, size: Size, warm: int, steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
     """Return tokens per second, peak and losses of one row; runs on every rank."""
     warnings.filterwarnings("ignore")
     context = pdrun.init()
@@ -419,13 +425,13 @@ def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]
     torch.manual_seed(0)
     with device:
         model = Decoder(size)
-    same = repeats(row, context.world_size)
+    same = count_repeats(row, context.world_size)
     torch.manual_seed(1 + context.rank // same)
     rows = size.tokens // (context.world_size // same) // size.length
     x, y = torch.randint(size.words, (2, rows, size.length), device=device)
     predicted = 0
     if row.startswith("pdrun"):
-        run, step = on_pdrun(row, model, options)
+        run, step = pdrun_step(row, model, options)
         predicted = 0 if run.mesh.pp > 1 else run.memory((x, y)).peak
     else:
         step = HAND[row.removesuffix("-eager")](row, model, device)
@@ -480,7 +486,7 @@ def main() -> None:
     for row in args.rows.split(","):
         try:
             told = pdrun.launch(
-                measure,
+                measure_row,
                 row,
                 size,
                 args.warm,

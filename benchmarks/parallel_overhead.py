@@ -118,7 +118,7 @@ def pairs(args: argparse.Namespace) -> dict[str, tuple[Callable[..., float], Cal
     }
 
 
-def clock(step: Callable[..., float], x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
+def time_steps(step: Callable[..., float], x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
     """Return wall time and this process's CPU time per step, in ms."""
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
@@ -127,7 +127,7 @@ def clock(step: Callable[..., float], x: Tensor, y: Tensor, steps: int) -> tuple
     return (time.perf_counter() - begin) / steps * 1e3, (time.process_time() - used) / steps * 1e3
 
 
-def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
+def measure_pairs(args: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
     """Return (pdrun ms, torch ms, median ratio, median ratio of CPU time) of each pair."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -137,11 +137,11 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float, fl
     found = {}
     for name, (ours, theirs) in pairs(args).items():
         for step in (ours, theirs):
-            clock(step, x, y, 3)
+            time_steps(step, x, y, 3)
         times = []
         for turn in range(args.rounds):
             order = (ours, theirs) if turn % 2 else (theirs, ours)
-            one, two = (clock(step, x, y, args.steps) for step in order)
+            one, two = (time_steps(step, x, y, args.steps) for step in order)
             times.append((one, two) if turn % 2 else (two, one))
         walls = [(a[0], b[0]) for a, b in times]
         found[name] = (
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, help="clip gradients, on both sides")
     parser.add_argument("--exact", action="store_true", help="the bits of one process")
     args = parser.parse_args()
-    told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
+    told = pdrun.launch(measure_pairs, args, devices=args.devices, backend="cpu")[0]
     print(
         f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers}"
         f" layers, clip {args.clip}"

@@ -91,7 +91,7 @@ def strategy(axes: list[str]) -> Operators:
     )
 
 
-def timed(what: str, function: Callable[..., Any], *args: Any) -> Any:
+def time_call(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function and print how long it took."""
     start, busy = time.monotonic(), time.process_time()
     result = function(*args)
@@ -117,11 +117,11 @@ def main() -> None:
         model = Decoder(chosen.layers)
     tokens = torch.zeros(1, 4096, dtype=torch.long, device="meta")
     print(f"torch {torch.__version__}, {chosen.layers} layers on ({grid})")
-    graph = timed("export", export_graph, model, (tokens,), None, not chosen.whole)
+    graph = time_call("export", export_graph, model, (tokens,), None, not chosen.whole)
     engine = strategy(list(degrees))
-    plan = timed("plan", engine.plan_of, graph, grid, {})
-    found = timed("moves", lambda: list(list_moves(plan)))
-    text = timed("explain", explain_plan, plan)
+    plan = time_call("plan", engine.plan_of, graph, grid, {})
+    found = time_call("moves", lambda: list(list_moves(plan)))
+    text = time_call("explain", explain_plan, plan)
     print(
         f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines"
         " of explanation"

@@ -43,7 +43,7 @@ from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 
-class Incomplete(Exception):
+class IncompleteJob(Exception):
     """The job did not reach the expected state."""
 
 
@@ -91,8 +91,8 @@ def main() -> None:
         )
         crowds = [_start(asked, child.endpoint, secret, turn) for turn in range(asked.crowds)]
         try:
-            print(json.dumps(measure(asked, child, [pipe for _, pipe in crowds]), indent=1))
-        except Incomplete as error:
+            print(json.dumps(measure_crowds(asked, child, [pipe for _, pipe in crowds]), indent=1))
+        except IncompleteJob as error:
             happened = Counter(
                 event.kind for event in eventlog.read_events(Path(folder, "events.jsonl"))
             )
@@ -129,14 +129,14 @@ def _start(
     return process, ours
 
 
-def measure(
+def measure_crowds(
     asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connection]
 ) -> dict[str, object]:
     """Lead the crowds through a job and return the results."""
     answers(pipes, "ready")
     load = os.getloadavg()[0]
-    processes = family(child.pid)
-    at_rest, began = [used(one) for one in processes], time.monotonic()
+    processes = scheduler_processes(child.pid)
+    at_rest, began = [cpu_seconds(one) for one in processes], time.monotonic()
     tell(pipes, "go")
     found: dict[str, object] = {
         "agents": asked.agents,
@@ -149,15 +149,19 @@ def measure(
         told = answers(pipes, stage)
         found[f"{stage}_s"] = round(max(at for at, _ in told) - began, 2)
         agents_cpu = sum(cpu for _, cpu in told)
-    spent = [used(one) - before for one, before in zip(processes, at_rest, strict=True)]
-    found["cpu_to_started_s"] = parts(spent, agents_cpu)
+    spent = [cpu_seconds(one) - before for one, before in zip(processes, at_rest, strict=True)]
+    found["cpu_to_started_s"] = name_quantities(spent, agents_cpu)
     time.sleep(3)
-    before, at_first = [used(one) for one in processes], time.monotonic()
+    before, at_first = [cpu_seconds(one) for one in processes], time.monotonic()
     time.sleep(asked.beat)
     took = time.monotonic() - at_first
-    shares = [100 * (used(one) - was) / took for one, was in zip(processes, before, strict=True)]
-    found["beating_cpu_percent"] = parts(shares)
-    found["pss_mb"] = parts([process.memory_full_info().pss / 1e6 for process in processes])
+    shares = [
+        100 * (cpu_seconds(one) - was) / took for one, was in zip(processes, before, strict=True)
+    ]
+    found["beating_cpu_percent"] = name_quantities(shares)
+    found["pss_mb"] = name_quantities(
+        [process.memory_full_info().pss / 1e6 for process in processes]
+    )
     tell(pipes, "end")
     ends, began = answers(pipes, "asked"), time.monotonic()
     found["beats"] = sum(end["beats"] for end in ends)
@@ -175,18 +179,18 @@ def measure(
     return found
 
 
-def family(root: int) -> list[psutil.Process]:
+def scheduler_processes(root: int) -> list[psutil.Process]:
     """Return the scheduler's process and those of its relays."""
     process = psutil.Process(root)
     return [process, *process.children(recursive=True)]
 
 
-def used(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     """Return its seconds of CPU."""
     return float(sum(process.cpu_times()[:2]))
 
 
-def parts(values: list[float], agents: float | None = None) -> dict[str, float]:
+def name_quantities(values: list[float], agents: float | None = None) -> dict[str, float]:
     """Name a quantity of each process."""
     found = {"scheduler": values[0], "relays": sum(values[1:]), "both": sum(values)}
     if agents is not None:
@@ -203,11 +207,11 @@ def answers(pipes: list[Connection], what: str) -> list:
     found = []
     for pipe in pipes:
         if not pipe.poll(PATIENCE):
-            raise Incomplete(f"not all agents were {what} in {PATIENCE:g} s")
+            raise IncompleteJob(f"not all agents were {what} in {PATIENCE:g} s")
         try:
             found.append(pipe.recv())
         except EOFError:
-            raise Incomplete(f"not all agents were {what}: a crowd has ended") from None
+            raise IncompleteJob(f"not all agents were {what}: a crowd has ended") from None
     return found
 
 

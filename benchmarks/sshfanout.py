@@ -30,7 +30,7 @@ from tests.lib import netns_hosts as beds
 PYTHON = sys.executable
 
 
-def commands(names: list[str]) -> dict[str, list[str]]:
+def build_commands(names: list[str]) -> dict[str, list[str]]:
     """
     The compared commands: a job of one worker per host that does nothing, and one interpreter per
     host under mpirun.
@@ -83,7 +83,7 @@ def _has(argv: list[str]) -> bool:
     return all(shutil.which(word) for word in argv if word.startswith("mpirun."))
 
 
-def joined(folder: Path, began: float) -> float:
+def seconds_until_joined(folder: Path, began: float) -> float:
     """Seconds from the start of the command to the event that every node has joined."""
     for path in folder.glob("pdrun-logs/*/events.jsonl"):
         for line in path.read_text().splitlines():
@@ -93,7 +93,7 @@ def joined(folder: Path, began: float) -> float:
     return float("nan")
 
 
-def once(bed: beds.Hosts, argv: list[str], folder: Path) -> tuple[float, float]:
+def run_once(bed: beds.Hosts, argv: list[str], folder: Path) -> tuple[float, float]:
     """Run a command on the first host; return (seconds until all joined, seconds in total)."""
     shutil.rmtree(folder / "pdrun-logs", ignore_errors=True)
     began, wall = time.perf_counter(), time.time()
@@ -110,7 +110,7 @@ def once(bed: beds.Hosts, argv: list[str], folder: Path) -> tuple[float, float]:
     _, said = process.communicate(timeout=300)
     if process.returncode:
         raise SystemExit(f"{argv[:6]}: code {process.returncode}\n{said.decode()[-2000:]}")
-    return joined(folder, wall), time.perf_counter() - began
+    return seconds_until_joined(folder, wall), time.perf_counter() - began
 
 
 def main() -> None:
@@ -126,11 +126,11 @@ def main() -> None:
         work = Path(base, "work")
         work.mkdir()
         with beds.hosts(Path(base), asked.hosts) as bed:
-            chosen = commands(bed.names)
+            chosen = build_commands(bed.names)
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
             for _ in range(asked.rounds):
                 for name, argv in chosen.items():
-                    found[name].append(once(bed, argv, work))
+                    found[name].append(run_once(bed, argv, work))
     print(
         f"{asked.hosts} hosts, {os.cpu_count()} CPUs, {asked.rounds} rounds, load"
         f" {os.getloadavg()[0]:.1f}"

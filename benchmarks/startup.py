@@ -45,7 +45,7 @@ def launchers() -> dict[str, list[str]]:
     return found
 
 
-def wall(command: list[str], cwd: str) -> float:
+def wall_seconds(command: list[str], cwd: str) -> float:
     """Seconds from start to exit; the command must succeed."""
     start = time.perf_counter()
     subprocess.run(
@@ -54,7 +54,7 @@ def wall(command: list[str], cwd: str) -> float:
     return time.perf_counter() - start
 
 
-def memory(command: list[str], cwd: str, worker: str) -> tuple[float, float]:
+def memory_megabytes(command: list[str], cwd: str, worker: str) -> tuple[float, float]:
     """
     (RSS, PSS) in MB summed over the launcher's processes, at their peak while the workers sleep.
     """
@@ -90,13 +90,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cwd:
         for index in range(rounds):
             for name, command in found.items():
-                times[name].append(wall([*command, "/bin/true"], cwd))
+                times[name].append(wall_seconds([*command, "/bin/true"], cwd))
                 print(
                     f"round {index + 1} of {rounds}: {name} {times[name][-1]:.3f} s",
                     file=sys.stderr,
                 )
         for name, command in found.items():
-            sizes[name] = memory(
+            sizes[name] = memory_megabytes(
                 [*command, shutil.which("sleep") or "/bin/sleep", "2"], cwd, "sleep"
             )
     base = statistics.median(times["pdrun"])

@@ -141,7 +141,7 @@ class HandPerceptron(Perceptron):
         return Sum.apply(super().forward(Copy.apply(x)))
 
 
-def by_hand(model: Model, rank: int, world: int) -> Model:
+def shard_by_hand(model: Model, rank: int, world: int) -> Model:
     """Shard the model in the shortest way."""
     for layer in model.layers:
         layer.attn.__class__, layer.mlp.__class__ = HandAttention, HandPerceptron
@@ -169,7 +169,7 @@ def by_pdrun(model: Model, rank: int, world: int) -> Model:
     ).apply(model, axes)
 
 
-def by_dtensor(model: Model, world: int) -> Model:
+def shard_with_dtensor(model: Model, world: int) -> Model:
     """
     Shard with torch; the rest is replicated DTensors, too, since one optimizer needs one kind.
     """
@@ -201,7 +201,7 @@ def stepper(model: nn.Module) -> Step:
     return step
 
 
-def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
+def time_steps(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
     """Return wall time and this process's CPU time per step, in ms."""
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
@@ -210,7 +210,7 @@ def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - begin) / steps * 1e3, (time.process_time() - used) / steps * 1e3
 
 
-def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+def measure_variants(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     """Return (ms per step, median ratio of pdrun's to it, median ratio of CPU time) of each."""
     torch.set_num_threads(1)
     pdrun.init()
@@ -220,8 +220,8 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     x, y = torch.randint(256, (2, args.rows, args.length))
     steps = {
         "pdrun": stepper(by_pdrun(copy.deepcopy(model), rank, world)),
-        "by hand": stepper(by_hand(copy.deepcopy(model), rank, world)),
-        "DTensor": stepper(by_dtensor(copy.deepcopy(model), world)),
+        "by hand": stepper(shard_by_hand(copy.deepcopy(model), rank, world)),
+        "DTensor": stepper(shard_with_dtensor(copy.deepcopy(model), world)),
     }
     losses = {name: [step(x, y) for _ in range(3)] for name, step in steps.items()}
     for name, found in losses.items():
@@ -233,7 +233,7 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     for turn in range(args.rounds):
         order = list(steps) if turn % 2 else list(reversed(steps))
         for name in order:
-            times[name].append(clock(steps[name], x, y, args.steps))
+            times[name].append(time_steps(steps[name], x, y, args.steps))
     own = times["pdrun"]
     return {
         name: (
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=32)
     args = parser.parse_args()
-    told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
+    told = pdrun.launch(measure_variants, args, devices=args.devices, backend="cpu")[0]
     print(
         f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers"
     )

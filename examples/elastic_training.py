@@ -50,7 +50,7 @@ def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.O
     draft.replace(path)
 
 
-def told_to_stop() -> bool:
+def should_stop() -> bool:
     """Return whether any worker got a signal to stop: the same answer on all of them."""
     flag = torch.tensor([int(elastic.stopping())])
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -91,7 +91,7 @@ def main() -> None:
             dist.all_reduce(parameter.grad)
         optimizer.step()
         pdrun.progress(step)
-        stop = told_to_stop()
+        stop = should_stop()
         if stop or (step + 1) % options.save_every == 0:
             if context.is_main:
                 save(options.folder / f"{step}.pt", step, model, optimizer)

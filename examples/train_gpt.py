@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def turn(x: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor) -> Tensor:
     """
     Rotary positions: turn each pair of features by an angle proportional to the position, so that
     distances matter.
@@ -55,7 +55,7 @@ class Block(nn.Module):
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )
-        mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(rotate_pairs(q), rotate_pairs(k), v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

@@ -59,7 +59,10 @@ def test_the_workers_own_code(jobs, command, code, words):
 
 
 def test_others_are_stopped_and_the_summary_tells(jobs):
-    code = "note()\nif rank == 1:\n def inner(): raise ValueError('boom')\n time.sleep(0.2); inner()\ntime.sleep(60)"
+    code = (
+        "note()\nif rank == 1:\n def inner(): raise ValueError('boom')\n"
+        " time.sleep(0.2); inner()\ntime.sleep(60)"
+    )
     found, job = jobs.run(*jobs.python(code), workers=3)
     assert found == 1
     summary = job.err[job.err.index("pdrun: job failed") :]
@@ -264,7 +267,10 @@ def test_a_killed_keeper_is_a_clear_failure_and_leaves_nothing(jobs):
 
 
 def test_the_job_goes_on_with_a_new_keeper_when_it_may_restart(jobs):
-    code = "say('up', os.environ['TORCHELASTIC_RESTART_COUNT'])\nwhile not os.path.exists('go'): time.sleep(0.02)"
+    code = (
+        "say('up', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "while not os.path.exists('go'): time.sleep(0.02)"
+    )
     job = jobs.start(*jobs.python(code), max_restarts=1)
     job.expect("up 0", 2)
     os.kill(keeper_of(job.process.pid), signal.SIGKILL)
@@ -296,7 +302,10 @@ def test_a_pipe_that_a_leftover_holds_open_holds_nobody_up(jobs):
 
 
 def test_a_worker_that_ends_well_early_does_not_end_the_others(jobs):
-    code = "if rank == 0: note(); sys.exit(0)\nwhile not os.path.exists('go'): time.sleep(0.02)\nsay('done')"
+    code = (
+        "if rank == 0: note(); sys.exit(0)\n"
+        "while not os.path.exists('go'): time.sleep(0.02)\nsay('done')"
+    )
     job = jobs.start(*jobs.python(code), workers=2)
     wait_until(jobs.pids, 10, "rank 0 to run")
     wait_until(lambda: not Path(f"/proc/{jobs.pids()[0]}").exists(), 10, "rank 0 to be reaped")
@@ -333,7 +342,10 @@ def test_the_right_cause_fifty_times(jobs):
 
 
 def test_restarts_have_a_number_and_logs_of_their_own(jobs):
-    code = "n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); say('attempt', n); sys.exit(7 if n < 2 else 0)"
+    code = (
+        "n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); "
+        "say('attempt', n); sys.exit(7 if n < 2 else 0)"
+    )
     found, job = jobs.run(*jobs.python(code), workers=1, max_restarts=2, files=True)
     assert found == 0, job.err
     (run,) = (jobs.folder / "logs").glob("demo-*")

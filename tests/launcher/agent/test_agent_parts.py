@@ -157,7 +157,8 @@ def test_what_the_scheduler_process_notes_is_shown(tmp_path):
     voice.use_output(make_plan(), "run", output)
     voice.print_due()
     events.write_text(
-        '{"kind": "joined", "node": "a"}\n{"kind": "warning", "text": "another \\u001b token"}\n{"kin'
+        '{"kind": "joined", "node": "a"}\n'
+        '{"kind": "warning", "text": "another \\u001b token"}\n{"kin'
     )
     clock.advance(1)
     voice.print_due()

@@ -141,7 +141,10 @@ def test_only_a_worker_of_this_generation_counts(harness):
 def test_below_a_shell_the_first_that_speaks_is_the_worker(harness):
     it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
     it.send_step(4, 1)
-    helper = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.sendto({!r}, sys.argv[1])"
+    helper = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); "
+        "s.sendto({!r}, sys.argv[1])"
+    )
     words = helper.format(b'{"rank":4,"generation":2,"step":99}')
     subprocess.run([sys.executable, "-S", "-c", words, it.path], check=True)
     it.monitor.read_reports()
@@ -270,7 +273,8 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(harness):
 def test_py_spy_is_asked_where_it_is_installed(harness, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text(
-        '#!/bin/sh\necho "$@" >> "$0.asked"\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n'
+        '#!/bin/sh\necho "$@" >> "$0.asked"\n'
+        "printf 'Thread 1 (idle): \"MainThread\"\\n    f (x.py:3)\\n'\n"
     )
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.launcher.jobs import registry as jobs
+from pdrun.launcher.jobs import registry
 from pdrun.launcher.jobs.lookup import find_job, find_running_job
 from pdrun.launcher.jobs.registry import (
     JobRecord,
-    make_job_record,
     is_alive,
+    make_job_record,
     prune_jobs,
-    register_job,
     read_start_ticks,
+    register_job,
 )
 
 
@@ -40,7 +40,7 @@ def test_what_is_registered_is_listed_newest_first_and_private(tmp_path: Path) -
     folder = tmp_path / "deep" / "jobs"
     one, two = entry("r1"), alive("r2")
     assert register_job(one, folder) and register_job(two, folder)
-    assert jobs.list_jobs(folder) == [two, one]
+    assert registry.list_jobs(folder) == [two, one]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
         "r1.json": 0o600,
@@ -49,12 +49,12 @@ def test_what_is_registered_is_listed_newest_first_and_private(tmp_path: Path) -
 
 
 def test_where_the_registry_is(tmp_path: Path) -> None:
-    assert jobs.registry_folder({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/pdrun/jobs")
-    assert jobs.registry_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path(
+    assert registry.registry_folder({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/pdrun/jobs")
+    assert registry.registry_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path(
         "/h/.local/state/pdrun/jobs"
     )
     with pytest.raises(OSError, match="HOME"):
-        jobs.registry_folder({})
+        registry.registry_folder({})
 
 
 def test_a_home_that_cannot_be_written_costs_nothing_but_the_entry(
@@ -63,7 +63,7 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_the_entry(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert register_job(entry("r1")) is False
-    assert jobs.list_jobs() == []
+    assert registry.list_jobs() == []
     assert register_job(entry("../evil"), tmp_path / "jobs") is False
     assert list((tmp_path / "jobs").iterdir()) == []
 
@@ -104,7 +104,7 @@ def test_a_process_that_has_gone_and_one_that_nobody_reaped() -> None:
 def test_files_that_are_no_entry_are_passed_over(tmp_path: Path, text: str) -> None:
     register_job(entry("r2"), tmp_path)
     (tmp_path / "r1.json").write_text(text)
-    assert [job.run for job in jobs.list_jobs(tmp_path)] == ["r2"]
+    assert [job.run for job in registry.list_jobs(tmp_path)] == ["r2"]
 
 
 def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path) -> None:
@@ -122,17 +122,17 @@ def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path
         ("events", "a\0"),
     ):
         (tmp_path / "r1.json").write_text(json.dumps({**good, name: value}))
-        assert jobs.list_jobs(tmp_path) == []
+        assert registry.list_jobs(tmp_path) == []
     (tmp_path / "r2.json").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "r3.json")
-    assert jobs.list_jobs(tmp_path) == []
+    assert registry.list_jobs(tmp_path) == []
 
 
 def test_an_entry_of_a_later_version_is_read(tmp_path: Path) -> None:
     register_job(entry("r1"), tmp_path)
     data = json.loads((tmp_path / "r1.json").read_text())
     (tmp_path / "r1.json").write_text(json.dumps({**data, "colour": "blue"}))
-    assert len(jobs.list_jobs(tmp_path)) == 1
+    assert len(registry.list_jobs(tmp_path)) == 1
 
 
 KNOWN = [
@@ -185,9 +185,9 @@ def test_of_several_runs_that_run_the_newest_can_be_asked_for() -> None:
 def test_entries_whose_logs_are_no_more_are_forgotten(tmp_path: Path) -> None:
     register_job(entry("r1", log_dir="/gone"), tmp_path)
     register_job(entry("r2"), tmp_path)
-    jobs.remove_jobs(Path("/gone"), tmp_path)
-    assert [job.run for job in jobs.list_jobs(tmp_path)] == ["r2"]
-    jobs.remove_jobs(Path("/gone"), tmp_path / "nowhere")
+    registry.remove_jobs(Path("/gone"), tmp_path)
+    assert [job.run for job in registry.list_jobs(tmp_path)] == ["r2"]
+    registry.remove_jobs(Path("/gone"), tmp_path / "nowhere")
 
 
 def test_the_one_that_runs() -> None:
@@ -203,7 +203,7 @@ def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:
         register_job(entry(f"r{number:02}", made=float(number)), tmp_path)
     register_job(replace(alive("running"), made=0.0), tmp_path)
     prune_jobs(tmp_path, max_ended=5)
-    assert [job.run for job in jobs.list_jobs(tmp_path)] == [
+    assert [job.run for job in registry.list_jobs(tmp_path)] == [
         "r11",
         "r10",
         "r09",
@@ -216,16 +216,17 @@ def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:
 def test_many_that_register_list_and_prune_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "MAX_ENDED_JOBS", 20)
+    monkeypatch.setattr(registry, "MAX_ENDED_JOBS", 20)
 
     def work(number: int) -> int:
         assert register_job(alive(f"run-{number}"), tmp_path)
-        for job in jobs.list_jobs(tmp_path):
+        for job in registry.list_jobs(tmp_path):
             assert job.log_dir == "/l"
         prune_jobs(tmp_path, max_ended=20)
         return number
 
     with ThreadPool(8) as pool:
         assert sum(pool.map(work, range(80))) == sum(range(80))
-    assert {job.run for job in jobs.list_jobs(tmp_path)} == {f"run-{number}" for number in range(80)}
+    runs = {job.run for job in registry.list_jobs(tmp_path)}
+    assert runs == {f"run-{number}" for number in range(80)}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".draft-")]

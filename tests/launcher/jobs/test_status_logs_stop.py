@@ -18,8 +18,7 @@ import pytest
 
 from pdrun.errors import UsageError
 from pdrun.eventlog import EventLog, JobStatus, LogEvent
-from pdrun.launcher.jobs import log_reader as follow
-from pdrun.launcher.jobs import registry as jobs
+from pdrun.launcher.jobs import log_reader, registry
 from pdrun.launcher.jobs.log_reader import LogReader
 from pdrun.launcher.jobs.logs import print_logs
 from pdrun.launcher.jobs.lookup import find_job
@@ -33,7 +32,10 @@ from pdrun.launcher.jobs.stop import _signal_process, stop_job
 from pdrun.launcher.output.console import Console
 from pdrun.ui import status as screen
 
-TERM_ONCE = "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
+TERM_ONCE = (
+    "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\n"
+    "print('up', flush=True)\ntime.sleep(60)"
+)
 TERM_TWICE = (
     "import signal, sys, time\nseen = []\n"
     "def stop(n, f):\n    seen.append(n)\n    print('term', flush=True)\n    if len(seen) == 2: sys.exit(143)\n"
@@ -66,7 +68,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
         child.stdout.close()  # type: ignore[union-attr]
 
 
-def register(home: Path, pid: int, run: str = "demo-1", *events: LogEvent) -> jobs.JobRecord:
+def register(home: Path, pid: int, run: str = "demo-1", *events: LogEvent) -> registry.JobRecord:
     log = EventLog(home / "logs" / run / "events.jsonl")
     log.append(LogEvent("created", 1000.0, {"job": "demo", "run": run, "nodes": 1}))
     log.append(LogEvent("joined", 1000.0, {"node": "n0", "workers": 2}))
@@ -75,10 +77,10 @@ def register(home: Path, pid: int, run: str = "demo-1", *events: LogEvent) -> jo
     for event in events:
         log.append(event)
     log.close()
-    job = jobs.make_job_record(
+    job = registry.make_job_record(
         run, "demo", events=str(log.path), log_dir=str(home / "logs"), made=1000.0, pid=pid
     )
-    assert jobs.register_job(job)
+    assert registry.register_job(job)
     return job
 
 
@@ -118,7 +120,7 @@ def test_a_forced_stop_signals_twice(home: Path, process) -> None:
 def test_stop_never_signals_a_process_that_took_over_the_number(home: Path, process) -> None:
     child = process(TERM_ONCE)
     job = register(home, child.pid)
-    jobs.register_job(replace(job, ticks=job.ticks - 5))
+    registry.register_job(replace(job, ticks=job.ticks - 5))
     assert stop_job("demo") == 0
     _signal_process(replace(job, ticks=job.ticks - 5), 9)
     assert child.poll() is None
@@ -147,7 +149,7 @@ def test_where_the_kernel_has_no_handles_of_processes_the_start_time_must_do(
 
 def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None:
     job = register(home, os.getpid())
-    jobs.register_job(replace(job, host="other-host"))
+    registry.register_job(replace(job, host="other-host"))
     with pytest.raises(
         UsageError, match=r"was started on other-host; stop it there, or give --scheduler"
     ):
@@ -190,7 +192,7 @@ def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
     Path(job.events).unlink()
     (one,) = list_statuses("demo")
     assert (one.job, one.run) == ("demo", "demo-1") and "No such file" in one.reason
-    jobs.register_job(replace(job, events=""))
+    registry.register_job(replace(job, events=""))
     (one,) = list_statuses("demo")
     assert (one.state, one.reason) == ("unknown", "no event log"), "it may well be running"
 
@@ -199,7 +201,7 @@ def test_of_a_job_without_an_event_log_nobody_says_how_it_ended(
     home: Path, process, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = process(TERM_ONCE)
-    jobs.register_job(replace(register(home, child.pid), events=""))
+    registry.register_job(replace(register(home, child.pid), events=""))
     assert stop_job("demo", timeout=20) == 0
     assert capsys.readouterr().err.endswith(
         "has stopped: how it ended is not known: no event log\n"
@@ -235,13 +237,16 @@ def test_only_the_newest_are_listed_unless_all_are_asked_for(
 ) -> None:
     gone = ended()
     for number in range(MAX_LISTED_JOBS + 3):
-        jobs.register_job(replace(register(home, gone, f"demo-{number:02}"), made=float(number)))
+        registry.register_job(
+            replace(register(home, gone, f"demo-{number:02}"), made=float(number))
+        )
     shown = [one.run for one in list_statuses(None)]
     assert shown == [f"demo-{number:02}" for number in range(MAX_LISTED_JOBS + 2, 2, -1)]
     assert capsys.readouterr().err == "pdrun: 3 older job(s) are not listed; --all lists them\n"
     assert len(list_statuses(None, all_jobs=True)) == MAX_LISTED_JOBS + 3
     for number in range(2):
-        jobs.register_job(replace(register(home, os.getpid(), f"demo-{number:02}"), made=float(number)))
+        job = register(home, os.getpid(), f"demo-{number:02}")
+        registry.register_job(replace(job, made=float(number)))
     assert {"demo-00", "demo-01"} < {one.run for one in list_statuses(None)}
 
 
@@ -249,7 +254,7 @@ def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for made in (1.0, 2.0):
-        jobs.register_job(replace(register(home, os.getpid(), f"demo-{made:g}"), made=made))
+        registry.register_job(replace(register(home, os.getpid(), f"demo-{made:g}"), made=made))
         write(home, 0, "rank_0.out", b"%d\n" % made, f"demo-{made:g}")
     assert [one.run for one in list_statuses("demo")] == ["demo-2"]
     assert (
@@ -263,7 +268,7 @@ def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
 
 
 # Logs
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def write(home: Path, generation: int, name: str, data: bytes, run: str = "demo-1") -> None:
@@ -329,13 +334,13 @@ def test_the_last_lines_of_a_big_file(home: Path) -> None:
     path = home / "big"
     path.write_bytes(b"".join(b"%d\n" % number for number in range(200_000)) + b"half")
     with path.open("rb") as file:
-        follow.seek_last_lines(file, 100_001)
+        log_reader.seek_last_lines(file, 100_001)
         assert file.read().split(b"\n")[0] == b"100000"
 
 
 def test_other_file_names(home: Path) -> None:
     job = register(home, ended())
-    jobs.register_job(replace(job, log_name="{node}-w{rank}"))
+    registry.register_job(replace(job, log_name="{node}-w{rank}"))
     write(home, 0, "n0-w1.out", b"one\n")
     write(home, 0, "unrelated.out", b"no\n")
     assert show(home, "demo", ranks="1")[1] == "n0:1| one\n"
@@ -397,7 +402,7 @@ def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
     write(home, 0, "rank_0.out", b"first\n")
     with (home / "shown").open("wb") as file:
         reader = LogReader(
-            find_job("demo", jobs.list_jobs()),
+            find_job("demo", registry.list_jobs()),
             read_status,
             Console(file.fileno(), file.fileno()),
             ranks="all",
@@ -435,6 +440,6 @@ def test_logs_that_are_not_here(home: Path) -> None:
     with pytest.raises(UsageError, match="no job of yours is known here"):
         print_logs()
     job = register(home, ended())
-    jobs.register_job(replace(job, run="demo-2", events="", log_dir=str(home / "elsewhere")))
+    registry.register_job(replace(job, run="demo-2", events="", log_dir=str(home / "elsewhere")))
     with pytest.raises(UsageError, match=r"elsewhere/demo-2: the logs of demo are not here"):
         print_logs("demo-2")

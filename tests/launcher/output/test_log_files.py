@@ -61,7 +61,8 @@ def test_a_disk_that_is_full_for_a_while_loses_only_what_it_refused(tmp_path: Pa
     (lost,) = files.close(2.0)
     assert (tmp_path / "x.out").read_bytes() == b"before after"
     assert lost == (
-        f"log {tmp_path}/x.out: 7 bytes of rank 7's output not written (No space left on device); the job went on"
+        f"log {tmp_path}/x.out: 7 bytes of rank 7's output not written"
+        " (No space left on device); the job went on"
     )
 
 

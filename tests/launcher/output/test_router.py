@@ -93,7 +93,10 @@ def test_the_log_has_the_very_bytes(tmp_path: Path, screen: tuple[Path, int]) ->
 
 
 def test_a_line_of_five_megabytes(tmp_path: Path, screen: tuple[Path, int]) -> None:
-    code = "import os, sys; os.write(1, sys.argv[1].encode() * 5_000_000 + b'\\n'); print('short', sys.argv[1])"
+    code = (
+        "import os, sys; os.write(1, sys.argv[1].encode() * 5_000_000 + b'\\n'); "
+        "print('short', sys.argv[1])"
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     output = make_output(tmp_path, screen[1], screen[1])
     pump(output, [start_worker(output, rank, code) for rank in range(2)])
@@ -129,7 +132,10 @@ def test_a_slow_reader_loses_nothing_and_holds_the_workers(tmp_path: Path) -> No
 
     thread = threading.Thread(target=reader)
     thread.start()
-    code = "import os, sys\nfor i in range(400): os.write(1, (b'%d ' % i).ljust(59_999, b'x') + b'\\n')"
+    code = (
+        "import os, sys\n"
+        "for i in range(400): os.write(1, (b'%d ' % i).ljust(59_999, b'x') + b'\\n')"
+    )
     workers = [start_worker(output, rank, code) for rank in range(2)]
     pump(output, workers)
     assert output.close() == ()
@@ -285,7 +291,10 @@ def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(
     tmp_path: Path, screen: tuple[Path, int]
 ) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
-    code = "import os, sys, time\nif os.fork() == 0: time.sleep(60)\nos.write(2, b'last word'); os._exit(3)"
+    code = (
+        "import os, sys, time\nif os.fork() == 0: time.sleep(60)\n"
+        "os.write(2, b'last word'); os._exit(3)"
+    )
     out, err = output.open_pipes(0, 0, 0)
     worker = subprocess.Popen(
         [sys.executable, "-c", code], stdout=out, stderr=err, start_new_session=True
@@ -310,7 +319,10 @@ def test_tail_and_traceback_are_what_a_summary_needs(
     tmp_path: Path, screen: tuple[Path, int]
 ) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
-    code = "for i in range(100): print('out', i)\nraise ValueError('boom \\x1b]0;title\\x07' + 'x' * 900)"
+    code = (
+        "for i in range(100): print('out', i)\n"
+        "raise ValueError('boom \\x1b]0;title\\x07' + 'x' * 900)"
+    )
     pump(output, [start_worker(output, 0, code)])
     tail = output.last_lines(0)
     assert len(tail) == 20

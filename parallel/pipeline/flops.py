@@ -73,7 +73,7 @@ def count_flops(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str
                 what, where=API_NAME, hint='balance="parameters" or {glob: cost}'
             ) from error
     found = {
-        key.removeprefix("_Caller.model."): sum(by.values())
+        key.removeprefix("_ModelCaller.model."): sum(by.values())
         for key, by in counter.get_flop_counts().items()
     }
     return {name: float(found.get(name, 0)) for name in names}

@@ -94,10 +94,10 @@ def test_a_stage_that_stays_away_is_named(worlds: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"microbatches": 0}, "microbatches=0"),
-        ({"microbatches": 2.0}, "microbatches=2.0"),
-        ({"chunks": 0}, "chunks=0"),
-        ({"dynamic": "yes"}, "dynamic='yes'"),
+        ({"microbatches": 0}, "microbatches must be an integer of at least 1, got 0"),
+        ({"microbatches": 2.0}, "microbatches must be an integer of at least 1, got 2.0"),
+        ({"chunks": 0}, "chunks must be an integer of at least 1, got 0"),
+        ({"dynamic": "yes"}, "dynamic must be a bool, got 'yes'"),
         ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2, and 1f1b has 1 a rank"),
         ({"schedule": "0F0 0B0\n1F0 1B0"}, "microbatches=4, the schedule has 1"),

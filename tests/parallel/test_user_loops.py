@@ -245,7 +245,7 @@ def test_weights_that_are_changed_where_the_optimizer_has_its_own() -> None:
     run.step(rows())
     run.model.load_state_dict(before)
     with pytest.raises(
-        UsageError, match=r"^pdrun.Run.step: 0.weight was changed in place; .* run.load_weights"
+        UsageError, match=r"^pdrun.Run.step: 0.weight was changed in place: .* run.load_weights"
     ):
         run.step(rows())
 
@@ -330,7 +330,7 @@ def test_verify_does_not_take_an_overflow_for_a_fault() -> None:
     )
     assert run.state.loss_scale is not None
     report = run.verify([rows()])
-    assert report.steps[0].norm == pytest.approx(report.steps[0].norm_alone, rel=1e-2)
+    assert report.steps[0].norm == pytest.approx(report.steps[0].reference_norm, rel=1e-2)
     assert run.state.loss_scale.value == 2.0**30 and run.step(rows()).skipped
 
 
@@ -370,7 +370,7 @@ HOOKS: dict[str, tuple[str, Any, str]] = {
     "takes": (
         "register_post_accumulate_grad_hook",
         lambda param: None,
-        "which would take the gradient before it is",
+        "which would run before the gradient is",
     ),
     "masks": ("register_hook", masked, ""),
     "notes": ("register_hook", noted([]), ""),
@@ -490,7 +490,7 @@ def test_units_inside_vmap(worlds: Worlds) -> None:
         assert found == pytest.approx(want, rel=1e-6)
     for told in worlds(2).run(mapped, "pass"):
         assert (
-            "inside torch.func (vmap, grad) is not supported with gather='pass'; use gather=\"step\""
+            'inside torch.func (vmap, grad) is not supported with gather="pass"; use gather="step"'
             in told
         )
 

@@ -108,6 +108,6 @@ def test_a_rank_that_stays_away_is_named_in_time(level: int, worlds: Worlds) -> 
     late = [text for kind, text in told if kind == "DeadlineExceeded"]
     assert late, told
     assert "no end after 6 s" in late[0]
-    assert "rank 1 is at test_proof.py" in late[0], told
+    assert "rank 1 is at test_verify.py" in late[0], told
     assert "in leaves_early" in late[0]
     assert "in step 2" in late[0]

@@ -54,7 +54,7 @@ def make(options: list[dict[str, Any]]) -> None:
         ({"recompute": "full"}, "rank 1 has recompute=full, rank 0 has recompute=None"),
         (
             {"dataset_strategy": "full_batch"},
-            r"rank 1 has dataset_strategy=Strategy\(dims=None, local=False, whole=True\)",
+            r"rank 1 has dataset_strategy=BatchSlicing\(dims=None, data_parallel=False, full_batch=True\)",
         ),
     ],
 )
@@ -296,7 +296,7 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
     [
         (
             "few",
-            "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; a batch is the whole step's",
+            "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; step takes a global batch",
         ),
         ("other", "rank 1 has contents of batch[0]="),
     ],

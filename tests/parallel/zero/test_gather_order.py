@@ -16,22 +16,22 @@ from pdrun.parallel.zero.gather_order import GatherSchedule
 pytestmark = pytest.mark.torch
 
 
-class Fake:
-    """Stands in for a cut: writes down when it is gathered."""
+class FakeBucket:
+    """A bucket that logs when it is gathered."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.open = name, log, False
+        self.name, self.log, self.is_open = name, log, False
 
-    def start(self) -> None:
-        if not self.open:
+    def start_gather(self) -> None:
+        if not self.is_open:
             self.log.append(f"gather {self.name}")
-        self.open = True
+        self.is_open = True
 
-    def ready(self) -> None:
-        assert self.open
+    def wait_gather(self) -> None:
+        assert self.is_open
 
-    def close(self) -> None:
-        self.open = False
+    def release(self) -> None:
+        self.is_open = False
 
 
 class Rank:
@@ -41,33 +41,33 @@ class Rank:
 
     def __init__(self, count: int, keeps: bool) -> None:
         self.log: list[str] = []
-        self.cuts = [Fake(str(index), self.log) for index in range(count)]
-        units: Any = {index: [cut] for index, cut in enumerate(self.cuts)}
-        self.lane, self.keeps, self.most = GatherSchedule(units, [], self.sum), keeps, 0
+        self.buckets = [FakeBucket(str(index), self.log) for index in range(count)]
+        units: Any = {index: [bucket] for index, bucket in enumerate(self.buckets)}
+        self.schedule, self.keeps, self.most = GatherSchedule(units, [], self.sum), keeps, 0
 
     def sum(self, unit: int) -> None:
         self.log.append(f"sum {unit}")
 
     def forward(self, mine: set[int]) -> None:
-        self.lane.begin_pass(backward=False, keep_units=self.keeps)
+        self.schedule.begin_pass(backward=False, keep_units=self.keeps)
         for unit in sorted(mine):
-            self.lane.open_unit(unit, mine)
-            self.most = max(self.most, sum(cut.open for cut in self.cuts))
+            self.schedule.open_unit(unit, mine)
+            self.most = max(self.most, sum(bucket.is_open for bucket in self.buckets))
             if not self.keeps:
-                self.cuts[unit].close()
-        self.lane.finish_pass(mine)
-        self.lane.is_resident = self.keeps
+                self.buckets[unit].release()
+        self.schedule.finish_pass(mine)
+        self.schedule.is_resident = self.keeps
 
     def backward(self, mine: set[int], for_input: bool = False) -> None:
-        self.lane.begin_pass(backward=True, keep_units=self.keeps)
-        ran = set(range(len(self.cuts))) if for_input else mine
+        self.schedule.begin_pass(backward=True, keep_units=self.keeps)
+        ran = set(range(len(self.buckets))) if for_input else mine
         for unit in sorted(mine, reverse=True):
-            self.lane.open_unit(unit, ran)
-            self.most = max(self.most, sum(cut.open for cut in self.cuts))
+            self.schedule.open_unit(unit, ran)
+            self.most = max(self.most, sum(bucket.is_open for bucket in self.buckets))
             if not for_input:
-                self.cuts[unit].open = self.keeps
+                self.buckets[unit].is_open = self.keeps
                 self.sum(unit)
-        self.lane.finish_pass(ran)
+        self.schedule.finish_pass(ran)
 
 
 def parts(count: int) -> Any:
@@ -97,7 +97,7 @@ def test_units_that_stay_are_gathered_once(count: int, data: Any) -> None:
     assert [event for event in rank.log if event.startswith("gather")] == [
         f"gather {unit}" for unit in range(count)
     ]
-    assert all(cut.open for cut in rank.cuts)
+    assert all(bucket.is_open for bucket in rank.buckets)
 
 
 @given(count=st.integers(1, 6), data=st.data())
@@ -107,7 +107,7 @@ def test_a_backward_for_the_input_holds_two_units(count: int, data: Any) -> None
         rank.forward(part)
     for part in mine:
         rank.backward(part, for_input=True)
-        rank.lane.close_units()
+        rank.schedule.close_units()
     assert rank.most <= 2
     assert not any(event.startswith("sum") for event in rank.log)
     assert len(rank.log) == 2 * count * len(mine)

@@ -165,8 +165,8 @@ def query_status(
     Return the event lines of the job at ``endpoint``, oldest first: one question.
 
     Raises:
-        AuthenticationError: the token differs. RendezvousError: no scheduler answered within ``timeout``
-            seconds.
+        AuthenticationError: the token differs.
+        RendezvousError: no scheduler answered within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     with Viewer(endpoint, secret, insecure=insecure, timeout=timeout) as viewer:

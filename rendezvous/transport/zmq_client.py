@@ -1,24 +1,21 @@
 """
 The agent's link over TCP: ZeroMQ with CURVE, heartbeats, and reconnection after a cut.
 
-All attempts to connect (`ZmqConnection`) share one epoll descriptor, so `fileno` stays the same.
-ZeroMQ's descriptors only report that *something* happened since they were last read empty. So every
-call reads until there is nothing left.
+`Connector` opens the connections, `Conversation` knows what was sent and received over all of them,
+and `ReconnectPolicy` decides how long the link waits for a scheduler.
 
 libzmq reports a failed CURVE handshake only through the socket monitor. MAX_REFUSALS refused
 handshakes, or one for MAX_HANDSHAKE_SECONDS, mean another token, or no pdrun. If no process listens
 at the port, the link tries again until ``start_timeout``, because agents may start before their
-scheduler. After the first Welcome the link waits for a lost scheduler (`ReconnectPolicy`). A
-successor has the same job and run, and sends the present state again.
+scheduler. After the first Welcome the link waits for a lost scheduler. A successor has the same job
+and run, and sends the present state again.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import select
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Literal
 
 from pdrun.clock import Clock, SystemClock
@@ -35,7 +32,6 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
 )
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.transport.dns import NameLookup
 from pdrun.rendezvous.transport.reconnect import (
     NO_LISTENER_TEXT,
     SILENT_LISTENER_TEXT,
@@ -43,28 +39,12 @@ from pdrun.rendezvous.transport.reconnect import (
 )
 from pdrun.rendezvous.transport.relay_frames import STANDALONE_RELAY_SENDER
 from pdrun.rendezvous.transport.resend import Conversation, StaleGuard
-from pdrun.rendezvous.transport.zmq_connection import ConnectionEvent, ZmqConnection
-from pdrun.rendezvous.transport.zmq_util import end_context
-
-RETRY_SECONDS = 0.2
-"""Time between two attempts if no process listens."""
-RETRY_UNKNOWN_NAME_SECONDS = 1.0
-"""The same, if the host's name is not known (yet)."""
-RETRY_REFUSED_SECONDS = 0.5
-"""The same, after a refused handshake."""
-RETRY_WELCOMED_SECONDS = 0.1
-"""The same, once there has been a Welcome."""
-
-
-class LinkStage(Enum):
-    """State of the present connection."""
-
-    IDLE = "no socket"
-    CONNECTING = "TCP"
-    SHAKING = "handshake"
-    GREETING = "Hello sent"
-    UP = "welcomed"
-    OVER = "closed, refused or after the verdict"
+from pdrun.rendezvous.transport.zmq_connection import (
+    RETRY_SECONDS,
+    ConnectionEvent,
+    Connector,
+    LinkStage,
+)
 
 
 class ZmqLink:
@@ -102,34 +82,29 @@ class ZmqLink:
             crowd: number of connections that may be opened at the same time, with this one.
             patience: minimum seconds to wait for a lost scheduler, also if its Welcome has less.
         """
-        import zmq
-
         if (secret is None) != insecure:
             raise ConfigError("give either a secret or --insecure, not both", where=str(endpoint))
         self.endpoint = endpoint
-        self._secret = secret
         self._job = job
         self._role = role
         self._host = host
         self._command = command
-        self._connect_timeout = connect_timeout
-        self._crowd = crowd
         self._clock = clock or SystemClock()
         self._agent = secrets.token_hex(16)
-        self._incarnation = -1
-        self._context = zmq.Context()
-        self._epoll = select.epoll()
-        self._connection: ZmqConnection | None = None
-        self._stage = LinkStage.IDLE
         self._conversation = Conversation(endpoint, needs_spec)
         now = self._clock.monotonic()
         self._reconnect_policy = ReconnectPolicy(
             endpoint, start_timeout, on_status, now, hint, crowd, min_patience=patience
         )
-        self._retry_at = now
         self._beat_at = now
-        self._attempt_at = now
-        self._name_lookup = NameLookup(endpoint.host)
+        self._connector = Connector(
+            endpoint,
+            secret,
+            role,
+            self._reconnect_policy,
+            crowd=crowd,
+            connect_timeout=connect_timeout,
+        )
         self._open_connection(now)
 
     # The Link protocol
@@ -137,12 +112,12 @@ class ZmqLink:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` has work. It stays the same."""
-        return self._epoll.fileno()
+        return self._connector.fileno()
 
     def send(self, message: Message) -> None:
         """Send a message: now, or after the next Welcome if there is no connection."""
         self._conversation.resend_buffer.add_message(message)
-        if self._stage is LinkStage.UP:
+        if self._connector.stage is LinkStage.UP:
             self._send_message(message)
             self._read_socket(self._clock.monotonic())
 
@@ -158,16 +133,16 @@ class ZmqLink:
         self._reconnect_policy.on_turn(now)
         self._read_monitor(now)
         self._read_socket(now)
-        if self._stage is LinkStage.IDLE and now >= self._retry_at:
+        if self._connector.is_retry_due(now):
             self._open_connection(now)
         welcome = self._conversation.welcome
-        if self._stage is LinkStage.UP and welcome and now >= self._beat_at:
+        if self._connector.stage is LinkStage.UP and welcome and now >= self._beat_at:
             self._send_message(self._conversation.next_heartbeat())
             self._beat_at = now + (welcome.heartbeat or 1.0)
             self._read_socket(now)
-        is_up = self._stage is LinkStage.UP
+        is_up = self._connector.stage is LinkStage.UP
         if is_up and welcome and self._reconnect_policy.is_silent(welcome, now):
-            self._lose_connection(now, 0.0)
+            self._connector.lose_connection(now, 0.0)
         result = self._conversation.take_inbox()
         if not result:
             self._check_absence(now)
@@ -189,13 +164,9 @@ class ZmqLink:
         and run is accepted.
         """
         now = self._clock.monotonic()
-        self._drop_connection()
         self._agent = secrets.token_hex(16)
-        self._incarnation = -1
         self._conversation = self._conversation.restart()
-        self._stage = LinkStage.IDLE
-        self._retry_at = now
-        self._reconnect_policy.on_disconnect(now)
+        self._connector.restart(now)
 
     def request_confirmation(self) -> None:
         """Ask the scheduler to confirm all messages sent so far; see `is_confirmed`."""
@@ -221,43 +192,24 @@ class ZmqLink:
         now = self._clock.monotonic()
         if self._conversation.inbox:
             return now
-        if self._stage is LinkStage.OVER:
+        if self._connector.stage is LinkStage.OVER:
             return None
-        if self._stage is LinkStage.IDLE:
-            return self._retry_at
-        if self._stage is LinkStage.UP:
+        if self._connector.stage is LinkStage.IDLE:
+            return self._connector.retry_at
+        if self._connector.stage is LinkStage.UP:
             return min(self._beat_at, now + 1.0)
         return now + 0.5
 
     def close(self, timeout: float = 1.0) -> None:
         """Close, after at most ``timeout`` seconds for queued messages."""
-        if self._epoll.closed:
-            return
-        linger = timeout if self._stage in (LinkStage.UP, LinkStage.OVER) else 0.0
-        self._stage = LinkStage.OVER
-        self._drop_connection(linger)
-        end_context(self._context, linger)
-        self._epoll.close()
+        is_open = self._connector.stage in (LinkStage.UP, LinkStage.OVER)
+        self._connector.close(timeout if is_open else 0.0)
 
     # One connection
     # --------------
 
     def _open_connection(self, now: float) -> None:
-        self._incarnation += 1
-        # A name that leads to no listener may have an address of the other family.
-        is_retry = self._reconnect_policy.no_listener_since is not None
-        self._connection = ZmqConnection(
-            self._context,
-            self._epoll,
-            self.endpoint,
-            self._secret,
-            self._role,
-            crowd=self._crowd,
-            connect_timeout=self._connect_timeout,
-            use_ipv6=is_retry and self._incarnation % 2 == 1,
-        )
-        self._stage = LinkStage.CONNECTING
-        self._attempt_at = now
+        self._connector.open_connection(now)
         self._conversation.stale_guard = StaleGuard()
         self._send_message(
             Hello(
@@ -265,35 +217,22 @@ class ZmqLink:
                 self._role,
                 self._job,
                 self._agent,
-                self._incarnation,
+                self._connector.incarnation,
                 self._host,
                 os.getpid(),
                 self._command,
             )
         )
 
-    def _drop_connection(self, linger: float = 0.0) -> None:
-        if self._connection is not None:
-            self._connection.close(linger)
-        self._connection = None
-
-    def _lose_connection(self, now: float, wait: float) -> None:
-        """The connection has ended: try again in ``wait`` seconds, unless the link is over."""
-        if self._stage is not LinkStage.OVER:
-            if self._conversation.welcome is not None:
-                self._reconnect_policy.on_disconnect(now)
-            self._drop_connection()
-            self._stage = LinkStage.IDLE
-            self._retry_at = now + wait
-
     def _send_message(self, message: Message) -> None:
-        if self._connection is None:
+        connector = self._connector
+        if connector.connection is None:
             return
         try:
-            is_sent = self._connection.send(self._agent, self._incarnation, message)
+            is_sent = connector.connection.send(self._agent, connector.incarnation, message)
         except CodecError as error:
             if not isinstance(message, OPTIONAL_MESSAGES):
-                self._stage = LinkStage.OVER
+                self._connector.stage = LinkStage.OVER
                 reason = f"this node cannot send its next message: {error}"
                 self._conversation.inbox.append(Refuse(70, reason))
             return
@@ -302,62 +241,28 @@ class ZmqLink:
             # is lost: the next connection repeats the message.
             now = self._clock.monotonic()
             self._read_monitor(now)
-            if self._connection is not None:
-                self._lose_connection(now, RETRY_SECONDS)
+            if connector.connection is not None:
+                connector.lose_connection(now, RETRY_SECONDS)
 
     # What arrives
     # ------------
 
     def _read_monitor(self, now: float) -> None:
-        while self._connection is not None and (event := self._connection.read_event()) is not None:
-            match event:
-                case ConnectionEvent.CONNECTED:
-                    self._stage = LinkStage.SHAKING
-                    self._attempt_at = now
-                    self._reconnect_policy.on_connected(now)
-                case ConnectionEvent.HANDSHAKE_DONE:
-                    self._stage = LinkStage.GREETING
-                    self._reconnect_policy.on_handshake()
-                case ConnectionEvent.HANDSHAKE_FAILED:
-                    self._on_handshake_refused(now)
-                case ConnectionEvent.DISCONNECTED:
-                    self._on_disconnect(now)
-                case ConnectionEvent.CLOSED | ConnectionEvent.NO_ADDRESS:
-                    if self._stage is LinkStage.CONNECTING:
-                        self._on_no_listener(event, now)
-
-    def _on_no_listener(self, event: ConnectionEvent, now: float) -> None:
-        self._reconnect_policy.on_no_listener(now)
-        self._name_lookup.start_lookup()
-        if self._conversation.welcome:
-            wait = RETRY_WELCOMED_SECONDS
-        elif event is ConnectionEvent.NO_ADDRESS:
-            wait = RETRY_UNKNOWN_NAME_SECONDS
-        else:
-            wait = RETRY_SECONDS
-        self._lose_connection(now, wait)
-
-    def _on_disconnect(self, now: float) -> None:
-        if self._stage is LinkStage.SHAKING:
-            self._on_handshake_refused(now)
-            return
-        self._read_socket(now)
-        if self._stage is LinkStage.OVER:
-            self._drop_connection()
-        else:
-            self._lose_connection(now, 0.0 if self._stage is LinkStage.UP else RETRY_SECONDS)
-
-    def _on_handshake_refused(self, now: float) -> None:
-        self._reconnect_policy.on_handshake_refused(now, self._attempt_at)
-        is_known = self._conversation.welcome is not None
-        self._lose_connection(now, RETRY_WELCOMED_SECONDS if is_known else RETRY_REFUSED_SECONDS)
+        connector = self._connector
+        while (event := connector.read_event()) is not None:
+            is_open = connector.stage is not LinkStage.SHAKING
+            if event is ConnectionEvent.DISCONNECTED and is_open:
+                # What the scheduler sent before the end is still in the socket.
+                self._read_socket(now)
+            connector.handle_event(event, now)
 
     def _read_socket(self, now: float) -> None:
-        while self._connection is not None:
+        connector = self._connector
+        while connector.connection is not None:
             try:
-                envelope = self._connection.receive()
+                envelope = connector.connection.receive()
             except CodecError:
-                self._lose_connection(now, RETRY_SECONDS)
+                self._connector.lose_connection(now, RETRY_SECONDS)
                 return
             if envelope is None:
                 return
@@ -375,7 +280,7 @@ class ZmqLink:
     def _may_be_stale(self, now: float) -> bool:
         """Whether a message that is read now may be older than the lease."""
         welcome = self._conversation.welcome
-        if welcome is None or self._stage is not LinkStage.UP:
+        if welcome is None or self._connector.stage is not LinkStage.UP:
             return False
         return self._reconnect_policy.is_stale(welcome.lease, now)
 
@@ -383,10 +288,11 @@ class ZmqLink:
         conversation = self._conversation
         conversation.take_message(message)
         if conversation.is_over:
-            self._stage = LinkStage.OVER
-        elif isinstance(message, Welcome) and self._stage is not LinkStage.UP:
-            self._stage = LinkStage.UP
+            self._connector.stage = LinkStage.OVER
+        elif isinstance(message, Welcome) and self._connector.stage is not LinkStage.UP:
+            self._connector.stage = LinkStage.UP
             self._beat_at = now
+            self._connector.is_known = True
             self._reconnect_policy.on_welcome(now)
             for repeated in conversation.resend_buffer.messages_to_repeat():
                 self._send_message(repeated)
@@ -397,11 +303,11 @@ class ZmqLink:
     def _check_absence(self, now: float) -> None:
         """Raise if the scheduler does not answer in time."""
         conversation = self._conversation
-        if self._stage is LinkStage.OVER or conversation.has_verdict:
+        if self._connector.stage is LinkStage.OVER or conversation.has_verdict:
             return
         welcome = conversation.welcome
         if welcome is None:
-            self._reconnect_policy.check_start(self._name_lookup.fault, now)
+            self._reconnect_policy.check_start(self._connector.name_fault, now)
             return
         self._reconnect_policy.check_lost(welcome, now)
         if conversation.needs_spec and not welcome.spec:
@@ -410,8 +316,8 @@ class ZmqLink:
     @property
     def absence_reason(self) -> str:
         """Why the scheduler does not answer, as far as known."""
-        if self._name_lookup.fault:
-            return self._name_lookup.fault
+        if self._connector.name_fault:
+            return self._connector.name_fault
         return NO_LISTENER_TEXT if self.is_port_closed else SILENT_LISTENER_TEXT
 
     @property

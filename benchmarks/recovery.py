@@ -46,7 +46,7 @@ with open("stamps" + os.environ["RANK"], "w") as file:
 RUNNER = """
 import sys
 from pdrun.rendezvous.scheduler import child
-child.WINDOW = 0.0  # so many kills in a minute are wanted here
+child.RESTART_WINDOW_SECONDS = 0.0  # so many kills in a minute are wanted here
 from pdrun.__main__ import main
 sys.exit(main())
 """

@@ -137,7 +137,7 @@ def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
     assert third.wait(15) == 69
     assert (
         f"with `pdrun --nodes 2 {script} 2`" in third.err
-        and "or give one of the jobs another port" in third.err
+        and "or another port for one of the jobs" in third.err
     )
     first.signal(signal.SIGINT)
     assert first.wait(10) == 130
@@ -244,7 +244,7 @@ def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_scr
     scheduler = shell.start("scheduler", "--nodes", "2", "--listen", where)
     scheduler.expect(f"pdrun --nodes 2 --scheduler {where} --no-serve SCRIPT")
     joiner = shell.start("join", where, "--node-name", "b")
-    joiner.expect("has no specification of the job yet", timeout=15)
+    joiner.expect("does not know the job's command yet", timeout=15)
     first = node(shell, where, "a", script, "--no-serve")
     assert [first.wait(30), joiner.wait(30), scheduler.wait(15)] == [0, 0, 0], joiner.err
     assert [found[:2] for found in hellos(first, joiner)] == [(0, 2), (1, 2)]

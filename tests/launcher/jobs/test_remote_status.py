@@ -111,7 +111,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             event.set()
         return found
 
-    monkeypatch.setattr(Viewer, "lines", lines)
+    monkeypatch.setattr(Viewer, "fetch_lines", lines)
     return event
 
 

@@ -73,25 +73,25 @@ def join_tasks(
     from pdrun.launcher.adapters.probes import make_probes
 
     probes = make_probes()
-    found = detect_launcher(environ, probes)
+    launcher = detect_launcher(environ, probes)
     if (
-        found.kind != "task"
-        or found.launcher in _OWN_LAUNCHERS
-        or found.rank is None
-        or found.world == 1
+        launcher.kind != "task"
+        or launcher.launcher in _OWN_LAUNCHERS
+        or launcher.rank is None
+        or launcher.world == 1
     ):
         return None, None
-    if found.world is None:
+    if launcher.world is None:
         raise ConfigError(
-            f"{found.title} does not set the number of ranks",
-            where=found.sources.get("rank", ""),
+            f"{launcher.title} does not set the number of ranks",
+            where=launcher.sources.get("rank", ""),
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
         )
     prepare()
-    return _join_scheduler(found, environ, probes)
+    return _join_scheduler(launcher, environ, probes)
 
 
-def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
+def scheduler_endpoint(launcher: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
     """
     Return the scheduler's address: the same in all tasks. Pure but for the probes.
 
@@ -100,87 +100,87 @@ def scheduler_endpoint(found: LauncherInfo, environ: Mapping[str, str], probes: 
     """
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
-    port = found.port if found.port is not None else port_for_job(f"{job_name_of(found)}-tasks")
-    if found.local_size == found.world:
+    port = launcher.port if launcher.port is not None else port_for_job(f"{job_name_of(launcher)}-tasks")
+    if launcher.local_size == launcher.world:
         return Endpoint(LOOPBACK, port)
-    host = found.hosts[0].name if found.hosts else found.head
+    host = launcher.hosts[0].name if launcher.hosts else launcher.head
     if not host:
         raise ConfigError(
-            f"{found.title} does not set the host of rank 0",
-            where=found.sources.get("rank", ""),
+            f"{launcher.title} does not set the host of rank 0",
+            where=launcher.sources.get("rank", ""),
             hint="set PDRUN_SCHEDULER=HOST:PORT for all ranks, with rank 0's host (Open MPI: "
             "mpirun -x PDRUN_SCHEDULER)",
         )
-    if found.rank == 0 and not probes.is_here(host):
+    if launcher.rank == 0 and not probes.is_here(host):
         raise ConfigError(
             f"rank 0 runs on {probes.hostname}, but the other ranks connect to {host}",
-            where=found.sources.get("hosts" if found.hosts else "head", ""),
+            where=launcher.sources.get("hosts" if launcher.hosts else "head", ""),
             hint=f"set PDRUN_SCHEDULER={probes.hostname}:{port} for all ranks",
         )
     return Endpoint(host, port)
 
 
-def job_name_of(found: LauncherInfo) -> str:
+def job_name_of(launcher: LauncherInfo) -> str:
     """Return the job's name, which separates jobs that use one port."""
-    return found.job_name or f"{found.launcher}-{found.world}"
+    return launcher.job_name or f"{launcher.launcher}-{launcher.world}"
 
 
 def _join_scheduler(
-    found: LauncherInfo, environ: Mapping[str, str], probes: Probes
+    launcher: LauncherInfo, environ: Mapping[str, str], probes: Probes
 ) -> tuple[DynamicMember, WorkerEnv]:
     from pdrun.parallel.startup.dynamic_cluster import worker_env_of
     from pdrun.rendezvous.clients.member import join_scheduler
     from pdrun.rendezvous.protocol.security import find_secret
 
-    scheduler = scheduler_endpoint(found, environ, probes)
-    job = job_name_of(found)
+    scheduler = scheduler_endpoint(launcher, environ, probes)
+    job = job_name_of(launcher)
     secret = find_secret()[0]
-    if found.rank == 0:
-        child = _start_scheduler(scheduler, job, found, secret, probes)
+    if launcher.rank == 0:
+        child = _start_scheduler(scheduler, job, launcher, secret, probes)
         atexit.register(
             _wait_for_others, child
         )  # before the member's exit handler, so that it runs after it
         scheduler = child.endpoint
-    show_line, on_joined = _make_announcer(found.rank or 0)
+    show_line, on_joined = _make_announcer(launcher.rank or 0)
     member = join_scheduler(
         scheduler,
         secret,
         job=job,
-        name=f"rank-{found.rank:08d}",
-        rank=found.rank,
+        name=f"rank-{launcher.rank:08d}",
+        rank=launcher.rank,
         timeout=JOIN_TIMEOUT_SECONDS,
         show_line=show_line,
     )
     on_joined()
-    if member.world_size != found.world:
+    if member.world_size != launcher.world:
         member.finish(78)
         raise ConfigError(
-            f"{found.title} has {found.world} ranks, the scheduler {member.world_size}"
+            f"{launcher.title} has {launcher.world} ranks, the scheduler {member.world_size}"
         )
     worker = worker_env_of(member)
-    if found.local_rank is not None and found.local_size is not None:
+    if launcher.local_rank is not None and launcher.local_size is not None:
         worker = replace(
             worker,
-            local_rank=found.local_rank,
-            local_world_size=found.local_size,
-            device_index=found.local_rank,
+            local_rank=launcher.local_rank,
+            local_world_size=launcher.local_size,
+            device_index=launcher.local_rank,
         )
-    if found.node_rank is not None and found.nodes is not None:
-        worker = replace(worker, node_rank=found.node_rank, nodes=found.nodes)
+    if launcher.node_rank is not None and launcher.nodes is not None:
+        worker = replace(worker, node_rank=launcher.node_rank, nodes=launcher.nodes)
     return member, worker
 
 
 def _start_scheduler(
-    scheduler: Endpoint, job: str, found: LauncherInfo, secret: Secret, probes: Probes
+    scheduler: Endpoint, job: str, launcher: LauncherInfo, secret: Secret, probes: Probes
 ) -> SchedulerChild:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
-    assert found.world is not None
+    assert launcher.world is not None
     config = SchedulerConfig(
         job=job,
         run=f"{job[:40]}-{secrets.token_hex(4)}",
-        nodes=found.world,
+        nodes=launcher.world,
         start_timeout=JOIN_TIMEOUT_SECONDS,
         grace=30.0,
         host=socket.gethostname(),

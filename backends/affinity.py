@@ -1,14 +1,13 @@
 """
-Which CPUs each worker of a node gets, and how many threads it should run: read once, then decided
-by a pure function.
+CPUs and threads of the workers of a node: read once, then decided by a pure function.
 
-`read_cpus` looks at the affinity mask, at every cgroup bandwidth limit above this process and at
-the topology in /sys. `split` deals whole cores (hyper-thread siblings stay together) to the
-workers. Two workers never share a CPU: either all sets are disjoint and none is empty, or nobody is
-bound and the note says why.
+`read_cpus` reads the affinity mask, the cgroup bandwidth limits of this process and the topology in
+/sys. `split_cpus` distributes cores to workers; hyper-thread siblings stay together. Two workers
+never share a CPU: either all sets are disjoint and not empty, or no worker is bound and the note
+gives the reason.
 
-Limits: the distance between a core and an accelerator is not looked at; exclusive cpusets of other
-jobs are seen only through the mask.
+Limits: the distance between a core and an accelerator is not considered. Exclusive cpusets of other
+jobs are visible only in the mask.
 """
 
 from __future__ import annotations
@@ -22,61 +21,64 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from pdrun.errors import PdrunError, UsageError
+from pdrun.text import plural
 from pdrun.topology import CpuSet
 
 T = TypeVar("T")
 BindMode = Literal["auto", "cores", "numa", "none"]
 CpuGroup = tuple[int, ...]
-"""CPU numbers that belong together: the hyper-threads of a core, or the CPUs of a memory node."""
+"""CPU numbers of a core (its hyper-threads), or of a NUMA node."""
 
 
 @dataclass(frozen=True)
 class CpuBinding:
-    """What `split` decided; position i belongs to the worker of local rank i."""
+    """The result of `split_cpus`; index i is the worker of local rank i."""
 
     sets: tuple[tuple[int, ...], ...]
-    """
-    CPUs of each worker, ascending; an empty tuple means: not bound. Never a mixture of bound and
-    unbound.
-    """
+    """CPUs of each worker, ascending. Empty: not bound. All workers are bound, or none."""
     threads: tuple[int, ...]
     """Threads that each worker should run, at least 1."""
     note: str
-    """One line: what was done and why."""
+    """What was decided and why, in one line."""
 
     @property
     def is_bound(self) -> bool:
-        """Whether workers are bound at all."""
+        """Return whether workers are bound."""
         return any(self.sets)
 
 
 def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBinding:
     """
-    Deal the CPUs of a node to its workers.
+    Distribute the CPUs of a node to its workers.
 
-    auto: whole cores when there is at least one a worker, else unbound; one worker alone is left
-    unbound, since it has the whole mask anyway. cores: the same, one worker included. numa: as
-    cores, but no worker reaches over a memory node unless it owns it whole. Threads: the CPUs bound
-    to the worker, or its share of what the mask and the bandwidth limit allow, whichever is less; a
-    remainder goes to the first workers (3 CPUs, 2 workers: 2 + 1).
+    * auto: cores, if there is at least one per worker, else unbound. A single worker stays unbound,
+      because it has the full mask.
+    * cores: the same, but a single worker is bound, too.
+    * numa: as cores, but a worker gets CPUs of several NUMA nodes only if it gets all of theirs.
+    * none: unbound.
+
+    The threads of a worker are its CPUs, or its share of what the mask and the bandwidth limit
+    allow, if that is less. The first workers get the remainder (3 CPUs, 2 workers: 2 + 1).
 
     Raises:
         UsageError: fewer than one worker, or an unknown mode.
     """
     if workers < 1:
-        raise UsageError(f"{workers} worker(s) cannot share CPUs", where="--devices")
+        raise UsageError(
+            f"the number of workers must be at least 1, got {workers}", where="--devices"
+        )
     if mode not in ("auto", "cores", "numa", "none"):
         raise UsageError(f"{mode!r} is not one of auto, cores, numa, none", where="--bind")
     cores = _list_cores(cpus)
     if mode == "none":
-        return _leave_unbound(cpus, workers, "not bound: asked for none")
+        return _leave_unbound(cpus, workers, "not bound: --bind none")
     if not cores:
         return _leave_unbound(cpus, workers, "not bound: the affinity mask is empty or unknown")
     if mode == "auto" and workers == 1:
-        return _leave_unbound(cpus, workers, "not bound: one worker has the whole mask")
+        return _leave_unbound(cpus, workers, "not bound: one worker has the full mask")
     if len(cores) < workers:
         return _leave_unbound(
-            cpus, workers, f"not bound: {len(cores)} core(s) for {workers} workers"
+            cpus, workers, f"not bound: {plural(len(cores), 'core')} for {workers} workers"
         )
     if mode == "numa":
         nodes = _list_memory_nodes(cpus, cores)
@@ -84,26 +86,29 @@ def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBindin
             return _bind_workers(
                 cpus,
                 _split_evenly(cores, workers),
-                "cores dealt in order: memory nodes are unknown",
+                "cores in order, because NUMA nodes are unknown",
             )
         return _bind_workers(
-            cpus, _deal_nodes(nodes, workers), f"cores dealt inside {len(nodes)} memory node(s)"
+            cpus, _deal_nodes(nodes, workers), f"cores of {plural(len(nodes), 'NUMA node')}"
         )
     return _bind_workers(
-        cpus, _split_evenly(cores, workers), f"{len(cores)} core(s) dealt to {workers} worker(s)"
+        cpus,
+        _split_evenly(cores, workers),
+        f"{plural(len(cores), 'core')} for {plural(workers, 'worker')}",
     )
 
 
 def share_cpus(cpus: CpuSet, index: int, count: int) -> CpuSet:
     """
-    Return the part of a machine that simulated node ``index`` of ``count`` may use.
+    Return the CPUs of simulated node ``index`` of ``count``.
 
-    Whole cores where there is one a node; otherwise all nodes keep the whole mask and a limit of
-    their share, in which case no worker should be bound (`split` sees fewer cores than it needs
-    only by that limit, so pass mode ``none``).
+    Cores, if there is at least one per node. Otherwise all nodes keep the full mask, with a quota
+    of their share. Then no worker should be bound: pass mode ``none`` to `split_cpus`.
     """
     if not 0 <= index < count:
-        raise UsageError(f"{index} is not a place among {count} simulated node(s)", where="--local")
+        raise UsageError(
+            f"the index of a simulated node must be below {count}, got {index}", where="--local"
+        )
     quota = None if cpus.quota is None else cpus.quota / count
     cores = _list_cores(cpus)
     if len(cores) < count:
@@ -120,25 +125,19 @@ def share_cpus(cpus: CpuSet, index: int, count: int) -> CpuSet:
 
 
 def _restrict_groups(groups: Iterable[CpuGroup], wanted: set[int]) -> tuple[CpuGroup, ...]:
-    """Cut groups down to the wanted CPUs; groups that have none of them go."""
+    """Restrict groups to the wanted CPUs and remove empty groups."""
     kept = (tuple(sorted(set(group) & wanted)) for group in groups)
     return tuple(group for group in kept if group)
 
 
 def _is_partition(groups: Sequence[CpuGroup], cpus: set[int]) -> bool:
-    """
-    Whether the groups hold each of the CPUs exactly once: a /sys that lies is treated as one that
-    is silent.
-    """
+    """Return whether each CPU is in exactly one group; an inconsistent /sys is not used."""
     flat = [cpu for group in groups for cpu in group]
     return len(flat) == len(set(flat)) and set(flat) == cpus
 
 
 def _list_cores(cpus: CpuSet) -> tuple[CpuGroup, ...]:
-    """
-    Return the cores of the mask, neighbours in memory next to each other; each CPU is a core when
-    unknown.
-    """
+    """Return the cores of the mask, sorted by NUMA node; if unknown, each CPU is a core."""
     mask = set(cpus.cpus)
     cores = _restrict_groups(cpus.cores, mask)
     if not _is_partition(cores, mask):
@@ -148,10 +147,7 @@ def _list_cores(cpus: CpuSet) -> tuple[CpuGroup, ...]:
 
 
 def _list_memory_nodes(cpus: CpuSet, cores: Sequence[CpuGroup]) -> tuple[tuple[CpuGroup, ...], ...]:
-    """
-    Return the cores of each memory node; empty when nodes are unknown or a core lies in two of
-    them.
-    """
+    """Return the cores of each NUMA node; empty if unknown, or if a core is in two nodes."""
     numa = _restrict_groups(cpus.numa, set(cpus.cpus))
     if not _is_partition(numa, set(cpus.cpus)):
         return ()
@@ -160,22 +156,18 @@ def _list_memory_nodes(cpus: CpuSet, cores: Sequence[CpuGroup]) -> tuple[tuple[C
 
 
 def _split_evenly(row: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Cut a row into ``parts`` runs whose lengths differ by one at most, longer ones first."""
+    """Split a sequence into ``parts`` runs whose lengths differ by at most 1, longer ones first."""
     least, extra = divmod(len(row), parts)
     starts = [part * least + min(part, extra) for part in range(parts + 1)]
     return [row[low:high] for low, high in pairwise(starts)]
 
 
 def _deal_nodes(nodes: Sequence[Sequence[CpuGroup]], workers: int) -> list[Sequence[CpuGroup]]:
-    """
-    Deal whole nodes when there are more of them than workers, else the cores inside each node.
-    """
+    """Distribute NUMA nodes if there are more than workers, else the cores of each node."""
     if workers < len(nodes):
         return [[core for node in run for core in node] for run in _split_evenly(nodes, workers)]
     counts = [0] * len(nodes)
-    for _ in range(
-        workers
-    ):  # each next worker goes where it gets most cores; equal nodes are filled in turn
+    for _ in range(workers):  # the next worker gets the node with most cores per worker
         best = max(
             range(len(nodes)),
             key=lambda number: (len(nodes[number]) / (counts[number] + 1), -number),
@@ -197,7 +189,7 @@ def _bind_workers(cpus: CpuSet, parts: Sequence[Sequence[CpuGroup]], note: str) 
         return CpuBinding(sets, tuple(map(len, sets)), f"bound: {note}")
     threads = tuple(min(len(own), least) for own, least in zip(sets, shares, strict=True))
     return CpuBinding(
-        sets, threads, f"bound: {note}; threads by the limit of {cpus.quota:g} CPU(s)"
+        sets, threads, f"bound: {note}; threads limited by a quota of {cpus.quota:g} CPUs"
     )
 
 
@@ -206,19 +198,17 @@ def _leave_unbound(cpus: CpuSet, workers: int, note: str) -> CpuBinding:
 
 
 def _share_threads(total: int, parts: int) -> tuple[int, ...]:
-    """
-    Share ``total`` threads among ``parts`` workers, the remainder to the first, at least 1 each.
-    """
+    """Divide ``total`` threads among workers, at least 1 each; the first get the remainder."""
     least, extra = divmod(total, parts)
     return tuple(max(1, least + (part < extra)) for part in range(parts))
 
 
 def check_disjoint(sets: Sequence[Sequence[int]]) -> None:
     """
-    Prove that no CPU was given twice and no bound worker got nothing.
+    Check that no CPU is used twice and that every worker has one.
 
     Raises:
-        PdrunError: names the workers; it is a fault of pdrun, so nothing is started.
+        PdrunError: a bug of pdrun; names the workers. Nothing is started.
     """
     owner: dict[int, int] = {}
     for worker, own in enumerate(sets):
@@ -237,16 +227,19 @@ def check_disjoint(sets: Sequence[Sequence[int]]) -> None:
 
 def read_cpus(root: Path = Path("/"), *, mask: Iterable[int] | None = None) -> CpuSet:
     """
-    Read what this process may use. ``mask`` stands in for the affinity mask (tests). Never fails:
-    unknown is empty.
+    Read the CPUs that this process may use; never fails, what is unknown is empty.
+
+    ``mask`` replaces the affinity mask in tests.
 
     Files (real samples)::
 
         /proc/self/cgroup                                       0::/user.slice/job.scope
         /sys/fs/cgroup/.../cpu.max                              150000 100000
         /sys/fs/cgroup/cpu,cpuacct/.../cpu.cfs_quota_us         -1
-        /sys/devices/system/cpu/cpu0/topology/core_cpus_list    0,64        (older kernels: thread_siblings_list)
+        /sys/devices/system/cpu/cpu0/topology/core_cpus_list    0,64
         /sys/devices/system/node/node0/cpulist                  0-31,64-95
+
+    Older kernels have thread_siblings_list instead of core_cpus_list.
     """
     own = set(_read_mask() if mask is None else mask)
     system = root / "sys/devices/system"
@@ -278,14 +271,15 @@ def _read_text(path: Path) -> str:
 def _list_numbered(folder: Path, stem: str) -> list[Path]:
     """Return the entries ``stem0``, ``stem1``, ... of a folder in numeric order."""
     try:
-        names = [name for name in os.listdir(folder) if re.fullmatch(stem + "[0-9]+", name)]  # noqa: PTH208
+        entries = os.listdir(folder)  # noqa: PTH208
     except OSError:
         return []
+    names = [name for name in entries if re.fullmatch(stem + "[0-9]+", name)]
     return [folder / name for name in sorted(names, key=lambda name: int(name[len(stem) :]))]
 
 
 def parse_cpu_list(text: str) -> CpuGroup:
-    """Parse the kernel's ``0-3,8,10-11``; text that is no such list gives the empty tuple."""
+    """Parse the kernel's ``0-3,8,10-11``; return an empty tuple for other text."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
@@ -296,7 +290,7 @@ def parse_cpu_list(text: str) -> CpuGroup:
 
 
 def _read_cores(folder: Path, own: set[int]) -> tuple[CpuGroup, ...]:
-    """Group the CPUs by core; empty when /sys does not say it for every one of them."""
+    """Group the CPUs by core; empty if /sys does not contain the core of each CPU."""
     cores: list[CpuGroup] = []
     seen: set[int] = set()
     for cpu in sorted(own):
@@ -320,10 +314,7 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[CpuGroup, ...]:
 
 
 def _read_quota(root: Path) -> float | None:
-    """
-    Return the smallest bandwidth limit, in CPUs, of the cgroups from this process up to the mount,
-    or None.
-    """
+    """Return the smallest bandwidth limit, in CPUs, of this process's cgroup and its ancestors."""
     limits = [
         limit for folder in _list_cgroups(root) if (limit := _read_cgroup_quota(folder)) is not None
     ]
@@ -331,10 +322,7 @@ def _read_quota(root: Path) -> float | None:
 
 
 def _read_cgroup_quota(folder: Path) -> float | None:
-    """
-    Return the limit of one cgroup of either version: ``cpu.max``, or ``cpu.cfs_quota_us /
-    cpu.cfs_period_us``.
-    """
+    """Return the limit of a cgroup: ``cpu.max`` (v2), or cfs_quota_us / cfs_period_us (v1)."""
     words = _read_text(folder / "cpu.max").split()
     if not words:
         words = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
@@ -344,14 +332,11 @@ def _read_cgroup_quota(folder: Path) -> float | None:
         and int(words[1]) > 0
     ):
         return int(words[0]) / int(words[1]) or None
-    return None  # "max", "-1", or a file that is not there
+    return None  # "max", "-1", or no file
 
 
 def _list_cgroups(root: Path) -> list[Path]:
-    """
-    Return the folders of the cgroups with a cpu controller that hold this process, leaf first,
-    ancestors after.
-    """
+    """Return the folders of this process's cgroups with a cpu controller, leaf first."""
     paths = {}
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
@@ -360,8 +345,8 @@ def _list_cgroups(root: Path) -> list[Path]:
     folders: list[Path] = []
     for kind, inner, mount in _list_cgroup_mounts(root):
         base = root / mount.lstrip("/")
-        # Without a cgroup namespace a container sees the host's path, while the mount shows only
-        # what is below `inner`.
+        # Without a cgroup namespace a container sees the host's path, but the mount shows only what
+        # is below `inner`.
         path = paths.get(kind, "/")
         rest = path[len(inner) :] if inner != "/" and (path + "/").startswith(inner + "/") else path
         leaf = base / rest.strip("/")
@@ -375,9 +360,7 @@ def _list_cgroups(root: Path) -> list[Path]:
 
 
 def _list_cgroup_mounts(root: Path) -> list[tuple[str, str, str]]:
-    """
-    Return (file system, root inside it, mount point) of the cgroup mounts that may limit CPU time.
-    """
+    """Return (file system, root inside it, mount point) of cgroup mounts with a cpu controller."""
     mounts = []
     for line in _read_text(root / "proc/self/mountinfo").splitlines():
         # 30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate

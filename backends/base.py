@@ -1,7 +1,7 @@
 """
-What a device kind is: one frozen table of facts, plus a probe that finds its devices without torch.
+A device kind: a frozen table of facts, and a probe that finds its devices without torch.
 
-Each kind is one small file beside this one. To add a kind, copy the nearest file and add it to
+Each kind is a file in this folder. To add a kind, copy the most similar file and add it to
 `detect.KINDS`.
 """
 
@@ -19,35 +19,29 @@ from pdrun.topology import Device
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """
-    What a vendor's tool said. It is asked only where files do not answer, and never for longer than
-    3 seconds.
-    """
+    """Result of a vendor's tool. Tools run only if files do not suffice, for at most 3 seconds."""
 
     state: Literal["ok", "missing", "failed", "hung"]
     text: str = ""
-    """Its standard output; for ``failed`` the reason in one line."""
+    """Standard output; for ``failed`` the reason in one line."""
 
 
 ToolRunner = Callable[[Sequence[str]], ToolAnswer]
-"""Runs a tool, bounded in time and output; see `pdrun.backends.tools.run`."""
+"""Runs a tool, bounded in time and output; see `pdrun.backends.tools`."""
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """
-    Which accelerators the installed torch was built for, read from its version file without
-    importing it.
-    """
+    """The accelerators that the installed torch supports, read from its version file."""
 
     version: str
     kinds: frozenset[str]
-    """Names of backends; cpu always, mps on a Mac. npu is there when the package torch_npu is."""
+    """Names of backends; cpu always, mps on a Mac, npu if torch_npu is installed."""
 
 
 @dataclass(frozen=True)
 class ProbeEnvironment:
-    """Everything that a probe may look at; a test passes a file tree and a fake tool."""
+    """Everything that a probe may read; a test passes a file tree and a fake tool."""
 
     root: Path
     environ: Mapping[str, str]
@@ -58,17 +52,14 @@ class ProbeEnvironment:
     """As `os.uname` has it: ``x86_64``, ``arm64``."""
 
     def read_text(self, path: str) -> str:
-        """Return a small file's text, stripped; empty when it cannot be read."""
+        """Return a small file's text, stripped; empty if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
     def list_numbered(self, folder: str, pattern: str) -> tuple[tuple[int, str], ...]:
-        """
-        Return (number, path) of the entries whose whole name matches; the pattern's group is the
-        number.
-        """
+        """Return (number, path) of the entries that match; the pattern's group is the number."""
         try:
             names = os.listdir(self.root / folder)  # noqa: PTH208 - names are all that is needed
         except OSError:
@@ -78,61 +69,56 @@ class ProbeEnvironment:
 
     def is_accessible(self, path: str) -> bool:
         """
-        Whether this process may open a device node for reading and writing.
+        Return whether this process may open a device node for reading and writing.
 
-        access(2) asks the kernel the same question as open(2), the device cgroup of a container or of Slurm included,
-        but does not wake the device up.
+        access(2) checks the same as open(2), including the device cgroup of a container or of
+        Slurm, but does not wake up the device.
         """
         return os.access(self.root / path, os.R_OK | os.W_OK)
 
     def has_path(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether a path exists."""
         return (self.root / path).exists()
 
 
 @dataclass(frozen=True)
 class DetectedDevice:
-    """One device as the driver shows it, before any visibility variable."""
+    """A device as the driver shows it, before any visibility variable."""
 
     name: str
-    """What the innermost visibility variable calls it: ``"3"``, ``"MIG-3f1e..."``."""
+    """Its name in the innermost visibility variable: ``"3"``, ``"MIG-3f1e..."``."""
     uuid: str = ""
-    """``GPU-055ee11a-...``; empty when unknown."""
+    """``GPU-055ee11a-...``; empty: unknown."""
     parent: str = ""
-    """Number of the card that it is a slice of; empty for a whole card."""
+    """Number of the card whose slice it is; empty if it is a card."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a kind's probe found out."""
+    """Result of a kind's probe."""
 
     found: tuple[DetectedDevice, ...]
     reason: str
-    """
-    ``8 devices by /dev/nvidiaN, driver 580.159.04``, or why there is none. Names the file or tool.
-    """
+    """``8 devices by /dev/nvidiaN, driver 580.159.04``, or why there are none."""
     is_blind: bool = False
-    """
-    Devices are there, but only a visibility variable can name them (MIG is on and its tool does not
-    answer).
-    """
+    """There are devices that only a visibility variable can name: MIG is on, its tool fails."""
 
 
 @dataclass(frozen=True)
 class VisibilityVariable:
-    """A visibility variable and the grammar of its list; entries are separated by commas."""
+    """A visibility variable and the grammar of its comma-separated list."""
 
     name: str
     alias: str = ""
-    """A second variable that is read where this one is unset."""
+    """Another variable that is read if this one is unset."""
     prefixes: tuple[str, ...] = ()
-    """Beginnings of the names that it takes beside numbers: ``GPU-``, ``MIG-``."""
+    """Prefixes of names that it accepts in addition to numbers: ``GPU-``, ``MIG-``."""
     has_ranges: bool = False
-    """Whether ``0-3`` is read as four devices (pdrun hands on the plain list)."""
+    """Whether ``0-3`` means four devices (pdrun passes on the list of numbers)."""
     is_ascending: bool = False
-    """Whether the runtime wants the numbers in ascending order."""
+    """Whether the runtime requires ascending numbers."""
     has_parts: bool = False
-    """Whether ``0.1`` names a part of device 0."""
+    """Whether ``0.1`` means a part of device 0."""
 
 
 @dataclass(frozen=True)
@@ -141,41 +127,33 @@ class Backend:
 
     name: str
     title: str
-    """For people: ``NVIDIA GPU (CUDA)``."""
+    """Name for display: ``NVIDIA GPU (CUDA)``."""
     variables: tuple[VisibilityVariable, ...]
     """
-    Outermost first: each one numbers what the one before has left. The last one is set for a
-    worker.
+    Outermost first: each one numbers the devices that the previous one has left. The last one is
+    set for a worker.
     """
     torch_device: str
     """The type in ``torch.device(type, index)``."""
     collective: str
-    """torch.distributed's name of the backend that moves this device's tensors."""
+    """torch.distributed's name of the backend for this device's tensors."""
     search: Callable[[ProbeEnvironment], SearchResult] = field(repr=False, compare=False)
     plugin: str = ""
-    """A package that must be imported before torch knows the device."""
+    """A package that must be imported before torch supports the device."""
     has_indices: bool = True
-    """Whether a process chooses among several devices; cpu and mps have one."""
+    """Whether a process can have several devices; cpu and mps have one."""
 
 
 @dataclass(frozen=True)
 class BackendProbe:
-    """One kind's result on this node."""
+    """Result of a kind on this node."""
 
     name: str
     present: bool
-    """
-    Whether `auto` may take it: at least one device is visible and the installed torch can use it.
-    """
+    """Whether `auto` may choose it: a device is visible and the installed torch supports it."""
     reason: str
-    """What was found, or why it was refused."""
+    """What was found, or why the kind cannot be used."""
     devices: tuple[Device, ...] = ()
-    """
-    Visible ones only, in the order of the visibility variable: what an outer scheduler hid stays
-    hidden.
-    """
+    """Visible devices, in the order of the visibility variable."""
     broken: bool = False
-    """
-    The environment contradicts itself about this kind: an error for whoever wants it, never a
-    reason to go on.
-    """
+    """The environment contradicts itself about this kind: an error if the kind is chosen."""

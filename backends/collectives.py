@@ -1,8 +1,7 @@
 """
-The torch side of a device kind: its device, and the process group that moves its tensors.
+A device kind in torch: its device, and the process group for its tensors.
 
-Loaded in workers only; this is the one file of the floor that imports torch, and only inside its
-functions.
+Imported in workers only. The only file of this folder that imports torch, inside its functions.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from pdrun.backends.base import Backend
 from pdrun.backends.detect import KINDS
 from pdrun.errors import ConfigError
+from pdrun.text import plural
 
 if TYPE_CHECKING:
     import torch
 
 
 def import_torch() -> Any:
-    """Return the module torch; ConfigError where it is not installed."""
+    """Return the module torch; ConfigError if it is not installed."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -31,9 +31,7 @@ def import_torch() -> Any:
 
 
 def native_backend() -> Backend:
-    """
-    Return the kind of device that the installed torch can use here: its accelerator, or the CPU.
-    """
+    """Return the device kind that the installed torch can use here: its accelerator, or cpu."""
     torch = import_torch()
     if not torch.accelerator.is_available():
         return KINDS["cpu"]
@@ -45,12 +43,12 @@ def native_backend() -> Backend:
 
 def open_device(backend: Backend, index: int) -> torch.device:
     """
-    Make device ``index`` of those that this process sees the current one and return it.
+    Make visible device ``index`` the current device and return it.
 
-    A process that sees one device only has device 0, whatever its index on the node.
+    If only one device is visible, it is device 0, independent of its index on the node.
 
     Raises:
-        ConfigError: torch cannot use the kind, or sees too few devices.
+        ConfigError: torch does not support the kind, or sees too few devices.
     """
     torch = import_torch()
     if backend.plugin:
@@ -65,9 +63,9 @@ def open_device(backend: Backend, index: int) -> torch.device:
     module = getattr(torch, backend.torch_device, None)
     if module is None or not module.is_available():
         raise ConfigError(
-            f"torch {torch.__version__} cannot use {backend.title} here",
+            f"torch {torch.__version__} does not support {backend.title} here",
             where="pdrun.init",
-            hint="install a build of torch with it, or choose --backend cpu",
+            hint="install a build of torch that does, or use --backend cpu",
         )
     if not backend.has_indices:
         return torch.device(backend.torch_device)
@@ -75,7 +73,8 @@ def open_device(backend: Backend, index: int) -> torch.device:
     chosen = 0 if count == 1 else index
     if chosen >= count:
         raise ConfigError(
-            f"this worker should use {backend.torch_device}:{index}, but torch sees {count} device(s)",
+            f"this worker needs {backend.torch_device}:{index}, but torch sees"
+            f" {plural(count, 'device')}",
             where="pdrun.init",
             hint="start fewer workers on this node",
         )
@@ -85,11 +84,10 @@ def open_device(backend: Backend, index: int) -> torch.device:
 
 def group_backend(backend: Backend, collective: str = "") -> str:
     """
-    Return what `init_process_group` takes: ``gloo``, or ``cpu:gloo,cuda:nccl`` so that tensors of
-    both kinds travel.
+    Return the argument of `init_process_group`: ``gloo``, or ``cpu:gloo,cuda:nccl`` for both kinds.
 
     Raises:
-        ConfigError: the installed torch lacks the collective; names it.
+        ConfigError: the installed torch is built without the collective library.
     """
     torch = import_torch()
     dist = torch.distributed
@@ -117,12 +115,12 @@ def open_group(
     store: Any,
 ) -> None:
     """
-    Make torch's default process group; `store` is a torch store, or None for MASTER_ADDR and
-    MASTER_PORT (``env://``).
+    Create torch's default process group.
 
     Args:
-        timeout: seconds that a collective may take; None leaves torch's own (30 minutes, 10 for
+        timeout: seconds that a collective may take; None: torch's default (30 minutes, 10 for
             NCCL).
+        store: a torch store; None: MASTER_ADDR and MASTER_PORT (``env://``).
     """
     options: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if store is not None:
@@ -131,7 +129,6 @@ def open_group(
         options["timeout"] = timedelta(seconds=timeout)
     name = group_backend(backend, collective)
     if "nccl" in name:
-        options["device_id"] = (
-            device  # ties the group to the device: errors show at once, and no collective guesses
-        )
+        # Binds the group to the device: errors are reported early, and no collective must guess it.
+        options["device_id"] = device
     import_torch().distributed.init_process_group(name, **options)

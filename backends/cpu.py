@@ -1,7 +1,4 @@
-"""
-The CPU: always there, one "device" that all workers share; how its cores are dealt is `affinity`'s
-matter.
-"""
+"""The CPU: one "device" that all workers share; `affinity` distributes its cores."""
 
 from __future__ import annotations
 

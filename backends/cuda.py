@@ -1,24 +1,23 @@
 """
 NVIDIA GPUs.
 
-What is looked at (values seen on a machine with two H100)::
+Files that are read (values from a machine with two H100)::
 
-    /dev/nvidia0, /dev/nvidia1           one node a card; a container has nodes only for the cards it was given
-    /proc/driver/nvidia/version          NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release
+    /dev/nvidia0, /dev/nvidia1           one node per card; in a container only its cards
+    /proc/driver/nvidia/version          NVRM version: NVIDIA UNIX Open Kernel Module ... 580.159.04
     /proc/driver/nvidia/gpus/0000:00:06.0/information
                                          GPU UUID: 	 GPU-055ee11a-11b6-d8c2-b506-544fd6091dc8
                                          Device Minor: 	 0
                                          GPU Excluded:	 No
-    /proc/driver/nvidia/capabilities/gpu0/mig/gi1     there when card 0 is cut into MIG instances
-    /dev/dxg                             WSL 2 has this instead of all the above; nvidia-smi -L is asked
+    /proc/driver/nvidia/capabilities/gpu0/mig/gi1     exists if card 0 is divided into MIG instances
+    /dev/dxg                             WSL 2: replaces all of the above; nvidia-smi -L is run
 
-nvidia-smi -L is asked only where MIG is on, since nothing else has the instances' names::
+nvidia-smi -L is run only if MIG is on, because nothing else has the names of the instances::
 
     GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
       MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
 
-Limit: cards are numbered as CUDA numbers them; which card that is (fastest first, or by bus) is
-CUDA's choice.
+Limit: cards have CUDA's numbers. CUDA chooses the order (fastest first, or by bus).
 """
 
 from __future__ import annotations
@@ -45,19 +44,18 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
         if driver:
             return SearchResult(
                 (),
-                f"driver {driver[1]} is loaded, but there is no /dev/nvidiaN (a container without GPUs?)",
+                f"driver {driver[1]} is loaded, but there is no /dev/nvidiaN"
+                " (container without GPUs?)",
             )
         return SearchResult((), "no /dev/nvidiaN and no NVIDIA driver in /proc")
     if not driver:
         return SearchResult(
             (),
-            f"{len(nodes)} node(s) /dev/nvidiaN, but no driver is loaded (/proc/driver/nvidia/version)",
+            f"{len(nodes)} of /dev/nvidiaN, but no driver is loaded (/proc/driver/nvidia/version)",
         )
     usable = [number for number, path in nodes if here.is_accessible(path)]
     if not usable:
-        return SearchResult(
-            (), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open"
-        )
+        return SearchResult((), f"{len(nodes)} of /dev/nvidiaN, but this process may open none")
     if any(
         here.list_numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)")
         for number in usable
@@ -70,10 +68,7 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
 
 
 def _read_card_info(here: ProbeEnvironment) -> dict[int, str]:
-    """
-    Return minor number -> UUID of the cards, or the word ``excluded`` for one that the driver
-    leaves alone.
-    """
+    """Return minor number -> UUID of the cards, or ``excluded`` for excluded cards."""
     known = {}
     folder = here.root / _PROC / "gpus"
     for path in sorted(folder.glob("*/information")) if folder.is_dir() else ():
@@ -86,27 +81,25 @@ def _read_card_info(here: ProbeEnvironment) -> dict[int, str]:
         )
         if (minor := facts.get("Device Minor", "")).isdigit():
             uuid = facts.get("GPU UUID", "")
-            known[int(minor)] = (
-                "excluded"
-                if facts.get("GPU Excluded") == "Yes"
-                else uuid
-                if "?" not in uuid
-                else ""
-            )
+            if facts.get("GPU Excluded") == "Yes":
+                uuid = "excluded"
+            elif "?" in uuid:
+                uuid = ""
+            known[int(minor)] = uuid
     return known
 
 
 def _ask_nvidia_smi(here: ProbeEnvironment, why: str) -> SearchResult:
     answer = here.run_tool(("nvidia-smi", "-L"))
     if answer.state != "ok":
-        said = {
+        problems = {
             "missing": "is not installed",
             "hung": "does not answer",
             "failed": f"failed: {answer.text}",
         }
         return SearchResult(
             (),
-            f"{why}, and nvidia-smi -L, which names the devices, {said[answer.state]}",
+            f"{why}, and nvidia-smi -L, which names the devices, {problems[answer.state]}",
             is_blind=True,
         )
     found = parse_nvidia_smi(answer.text)
@@ -114,7 +107,7 @@ def _ask_nvidia_smi(here: ProbeEnvironment, why: str) -> SearchResult:
 
 
 def parse_nvidia_smi(text: str) -> tuple[DetectedDevice, ...]:
-    """Read ``nvidia-smi -L``: a card, or in its place the MIG instances that it is cut into."""
+    """Parse the output of ``nvidia-smi -L``: cards, or the MIG instances of divided cards."""
     cards: dict[str, list[DetectedDevice]] = {}
     whole: dict[str, DetectedDevice] = {}
     card = ""

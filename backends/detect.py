@@ -1,8 +1,8 @@
 """
-Which device kinds are here: every table is asked, every refusal keeps its reason.
+Detect the device kinds of this node, with a reason for each one that cannot be used.
 
-Nothing is imported from torch and no tool is started where the files already answer: about a
-millisecond on a machine without accelerators.
+torch is not imported, and no tool runs if files suffice: about 1 ms on a machine without
+accelerators.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pdrun.topology import Device
 KINDS: Mapping[str, Backend] = {
     module.BACKEND.name: module.BACKEND for module in (cuda, rocm, npu, xpu, mps, cpu)
 }
-"""Name -> table, in the order in which `auto` tries them."""
+"""Name -> table, in the order of `auto`."""
 
 
 class ProbeResult(Protocol):
-    """What `choose` reads: a `Probe`, or the launcher's copy of one."""
+    """What `choose_backend` reads: a `BackendProbe`, or the launcher's copy of one."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class ProbeResult(Protocol):
 
     @property
     def present(self) -> bool:
-        """Whether `auto` may take it."""
+        """Whether `auto` may choose it."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class ProbeResult(Protocol):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The visible ones."""
+        """Visible devices."""
         ...
 
     @property
@@ -84,11 +84,11 @@ def probe_all(
     machine: str | None = None,
 ) -> tuple[BackendProbe, ...]:
     """
-    Ask every table, in the order of `auto`; cpu comes last and is always present.
+    Probe every kind, in the order of `auto`; cpu is last and always present.
 
     Args:
-        run: asks a vendor's tool; the default starts it, for at most 3 seconds.
-        build: tells what the installed torch was built for; called only where a device was found.
+        run: runs a vendor's tool; default: for at most 3 seconds.
+        build: returns what the installed torch supports; called only if a device was found.
     """
     here = ProbeEnvironment(
         root, environ, run or _make_runner(environ), platform, machine or os.uname().machine
@@ -98,26 +98,27 @@ def probe_all(
 
 def choose_backend(name: str, probes: Sequence[ProbeResult]) -> tuple[Backend, str]:
     """
-    Return the table to use and the reason, which names every kind that was refused on the way.
+    Return the table to use, and the reason, with every kind that `auto` has skipped.
 
     Raises:
-        ConfigError: the kind that was asked for is not here, or what `auto` would take contradicts
-            itself.
-        UsageError: no such kind.
+        ConfigError: the requested kind cannot be used, or the environment contradicts itself.
+        UsageError: unknown kind.
     """
     if name != "auto":
         chosen = next((probe for probe in probes if probe.name == get_backend(name).name), None)
         if chosen is None or chosen.broken or not chosen.devices:
-            reason = chosen.reason if chosen else "was not looked for"
+            reason = chosen.reason if chosen else "it was not probed"
             raise ConfigError(
                 f"{name} cannot be used: {reason}", where="--backend", hint=_list_usable(probes)
             )
-        return KINDS[name], f"asked for; {chosen.reason}"
+        return KINDS[name], f"requested; {chosen.reason}"
     refused: list[str] = []
     for probe in probes:
         if probe.broken:
             raise ConfigError(
-                probe.reason, where=probe.name, hint="or choose another kind with --backend"
+                probe.reason,
+                where=probe.name,
+                hint="correct it, or choose another kind with --backend",
             )
         if probe.present:
             return KINDS[probe.name], "; ".join([probe.reason, *refused])
@@ -127,10 +128,9 @@ def choose_backend(name: str, probes: Sequence[ProbeResult]) -> tuple[Backend, s
 
 def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
     """
-    Read what torch on ``path`` (default: this interpreter's) was built for; None when there is
-    none.
+    Read what torch on ``path`` (default: sys.path) supports; None if torch is not installed.
 
-    Its ``torch/version.py`` says, for instance: ``cuda: Optional[str] = None``, ``hip:
+    Its ``torch/version.py`` contains, for example: ``cuda: Optional[str] = None``, ``hip:
     Optional[str] = '6.4.43484'``.
     """
     for folder in sys.path if path is None else path:
@@ -143,13 +143,13 @@ def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
 
 
 def parse_torch_version(text: str, *, npu: bool = False) -> TorchBuild:
-    """Read the text of torch's version file; lines that are not there count as None."""
-    said = dict(re.findall(r"^(\w+)(?::[^=\n]+)?\s*=\s*['\"]([^'\"\n]+)['\"]", text, re.M))
+    """Parse torch's version file; missing lines count as None."""
+    versions = dict(re.findall(r"^(\w+)(?::[^=\n]+)?\s*=\s*['\"]([^'\"\n]+)['\"]", text, re.M))
     kinds = {"cpu", "mps"} | {
-        kind for kind, key in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")) if key in said
+        kind for kind, key in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")) if key in versions
     }
     return TorchBuild(
-        said.get("__version__", "unknown"), frozenset(kinds | ({"npu"} if npu else set()))
+        versions.get("__version__", "unknown"), frozenset(kinds | ({"npu"} if npu else set()))
     )
 
 
@@ -194,7 +194,7 @@ def _list_usable(probes: Sequence[ProbeResult]) -> str:
 
 
 def _make_runner(environ: Mapping[str, str]) -> ToolRunner:
-    """Return the real tool runner; `subprocess` is loaded only when a tool is really asked."""
+    """Return the real tool runner; subprocess is imported only when a tool runs."""
 
     def ask(command: Sequence[str]) -> ToolAnswer:
         from pdrun.backends.tools import make_tool_runner

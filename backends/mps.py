@@ -1,7 +1,4 @@
-"""
-Apple's GPU (Metal): one a machine, part of the processor. Collectives go through gloo, by way of
-the CPU.
-"""
+"""Apple's GPU (Metal): one per machine. Collectives use gloo and the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
     if here.platform != "darwin":
         return SearchResult((), "only on a Mac")
     if here.machine != "arm64":
-        return SearchResult((), f"only on Apple's own processors, this is {here.machine}")
+        return SearchResult((), f"only on Apple processors, this is {here.machine}")
     return SearchResult((DetectedDevice(""),), "Apple processor")
 
 

@@ -1,13 +1,13 @@
 """
 Huawei Ascend NPUs, through the package torch_npu.
 
-What is looked at (values from Ascend's documentation)::
+Files that are read (values from Ascend's documentation)::
 
-    /dev/davinci0 ... /dev/davinci7       one node a chip; a container has nodes only for the chips it was given
+    /dev/davinci0 ... /dev/davinci7       one node per chip; in a container only its chips
     /dev/davinci_manager                  the driver's own node, needed by every process
     /usr/local/Ascend/driver/version.info         Version=24.1.0
 
-npu-smi is not asked: its table changes with every release and the nodes say the same.
+npu-smi is not run: its output changes with every release, and the nodes have the same information.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
     if not here.has_path("dev/davinci_manager"):
         return SearchResult(
             (),
-            f"{len(nodes)} node(s) /dev/davinciN, but no /dev/davinci_manager, which every process needs",
+            f"{len(nodes)} of /dev/davinciN, but no /dev/davinci_manager",
         )
     usable = [number for number, path in nodes if here.is_accessible(path)]
     if not usable:
         return SearchResult(
             (),
-            f"{len(nodes)} node(s) /dev/davinciN, none may be opened by this process (group HwHiAiUser?)",
+            f"{len(nodes)} of /dev/davinciN, but this process may open none (group HwHiAiUser?)",
         )
-    # The runtime numbers the chips that it can open from 0, whatever the numbers of the nodes are.
+    # The runtime numbers the chips that it can open from 0, independent of the nodes' numbers.
     found = tuple(DetectedDevice(str(index)) for index in range(len(usable)))
     return SearchResult(found, f"{len(found)} device(s) by /dev/davinciN{driver}")
 

@@ -1,14 +1,14 @@
 """
 AMD GPUs. torch calls them ``cuda`` and RCCL ``nccl``.
 
-What is looked at (values from the kernel's amdkfd documentation)::
+Files that are read (values from the kernel's amdkfd documentation)::
 
     /dev/kfd                                           the compute driver's one node
-    /sys/class/kfd/kfd/topology/nodes/1/gpu_id         50432; 0 for a CPU; cannot be read for a card of somebody else
+    /sys/class/kfd/kfd/topology/nodes/1/gpu_id         50432; 0: CPU; unreadable: another user's
     /sys/class/kfd/kfd/topology/nodes/1/properties     simd_count 440
                                                        drm_render_minor 128
                                                        unique_id 5508303925133741523
-    /dev/dri/renderD128                                a container has nodes only for the cards it was given
+    /dev/dri/renderD128                                in a container only its cards
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pdrun.backends.base import (
     SearchResult,
     VisibilityVariable,
 )
+from pdrun.text import plural
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -31,13 +32,11 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
         if here.has_path(_NODES):
             return SearchResult(
                 (),
-                "amdgpu is loaded, but there is no /dev/kfd (a container without --device=/dev/kfd?)",
+                "amdgpu is loaded, but there is no /dev/kfd (container without --device=/dev/kfd?)",
             )
         return SearchResult((), "no /dev/kfd")
     if not here.is_accessible("dev/kfd"):
-        return SearchResult(
-            (), "/dev/kfd may not be opened by this process (group render or video?)"
-        )
+        return SearchResult((), "this process may not open /dev/kfd (group render or video?)")
     cards = [
         facts
         for _, path in here.list_numbered(_NODES, "([0-9]+)")
@@ -45,7 +44,7 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
     ]
     if not cards:
         return SearchResult(
-            (), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see"
+            (), "/dev/kfd exists, but /sys/class/kfd lists no GPU that this process may use"
         )
     usable = [
         facts
@@ -55,7 +54,8 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
     if not usable:
         return SearchResult(
             (),
-            f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened",
+            f"{plural(len(cards), 'GPU')} in /sys/class/kfd, but this process may not open"
+            " their /dev/dri/renderDN",
         )
     found = tuple(
         DetectedDevice(str(index), _format_uuid(facts)) for index, facts in enumerate(usable)
@@ -64,7 +64,7 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
 
 
 def _read_card(here: ProbeEnvironment, path: str) -> dict[str, str]:
-    """Return the properties of a topology node when it is a GPU, else nothing."""
+    """Return the properties of a topology node if it is a GPU, or an empty dict."""
     facts = dict(re.findall(r"^(\w+) (\d+)$", here.read_text(f"{path}/properties"), re.M))
     is_gpu = (
         here.read_text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0

@@ -1,7 +1,4 @@
-"""
-Asking a vendor's tool: bounded in time and output, so that a hanging driver never hangs the
-launcher.
-"""
+"""Run a vendor's tool, bounded in time and output: a hanging driver must not hang the launcher."""
 
 from __future__ import annotations
 
@@ -16,21 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pdrun.backends.base import ToolAnswer
 
 TOOL_SECONDS = 3.0
-"""
-Seconds that a tool may take. nvidia-smi -L takes 0.03 s on a healthy machine, minutes on a sick
-one.
-"""
+"""Time limit of a tool. nvidia-smi -L takes 0.03 s, but minutes if a driver hangs."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bytes that it may print."""
+"""Limit of its output."""
 
 
 def make_tool_runner(
     environ: Mapping[str, str], seconds: float = TOOL_SECONDS
 ) -> Callable[[Sequence[str]], ToolAnswer]:
-    """
-    Return a function that runs a tool found on the PATH of ``environ`` for at most ``limit``
-    seconds.
-    """
+    """Return a function that runs a tool on the PATH of ``environ`` for at most ``seconds``."""
 
     def run(command: Sequence[str]) -> ToolAnswer:
         program = shutil.which(command[0], path=environ.get("PATH", os.defpath))
@@ -70,10 +61,10 @@ def _run_tool(command: Sequence[str], environ: Mapping[str, str], seconds: float
 
 def _read_output(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     """
-    Return what a tool printed once it has ended, or a little more than MOST bytes of it.
+    Return the output of a tool when it has ended, or a little more than MAX_OUTPUT_BYTES of it.
 
     Raises:
-        TimeoutError: it still runs, or what it has started still holds its output.
+        TimeoutError: it, or a process that it has started, still has its output open.
     """
     assert process.stdout is not None
     data = bytearray()
@@ -96,9 +87,7 @@ def _read_output(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 
 
 def _kill_tool(process: subprocess.Popen[bytes]) -> None:
-    """
-    Kill a tool and all that it started; one that sits in the kernel is left behind, not waited for.
-    """
+    """Kill a tool and its children; do not wait for one that is stuck in the kernel."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(0.2)

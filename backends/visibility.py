@@ -1,17 +1,17 @@
 """
-Visible-device lists, composed: what an outer scheduler hid stays hidden, whatever a worker is
-given.
+Compose lists of visible devices: what an outer scheduler has hidden stays hidden for workers. Pure.
 
-Pure. The rules are the vendors' own, so that pdrun counts what the worker's process will count:
+The rules are the vendors', so that pdrun counts the devices that a worker's process will count:
 
-* ``CUDA_VISIBLE_DEVICES`` (seen on two H100, driver 580): the list ends at the first entry that is no device, so
-  ``0,9,1`` shows one; ``-1``, the empty text and ``NoDevFiles`` show none; a device named twice makes the driver fail
-  altogether; a UUID may be cut short while it is unambiguous, in either case; a number after a UUID ends the list.
-* ``ROCR_VISIBLE_DEVICES`` is applied first, ``HIP_VISIBLE_DEVICES`` numbers what it left; HIP reads CUDA's list where
-  its own is unset.
-* ``ASCEND_RT_VISIBLE_DEVICES``: ascending numbers. The runtime knows no ranges (the container runtime's variable does);
-  pdrun reads ``0-3`` as it is meant and hands on ``0,1,2,3``.
-* ``ZE_AFFINITY_MASK``: ``1`` is a device, ``1.0`` a part of one.
+* ``CUDA_VISIBLE_DEVICES`` (observed on two H100, driver 580): the list ends at the first entry that
+  is not a device, so ``0,9,1`` shows one. ``-1``, the empty text and ``NoDevFiles`` show none. With
+  a device named twice the driver fails. A UUID may be shortened while it is unambiguous, in either
+  case. A number after a UUID ends the list.
+* ``ROCR_VISIBLE_DEVICES`` is applied first. ``HIP_VISIBLE_DEVICES`` numbers the devices that it has
+  left. HIP reads CUDA's list if its own is unset.
+* ``ASCEND_RT_VISIBLE_DEVICES``: ascending numbers. The runtime does not support ranges, but the
+  container runtime's variable does. pdrun reads ``0-3`` and passes on ``0,1,2,3``.
+* ``ZE_AFFINITY_MASK``: ``1`` is a device, ``1.0`` is a part of it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,21 @@ from pdrun.topology import Device
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """What is left after every visibility variable."""
+    """The devices that all visibility variables leave."""
 
     devices: tuple[Device, ...]
     note: str = ""
-    """
-    What the variables did, for a reader: ``2 of 8 by CUDA_VISIBLE_DEVICES=4,5``; empty when none is
-    set.
-    """
+    """Effect of the variables: ``2 of 8 by CUDA_VISIBLE_DEVICES=4,5``; empty: none is set."""
 
 
 @dataclass(frozen=True)
 class DeviceGrant:
-    """What one worker is given."""
+    """The device of a worker."""
 
     variables: Mapping[str, str]
-    """To be set in its environment."""
+    """Variables to set in its environment."""
     index: int
-    """Its device's index among those that it sees."""
+    """Index of its device among the devices that it sees."""
 
 
 def apply_visibility(
@@ -55,15 +52,14 @@ def apply_visibility(
     blind: bool = False,
 ) -> VisibleDevices:
     """
-    Apply the visibility variables to what the driver shows.
+    Apply the visibility variables to the devices that the driver shows.
 
     Args:
-        blind: the devices could not be listed, so names in a list are taken on trust and numbers
-            are not.
+        blind: the devices could not be listed. Then names in a list are accepted unchecked, and
+            numbers are not.
 
     Raises:
-        ConfigError: a list that the vendor's runtime would refuse or misread; names the variable
-            and the entry.
+        ConfigError: the vendor's runtime would refuse or misread a list.
     """
     left = list(found)
     notes = []
@@ -84,7 +80,7 @@ def apply_visibility(
 def restrict_to_device(
     backend: Backend, device: Device, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that leave a worker this one device (index 0 for it). See `expose`."""
+    """Return the variables that show a worker only this device, as index 0; see expose_devices."""
     return expose_devices(backend, (device,), environ)
 
 
@@ -92,11 +88,12 @@ def expose_devices(
     backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """
-    Return the variables that leave a worker these devices, in this order; empty for kinds without
-    such a variable.
+    Return the variables that show a worker these devices, in this order.
+
+    Empty for kinds without such a variable.
 
     Raises:
-        PdrunError: a device is not among those that ``environ`` shows: pdrun never widens a list.
+        PdrunError: ``environ`` hides a device; pdrun never extends a list.
     """
     if not backend.variables or not devices:
         return {}
@@ -119,11 +116,11 @@ def grant_devices(
     backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
 ) -> tuple[DeviceGrant, ...]:
     """
-    Share a node's devices among its workers, one each, in this order.
+    Assign a node's devices to its workers, one each, in this order.
 
-    Every worker sees all of them, so that ``cuda:LOCAL_RANK`` is its own, as scripts written for
-    torchrun expect. Slices of a card are the exception: a process can use one MIG instance only, so
-    each worker sees just its own.
+    Every worker sees all devices, and its own is ``cuda:LOCAL_RANK``, as scripts for torchrun
+    expect. MIG instances are the exception: a process can use only one, so each worker sees only
+    its own.
     """
     if any(device.name.startswith("MIG-") for device in devices):
         return tuple(
@@ -136,24 +133,18 @@ def grant_devices(
 
 
 def _effective_variable(variable: VisibilityVariable, environ: Mapping[str, str]) -> str:
-    """
-    Return the name of the variable that counts, or the empty string when neither it nor its alias
-    is set.
-    """
+    """Return the name of the variable or of its alias, if one is set, or the empty string."""
     return next((name for name in (variable.name, variable.alias) if name and name in environ), "")
 
 
 def _normalize_entry(entry: str) -> str:
-    """Return the form in which two spellings of one device are equal."""
+    """Return a device's name in normal form: two spellings of a device become equal."""
     prefix, dash, rest = entry.partition("-")
     return f"{prefix}-{rest.lower()}" if dash and not entry[0].isdigit() else entry
 
 
 def _parse_list(variable: VisibilityVariable, source: str, text: str) -> list[str]:
-    """
-    Return the entries up to the first that names no device, numbers in plain form; duplicates are
-    an error.
-    """
+    """Return the entries up to the first invalid one, in normal form; duplicates are an error."""
     entries: list[str] = []
     for raw in text.split(","):
         names = _parse_entry(variable, source, raw.strip())
@@ -172,14 +163,14 @@ def _parse_list(variable: VisibilityVariable, source: str, text: str) -> list[st
                 raise ConfigError(
                     f"{text!r} is not in ascending order",
                     where=source,
-                    hint="its runtime wants it so",
+                    hint="the runtime requires that",
                 )
             entries.append(name)
     return entries
 
 
 def _parse_entry(variable: VisibilityVariable, source: str, entry: str) -> list[str]:
-    """Return the devices that one entry names; none: the list ends here."""
+    """Return the devices of an entry; empty: the list ends here."""
     if re.fullmatch("[0-9]{1,6}", entry):
         return [str(int(entry))]
     if variable.prefixes and entry.startswith(variable.prefixes):
@@ -189,7 +180,7 @@ def _parse_entry(variable: VisibilityVariable, source: str, entry: str) -> list[
     span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", entry) if variable.has_ranges else None
     if span and int(span[1]) <= int(span[2]):
         return [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
-    if re.match("[+]?[0-9]", entry):  # the runtime would read the digits and forget the rest
+    if re.match("[+]?[0-9]", entry):  # the runtime would read the digits and ignore the rest
         raise ConfigError(
             f"{entry!r} is not a device", where=source, hint="write numbers separated by commas"
         )
@@ -204,7 +195,7 @@ def _select_devices(
     *,
     blind: bool,
 ) -> list[DetectedDevice]:
-    """Return the devices that a list names, in its order, up to the first that is not there."""
+    """Return the devices of a list, in its order, up to the first that does not exist."""
     chosen: list[DetectedDevice] = []
     for entry in _parse_list(variable, source, text):
         item = _find_device(entry, found, blind=blind)
@@ -219,7 +210,7 @@ def _select_devices(
 def _find_device(
     entry: str, found: Sequence[DetectedDevice], *, blind: bool
 ) -> DetectedDevice | None:
-    """Return the device that an entry names, or None when it is not there or not the only one."""
+    """Return the device of an entry; None if it does not exist or is ambiguous."""
     if not entry[0].isdigit():
         known = [item for item in found if item.uuid]
         matches = [
@@ -232,8 +223,7 @@ def _find_device(
         return DetectedDevice(entry) if blind or found else None
     number, _, part = entry.partition(".")
     if any(item.parent for item in found):
-        # With MIG a number is a card, and the driver takes its first instance: hand the number on
-        # as it stands.
+        # With MIG a number is a card, and the driver uses its first instance. Keep the number.
         if any(number == (item.parent or item.name) for item in found):
             return DetectedDevice(entry)
         return None

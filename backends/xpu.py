@@ -1,19 +1,19 @@
 """
 Intel GPUs.
 
-What is looked at::
+Files that are read::
 
     /dev/dri/renderD128                                the card's compute node
     /sys/class/drm/renderD128/device/vendor            0x8086
     /sys/class/drm/renderD128/device/class             0x038000 (0x030000 on cards with a display)
     /sys/class/drm/renderD128/device/uevent            DRIVER=xe, or i915
-                                                       PCI_SLOT_NAME=0000:00:02.0: the graphics inside a processor
-    /sys/class/drm/renderD128/device/tile0, tile1      parts of a card (driver xe)
+                                                       PCI_SLOT_NAME=0000:00:02.0: integrated
+                                                       graphics
+    /sys/class/drm/renderD128/device/tile0, tile1      tiles of a card (driver xe)
 
-Each tile counts as a device unless ZE_FLAT_DEVICE_HIERARCHY asks for whole cards; FLAT is the
-runtime's default. The graphics inside a processor counts only where there is no card, as torch has
-it. Limit: driver i915 does not show tiles apart from media engines, so a card of it counts as one
-device.
+Each tile is a device, unless ZE_FLAT_DEVICE_HIERARCHY selects cards; the runtime's default is FLAT.
+Integrated graphics count only if there is no card, as in torch. Limit: driver i915 does not
+distinguish tiles from media engines, so its cards count as one device each.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pdrun.backends.base import (
     SearchResult,
     VisibilityVariable,
 )
+from pdrun.text import plural
 
 
 def _find_devices(here: ProbeEnvironment) -> SearchResult:
@@ -38,7 +39,9 @@ def _find_devices(here: ProbeEnvironment) -> SearchResult:
     usable = [device for node, device in nodes if here.is_accessible(node)]
     if not usable:
         return SearchResult(
-            (), f"{len(nodes)} Intel GPU(s), but no /dev/dri/renderDN may be opened (group render?)"
+            (),
+            f"{plural(len(nodes), 'Intel GPU')}, but this process may open no /dev/dri/renderDN"
+            " (group render?)",
         )
     cards = [
         device

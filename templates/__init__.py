@@ -1,1 +1,5 @@
-"""Data: job files and other texts to start from; imported by nobody."""
+"""Job files and other texts to start from. Data only; not imported.
+
+May import: nothing.
+Start reading here: job.yaml.
+"""

@@ -135,21 +135,13 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
         parts.append(_format_counts(states))
     if gone:
         parts.append(f"gone: {_format_counts(gone)}")
-    rows.append(
-        (
-            "nodes",
-            f"{_format_node_count(status)}: {'; '.join(parts)}"
-            if parts
-            else _format_node_count(status),
-        )
-    )
+    nodes = _format_node_count(status)
+    if parts:
+        nodes = f"{nodes}: {'; '.join(parts)}"
+    rows.append(("nodes", nodes))
     if status.ranks:
-        rows.append(
-            (
-                "ranks",
-                f"{len(status.ranks)}: {_format_counts(Counter(rank.state for rank in status.ranks.values()))}",
-            )
-        )
+        rank_states = Counter(rank.state for rank in status.ranks.values())
+        rows.append(("ranks", f"{len(status.ranks)}: {_format_counts(rank_states)}"))
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdrun.backends.base import Answer, Probe, TorchBuild
+from pdrun.backends.base import ToolAnswer, BackendProbe, TorchBuild
 from pdrun.backends.detect import probe_all
 
 EVERYTHING = TorchBuild("9.9", frozenset({"cpu", "cuda", "rocm", "npu", "xpu", "mps"}))
@@ -23,11 +23,11 @@ def tree(root: Path, files: Mapping[str, str]) -> Path:
 class Tool:
     """A fake tool runner that remembers what was asked."""
 
-    def __init__(self, answer: Answer | None = None) -> None:
-        self.answer = answer or Answer("missing")
+    def __init__(self, answer: ToolAnswer | None = None) -> None:
+        self.answer = answer or ToolAnswer("missing")
         self.asked: list[tuple[str, ...]] = []
 
-    def __call__(self, command: Sequence[str]) -> Answer:
+    def __call__(self, command: Sequence[str]) -> ToolAnswer:
         self.asked.append(tuple(command))
         return self.answer
 
@@ -39,7 +39,7 @@ def probe(
     tool: Tool | None = None,
     build: TorchBuild | None = EVERYTHING,
     **more: str,
-) -> Probe:
+) -> BackendProbe:
     """Return one kind's result on a fake machine."""
     probes = probe_all(
         environ or {}, root, tool or Tool(), build=lambda: build, **{"platform": "linux", **more}
@@ -47,7 +47,7 @@ def probe(
     return next(found for found in probes if found.name == name)
 
 
-def names(found: Probe) -> list[str]:
+def names(found: BackendProbe) -> list[str]:
     """Return what the visibility variable would call the devices."""
     return [device.name for device in found.devices]
 

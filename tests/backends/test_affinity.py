@@ -59,7 +59,7 @@ def test_more_workers_than_cores_are_left_unbound_with_the_reason() -> None:
     binding = split_cpus(machine(2, threads=2), 3, "cores")
     assert binding.sets == ((), (), ())
     assert binding.threads == (2, 1, 1)
-    assert "2 core(s) for 3 workers" in binding.note
+    assert "2 cores for 3 workers" in binding.note
 
 
 def test_one_worker_is_left_with_the_whole_mask() -> None:
@@ -85,7 +85,7 @@ def test_threads_obey_the_bandwidth_limit_while_the_set_is_wide() -> None:
 def test_a_sys_that_lies_is_ignored() -> None:
     twice = CpuSet((0, 1, 2, 3), None, ((0, 1), (1, 2), (3,)), ((0, 1, 2), (2, 3)))
     assert split_cpus(twice, 2).sets == ((0, 1), (2, 3))
-    assert "memory nodes are unknown" in split_cpus(twice, 2, "numa").note
+    assert "NUMA nodes are unknown" in split_cpus(twice, 2, "numa").note
 
 
 @pytest.mark.parametrize("bad", [(0, "cores"), (-1, "auto"), (2, "socket")])

@@ -17,13 +17,13 @@ def probes(root: Path, environ: dict[str, str] | None = None):  # type: ignore[n
 
 
 def test_auto_takes_the_first_and_says_why_not_the_others(tmp_path: Path) -> None:
-    table, reason = detect.choose("auto", probes(amd(tmp_path)))
+    table, reason = detect.choose_backend("auto", probes(amd(tmp_path)))
     assert table.name == "rocm"
     assert "not cuda: no /dev/nvidiaN" in reason
 
 
 def test_auto_without_accelerators_is_the_cpu_with_five_reasons(tmp_path: Path) -> None:
-    table, reason = detect.choose("auto", probes(tmp_path))
+    table, reason = detect.choose_backend("auto", probes(tmp_path))
     assert table.name == "cpu"
     assert reason.count("; not ") == 5
 
@@ -33,16 +33,16 @@ def test_a_kind_that_is_not_here_is_refused_with_what_is(tmp_path: Path) -> None
         ConfigError,
         match=r"--backend: cuda cannot be used: no /dev/nvidiaN.*; usable here: rocm, cpu",
     ):
-        detect.choose("cuda", probes(amd(tmp_path)))
+        detect.choose_backend("cuda", probes(amd(tmp_path)))
 
 
 def test_a_contradiction_stops_auto_but_not_another_kind(tmp_path: Path) -> None:
     found = probes(nvidia(tmp_path), {"CUDA_VISIBLE_DEVICES": "0,0"})
     with pytest.raises(ConfigError, match="names device 0 twice"):
-        detect.choose("auto", found)
+        detect.choose_backend("auto", found)
     with pytest.raises(ConfigError, match="names device 0 twice"):
-        detect.choose("cuda", found)
-    assert detect.choose("cpu", found)[0].name == "cpu"
+        detect.choose_backend("cuda", found)
+    assert detect.choose_backend("cpu", found)[0].name == "cpu"
 
 
 def test_the_launchers_copy_of_a_probe_is_as_good(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_the_launchers_copy_of_a_probe_is_as_good(tmp_path: Path) -> None:
         BackendFacts(found.name, found.present, found.reason, found.devices, found.broken)
         for found in probes(nvidia(tmp_path))
     ]
-    assert detect.choose("auto", facts)[0].name == "cuda"
+    assert detect.choose_backend("auto", facts)[0].name == "cuda"
 
 
 def test_unknown_kind_gets_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean 'cuda'"):
-        detect.backend("cuba")
+        detect.get_backend("cuba")
 
 
 def test_tables_are_complete() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.backends import detect
-from pdrun.backends.base import Answer, TorchBuild
+from pdrun.backends.base import ToolAnswer, TorchBuild
 from tests.backends.helpers import EVERYTHING, Tool, amd, ascend, intel, names, nvidia, probe, tree
 
 MIG_LIST = """\
@@ -24,7 +24,7 @@ def mig(root: Path) -> Path:
 
 
 def test_cuda_counts_nodes_without_asking_a_tool(tmp_path: Path) -> None:
-    tool = Tool(Answer("hung"))
+    tool = Tool(ToolAnswer("hung"))
     found = probe("cuda", nvidia(tmp_path, 8), tool=tool)
     assert found.present
     assert names(found) == [str(number) for number in range(8)]
@@ -63,9 +63,9 @@ def test_nodes_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     root = ascend(nvidia(tmp_path, 3), (0, 1))
     assert names(probe("cuda", root)) == names(probe("npu", root)) == ["0"]
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert "none of which this process may open" in probe("cuda", root).reason
-    assert "none may be opened by this process" in probe("npu", root).reason
-    assert "/dev/kfd may not be opened" in probe("rocm", amd(tmp_path)).reason
+    assert "this process may open none" in probe("cuda", root).reason
+    assert "this process may open none" in probe("npu", root).reason
+    assert "this process may not open /dev/kfd" in probe("rocm", amd(tmp_path)).reason
 
 
 @pytest.mark.root
@@ -95,7 +95,7 @@ def test_access_sees_what_the_device_cgroup_forbids() -> None:
 
 
 def test_mig_instances_take_the_place_of_their_card(tmp_path: Path) -> None:
-    tool = Tool(Answer("ok", MIG_LIST))
+    tool = Tool(ToolAnswer("ok", MIG_LIST))
     found = probe("cuda", mig(tmp_path), tool=tool)
     assert names(found) == [
         "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
@@ -108,13 +108,13 @@ def test_mig_instances_take_the_place_of_their_card(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer("hung"), "does not answer"),
-        (Answer("missing"), "is not installed"),
-        (Answer("failed", "exit code 9: no devices"), "failed: exit code 9: no devices"),
+        (ToolAnswer("hung"), "does not answer"),
+        (ToolAnswer("missing"), "is not installed"),
+        (ToolAnswer("failed", "exit code 9: no devices"), "failed: exit code 9: no devices"),
     ],
 )
 def test_mig_without_its_tool_is_refused_with_the_reason(
-    tmp_path: Path, answer: Answer, words: str
+    tmp_path: Path, answer: ToolAnswer, words: str
 ) -> None:
     found = probe("cuda", mig(tmp_path), tool=Tool(answer))
     assert not found.present
@@ -124,7 +124,7 @@ def test_mig_without_its_tool_is_refused_with_the_reason(
 
 def test_mig_without_its_tool_takes_the_names_that_the_scheduler_gave(tmp_path: Path) -> None:
     found = probe(
-        "cuda", mig(tmp_path), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, Tool(Answer("hung"))
+        "cuda", mig(tmp_path), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, Tool(ToolAnswer("hung"))
     )
     assert found.present
     assert names(found) == ["MIG-a", "MIG-b"]
@@ -132,7 +132,7 @@ def test_mig_without_its_tool_takes_the_names_that_the_scheduler_gave(tmp_path: 
 
 def test_wsl_asks_the_tool(tmp_path: Path) -> None:
     found = probe(
-        "cuda", tree(tmp_path, {"dev/dxg": ""}), tool=Tool(Answer("ok", MIG_LIST.splitlines()[0]))
+        "cuda", tree(tmp_path, {"dev/dxg": ""}), tool=Tool(ToolAnswer("ok", MIG_LIST.splitlines()[0]))
     )
     assert names(found) == ["0"]
 
@@ -143,7 +143,7 @@ def test_rocm_counts_cards_with_a_render_node(tmp_path: Path) -> None:
 
 def test_rocm_half_there(tmp_path: Path) -> None:
     root = amd(tmp_path, 2, nodes=())
-    assert "no /dev/dri/renderDN of theirs may be opened" in probe("rocm", root).reason
+    assert "this process may not open their /dev/dri/renderDN" in probe("rocm", root).reason
     (root / "dev/kfd").unlink()
     assert "amdgpu is loaded, but there is no /dev/kfd" in probe("rocm", root).reason
 
@@ -191,7 +191,7 @@ def test_mps_only_on_apple_processors(tmp_path: Path) -> None:
 
 
 def test_a_machine_with_nothing_starts_no_tool_and_keeps_every_reason(tmp_path: Path) -> None:
-    tool = Tool(Answer("ok", MIG_LIST))
+    tool = Tool(ToolAnswer("ok", MIG_LIST))
     probes = detect.probe_all({}, tmp_path, tool, platform="linux")
     assert [found.name for found in probes] == ["cuda", "rocm", "npu", "xpu", "mps", "cpu"]
     assert [found.present for found in probes] == [False] * 5 + [True]
@@ -225,9 +225,9 @@ def test_build_is_read_from_the_version_file(tmp_path: Path) -> None:
     assert detect.installed_torch([str(tmp_path / "elsewhere")]) is None
     assert (
         "cuda"
-        in detect.read_build("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n").kinds
+        in detect.parse_torch_version("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n").kinds
     )
-    assert "npu" in detect.read_build("", npu=True).kinds
+    assert "npu" in detect.parse_torch_version("", npu=True).kinds
 
 
 def test_everything_hidden_says_by_what(tmp_path: Path) -> None:

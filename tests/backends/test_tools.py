@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from pdrun.backends.base import Answer
-from pdrun.backends.tools import MOST, runner
+from pdrun.backends.base import ToolAnswer
+from pdrun.backends.tools import MAX_OUTPUT_BYTES, make_tool_runner
 
 
 def script(folder: Path, text: str) -> dict[str, str]:
@@ -17,27 +17,27 @@ def script(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_answer_and_failure(tmp_path: Path) -> None:
-    assert runner(script(tmp_path, "echo GPU 0 $1"))(("nvidia-smi", "-L")) == Answer(
+    assert make_tool_runner(script(tmp_path, "echo GPU 0 $1"))(("nvidia-smi", "-L")) == ToolAnswer(
         "ok", "GPU 0 -L\n"
     )
-    answer = runner(script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18"))(
+    answer = make_tool_runner(script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18"))(
         ("nvidia-smi",)
     )
-    assert answer == Answer("failed", "exit code 18: NVML: driver mismatch")
+    assert answer == ToolAnswer("failed", "exit code 18: NVML: driver mismatch")
 
 
 def test_missing_and_not_a_program(tmp_path: Path) -> None:
-    assert runner({"PATH": str(tmp_path)})(("nvidia-smi",)) == Answer("missing")
+    assert make_tool_runner({"PATH": str(tmp_path)})(("nvidia-smi",)) == ToolAnswer("missing")
     (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF nonsense")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert runner({"PATH": str(tmp_path)})(("nvidia-smi",)).state == "failed"
+    assert make_tool_runner({"PATH": str(tmp_path)})(("nvidia-smi",)).state == "failed"
 
 
 def test_a_tool_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     environ = script(tmp_path, f"sleep 60 & echo $! > {mark}; wait")
     begin = time.monotonic()
-    assert runner(environ, limit=0.5)(("nvidia-smi",)) == Answer("hung")
+    assert make_tool_runner(environ, seconds=0.5)(("nvidia-smi",)) == ToolAnswer("hung")
     assert time.monotonic() - begin < 3
     deadline = time.monotonic() + 5
     while _alive(int(mark.read_text())):
@@ -48,12 +48,12 @@ def test_a_tool_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_a_tool_that_floods_is_ended(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     begin = time.monotonic()
-    answer = runner(script(tmp_path, f"echo $$ > {mark}; exec yes"), limit=30.0)(("nvidia-smi",))
-    assert answer == Answer("failed", f"it printed more than {MOST} bytes")
+    answer = make_tool_runner(script(tmp_path, f"echo $$ > {mark}; exec yes"), seconds=30.0)(("nvidia-smi",))
+    assert answer == ToolAnswer("failed", f"it printed more than {MAX_OUTPUT_BYTES} bytes")
     assert time.monotonic() - begin < 20, "it did not have to be waited for"
     assert not _alive(int(mark.read_text()))
-    exact = script(tmp_path, f"head -c {MOST} /dev/zero | tr '\\0' x")
-    assert runner(exact, limit=30.0)(("nvidia-smi",)) == Answer("ok", "x" * MOST)
+    exact = script(tmp_path, f"head -c {MAX_OUTPUT_BYTES} /dev/zero | tr '\\0' x")
+    assert make_tool_runner(exact, seconds=30.0)(("nvidia-smi",)) == ToolAnswer("ok", "x" * MAX_OUTPUT_BYTES)
 
 
 def _alive(pid: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdrun.backends import collectives
-from pdrun.backends.collectives import group_backend, native, open_device, open_group
+from pdrun.backends.collectives import group_backend, native_backend, open_device, open_group
 from pdrun.backends.detect import KINDS
 from pdrun.errors import ConfigError
 
@@ -81,7 +81,7 @@ def test_the_device_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = use(monkeypatch, FakeTorch("cuda", 4, ("nccl",)))
     assert open_device(KINDS["cuda"], 2) == ("cuda", 2)
     assert torch.current == 2
-    with pytest.raises(ConfigError, match="this worker should use cuda:4, but torch sees 4"):
+    with pytest.raises(ConfigError, match="this worker needs cuda:4, but torch sees 4"):
         open_device(KINDS["cuda"], 4)
     assert open_device(KINDS["cpu"], 3) == ("cpu", None)
 
@@ -100,7 +100,7 @@ def test_mps_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeTorch("cuda", 0, ("gloo",)))
     for kind, title in (("cuda", "NVIDIA"), ("xpu", "Intel")):
-        with pytest.raises(ConfigError, match=rf"torch 9\.9 cannot use {title}"):
+        with pytest.raises(ConfigError, match=rf"torch 9\.9 does not support {title}"):
             open_device(KINDS[kind], 0)
 
 
@@ -119,7 +119,7 @@ def test_what_torch_itself_has(
     monkeypatch: pytest.MonkeyPatch, torch: FakeTorch, expected: str
 ) -> None:
     use(monkeypatch, torch)
-    assert native().name == expected
+    assert native_backend().name == expected
 
 
 def test_nccl_is_tied_to_its_device_and_gloo_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

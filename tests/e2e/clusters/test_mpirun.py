@@ -386,7 +386,7 @@ def test_mpirun_inside_a_worker_still_works(program: str, tmp_path: Path) -> Non
 def test_a_program_that_is_no_mpirun_is_refused(tmp_path: Path) -> None:
     for program, text in (
         ("/bin/true", "is not a known mpirun"),
-        ("/no/such/mpirun", "there is no /no/such/mpirun"),
+        ("/no/such/mpirun", "/no/such/mpirun was not found"),
     ):
         done = alone(
             tmp_path, sys.executable, "-m", "pdrun", "--mpirun", program, "--nodes", "2", "work.py"

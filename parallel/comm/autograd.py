@@ -30,12 +30,16 @@ def copy_to_axis(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """
     Return ``x``, a replicated tensor that each rank uses for another shard; gradients are summed.
     """
-    return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
+    if axis.size == 1:
+        return x
+    return _CopyToAxis.apply(x, axis)
 
 
 def all_reduce(x: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """Return the sum over the ranks, replicated."""
-    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+    if axis.size == 1:
+        return x
+    return _AllReduce.apply(x, axis)
 
 
 def all_gather(
@@ -45,24 +49,32 @@ def all_gather(
     Return the full tensor of one sharded along ``dim`` (of size ``total``), for replicated
     computation.
     """
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, total)
+    if axis.size == 1:
+        return x
+    return _AllGather.apply(x, axis, dim, total)
 
 
 def all_gather_sum_grad(
     x: torch.Tensor, axis: AxisGroup, dim: int, total: int | None = None
 ) -> torch.Tensor:
     """Return the full tensor of one sharded along ``dim``, for computation that differs by rank."""
-    return x if axis.size == 1 else _AllGatherSumGrad.apply(x, axis, dim, total)
+    if axis.size == 1:
+        return x
+    return _AllGatherSumGrad.apply(x, axis, dim, total)
 
 
 def slice_to_shard(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
     """Return this rank's shard along ``dim`` of a replicated tensor."""
-    return x if axis.size == 1 else _SliceToShard.apply(x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _SliceToShard.apply(x, axis, dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: AxisGroup, dim: int) -> torch.Tensor:
     """Return this rank's shard along ``dim`` of the sum over the ranks."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _ReduceScatter.apply(x, axis, dim)
 
 
 def all_to_all(
@@ -71,7 +83,9 @@ def all_to_all(
     """
     Shard a tensor along ``split_dim`` that is sharded along ``concat_dim`` (of size ``total``).
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, total)
+    if axis.size == 1:
+        return x
+    return _AllToAll.apply(x, axis, split_dim, concat_dim, total)
 
 
 # ---- inside -----------------------------------------------------------------

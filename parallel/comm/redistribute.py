@@ -108,7 +108,9 @@ def _run_step(step: LayoutStep, x: torch.Tensor, axes: MeshGroups) -> torch.Tens
     if step.kind == REDUCE_SCATTER:
         return autograd.reduce_scatter(x, axis, step.dim)
     if step.kind == FIRST:
-        return x if axis.size == 1 else _FirstRankOnly.apply(x, axis.index == 0)
+        if axis.size == 1:
+            return x
+        return _FirstRankOnly.apply(x, axis.index == 0)
     assert step.kind == PAD, step.kind
     return _pad_shard(x, step, axes.rank)
 

@@ -113,7 +113,9 @@ def attend_block_backward(
 
 def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeat each head of keys or values for its group of query heads."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    if x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def sum_repeated_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
@@ -138,8 +140,11 @@ def _choose_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: Sco
         return "plain"
     choice = int(torch._fused_sdp_choice(q, k, v))
     if q.dtype in (torch.float16, torch.bfloat16) and choice != EFFICIENT_BACKEND:
-        return "flash" if choice else "plain"  # torch's third choice, cuDNN's, has the same limits
-    return "efficient" if choice == EFFICIENT_BACKEND else "plain"
+        # torch's third choice, cuDNN's, has the same limits
+        return "flash" if choice else "plain"
+    if choice == EFFICIENT_BACKEND:
+        return "efficient"
+    return "plain"
 
 
 def _flash_backward(

@@ -137,7 +137,12 @@ def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
     found: list[int | tuple[int, ...]] = []
     for dim in layout.dims:
         numbers = tuple(places[axis] for axis in dim)
-        found.append(-1 if not numbers else numbers[0] if len(numbers) == 1 else numbers)
+        if not numbers:
+            found.append(-1)
+        elif len(numbers) == 1:
+            found.append(numbers[0])
+        else:
+            found.append(numbers)
     return tuple(found)
 
 

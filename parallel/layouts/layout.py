@@ -18,7 +18,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 
 Dim = str | tuple[str, ...] | None
-WHERE = "Layout"
+API_NAME = "Layout"
 
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -31,6 +31,15 @@ def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
     extra = size % parts
     low = index * base + min(index, extra)
     return low, low + base + (index < extra)
+
+
+def _axes_of(dim: Dim) -> tuple[str, ...]:
+    """Return the axes of a dim as a tuple."""
+    if dim is None:
+        return ()
+    if isinstance(dim, str):
+        return (dim,)
+    return tuple(dim)
 
 
 @dataclass(frozen=True, init=False)
@@ -50,17 +59,15 @@ class L:
         for dim in dims:
             if dim is not None and not isinstance(dim, (str, tuple, list)):
                 what = f"{dim!r} is neither an axis, several of them, nor None"
-                raise UsageError(what, where=WHERE, hint='L("dp", ("x", "y"), None)')
-        plain = tuple(
-            () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims
-        )
+                raise UsageError(what, where=API_NAME, hint='L("dp", ("x", "y"), None)')
+        plain = tuple(_axes_of(dim) for dim in dims)
         used = [axis for dim in plain for axis in dim] + list(sums)
         for axis in used:
             if not isinstance(axis, str) or not axis:
-                raise UsageError(f"{axis!r} is not the name of an axis", where=WHERE)
+                raise UsageError(f"{axis!r} is not the name of an axis", where=API_NAME)
             if used.count(axis) > 1:
                 raise UsageError(
-                    f"the axis {axis!r} is used twice", where=WHERE, hint="an axis cuts one dim"
+                    f"the axis {axis!r} is used twice", where=API_NAME, hint="an axis cuts one dim"
                 )
         object.__setattr__(self, "dims", plain)
         object.__setattr__(self, "sums", tuple(sums))
@@ -87,7 +94,7 @@ class L:
         """
         if len(self.dims) != len(shape):
             raise UsageError(
-                f"{self} is for {len(self.dims)} dims, the tensor is {list(shape)}", where=WHERE
+                f"{self} is for {len(self.dims)} dims, the tensor is {list(shape)}", where=API_NAME
             )
         for axis in (*self.axes, *self.sums):
             grid.degree(axis)
@@ -131,7 +138,7 @@ class L:
             sizes = (blocks or {}).get(dim, (size,))
             if sum(sizes) != size:
                 raise UsageError(
-                    f"blocks {sizes} of dim {dim} do not add up to {size}", where=WHERE
+                    f"blocks {sizes} of dim {dim} do not add up to {size}", where=API_NAME
                 )
             held = []
             start = 0

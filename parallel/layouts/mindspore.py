@@ -121,13 +121,11 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
     for name, one in placement.weights.items():
         stages = one.stages or (0,)
         if len(stages) > 1 or one.blocks or one.layout is None:
-            what = (
-                "it is on several stages"
-                if len(stages) > 1
-                else "it has blocks"
-                if one.blocks
-                else "it has no dims"
-            )
+            what = "it has no dims"
+            if len(stages) > 1:
+                what = "it is on several stages"
+            elif one.blocks:
+                what = "it has blocks"
             raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
         names, sizes, layout = _single_axis_dims(name, placement.grid, one.layout)
         layouts[name] = {

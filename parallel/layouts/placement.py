@@ -73,11 +73,9 @@ class WeightLayout:
             raise ValueError("a weight has an irregular layout")
         if not (dims is None or isinstance(dims, list)):
             raise ValueError(f"the layout {dims!r} is no list")
-        layout = (
-            None
-            if dims is None
-            else L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
-        )
+        layout = None
+        if dims is not None:
+            layout = L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
         stages = value.get("stages")
         blocks = {
             int(dim): tuple(int(size) for size in sizes)
@@ -91,7 +89,11 @@ class WeightLayout:
 
 
 def _plain_dim(dim: tuple[str, ...]) -> str | list[str] | None:
-    return None if not dim else dim[0] if len(dim) == 1 else list(dim)
+    if not dim:
+        return None
+    if len(dim) == 1:
+        return dim[0]
+    return list(dim)
 
 
 REPLICATED = WeightLayout()

@@ -42,7 +42,7 @@ from pdrun.parallel.layouts.steps import (
 )
 from pdrun.parallel.layouts.view import View
 
-WHERE = "redistribute"
+API_NAME = "redistribute"
 
 
 def redistribute(
@@ -82,11 +82,11 @@ def plan_redistribution(source: View, target: View) -> RedistributionPlan:
     """
     if source.grid.size != target.grid.size:
         raise UsageError(
-            f"({source.grid}) and ({target.grid}) are of other numbers of ranks", where=WHERE
+            f"({source.grid}) and ({target.grid}) are of other numbers of ranks", where=API_NAME
         )
     if math.prod(source.shape) != math.prod(target.shape):
         what = f"{list(source.shape)} and {list(target.shape)} have other numbers of elements"
-        raise UsageError(what, where=WHERE)
+        raise UsageError(what, where=API_NAME)
     pairs = [
         pair
         for pair in (unify_views(source, target, expand) for expand in (False, True))

@@ -84,7 +84,9 @@ class LayoutStep:
             return (n - 1) * before
         if self.kind == REDUCE_SCATTER:
             return (n - 1) * after
-        return 2 * (before - -(-before // n)) if self.kind == ALL_REDUCE else 0
+        if self.kind == ALL_REDUCE:
+            return 2 * (before - -(-before // n))
+        return 0
 
     def message_rounds(self, backward: bool = False) -> int:
         """

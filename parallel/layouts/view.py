@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import WHERE, L, shard_range
+from pdrun.parallel.layouts.layout import API_NAME, L, shard_range
 
 VIRTUAL_AXIS = "interleaved_parallel"
 """Name of the axis whose parts are on one device."""
@@ -55,7 +55,7 @@ class View:
                 what = (
                     f"a dim of {size} is not cut evenly over {dim}, {self.parts_along(dim)} parts"
                 )
-                raise UsageError(what, where=WHERE, hint=f"{VIRTUAL_AXIS!r} needs equal parts")
+                raise UsageError(what, where=API_NAME, hint=f"{VIRTUAL_AXIS!r} needs equal parts")
 
     def degree(self, axis: str) -> int:
         """Return the number of shards along an axis of the grid or the virtual one."""

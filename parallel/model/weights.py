@@ -192,11 +192,8 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> BucketPolicy:
                 where="comm_fusion",
                 hint="auto, size; index for allreduce",
             )
-        parsed[key] = (
-            parse_bucket_policy("auto", level)
-            if mode == "auto"
-            else parse_bucket_policy(entry.get("config"), level)
-        )
+        setting = "auto" if mode == "auto" else entry.get("config")
+        parsed[key] = parse_bucket_policy(setting, level)
     if level == 0:
         return parsed["allreduce"]
     if parsed["reducescatter"] != parsed["allgather"] and {"reducescatter", "allgather"} <= set(
@@ -303,9 +300,9 @@ def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) 
         owners.setdefault(id(param), set()).add(unit)
     for weight in weights:
         mine = owners[id(weight.param)]
-        weight.unit = (
-            next(iter(mine)) if len(mine) == len(weight.chunks) == 1 and not weight.stages else ""
-        )
+        weight.unit = ""
+        if len(mine) == len(weight.chunks) == 1 and not weight.stages:
+            weight.unit = next(iter(mine))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -34,7 +34,9 @@ def _make_dropout(keep: KeepMask, original: Callable[..., Any]) -> Callable[...,
         if not training or p == 0 or not 0 <= p <= 1:
             return original(input, p, training, inplace)
         result = _apply_mask(input, keep(input, p), p)
-        return input.copy_(result) if inplace else result
+        if inplace:
+            return input.copy_(result)
+        return result
 
     return dropout
 
@@ -49,7 +51,9 @@ def _make_channels(keep: KeepMask, original: Callable[..., Any]) -> Callable[...
             return original(input, p, training, inplace)
         mask = keep(input, p, (*input.shape[:2], *[1] * (input.dim() - 2)))
         result = _apply_mask(input, mask, p)
-        return input.copy_(result) if inplace else result
+        if inplace:
+            return input.copy_(result)
+        return result
 
     return dropout
 
@@ -68,7 +72,9 @@ def _make_alpha(keep: KeepMask, original: Callable[..., Any]) -> Callable[..., A
         low = -1.7580993408473766  # -scale * alpha of SELU
         a = (1 / ((1 - p) * (1 + p * low * low))) ** 0.5
         result = torch.where(keep(input, p), input, low) * a - a * p * low
-        return input.copy_(result) if inplace else result
+        if inplace:
+            return input.copy_(result)
+        return result
 
     return dropout
 

@@ -52,9 +52,9 @@ def keep_mask(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) ->
     """
     Return where `hash_uniform31` is at least ``limit``; on a CPU in chunks that fit the cache.
     """
-    piece = (
-        len(rows) if rows.device.type != "cpu" else max(1, CHUNK_ELEMENTS // max(len(places), 1))
-    )
+    piece = len(rows)
+    if rows.device.type == "cpu":
+        piece = max(1, CHUNK_ELEMENTS // max(len(places), 1))
     return torch.cat([hash_uniform31(key, some, places) >= limit for some in rows.split(piece)])
 
 

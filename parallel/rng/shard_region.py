@@ -67,10 +67,16 @@ def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ..
     Return the sharded dims of a tensor in the innermost region: the ranges of the shard and the
     total.
     """
+    if not _regions:
+        return {}
     found = {}
-    for dim, cut in (_regions[-1] if _regions else {}).items():
+    for dim, cut in _regions[-1].items():
         place = dim + len(shape) if dim < 0 else dim
-        ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
+        if len(cut) == 2:
+            ranges, total = cut
+        else:
+            ranges = ((cut[0], cut[1]),)
+            total = cut[2]
         if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
             found[place] = (ranges, total)
     return found

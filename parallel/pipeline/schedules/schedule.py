@@ -143,5 +143,7 @@ def prerequisites_of(action: StageAction, stages: int, splits: bool) -> list[Sta
         return [StageAction(stage - 1, "F", micro)] if stage else []
     if kind == "W":
         return [StageAction(stage, "I", micro)]
-    after = [StageAction(stage + 1, "I" if splits else "B", micro)] if stage + 1 < stages else []
-    return [StageAction(stage, "F", micro), *after]
+    found = [StageAction(stage, "F", micro)]
+    if stage + 1 < stages:
+        found.append(StageAction(stage + 1, "I" if splits else "B", micro))
+    return found

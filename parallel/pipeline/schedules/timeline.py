@@ -42,9 +42,9 @@ class ActionCosts:
             "I": self.input,
             "W": self.weight,
         }[action.kind]
-        return plain * (
-            self.shares[action.stage] * len(self.shares) / sum(self.shares) if self.shares else 1.0
-        )
+        if not self.shares:
+            return plain
+        return plain * (self.shares[action.stage] * len(self.shares) / sum(self.shares))
 
 
 @dataclass(frozen=True)

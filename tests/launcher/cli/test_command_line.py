@@ -154,9 +154,7 @@ def test_a_mistyped_variable_is_a_warning_on_every_run(
 ) -> None:
     assert pdrun("train.py").err == ""
     monkeypatch.setenv("PDRUN_DEVICE", "2")
-    warning = (
-        "pdrun: warning: PDRUN_DEVICE: unknown variable; did you mean 'PDRUN_DEVICES'?\n"
-    )
+    warning = "pdrun: warning: PDRUN_DEVICE: unknown variable; did you mean 'PDRUN_DEVICES'?\n"
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err) == (42, warning)
     monkeypatch.setattr(join, "execute_join", lambda *args: 0)
@@ -243,8 +241,7 @@ def test_a_limit_of_processes_is_no_fault_of_our_own(
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err.count("\n")) == (78, 1)
     assert (
-        "RLIMIT_NPROC: pdrun could not start another process or thread (ulimit -u: "
-        in outcome.err
+        "RLIMIT_NPROC: pdrun could not start another process or thread (ulimit -u: " in outcome.err
     )
 
 
@@ -283,7 +280,9 @@ def test_the_standard_library_is_first_and_no_entry_is_lost() -> None:
     assert path == [home, f"{home}/lib-dynload", "", "/site", "/other"]
 
 
-def test_join_forwards_the_options_of_this_node(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_forwards_the_options_of_this_node(
+    pdrun: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(join, "execute_join", lambda *args: calls.append(args) or 0)
     monkeypatch.setenv("PDRUN_NODE_NAME", "b")

@@ -394,5 +394,5 @@ def test_a_program_that_is_no_mpirun_is_refused(tmp_path: Path) -> None:
         assert done.returncode == 78 and text in done.stderr, done.stderr
     spec = JobSpec(Program("script", "x.py"), reach=RemoteOptions(mpirun=""))
     assert find_external_launcher("mpirun", spec, {"PATH": "/nowhere"}).error.startswith(
-        "there is no mpirun or mpiexec or jsrun"
+        "mpirun or mpiexec or jsrun was not found"
     )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,7 +151,8 @@ def test_open_mpi_variables_are_fresh_in_tasks_and_stale_after_them(tmp_path: Pa
     }
     (stale,) = launcher_of(ENV, **left)
     assert stale["launcher"] == "none"
-    assert any("stale variables of" in note for note in stale["notes"])  # type: ignore[attr-defined]
+    notes: Any = stale["notes"]
+    assert any("stale variables of" in note for note in notes)
 
 
 @pytest.mark.slow

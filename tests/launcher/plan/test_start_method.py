@@ -97,7 +97,8 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
         ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch", (2, "OMP_NUM_THREADS")),
         ("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'", None),
         (
-            "from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn",
+            "from os import environ\n"
+            "environ.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn",
             (2, "MKL_NUM_THREADS"),
         ),
         ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "KMP_X")),
@@ -110,7 +111,8 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch", None),
         ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", None),
         (
-            "import os\nos.putenv(b'\\xff\\xfe', b'x')\nos.putenv(b'OMP_NUM_THREADS', b'1')\nimport torch",
+            "import os\nos.putenv(b'\\xff\\xfe', b'x')\n"
+            "os.putenv(b'OMP_NUM_THREADS', b'1')\nimport torch",
             (3, "OMP_NUM_THREADS"),
         ),
         ("os.environ[name] = 'x'", None),

@@ -65,7 +65,7 @@ def load_weights(state: RunState, path: Path) -> None:
             value = file.read_tensor(name)
             if tuple(value.shape) != shard.shape:
                 raise ConfigError(
-                    f"{name} has shape {tuple(value.shape)} there and {shard.shape} here",
+                    f"{name} has shape {tuple(value.shape)}, {shard.shape} in this run",
                     where=str(path),
                 )
             if not shard.is_full:
@@ -77,7 +77,7 @@ def load_weights(state: RunState, path: Path) -> None:
                 if found.shape != buffer.shape:
                     here = tuple(buffer.shape)
                     raise ConfigError(
-                        f"{name} has shape {tuple(found.shape)} there and {here} here",
+                        f"{name} has shape {tuple(found.shape)}, {here} in this run",
                         where=str(path),
                     )
                 buffer.copy_(found)

@@ -115,7 +115,7 @@ def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
 def _check_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
     if reader.shape_of(name) != tuple(shape):
         plain = name.partition("/")[2]
-        what = f"{plain} has shape {reader.shape_of(name)} there and {tuple(shape)} here"
+        what = f"{plain} has shape {reader.shape_of(name)}, {tuple(shape)} in this run"
         raise ConfigError(what, where=str(reader.folder))
 
 

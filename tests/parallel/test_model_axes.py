@@ -20,7 +20,7 @@ from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm import mesh
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import set_shard, make_shard
+from pdrun.parallel.model.shards import make_shard, set_shard
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
 from pdrun.parallel.zero.precision import Precision

@@ -47,8 +47,8 @@ def test_saved_on_some_ranks_resumed_on_others(
     worlds(one.world).run(zoo.train_and_save, one, str(tmp_path), 2)
     found = worlds(two.world).run(zoo.resume_and_train, two, str(tmp_path))
     want = worlds(1).run(zoo.train, one.alone())[0]
-    for told in found:
-        same(told, want, steps=2)
+    for message in found:
+        same(message, want, steps=2)
 
 
 def many_saves(folder: str) -> list[list[str]]:

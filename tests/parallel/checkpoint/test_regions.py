@@ -178,7 +178,7 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
+def test_what_is_missing_or_damaged_is_reported(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     write(tmp_path, quarters((9, 7))[:3], whole)
     assert torch.equal(

@@ -126,7 +126,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a longer buffer": (
         {"model": lambda: Kept(torch.ones(3))},
         {"model": lambda: Kept(torch.ones(4))},
-        r"kept has shape \(3,\) there and \(4,\) here",
+        r"kept has shape \(3,\), \(4,\) in this run",
     ),
 }
 
@@ -137,12 +137,12 @@ def test_a_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> No
     All of these had been taken up without a word, or had ended in an error of torch's at the next
     step.
     """
-    one, two, told = OTHERS[name]
+    one, two, message = OTHERS[name]
 
     def make(options: dict[str, Any]) -> Run:
         return made(**{key: value() if key == "model" else value for key, value in options.items()})
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         went_on(tmp_path, lambda: make(one), lambda: make(two))
     again = {**one, "model": one.get("model", mlp)}
     went, on = went_on(tmp_path / "same", lambda: make(again), lambda: make(again))
@@ -211,8 +211,8 @@ def sparse(folder: str) -> str:
 
 
 def test_what_no_checkpoint_holds_is_refused_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
-    for told in worlds(2).run(sparse, str(tmp_path)):
-        assert told.startswith(
+    for message in worlds(2).run(sparse, str(tmp_path)):
+        assert message.startswith(
             "pdrun.Run.save: buffers/kept is sparse_coo, which checkpoints do not support"
         )
 
@@ -265,24 +265,24 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
             return read(self, name, box)
 
         CheckpointReader.read_tensor = fails  # type: ignore[method-assign]
-    told = []
+    message = []
     try:
         for call in (lambda: run.load(folder), lambda: run.step(rows()), lambda: run.save(folder)):
             try:
                 call()
             except PdrunError as error:
-                told.append(str(error))
+                message.append(str(error))
         run.load(Path(folder) / "step-00000001")
     finally:
         if run.state.context.rank == 1:
             CheckpointReader.read_tensor = read  # type: ignore[method-assign]
     other = made(optimizer_level=level)
     other.load(Path(folder) / "step-00000001")
-    return told[0], told[1], told[2], run.step(rows(7)).loss == other.step(rows(7)).loss
+    return message[0], message[1], message[2], run.step(rows(7)).loss == other.step(rows(7)).loss
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_what_one_rank_cannot_read_is_told_on_all(
+def test_what_one_rank_cannot_read_is_reported_on_all(
     level: int, worlds: Worlds, tmp_path: Path
 ) -> None:
     """
@@ -299,7 +299,7 @@ def elsewhere(folder: str) -> list[str]:
     run = made()
     run.step(rows())
     run.save(folder)
-    told = []
+    message = []
     for name in (folder, f"{folder}/step-00000001"):
         mine = (
             Path(name)
@@ -309,14 +309,14 @@ def elsewhere(folder: str) -> list[str]:
         try:
             run.load(mine)
         except ConfigError as error:
-            told.append(str(error))
-    return told
+            message.append(str(error))
+    return message
 
 
 def test_a_folder_that_one_rank_does_not_see(worlds: Worlds, tmp_path: Path) -> None:
     """The other ranks had gone on without it, or waited for it."""
-    for told in worlds(2).run(elsewhere, str(tmp_path / "own")):
-        assert len(told) == 2 and all("is not a complete checkpoint" in text for text in told)
+    for message in worlds(2).run(elsewhere, str(tmp_path / "own")):
+        assert len(message) == 2 and all("is not a complete checkpoint" in text for text in message)
 
 
 # ---- which one --------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_a_batch_that_no_step_has_used_is_not_left_out(
 def test_a_buffer_of_another_shape_in_a_file(tmp_path: Path) -> None:
     """It had been stretched to fit."""
     made(model=Kept(torch.ones(1))).export(tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match=r"kept has shape \(1,\) there and \(3,\) here"):
+    with pytest.raises(ConfigError, match=r"kept has shape \(1,\), \(3,\) in this run"):
         made(model=Kept(torch.ones(3))).load_weights(tmp_path / "one.safetensors")
 
 
@@ -423,8 +423,8 @@ def exported(folder: str, kind: str) -> str | bool:
 def test_types_of_a_file(worlds: Worlds, tmp_path: Path) -> None:
     for kind in ("uint16", "float8_e4m3fn", "int32"):
         assert worlds(2).run(exported, str(tmp_path), kind) == [True, True]
-    for told in worlds(2).run(exported, str(tmp_path), "complex64"):
-        assert told.startswith(
+    for message in worlds(2).run(exported, str(tmp_path), "complex64"):
+        assert message.startswith(
             "pdrun.Run.export: kept has the type complex64, which safetensors files do not support"
         )
 
@@ -475,6 +475,6 @@ def test_a_last_save_that_fails_is_not_silent(good: bool, tmp_path: Path) -> Non
         text=True,
         timeout=120,
     )
-    told = f"pdrun: error: {folder}/step-00000001 was not saved: pdrun.Run.save: rank 0: "
-    assert done.returncode == 0 and (told in done.stderr) == (not good), done.stderr
+    message = f"pdrun: error: {folder}/step-00000001 was not saved: pdrun.Run.save: rank 0: "
+    assert done.returncode == 0 and (message in done.stderr) == (not good), done.stderr
     assert bool(storage.list_checkpoints(folder)) == good

@@ -20,7 +20,7 @@ from pdrun.parallel.checkpoint import describe as offline_words
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint import transform as offline
 from pdrun.parallel.checkpoint.reader import CheckpointReader
-from pdrun.parallel.checkpoint.regions import Region, full_region, count_elements
+from pdrun.parallel.checkpoint.regions import Region, count_elements, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
@@ -272,11 +272,11 @@ def test_stages_are_told_and_kept_apart(worlds: Any, tmp_path: Path) -> None:
     Each stage's file has that stage's weights, and only these files are needed there; one rank gets
     all.
     """
-    told = worlds(2).run(staged, str(tmp_path / "old"))
-    (tmp_path / "plan.json").write_text(told[0][0])
-    assert json.loads(told[1][0])["weights"] == json.loads(told[0][0])["weights"]
+    message = worlds(2).run(staged, str(tmp_path / "old"))
+    (tmp_path / "plan.json").write_text(message[0][0])
+    assert json.loads(message[1][0])["weights"] == json.loads(message[0][0])["weights"]
     placement = offline.placement_for("", str(tmp_path / "plan.json"))
-    for rank, (_, _, held) in enumerate(told):
+    for rank, (_, _, held) in enumerate(message):
         there = [
             name
             for name, one in placement.weights.items()
@@ -290,7 +290,7 @@ def test_stages_are_told_and_kept_apart(worlds: Any, tmp_path: Path) -> None:
         tmp_path / "old", tmp_path / "alone", offline.placement_for("dp=1", "")
     )
     reader = CheckpointReader(alone.folder)
-    for name, value in told[0][1].items():
+    for name, value in message[0][1].items():
         torch.testing.assert_close(
             reader.read_tensor(f"weights/{name}").view(value.shape), value, rtol=0, atol=0
         )
@@ -359,7 +359,7 @@ def test_strategy_files_are_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "told"),
+    ("mesh", "strategy", "message"),
     [
         ("", "", "a mesh or a layout file is required"),
         ("tp", "", "must be a list of AXIS=COUNT, got 'tp'"),
@@ -384,7 +384,7 @@ def test_strategy_files_are_converted(tmp_path: Path) -> None:
         ("tp=2", "{", "cannot be read as JSON"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, mesh: str, strategy: str, told: str) -> None:
+def test_what_is_refused(tmp_path: Path, mesh: str, strategy: str, message: str) -> None:
     write(tmp_path / "old", Placement(meshes.make_mesh(tp=2).grid, {}))
     path = tmp_path / "plan.json"
     path.write_text(strategy)
@@ -392,7 +392,7 @@ def test_what_is_refused(tmp_path: Path, mesh: str, strategy: str, told: str) ->
         offline_words.transform_and_report(
             str(tmp_path / "old"), str(tmp_path / "new"), mesh, str(path) if strategy else ""
         )
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "new").exists()
 
 

@@ -63,14 +63,14 @@ def prove(task: Task, place: Place, folder: str) -> mixed.Told:
     """
     run = mixed.make(task, compiled(place))
     run.verify([mixed.batch_of(rows, 9) for rows in sorted(set(task.rows))])
-    told = []
+    message = []
     for step, rows in enumerate(task.rows):
         if step == 2:
             run.save(folder)
             run.step(mixed.batch_of(rows, 9))
             run.load(folder)
-        told.append(run.step(mixed.batch_of(rows, step)))
-    return [(one.loss, one.grad_norm) for one in told]
+        message.append(run.step(mixed.batch_of(rows, step)))
+    return [(one.loss, one.grad_norm) for one in message]
 
 
 def prove_twice(task: Task, place: Place, folder: str) -> mixed.Told:
@@ -83,9 +83,9 @@ def check(
     worlds: Any, proof: Callable[..., mixed.Told], task: Task, place: Place, folder: Path
 ) -> None:
     """Hold losses and norms against one process."""
-    told = worlds(place.world).run(proof, task, place, str(folder), bound=BOUND)
+    message = worlds(place.world).run(proof, task, place, str(folder), bound=BOUND)
     want = worlds(1).run(mixed.alone, task, place.slices)[0]
-    for one in told:
+    for one in message:
         assert [loss for loss, _ in one] == pytest.approx([loss for loss, _ in want], rel=2e-6)
         assert [norm for _, norm in one] == pytest.approx([norm for _, norm in want], rel=2e-5)
 
@@ -135,10 +135,10 @@ def count(kind: str, compile: Any) -> Any:
         else []
     )
     assert held == [], "what a layer has gathered goes when the last of its modules has had it"
-    told = {key: (one.calls, one.nbytes) for key, one in run.axes.counts.items()}
+    message = {key: (one.calls, one.nbytes) for key, one in run.axes.counts.items()}
     names = run.state.compiled_modules
     assert not names or f"compiled: {names[0]}" in run.explain()
-    return told, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), names
+    return message, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), names
 
 
 @pytest.mark.parametrize("kind", ["sequence", "operators"])
@@ -163,8 +163,8 @@ def kernels(place: Place) -> Any:
     torch._dynamo.reset()
     with torch._inductor.config.patch(fx_graph_cache=False):
         how = Place(**{**vars(place), "more": (("compile", True),)})
-        told, programs = run_and_get_code(lambda: mixed.first(Task(), how, None))
-    return told, [
+        message, programs = run_and_get_code(lambda: mixed.first(Task(), how, None))
+    return message, [
         re.findall(r"pdrun_axis\.(\w+)\.default\(|extern_kernels\.(\w*mm)\(", one)
         for one in programs
     ]
@@ -179,8 +179,10 @@ SHORT = {"start_all_gather": "g", "start_reduce_scatter": "s", "wait": "w", "mm"
 )
 def test_kernels(worlds: Any) -> None:
     want = worlds(1).run(mixed.alone, Task(), 1)[0]
-    for told, programs in worlds(2).run(kernels, Place(tp=2, kind="sequence"), bound=BOUND):
-        assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in want[:2]], rel=2e-6)
+    for message, programs in worlds(2).run(kernels, Place(tp=2, kind="sequence"), bound=BOUND):
+        assert [loss for loss, _ in message] == pytest.approx(
+            [loss for loss, _ in want[:2]], rel=2e-6
+        )
         forward, backward = [
             "".join(SHORT[axis or kernel] for axis, kernel in one) for one in programs
         ]
@@ -266,8 +268,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("place", "text"), REFUSED, ids=[text for _, text in REFUSED])
 def test_what_cannot_be_is_refused(place: Place, text: str, worlds: Any) -> None:
-    told = worlds(2).run(mixed.refusal, place)
-    assert all(text in one for one in told), told
+    message = worlds(2).run(mixed.refusal, place)
+    assert all(text in one for one in message), message
 
 
 @pytest.mark.parametrize(

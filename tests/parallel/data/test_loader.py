@@ -87,7 +87,9 @@ def test_loaders_of_torch() -> None:
     data = TensorDataset(torch.arange(10))
     made = loader.from_torch(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
     assert made == Loader(data, 4, True, True, made.collate if made else None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"WeightedRandomSampler is not supported; use pdrun\.Loader"):
+    with pytest.raises(
+        UsageError, match=r"WeightedRandomSampler is not supported; use pdrun\.Loader"
+    ):
         loader.from_torch(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10)))
     with pytest.raises(UsageError, match="a DataLoader with a list is not supported"):
         loader.from_torch(DataLoader(data, batch_sampler=[[0], [1]]))
@@ -203,7 +205,7 @@ def evaluating(nested: bool) -> tuple[list[float], list[list[float]], tuple[int,
 
 def test_evaluation_inside_a_training_loop_changes_nothing(worlds: Worlds) -> None:
     plain, nested = worlds(2).run(evaluating, False), worlds(2).run(evaluating, True)
-    assert [told[0] for told in plain] == [told[0] for told in nested]
+    assert [message[0] for message in plain] == [message[0] for message in nested]
     assert nested[0][2] == (2, 0)
     for one, other in zip(nested[0][1], nested[1][1], strict=True):
         assert (one[0], one[1] + other[1]) == (3, 11)

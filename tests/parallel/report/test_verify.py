@@ -104,10 +104,10 @@ def leaves_early(level: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_rank_that_stays_away_is_named_in_time(level: int, worlds: Worlds) -> None:
-    told = worlds(3).failures(leaves_early, level, bound=60.0)
-    late = [text for kind, text in told if kind == "DeadlineExceeded"]
-    assert late, told
+    message = worlds(3).failures(leaves_early, level, bound=60.0)
+    late = [text for kind, text in message if kind == "DeadlineExceeded"]
+    assert late, message
     assert "no end after 6 s" in late[0]
-    assert "rank 1 is at test_verify.py" in late[0], told
+    assert "rank 1 is at test_verify.py" in late[0], message
     assert "in leaves_early" in late[0]
     assert "in step 2" in late[0]

@@ -47,12 +47,12 @@ def test_under_pdrun(tmp_path: Path) -> None:
     workers = [start(tmp_path, SUM, worker_environ(rank, 2, port)) for rank in range(2)]
     ended = [finish(worker) for worker in workers]
     assert [code for code, _, _ in ended] == [0, 0], ended
-    told = reports("".join(out for _, out, _ in ended))
-    assert [(one["rank"], one["main"], one["local_rank"]) for one in told] == [
+    message = reports("".join(out for _, out, _ in ended))
+    assert [(one["rank"], one["main"], one["local_rank"]) for one in message] == [
         (0, True, 0),
         (1, False, 1),
     ]
-    assert all(one["again"] and one["sum"] == 3 for one in told)
+    assert all(one["again"] and one["sum"] == 3 for one in message)
     same = {
         "world_size": 2,
         "local_world_size": 2,
@@ -64,7 +64,7 @@ def test_under_pdrun(tmp_path: Path) -> None:
         "generation": 2,
         "restart_count": 2,
     }
-    assert told[1] | same == told[1]
+    assert message[1] | same == message[1]
 
 
 @torch
@@ -95,8 +95,8 @@ report(ctx, seen=seen)
         ]
         ended = [finish(worker) for worker in workers]
         assert [code for code, _, _ in ended] == [0, 0], ended
-        told = reports(ended[int(slow)][1])
-        assert told[0]["seen"] == [False], "the other one had left"
+        message = reports(ended[int(slow)][1])
+        assert message[0]["seen"] == [False], "the other one had left"
         port = free_port()
 
 
@@ -154,10 +154,10 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
     ended = [finish(process) for process in (*workers, scheduler)]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     assert "REPORT" not in ended[2][1]  # the scheduler never reaches the script's own lines
-    told = reports("".join(out for _, out, _ in ended))
-    assert [one["rank"] for one in told] == [0, 0, 1, 1]
-    assert [one["sum"] for one in told if "sum" in one] == [3, 3]
-    assert {(one["local_world_size"], one["nodes"], one["node_rank"]) for one in told} == {
+    message = reports("".join(out for _, out, _ in ended))
+    assert [one["rank"] for one in message] == [0, 0, 1, 1]
+    assert [one["sum"] for one in message if "sum" in one] == [3, 3]
+    assert {(one["local_world_size"], one["nodes"], one["node_rank"]) for one in message} == {
         (2, 1, 0)
     }
 
@@ -299,7 +299,7 @@ def test_without_torch_a_context_has_its_device_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("init(backend='cuda')", "cannot use NVIDIA GPU (CUDA) here"),
+        ("init(backend='cuda')", "does not support NVIDIA GPU (CUDA) here"),
         ("init(collective='nccl')", "is built without nccl"),
         ("init(backend='gloo')", "'gloo' is not one of"),
         ("init(timeout=0)", "timeout must be above 0, got 0"),

@@ -37,9 +37,14 @@ def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
     run = make(case, degrees, copies)
     assert f"{copies} slices at a time" in run.explain() and run.plan.copies == copies
     kept = zoo.watched(run)
-    told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    message = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     grads = {name: grad.numpy().copy() for name, grad in kept[0].items()}
-    return [m.loss for m in told], [m.grad_norm for m in told], grads, run.state.driver.switches
+    return (
+        [m.loss for m in message],
+        [m.grad_norm for m in message],
+        grads,
+        run.state.driver.switches,
+    )
 
 
 OFFLOAD = Offload(activations=True, least=0)

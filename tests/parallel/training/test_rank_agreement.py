@@ -58,7 +58,7 @@ def make(options: list[dict[str, Any]]) -> None:
         ),
     ],
 )
-def test_who_differs_is_told(worlds: Worlds, other: dict[str, Any], text: str) -> None:
+def test_who_differs_is_reported(worlds: Worlds, other: dict[str, Any], text: str) -> None:
     kind, words = worlds(2).failure(1, make, [{}, other])
     assert kind == "UsageError"
     with pytest.raises(AssertionError, match=text):
@@ -96,7 +96,7 @@ def build(choices: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             "deep sgd five",
@@ -109,9 +109,11 @@ def build(choices: list[str]) -> None:
         ),
     ],
 )
-def test_other_models_and_optimizers_on_real_ranks(worlds: Worlds, other: str, told: str) -> None:
+def test_other_models_and_optimizers_on_real_ranks(
+    worlds: Worlds, other: str, message: str
+) -> None:
     kind, words = worlds(2).failure(1, build, ["plain sgd five", other])
-    assert (kind, told in words) == ("UsageError", True), words
+    assert (kind, message in words) == ("UsageError", True), words
 
 
 def check(agreement: RankAgreement, choice: str) -> None:
@@ -149,7 +151,7 @@ def test_the_first_difference_is_named(ranks: Callable[[int], RankAgreement]) ->
 
 
 @pytest.mark.parametrize(
-    ("zero", "one", "told"),
+    ("zero", "one", "message"),
     [
         (
             "plain sgd none",
@@ -201,13 +203,13 @@ def test_the_first_difference_is_named(ranks: Callable[[int], RankAgreement]) ->
     ],
 )
 def test_other_models_and_optimizers(
-    ranks: Callable[[int], RankAgreement], zero: str, one: str, told: str
+    ranks: Callable[[int], RankAgreement], zero: str, one: str, message: str
 ) -> None:
     check(ranks(0), zero)
     check(ranks(2), zero)
     with pytest.raises(UsageError) as caught:
         check(ranks(1), one)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_what_a_rank_keeps_to_itself_is_its_own(ranks: Callable[[int], RankAgreement]) -> None:
@@ -225,7 +227,7 @@ def test_each_check_meets_its_own(ranks: Callable[[int], RankAgreement]) -> None
         one.check_equal([("a", 1)])
 
 
-def test_a_first_rank_that_stays_away_is_told(ranks: Callable[[int], RankAgreement]) -> None:
+def test_a_first_rank_that_stays_away_is_reported(ranks: Callable[[int], RankAgreement]) -> None:
     with pytest.raises(
         DeadlineExceeded, match=r"rank 0 did not arrive here within 0\.2 s of rank 1"
     ):
@@ -237,7 +239,7 @@ class Colour(enum.Enum):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "shown"),
     [
         (None, "None"),
         (True, "True"),
@@ -262,13 +264,13 @@ class Colour(enum.Enum):
         ),
     ],
 )
-def test_what_is_compared(value: Any, said: str) -> None:
-    assert to_text(value) == said
+def test_what_is_compared(value: Any, shown: str) -> None:
+    assert to_text(value) == shown
 
 
 def test_strategies_are_compared_by_what_they_say() -> None:
-    said = [to_text(Strategy({"0": col("tp", gather=gather)})) for gather in (True, True, False)]
-    assert said[0] == said[1] != said[2] and " at 0x" not in said[0]
+    shown = [to_text(Strategy({"0": col("tp", gather=gather)})) for gather in (True, True, False)]
+    assert shown[0] == shown[1] != shown[2] and " at 0x" not in shown[0]
     assert to_text(Operators({"fc": L("tp", None)})) != to_text(Operators({"fc": L(None, "tp")}))
 
 
@@ -292,7 +294,7 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             "few",
@@ -301,9 +303,9 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
         ("other", "rank 1 has contents of batch[0]="),
     ],
 )
-def test_a_first_batch_that_ranks_do_not_share(worlds: Worlds, other: str, told: str) -> None:
+def test_a_first_batch_that_ranks_do_not_share(worlds: Worlds, other: str, message: str) -> None:
     kind, words = worlds(2).failure(1, train, [("plain", {}), (other, {})])
-    assert (kind, told in words) == ("UsageError", True), words
+    assert (kind, message in words) == ("UsageError", True), words
 
 
 def test_ranks_that_have_rows_of_their_own(worlds: Worlds) -> None:
@@ -331,7 +333,7 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], RankAgreement]) -> N
     }
     ranks(0).check_equal(describe_batch(batch))
     ranks(1).check_equal(describe_batch({**batch, "a": wide.T.contiguous().T}))
-    for name, value, told in (
+    for name, value, message in (
         ("a", -wide, "rank 1 has contents of batch['a']="),
         (
             "b",
@@ -350,12 +352,12 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], RankAgreement]) -> N
     ):
         with pytest.raises(UsageError) as caught:
             ranks(1).check_equal(describe_batch({**batch, name: value}))
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_a_large_batch_is_looked_at_here_and_there() -> None:
     large = torch.zeros(module.MAX_HASHED_ELEMENTS * 3 + 5)
-    (said,) = (value for name, value in describe_batch(large) if name.startswith("contents"))
+    (shown,) = (value for name, value in describe_batch(large) if name.startswith("contents"))
     large[-3 * 7 :] = 1.0
     (other,) = (value for name, value in describe_batch(large) if name.startswith("contents"))
-    assert said != other
+    assert shown != other

@@ -86,7 +86,7 @@ def test_activations_really_go(worlds: Worlds) -> None:
 def test_wrong_offload(value: Any) -> None:
     with pytest.raises(UsageError, match=r"'optimizer', 'activations', 'all' or a pdrun\.Offload"):
         offload.parse_offload(value)
-    with pytest.raises(UsageError, match="set optimizer=True"):
+    with pytest.raises(UsageError, match="requires optimizer=True"):
         offload.Offload(disk="x")
 
 
@@ -131,7 +131,7 @@ def test_weights_made_in_place_are_the_same_everywhere(level: int, worlds: World
     garbage.
     """
     want = worlds(1).run(filled, 0, 3)[0]
-    assert all(told == want for told in worlds(3).run(filled, level, 1))
+    assert all(message == want for message in worlds(3).run(filled, level, 1))
     assert want[2] == torch.arange(8.0).cos().tolist()
     values = torch.tensor(want[0]["blocks.0.0.weight"])
     assert 0.1 < float(values.std()) < 0.3
@@ -158,9 +158,9 @@ def unfilled(kind: str) -> None:
     ],
 )
 def test_what_would_be_garbage_is_refused(kind: str, text: str, worlds: Worlds) -> None:
-    (told,) = worlds(1).failures(unfilled, kind)
-    assert told[0] == "UsageError"
-    assert text in told[1]
+    (message,) = worlds(1).failures(unfilled, kind)
+    assert message[0] == "UsageError"
+    assert text in message[1]
 
 
 def test_modules_are_as_ever_outside() -> None:
@@ -286,8 +286,8 @@ def wrong_shape(path: str) -> None:
 
 
 def test_weights_of_another_shape_are_refused(worlds: Worlds, tmp_path: Path) -> None:
-    (told,) = worlds(1).failures(wrong_shape, str(tmp_path / "x"))
-    assert "weight has shape (1, 6) there and (2, 6) here" in told[1]
+    (message,) = worlds(1).failures(wrong_shape, str(tmp_path / "x"))
+    assert "weight has shape (1, 6), (2, 6) in this run" in message[1]
 
 
 # ---- runs that are over -----------------------------------------------------

@@ -48,3 +48,22 @@ def test_options_in_commands_exist(page: Path) -> None:
         ours = line.split(".py")[0].split("#")[0]
         for option in re.findall(r"(?<!\S)--?[a-z][a-z_-]*", ours):
             assert option in known, f"{option} in: pdrun {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:launcher|rendezvous|parallel|backends|ui|pdrun|tests|scripts|docs|examples)/[\w/.-]+)`",
+        page.read_text(),
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_dotted_modules_that_a_page_names_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(
+            r"\bpdrun\.(?:launcher|rendezvous|parallel)(?:\.[a-z_]+)+", page.read_text()
+        ):
+            folder = ROOT.joinpath(*name.split(".")[1:])
+            exists = folder.is_dir() or folder.with_suffix(".py").exists()
+            assert exists or folder.parent.with_suffix(".py").exists(), f"{page.name}: {name}"

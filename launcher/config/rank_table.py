@@ -18,7 +18,7 @@ from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import Policy
 from pdrun.launcher.hosts.selection import Host, check_host_name
 from pdrun.launcher.ranktables import files
-from pdrun.launcher.ranktables.model import Device, RankTable, Server
+from pdrun.launcher.ranktables.model import TableDevice, RankTable, Server
 
 
 def apply_rank_table(
@@ -89,7 +89,7 @@ def _print_progress(text: str) -> None:
     print(f"pdrun: {text}", file=sys.stderr, flush=True)
 
 
-def _devices_by_rank(server: Server) -> list[Device]:
+def _devices_by_rank(server: Server) -> list[TableDevice]:
     return sorted(server.devices, key=lambda device: device.rank)
 
 

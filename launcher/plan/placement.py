@@ -25,7 +25,7 @@ CPU_BACKEND = "cpu"
 
 
 @dataclass(frozen=True)
-class Placement:
+class WorkerPlacement:
     """Workers of one node, with their devices and CPUs."""
 
     backend: Backend
@@ -38,7 +38,7 @@ class Placement:
     notes: tuple[str, ...] = ()
 
 
-def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
+def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacement:
     """
     Place a node's workers. A simulated node gets its share of the machine's devices and CPUs.
 
@@ -76,7 +76,7 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
         grants = grant_devices(backend, devices, facts.environ)
     else:
         grants = _cpu_grants(indices, workers)
-    return Placement(backend, reason, workers, devices, grants, binding, notes)
+    return WorkerPlacement(backend, reason, workers, devices, grants, binding, notes)
 
 
 def resources_on_host(

@@ -18,7 +18,7 @@ from pdrun.launcher.plan import external, hosts
 from pdrun.launcher.plan.environment import remove_launcher_variables
 from pdrun.launcher.plan.model import Facts, LaunchMode, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.placement import (
-    Placement,
+    WorkerPlacement,
     choose_threads,
     place_workers,
     resources_on_host,
@@ -213,7 +213,7 @@ def _log_dir_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
     )
 
 
-def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
+def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacement:
     """Check the placement of every simulated node and return that of the first one."""
     count = spec.resources.max_members
     placements = [
@@ -226,7 +226,7 @@ def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> Pla
 
 
 def _plan_workers(
-    spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[int, ...]
+    spec: JobSpec, facts: Facts, placement: WorkerPlacement, threads: tuple[int, ...]
 ) -> tuple[WorkerPlan, ...]:
     argv = program_argv(spec.program, facts.python)
     return tuple(
@@ -242,7 +242,7 @@ def _plan_workers(
     )
 
 
-def _visibility_by_rank(placement: Placement) -> dict[int, Mapping[str, str]]:
+def _visibility_by_rank(placement: WorkerPlacement) -> dict[int, Mapping[str, str]]:
     return {
         rank: dict(grant.variables)
         for rank, grant in enumerate(placement.grants)

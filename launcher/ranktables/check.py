@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Hashable, Iterable, Sequence
 
 from pdrun.launcher.ranktables.jsontext import JsonPath, format_path
-from pdrun.launcher.ranktables.model import Device, Fault, RankTable
+from pdrun.launcher.ranktables.model import TableDevice, Fault, RankTable
 
 MAX_RANKS_SHOWN = 20
 _SUPER_PODS: JsonPath = ("super_pod_list",)
@@ -118,7 +118,7 @@ def _check_required_addresses(table: RankTable) -> list[Fault]:
     return []
 
 
-def _check_same_kind(devices: Sequence[Device]) -> list[Fault]:
+def _check_same_kind(devices: Sequence[TableDevice]) -> list[Fault]:
     """All devices have the same number of addresses, of the same family."""
     expected = len(devices[0].ips)
     version = _ip_version(devices[0].ips[0])

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.ranktables.model import Device, RankTable, Server, SuperPod
+from pdrun.launcher.ranktables.model import TableDevice, RankTable, Server, SuperPod
 
 MERGEABLE_DIALECTS = ("1.0", "1.2", "group", "lab")
 _CONF_LINE = re.compile(r"\s*address_([0-9]{1,3})\s*=\s*(\S*)\s*")
@@ -105,7 +105,7 @@ def make_table(
                     ),
                 )
             ips = (known[device_id],) if device_id in known else ()
-            devices.append(Device(rank, device_id, ips))
+            devices.append(TableDevice(rank, device_id, ips))
             rank += 1
         extra = {"host_ip": host.address} if host.address else {}
         servers.append(Server(host.name, tuple(devices), extra))

@@ -23,7 +23,7 @@ WRITABLE_DIALECTS: tuple[Dialect, ...] = ("1.0", "1.2", "2.0", "group", "lab")
 
 
 @dataclass(frozen=True)
-class Device:
+class TableDevice:
     """One device of a server."""
 
     rank: int
@@ -44,7 +44,7 @@ class Server:
 
     id: str
     """An identity, not necessarily an address; empty in dialect 2.0, which has no host names."""
-    devices: tuple[Device, ...]
+    devices: tuple[TableDevice, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
     path: JsonPath = ()
 
@@ -83,7 +83,7 @@ class RankTable:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[TableDevice, ...]:
         """Every device, in rank order."""
         devices = [device for server in self.servers for device in server.devices]
         return tuple(sorted(devices, key=lambda device: device.rank))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdrun.launcher.ranktables.jsontext import JsonPath
-from pdrun.launcher.ranktables.model import Device, Fault, RankTable, Server, SuperPod
+from pdrun.launcher.ranktables.model import TableDevice, Fault, RankTable, Server, SuperPod
 from pdrun.launcher.ranktables.values import ValueReader, without_keys
 
 FOREIGN_KEYS: Mapping[str, str] = {
@@ -117,7 +117,7 @@ def _read_super_pods(data: Mapping[str, Any], reader: ValueReader) -> tuple[Supe
     return tuple(pods)
 
 
-def _read_device(data: Mapping[str, Any], path: JsonPath, reader: ValueReader) -> Device:
+def _read_device(data: Mapping[str, Any], path: JsonPath, reader: ValueReader) -> TableDevice:
     rank = reader.read_count(data, "rank_id", path)
     device_id = reader.read_count(data, "device_id", path, maximum=MAX_DEVICES - 1)
     ips = reader.read_addresses(data, "device_ip", path, required=False)
@@ -128,7 +128,7 @@ def _read_device(data: Mapping[str, Any], path: JsonPath, reader: ValueReader) -
         if key in data and reader.read_count(data, key, path, maximum=MAX_PORT) < 1:
             reader.add_fault((*path, key), "must be a port", f'write "1" to "{MAX_PORT}"')
     extra = without_keys(data, "rank_id", "device_id", "device_ip", "super_device_id")
-    return Device(rank, device_id, ips, super_device_id, extra, path)
+    return TableDevice(rank, device_id, ips, super_device_id, extra, path)
 
 
 # Dialect 1.1: hosts by address, devices optional
@@ -144,7 +144,7 @@ def _read_nodes(data: Mapping[str, Any], reader: ValueReader) -> RankTable:
                 entry, "device_id", at, required=False, maximum=MAX_DEVICES - 1
             )
             devices.append(
-                Device(
+                TableDevice(
                     device_id=device_id if device_id >= 0 else index,
                     ips=reader.read_addresses(entry, "rank_ip", at, required=False),
                     rank=reader.read_count(entry, "rank_id", at),
@@ -223,11 +223,11 @@ def _check_count(
 
 def _read_group_device(
     data: Mapping[str, Any], path: JsonPath, reader: ValueReader, rank: int
-) -> Device:
+) -> TableDevice:
     device_id = reader.read_count(data, "device_id", path, maximum=MAX_DEVICES - 1)
     ips = reader.read_addresses(data, "device_ip", path, required=False)
     extra = without_keys(data, "device_id", "device_ip")
-    return Device(rank, device_id, ips, extra=extra, path=path)
+    return TableDevice(rank, device_id, ips, extra=extra, path=path)
 
 
 # Dialect 2.0: a flat list without host names
@@ -246,7 +246,7 @@ def _read_ranks(data: Mapping[str, Any], reader: ValueReader) -> RankTable:
         _check_layers(item, path, reader)
         reader.read_number(item, "local_id", path, maximum=MAX_DEVICES)
         devices.append(
-            Device(
+            TableDevice(
                 rank=reader.read_number(item, "rank_id", path),
                 device_id=reader.read_number(item, "device_id", path, maximum=MAX_DEVICES),
                 ips=_lowest_layer_ips(item),
@@ -258,13 +258,13 @@ def _read_ranks(data: Mapping[str, Any], reader: ValueReader) -> RankTable:
     return RankTable("2.0", status, _split_into_servers(devices), extra=extra)
 
 
-def _split_into_servers(devices: list[Device]) -> tuple[Server, ...]:
+def _split_into_servers(devices: list[TableDevice]) -> tuple[Server, ...]:
     """
     Return servers without names.
 
     A new server starts where the device id does not increase from one rank to the next.
     """
-    groups: list[list[Device]] = []
+    groups: list[list[TableDevice]] = []
     for device in sorted(devices, key=lambda device: device.rank):
         if groups and device.device_id > groups[-1][-1].device_id:
             groups[-1].append(device)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdrun.launcher.ranktables.model import Device, Dialect, RankTable, Server
+from pdrun.launcher.ranktables.model import TableDevice, Dialect, RankTable, Server
 from pdrun.launcher.ranktables.values import without_keys
 
 LOWEST_LAYER = {"net_layer": 0, "net_type": "TOPO_FILE_DESC", "net_attr": ""}
@@ -99,12 +99,12 @@ def _convert_server(server: Server, before: Dialect, dialect: Dialect, lost: lis
     return replace(server, devices=devices)
 
 
-def _note_super_device_ids(devices: Iterable[Device], lost: list[str]) -> None:
+def _note_super_device_ids(devices: Iterable[TableDevice], lost: list[str]) -> None:
     if any(device.super_device_id for device in devices):
         lost.append("super_device_id")
 
 
-def _without_extra(devices: Iterable[Device]) -> tuple[Device, ...]:
+def _without_extra(devices: Iterable[TableDevice]) -> tuple[TableDevice, ...]:
     return tuple(replace(device, extra={}) for device in devices)
 
 
@@ -155,20 +155,20 @@ def _to_flat_list(table: RankTable, lost: list[str]) -> RankTable:
     return RankTable("2.0", "completed", servers, extra={"status": "completed"})
 
 
-def _to_flat_device(device: Device, server: Server) -> Device:
+def _to_flat_device(device: TableDevice, server: Server) -> TableDevice:
     addresses: list[dict[str, Any]] = [
         {"addr_type": "IPV6" if ":" in ip else "IPV4", "addr": ip, "ports": []} for ip in device.ips
     ]
     layer = {**LOWEST_LAYER, "net_instance_id": server.id, "rank_addr_list": addresses}
     extra = {"local_id": device.device_id, "level_list": [layer]}
-    return Device(device.rank, device.device_id, device.ips, extra=extra)
+    return TableDevice(device.rank, device.device_id, device.ips, extra=extra)
 
 
 # Data of each dialect
 # --------------------------------------------------------------------------------------------------
 
 
-def _device_data(device: Device, *, has_rank: bool = True) -> dict[str, Any]:
+def _device_data(device: TableDevice, *, has_rank: bool = True) -> dict[str, Any]:
     data: dict[str, Any] = {"device_id": str(device.device_id)}
     if device.ips:
         data["device_ip"] = ",".join(device.ips)

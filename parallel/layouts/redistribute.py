@@ -26,7 +26,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.common_grid import ViewPair, unify_views
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.search import LayoutMove, find_cheapest, is_roundabout
+from pdrun.parallel.layouts.search import SearchMove, find_cheapest, is_roundabout
 from pdrun.parallel.layouts.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -180,7 +180,7 @@ class _LayoutWalk:
                 self._gather_first()
         return self._finish_steps()
 
-    def follow_moves(self, moves: list[LayoutMove]) -> list[LayoutStep]:
+    def follow_moves(self, moves: list[SearchMove]) -> list[LayoutStep]:
         """Return the steps of some moves."""
         for move in moves:
             if move.kind in (ALL_REDUCE, REDUCE_SCATTER):

@@ -31,7 +31,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class LayoutMove:
+class SearchMove:
     """A step without its views; see `LayoutStep`."""
 
     kind: str
@@ -48,7 +48,7 @@ class LayoutState:
     sums: tuple[str, ...]
 
 
-def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
+def find_cheapest(start: View, end: View) -> list[SearchMove] | None:
     """
     Return the moves with the least cost; None if the search gives up. A collective costs
     `LATENCY_ELEMENTS` more.
@@ -58,7 +58,7 @@ def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
     maze = _LayoutGraph(start, end)
     first = LayoutState(start.layout.dims, start.layout.sums)
     costs = {first: 0}
-    came: dict[LayoutState, tuple[LayoutState, LayoutMove]] = {}
+    came: dict[LayoutState, tuple[LayoutState, SearchMove]] = {}
     queue = [(0, 0, first)]
     for looked in range(MAX_STATES):
         if not queue:
@@ -77,8 +77,8 @@ def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
 
 
 def _trace_path(
-    came: dict[LayoutState, tuple[LayoutState, LayoutMove]], state: LayoutState
-) -> list[LayoutMove]:
+    came: dict[LayoutState, tuple[LayoutState, SearchMove]], state: LayoutState
+) -> list[SearchMove]:
     found = []
     while state in came:
         state, move = came[state]
@@ -101,7 +101,7 @@ class _LayoutGraph:
         """Whether only partial sums of replicated axes are left to do."""
         return state.dims == self.dims and set(state.sums) <= self.sums
 
-    def next_moves(self, state: LayoutState) -> Iterator[tuple[LayoutMove, int, LayoutState]]:
+    def next_moves(self, state: LayoutState) -> Iterator[tuple[SearchMove, int, LayoutState]]:
         """Yield (move, cost, layout after it)."""
         dims = state.dims
         used = {axis for dim in state.dims for axis in dim}
@@ -111,7 +111,7 @@ class _LayoutGraph:
             if axis not in used and axis not in state.sums:
                 for dim in every:
                     yield (
-                        LayoutMove(SLICE, axis, dim),
+                        SearchMove(SLICE, axis, dim),
                         1,
                         LayoutState(_with_axis(dims, dim, axis), state.sums),
                     )
@@ -120,21 +120,21 @@ class _LayoutGraph:
                 continue
             rest = tuple(other for other in state.sums if other != axis)
             reduced = 2 * (before - -(-before // self.grid.degree(axis)))
-            yield LayoutMove(ALL_REDUCE, axis), reduced + LATENCY_ELEMENTS, LayoutState(dims, rest)
+            yield SearchMove(ALL_REDUCE, axis), reduced + LATENCY_ELEMENTS, LayoutState(dims, rest)
             for dim in every:
                 after = _with_axis(dims, dim, axis)
                 price = (self.grid.degree(axis) - 1) * self._part_elements(after) + LATENCY_ELEMENTS
-                yield LayoutMove(REDUCE_SCATTER, axis, dim), price, LayoutState(after, rest)
+                yield SearchMove(REDUCE_SCATTER, axis, dim), price, LayoutState(after, rest)
         for origin in every:
             if not dims[origin]:
                 continue
             axis = dims[origin][-1]
             bare = (*dims[:origin], dims[origin][:-1], *dims[origin + 1 :])
             if axis in self.sums:
-                yield LayoutMove(PAD, axis, origin), 1, LayoutState(bare, (*state.sums, axis))
+                yield SearchMove(PAD, axis, origin), 1, LayoutState(bare, (*state.sums, axis))
                 continue
             price = (self.grid.degree(axis) - 1) * before + LATENCY_ELEMENTS
-            yield LayoutMove(ALL_GATHER, axis, origin), price, LayoutState(bare, state.sums)
+            yield SearchMove(ALL_GATHER, axis, origin), price, LayoutState(bare, state.sums)
             for dim in every if axis in self.needed else ():
                 if dim != origin:
                     after = _with_axis(bare, dim, axis)
@@ -142,7 +142,7 @@ class _LayoutGraph:
                         dims, after
                     )
                     yield (
-                        LayoutMove(ALL_TO_ALL, axis, dim, origin),
+                        SearchMove(ALL_TO_ALL, axis, dim, origin),
                         sent + LATENCY_ELEMENTS,
                         LayoutState(after, state.sums),
                     )

@@ -311,7 +311,7 @@ def attempt(what: str) -> str:
         ("dims", "dims= names what the batch lacks: token"),
         ("lengths", "the batch has no sequence to cut: lengths [3, 12]"),
         ("flat", "no tensor has a dim 1"),
-        ("few", "sequences of 1 positions leave some"),
+        ("few", "sequences of 1 positions are too short"),
         ("mask", "a mask of 6 rows and 6 columns, where this rank has 6 positions of 12"),
         ("open", "did not call torch.nn.functional.scaled_dot_product_attention"),
         ("other", "attention of 5 queries over 5 keys, where this rank has 6 positions of 12"),

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from pdrun.errors import UsageError
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.graph.constraints import LayoutSpec
 from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph
 from pdrun.parallel.operators.plan import OperatorSharding, states_of
 from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OpSplit
@@ -33,6 +35,55 @@ class SplitChooser:
         self.graph = graph
         self.grid = grid
         self.mesh = mesh
+
+    def to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
+        """
+        Return a layout by mesh axes. If the tensor has the batch, counts on dim 0 can include dp.
+        """
+        try:
+            if isinstance(given, DeviceMatrixLayout):
+                if given.grid.size == self.grid.size:
+                    return to_mesh_layout(given, self.grid)
+                return to_mesh_layout(given, self.mesh)
+            if isinstance(given, L):
+                return given
+            try:
+                return match_counts(given, self.grid)
+            except UsageError:
+                if not has_batch or "dp" not in self.mesh.names:
+                    raise
+            return match_counts(given, self.mesh, ("dp", *self.grid.names))
+        except UsageError as error:
+            raise UsageError(
+                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
+            ) from None
+
+    def drop_data_axes(
+        self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True
+    ) -> L:
+        """Return a layout without data axes. They shard the batch in any case."""
+        try:
+            layout.check(self.mesh, shape)
+        except UsageError as error:
+            raise UsageError(
+                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
+            ) from None
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                if axis not in self.grid.names and not (axis == "dp" and dim == 0 and has_batch):
+                    raise UsageError(
+                        f"{entry_name}: {layout} shards dim {dim} over {axis}",
+                        where=OPERATORS_API,
+                        hint="operators are split over tensor axes; dp is allowed only for the"
+                        " batch, on dim 0 of a tensor that is not a weight",
+                    )
+        plain = tuple(
+            tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims
+        )
+        return L(*plain, sums=tuple(axis for axis in layout.sums if self._is_tensor_axis(axis)))
+
+    def _is_tensor_axis(self, axis: str) -> bool:
+        return axis in self.grid.names and self.grid.degree(axis) > 1
 
     def choose_by_layouts(
         self,

@@ -92,6 +92,27 @@ def states_of(layout: L) -> dict[str, State]:
 
 
 @dataclass
+class UserLayouts:
+    """
+    What the user configured for a graph.
+
+    Attributes:
+        shardings: by index of the operator.
+        weights: by index of the tensor.
+        results: layouts of results, by index of the operator.
+        replicated: operators that need no rule.
+        entry_names: the name of the entry of each operator (by its index) and weight (by -1 -
+            index).
+    """
+
+    shardings: dict[int, OperatorSharding] = field(default_factory=dict)
+    weights: dict[int, L] = field(default_factory=dict)
+    results: dict[int, L] = field(default_factory=dict)
+    replicated: set[int] = field(default_factory=set)
+    entry_names: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
 class OperatorPlan:
     """
     A sharded graph.

@@ -24,7 +24,13 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import missing_rule_error
 from pdrun.parallel.operators.graph.graph import OperatorGraph
-from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding, layout_of, states_of
+from pdrun.parallel.operators.plan import (
+    OperatorPlan,
+    OperatorSharding,
+    UserLayouts,
+    layout_of,
+    states_of,
+)
 from pdrun.parallel.operators.rules.rule import (
     PARTIAL,
     REPLICATED,
@@ -33,7 +39,6 @@ from pdrun.parallel.operators.rules.rule import (
     list_splits,
     view_operator,
 )
-from pdrun.parallel.operators.strategy import UserLayouts
 
 
 def propagate_layouts(graph: OperatorGraph, grid: Grid, user_layouts: UserLayouts) -> OperatorPlan:

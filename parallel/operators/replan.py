@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdrun.parallel.operators.graph.graph import OperatorGraph
-from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding
+from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding, UserLayouts
 from pdrun.parallel.operators.propagate import propagate_layouts
 from pdrun.parallel.operators.rules.rule import OpSplit, list_splits, view_operator
-from pdrun.parallel.operators.strategy import UserLayouts
 
 
 def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:

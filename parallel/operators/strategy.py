@@ -22,11 +22,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import (
@@ -37,7 +37,7 @@ from pdrun.parallel.operators.choose_splits import (
 )
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, decode_layout, is_layout
 from pdrun.parallel.operators.graph.graph import OperatorGraph
-from pdrun.parallel.operators.plan import OperatorSharding
+from pdrun.parallel.operators.plan import OperatorSharding, UserLayouts
 from pdrun.parallel.operators.rules.rule import list_splits, view_operator
 from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle
 
@@ -68,27 +68,6 @@ class OpLayout:
 Cut = OpLayout
 """The former name of `OpLayout`; it will be removed in 0.2."""
 StrategyEntry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | ReplicateStyle
-
-
-@dataclass
-class UserLayouts:
-    """
-    What the user configured for a graph.
-
-    Attributes:
-        shardings: by index of the operator.
-        weights: by index of the tensor.
-        results: layouts of results, by index of the operator.
-        replicated: operators that need no rule.
-        entry_names: the name of the entry of each operator (by its index) and weight (by -1 -
-            index).
-    """
-
-    shardings: dict[int, OperatorSharding] = field(default_factory=dict)
-    weights: dict[int, L] = field(default_factory=dict)
-    results: dict[int, L] = field(default_factory=dict)
-    replicated: set[int] = field(default_factory=set)
-    entry_names: dict[int, str] = field(default_factory=dict)
 
 
 def resolve_entries(
@@ -211,8 +190,8 @@ class _EntryResolver:
         index = self.params.get(name)
         if index is None:
             raise UsageError(f"no operator uses the weight {name}", where=OPERATORS_API)
-        layout = self._drop_data_axes(
-            self._to_mesh_axes(given, name, has_batch=False),
+        layout = self.chooser.drop_data_axes(
+            self.chooser.to_mesh_axes(given, name, has_batch=False),
             self.graph.shape_of(index),
             name,
             has_batch=False,
@@ -303,13 +282,13 @@ class _EntryResolver:
         out = None
         if layout.out is not None:
             shape = self.graph.shape_of(self.graph.operators[position].outputs[0])
-            out = self._drop_data_axes(
-                self._to_mesh_axes(layout.out, entry_name), shape, entry_name
+            out = self.chooser.drop_data_axes(
+                self.chooser.to_mesh_axes(layout.out, entry_name), shape, entry_name
             )
             self.layouts.results[position] = out
         if layout.in_:
             wanted = tuple(
-                self._to_mesh_axes(spec, entry_name)
+                self.chooser.to_mesh_axes(spec, entry_name)
                 if isinstance(spec, DeviceMatrixLayout)
                 else spec
                 for spec in layout.in_
@@ -323,63 +302,14 @@ class _EntryResolver:
         for position, operator in enumerate(self.graph.operators):
             if operator.kind == "constrain":
                 entry_name = f"pdrun.constrain at {operator.source or operator.name}"
-                given = self._to_mesh_axes(decode_layout(operator.args[1]), entry_name)
-                layout = self._drop_data_axes(
+                given = self.chooser.to_mesh_axes(decode_layout(operator.args[1]), entry_name)
+                layout = self.chooser.drop_data_axes(
                     given, self.graph.shape_of(operator.inputs[0]), entry_name
                 )
                 self.layouts.shardings[position] = self._choose_sharding(
                     position, (layout,), None, entry_name
                 )
                 self.layouts.entry_names[position] = entry_name
-
-    def _to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
-        """
-        Return a layout by mesh axes. If the tensor has the batch, counts on dim 0 can include dp.
-        """
-        try:
-            if isinstance(given, DeviceMatrixLayout):
-                if given.grid.size == self.grid.size:
-                    return to_mesh_layout(given, self.grid)
-                return to_mesh_layout(given, self.mesh)
-            if isinstance(given, L):
-                return given
-            try:
-                return match_counts(given, self.grid)
-            except UsageError:
-                if not has_batch or "dp" not in self.mesh.names:
-                    raise
-            return match_counts(given, self.mesh, ("dp", *self.grid.names))
-        except UsageError as error:
-            raise UsageError(
-                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
-            ) from None
-
-    def _drop_data_axes(
-        self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True
-    ) -> L:
-        """Return a layout without data axes. They shard the batch in any case."""
-        try:
-            layout.check(self.mesh, shape)
-        except UsageError as error:
-            raise UsageError(
-                f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
-            ) from None
-        for dim, axes in enumerate(layout.dims):
-            for axis in axes:
-                if axis not in self.grid.names and not (axis == "dp" and dim == 0 and has_batch):
-                    raise UsageError(
-                        f"{entry_name}: {layout} shards dim {dim} over {axis}",
-                        where=OPERATORS_API,
-                        hint="operators are split over tensor axes; dp is allowed only for the"
-                        " batch, on dim 0 of a tensor that is not a weight",
-                    )
-        plain = tuple(
-            tuple(axis for axis in axes if self._is_tensor_axis(axis)) for axes in layout.dims
-        )
-        return L(*plain, sums=tuple(axis for axis in layout.sums if self._is_tensor_axis(axis)))
-
-    def _is_tensor_axis(self, axis: str) -> bool:
-        return axis in self.grid.names and self.grid.degree(axis) > 1
 
     def _choose_sharding(
         self,
@@ -401,7 +331,7 @@ class _EntryResolver:
         for input_position, spec in enumerate(wanted):
             if isinstance(spec, L):
                 has_batch = self.graph.tensors[operator.inputs[input_position]].kind != "param"
-                layouts[input_position] = self._drop_data_axes(
+                layouts[input_position] = self.chooser.drop_data_axes(
                     spec, view.in_shapes[input_position], entry_name, has_batch
                 )
         return self.chooser.choose_by_layouts(operator, splits, layouts, out, entry_name, by_weight)

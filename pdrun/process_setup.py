@@ -212,7 +212,7 @@ def process_limit_error(what: str) -> ConfigError:
     return ConfigError(
         f"{what} could not start another process or thread (ulimit -u: {limit})",
         where="RLIMIT_NPROC",
-        hint="raise that limit or pids.max of the cgroup (container: --pids-limit), or end processes",
+        hint="raise that limit or pids.max of the cgroup (--pids-limit), or end other processes",
     )
 
 

@@ -19,10 +19,10 @@ continue. A traceback counts
   it (1), or within LINGER_SECONDS. `WorkerGroup` delays a stop signal for a worker whose last
   output was a traceback, so that it can end.
 * as `suspect`, if pdrun's signal ended it first, and nothing shows that it had continued: neither a
-  logger's line above the traceback nor output after it. A suspect explains a job whose other workers only
-  report a lost peer. Usually it hangs in the destructors of torch.distributed. It never outranks a
-  worker that died without a signal from pdrun. Time is not considered: the destructors may hang
-  until the peers time out, and a caught exception may be a second old.
+  logger's line above the traceback nor output after it. A suspect explains a job whose other
+  workers only report a lost peer. Usually it hangs in the destructors of torch.distributed. It
+  never outranks a worker that died without a signal from pdrun. Time is not considered: the
+  destructors may hang until the peers time out, and a caught exception may be a second old.
 * not at all otherwise.
 
 Limits: a victim is recognised by the messages of gloo, NCCL, HCCL and torch.distributed in the

@@ -21,8 +21,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pdrun.launcher.stdlib_only.supervisor import Supervisor
-    from pdrun.launcher.stdlib_only.worker_exec import ChildProcess
+    from pdrun.launcher.stdlib_only.worker_exec import ChildProcess, WorkerParent
 
 if TYPE_CHECKING or __package__:
     from pdrun.launcher.stdlib_only import watchdog, worker_exec
@@ -68,7 +67,7 @@ class ForkClient:
         no_link_reason: why there is no fork server.
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: WorkerParent) -> None:
         self.supervisor = supervisor
         self.link: ForkServerLink | None = None
         self.pending: list[ChildProcess] = []

@@ -16,7 +16,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pdrun.launcher.stdlib_only.process_tree import ProcessInfo
-    from pdrun.launcher.stdlib_only.supervisor import Supervisor
+    from pdrun.launcher.stdlib_only.worker_exec import WorkerParent
 
 if TYPE_CHECKING or __package__:
     from pdrun.launcher.stdlib_only import process_tree, watchdog
@@ -49,7 +49,7 @@ class Cleanup:
         self.killed: dict[int, str] = {}
 
 
-def step_cleanup(supervisor: Supervisor, cleanup: Cleanup) -> bool:
+def step_cleanup(supervisor: WorkerParent, cleanup: Cleanup) -> bool:
     """Advance a cleanup by one step; return whether it is complete and was answered."""
     roots, is_complete = _find_roots(supervisor, cleanup)
     now = time.monotonic()
@@ -75,7 +75,7 @@ def step_cleanup(supervisor: Supervisor, cleanup: Cleanup) -> bool:
     return True
 
 
-def kill_all(supervisor: Supervisor) -> None:
+def kill_all(supervisor: WorkerParent) -> None:
     """Kill all descendants until no child is left, for at most KILL_SECONDS."""
     give_up_at = time.monotonic() + process_tree.KILL_SECONDS
     poll = select.poll()
@@ -91,7 +91,7 @@ def kill_all(supervisor: Supervisor) -> None:
         poll.poll(process_tree.RETRY_SECONDS * 1000)
 
 
-def _find_roots(supervisor: Supervisor, cleanup: Cleanup) -> tuple[list[ProcessInfo], bool]:
+def _find_roots(supervisor: WorkerParent, cleanup: Cleanup) -> tuple[list[ProcessInfo], bool]:
     """
     Return the supervisor's children that belong to the cleanup's slot, and whether these are all.
 
@@ -122,7 +122,7 @@ def _find_roots(supervisor: Supervisor, cleanup: Cleanup) -> tuple[list[ProcessI
     return found, is_complete
 
 
-def _find_slot(supervisor: Supervisor, root: ProcessInfo) -> int | None:
+def _find_slot(supervisor: WorkerParent, root: ProcessInfo) -> int | None:
     """Return the slot of a direct child: by pid, by session, or by the marker; None: unknown."""
     slot = supervisor.slot_by_pid.get(root.pid, supervisor.slot_by_pid.get(root.session))
     if slot is not None:
@@ -138,7 +138,7 @@ def _find_slot(supervisor: Supervisor, root: ProcessInfo) -> int | None:
     return int(found)
 
 
-def _forget_pids(supervisor: Supervisor, slot: int | None) -> None:
+def _forget_pids(supervisor: WorkerParent, slot: int | None) -> None:
     """Forget the pids of ended workers: no leftover of theirs is there, so pids may be reused."""
     ended = [
         pid

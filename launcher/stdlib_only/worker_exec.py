@@ -14,7 +14,7 @@ import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any, NoReturn, Protocol
 
 if TYPE_CHECKING or __package__:
     from pdrun.launcher.stdlib_only import process_tree, watchdog
@@ -24,6 +24,43 @@ elif "process_tree" not in globals():
 
 _MAX_ERROR_CHARS = 4000
 """An error must fit into a pipe with one write."""
+
+
+if TYPE_CHECKING:  # at run time typing is not imported
+
+    class WorkerParent(Protocol):
+        """The supervisor, as `fork_client` and `leftovers` use it."""
+
+        token: str
+        watchdog_pid: int
+        wake_fd: int
+        own_process: process_tree.ProcessInfo | None
+        children: dict[int, ChildProcess]
+        slot_by_pid: dict[int, int]
+
+        def processes(self) -> list[ChildProcess]:
+            """Return all processes of slots."""
+
+        def add_child(self, child: ChildProcess) -> None:
+            """Register a process whose pid is known."""
+
+        def exec_request(self, slot: int, request: SpawnRequest) -> int:
+            """Fork and execute a command; return the pid."""
+
+        def on_report(self, child: ChildProcess) -> None:
+            """Read a report pipe."""
+
+        def report_failure(self, slot: int, request: SpawnRequest, error: OSError) -> None:
+            """Tell the agent that a process could not be started."""
+
+        def send_event(self, **event: Any) -> None:
+            """Queue an event for the agent."""
+
+        def send_signal(self, slot: int, number: int, to_group: bool) -> None:
+            """Send a signal to the process of a slot."""
+
+        def deliver_signal(self, child: ChildProcess, number: int, to_group: bool) -> None:
+            """Send a signal now."""
 
 
 class SpawnRequest:

@@ -54,7 +54,7 @@ class WorkerCommand:
     cwd: str
     cpus: tuple[int, ...] = ()
     start: Literal["exec", "auto", "fork"] = "exec"
-    """auto: forked if there is a fork server. fork: fails if there is none."""
+    """auto: forked if there is a fork server. fork: fails without one."""
 
 
 STORE_SLOT = -1

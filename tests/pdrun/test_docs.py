@@ -53,7 +53,7 @@ def test_options_in_commands_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(
-        r"`((?:launcher|rendezvous|parallel|backends|ui|pdrun|tests|scripts|docs|examples)/[\w/.-]+)`",
+        r"`((?:launcher|rendezvous|parallel|backends|ui|tests|scripts|docs|examples)/[\w/.-]+)`",
         page.read_text(),
     )
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -96,10 +96,10 @@ def up(process: subprocess.Popen[str]) -> None:
 
 
 def test_outside_pdrun_everything_does_nothing() -> None:
-    code = PRELUDE + (
-        "pdrun.progress(3, busy=0.5); elastic.saved(3)\n"
-        "print(elastic.agreed_step(), elastic.generation(), elastic.restart_count(), elastic.stopping())\n"
-        "print(threading.active_count(), os.listdir('/proc/self/fd'))"
+    code = (
+        PRELUDE + "pdrun.progress(3, busy=0.5); elastic.saved(3)\nprint(elastic.agreed_step(),"
+        " elastic.generation(), elastic.restart_count(),"
+        " elastic.stopping())\nprint(threading.active_count(), os.listdir('/proc/self/fd'))"
     )
     environ = {
         name: text
@@ -129,7 +129,10 @@ def test_a_report_has_rank_generation_and_step(agent: Agent) -> None:
 
 
 def test_quick_steps_are_told_ten_times_a_second_and_the_last_one_always(agent: Agent) -> None:
-    code = "for step in range(200_000): pdrun.progress(step)\nprint(threading.active_count())\ntime.sleep(1)"
+    code = (
+        "for step in range(200_000):"
+        " pdrun.progress(step)\nprint(threading.active_count())\ntime.sleep(1)"
+    )
     begin = time.monotonic()
     _, out, _ = agent.run(code)
     took, heard = time.monotonic() - begin, agent.heard()
@@ -141,7 +144,10 @@ def test_quick_steps_are_told_ten_times_a_second_and_the_last_one_always(agent: 
 
 
 def test_slow_steps_need_no_thread(agent: Agent) -> None:
-    code = "for step in range(3):\n pdrun.progress(step)\n time.sleep(0.15)\nprint(threading.active_count())"
+    code = (
+        "for step in range(3):\n pdrun.progress(step)\n"
+        " time.sleep(0.15)\nprint(threading.active_count())"
+    )
     _, out, _ = agent.run(code)
     assert [said["step"] for said in agent.heard()] == [0, 1, 2]
     assert out == "1\n"
@@ -178,18 +184,28 @@ def test_what_is_no_step_is_an_error(agent: Agent, call: str) -> None:
 
 
 def test_numbers_of_other_kinds_are_fine_and_texts_are_not(agent: Agent) -> None:
-    code = "class Number:\n def __index__(self): return 9\npdrun.progress(Number())\npdrun.progress('9')"
+    code = (
+        "class Number:\n def __index__(self): return"
+        " 9\npdrun.progress(Number())\npdrun.progress('9')"
+    )
     status, _, err = agent.run(code)
     assert status == 1 and "__index__" in err
     assert [said["step"] for said in agent.heard()] == [9]
 
 
 CHILDREN = {
-    "fork": "pid = os.fork()\nif pid == 0:\n pdrun.progress(99); elastic.saved(99); os._exit(0)\nos.waitpid(pid, 0)",
-    "forked worker": "import multiprocessing as mp\n"
-    "p = mp.get_context('fork').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
-    "spawned worker": "import multiprocessing as mp\n"
-    "p = mp.get_context('spawn').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
+    "fork": (
+        "pid = os.fork()\nif pid == 0:\n pdrun.progress(99); elastic.saved(99);"
+        " os._exit(0)\nos.waitpid(pid, 0)"
+    ),
+    "forked worker": (
+        "import multiprocessing as mp\n"
+        "p = mp.get_context('fork').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()"
+    ),
+    "spawned worker": (
+        "import multiprocessing as mp\np = mp.get_context('spawn').Process(target=pdrun.progress,"
+        " args=(99,))\np.start(); p.join()"
+    ),
 }
 
 
@@ -208,9 +224,10 @@ def test_children_of_a_worker_do_not_speak(agent: Agent, how: str) -> None:
 
 def test_a_callback_saves_and_the_process_leaves_in_order(agent: Agent) -> None:
     process = agent.start(
-        "import atexit\natexit.register(lambda: print('exit handler', flush=True))\n"
-        "@elastic.on_stop\ndef save(): elastic.saved(12); print('saved', elastic.stopping(), flush=True)\n"
-        "try: up(); time.sleep(60)\nfinally: print('finally', flush=True)"
+        "import atexit\natexit.register(lambda: print('exit handler',"
+        " flush=True))\n@elastic.on_stop\ndef save(): elastic.saved(12); print('saved',"
+        " elastic.stopping(), flush=True)\ntry: up(); time.sleep(60)\nfinally: print('finally',"
+        " flush=True)"
     )
     up(process)
     process.send_signal(signal.SIGTERM)
@@ -231,7 +248,8 @@ def test_a_script_that_polls_ends_by_itself(agent: Agent) -> None:
 
 def test_a_second_sigterm_ends_a_script_that_only_polls(agent: Agent) -> None:
     process = agent.start(
-        "elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nup(); time.sleep(60)"
+        "elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nup();"
+        " time.sleep(60)"
     )
     up(process)
     process.send_signal(signal.SIGTERM)

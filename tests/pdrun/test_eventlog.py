@@ -276,7 +276,9 @@ def test_a_hang_is_a_warning() -> None:
     status = replay_events(
         [
             *STORY[:5],
-            LogEvent("hang", 1.0, {"rank": 2, "node": "n2", "reason": "no progress", "text": "..."}),
+            LogEvent(
+                "hang", 1.0, {"rank": 2, "node": "n2", "reason": "no progress", "text": "..."}
+            ),
         ]
     )
     assert (status.warnings, status.state) == (("rank 2 on n2 hangs: no progress",), "running")

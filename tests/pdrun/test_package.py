@@ -156,7 +156,7 @@ def test_the_source_tree_that_hides_the_installed_package_says_so(
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
     assert (
-        "is pdrun's source tree, which hides the installed package: run in another folder, or pip install -e ."
-        in last
+        "is pdrun's source tree, which hides the installed package: run in another folder, or pip"
+        " install -e ." in last
     )
     assert code != 78 or done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.launcher.diagnosis import tracebacks as traces
-from pdrun.launcher.diagnosis.tracebacks import launcher_file, raised, users_part
+from pdrun.launcher.diagnosis.tracebacks import is_launcher_file, parse_exceptions, extract_user_frames
 
 PLAIN = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -21,7 +21,7 @@ b
 
 
 def test_the_message_may_have_several_lines():
-    (error,) = raised(PLAIN)
+    (error,) = parse_exceptions(PLAIN)
     assert (error.type, error.text, error.summary) == ("ValueError", "a\nb", "ValueError: a")
     assert error.functions == ("<module>", "main")
 
@@ -29,12 +29,12 @@ def test_the_message_may_have_several_lines():
 def test_a_chain_in_order_and_names_without_module():
     text = PLAIN + "\nDuring handling of the above exception, another exception occurred:\n\n"
     text += PLAIN.replace("ValueError: a\nb", "my.own.Error")
-    assert [error.summary for error in raised(text)] == ["ValueError: a", "Error"]
+    assert [error.summary for error in parse_exceptions(text)] == ["ValueError: a", "Error"]
 
 
 def test_carets_and_notes_are_no_exception_line():
     text = PLAIN.replace("    main()\n", "    main()\n    ^^^^^^\n")
-    assert [error.type for error in raised(text)] == ["ValueError"]
+    assert [error.type for error in parse_exceptions(text)] == ["ValueError"]
 
 
 def test_a_group_is_found():
@@ -46,7 +46,7 @@ def test_a_group_is_found():
     | ValueError: one
     +------------------------------------
 """
-    assert raised(group)[0].summary == "ExceptionGroup: several (1 sub-exception)"
+    assert parse_exceptions(group)[0].summary == "ExceptionGroup: several (1 sub-exception)"
 
 
 LAUNCHED = f"""Traceback (most recent call last):
@@ -63,7 +63,7 @@ ValueError: boom
 
 def test_launcher_frames_are_cut_and_the_users_stay():
     assert (
-        users_part(LAUNCHED)
+        extract_user_frames(LAUNCHED)
         == """Traceback (most recent call last):
   File "/home/me/train.py", line 5, in main
     boom()
@@ -74,23 +74,23 @@ ValueError: boom
 
 def test_a_traceback_of_nothing_but_launcher_frames_is_kept():
     text = LAUNCHED.replace('  File "/home/me/train.py", line 5, in main\n    boom()\n', "")
-    assert users_part(text) == text
+    assert extract_user_frames(text) == text
 
 
 def test_frames_of_pdrun_below_the_users_stay():
     text = PLAIN.replace(
         '"/home/me/train.py", line 5, in main', '"/venv/pdrun/parallel/context.py", line 5, in init'
     )
-    assert users_part(text) == text
+    assert extract_user_frames(text) == text
 
 
 def test_which_files_are_the_launchers():
     assert all(
-        map(launcher_file, ("<frozen runpy>", "/usr/lib/python3.11/runpy.py", traces.__file__))
+        map(is_launcher_file, ("<frozen runpy>", "/usr/lib/python3.11/runpy.py", traces.__file__))
     )
     assert not any(
         map(
-            launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")
+            is_launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")
         )
     )
 
@@ -99,5 +99,5 @@ def test_which_files_are_the_launchers():
     st.text(alphabet='Traceback (most recent call last):\n  File",in ValueError:|+ab', max_size=400)
 )
 def test_nothing_breaks_on_any_text(text):
-    raised(text)
-    assert users_part(text).endswith("\n")
+    parse_exceptions(text)
+    assert extract_user_frames(text).endswith("\n")

@@ -52,7 +52,7 @@ MUTANTS = (
         "launcher/stdlib_only/import_env.py",
         'return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}',
         "return dict(environ)",
-        f"{DECISION}the_import_itself_has_one_thread_whatever_was_asked_for",
+        f"{DECISION}the_import_runs_with_one_thread",
     ),
     Mutant(
         "thread counts are read at import",
@@ -117,14 +117,14 @@ MUTANTS = (
         "launcher/plan/start_method.py",
         "    if facts.late_variable:",
         "    if False:",
-        f"{DECISION}auto_executes_what_is_unsafe_or_useless",
+        f"{DECISION}auto_uses_exec_if_a_fork_is_unsafe_or_useless",
     ),
     Mutant(
         "tools that count when a process starts",
         "launcher/plan/start_method.py",
         "    return import_env.why_exec_needed(dict(environ))",
         '    return ""',
-        f"{DECISION}environments_that_count_at_the_start_of_a_process",
+        f"{DECISION}variables_read_at_process_start_require_exec",
     ),
     Mutant(
         "values that differ between workers",

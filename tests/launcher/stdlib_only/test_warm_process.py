@@ -270,10 +270,10 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
         return caught.value.strerror or ""
 
     assert "namespace net of the agent cannot" in refused(**{"namespace net": "net:[1]"})
-    assert "cgroup cannot" in refused(cgroup="0::/elsewhere\n")
-    assert "CapEff cannot" in refused(CapEff="0")
-    assert "cpus cannot" in refused(cpus=[4000])
-    assert "limits cannot" in refused(limits={"RLIMIT_NOFILE": [1 << 40, 1 << 40]})
+    assert "cgroup of the agent cannot" in refused(cgroup="0::/elsewhere\n")
+    assert "CapEff of the agent cannot" in refused(CapEff="0")
+    assert "cpus of the agent cannot" in refused(cpus=[4000])
+    assert "limits of the agent cannot" in refused(limits={"RLIMIT_NOFILE": [1 << 40, 1 << 40]})
 
 
 # What ends when

@@ -46,7 +46,10 @@ echo "$pid" >"$1/pid.new" && mv "$1/pid.new" "$1/pid"
 trap : TERM INT HUP
 while :; do sleep 1000 & wait; done     # an init: reaps what is left to it
 """
-JOIN = 'cd "$1" && shift && while [ "$1" != -- ]; do echo 0 >"$1" || exit 125; shift; done && shift && exec "$@"'
+JOIN = (
+    'cd "$1" && shift && while [ "$1" != -- ]; do echo 0 >"$1" || exit 125; shift; done && shift &&'
+    ' exec "$@"'
+)
 """``sh -c JOIN sh FOLDER [CGROUP.PROCS ...] -- COMMAND``"""
 
 
@@ -324,7 +327,8 @@ class Host:
             "-c",
             (
                 "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip link set lo up && "
-                f"ip addr add {self.address}/24 dev eth0 && ip addr add {self.address6}/64 dev eth0 nodad && "
+                f"ip addr add {self.address}/24 dev eth0 && ip addr add {self.address6}/64 dev eth0"
+                " nodad && "
                 # segments as on a real wire: filters look at their sizes
                 "ip link set eth0 up gso_max_segs 1"
             ),

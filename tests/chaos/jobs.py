@@ -224,7 +224,8 @@ class Bed:
         found = self.notes("start", generation=generation)
         if len(found) != workers:
             pytest.fail(
-                f"{len(found)} of {workers} workers of generation {generation} have started\n{self.said()}"
+                f"{len(found)} of {workers} workers of generation {generation} have"
+                f" started\n{self.said()}"
             )
         return sorted(found, key=lambda note: note.rank)
 

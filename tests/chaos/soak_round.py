@@ -194,8 +194,10 @@ class Round:
     def link_is_bad(self, name: str) -> None:
         """Loses packets, or is slow."""
         host = self.soak.cluster[name]
-        host.loss(self.chance.randint(5, 30)) if self.chance.random() < 0.5 else host.rate(
-            "500kbit"
+        (
+            host.loss(self.chance.randint(5, 30))
+            if self.chance.random() < 0.5
+            else host.rate("500kbit")
         )
         self._heal_later(name, 8)
 

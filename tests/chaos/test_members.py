@@ -60,7 +60,10 @@ def test_rank_0_behind_an_address_that_is_not_its_own(bed: Bed) -> None:
     address = f"{service}:{PORT}"
     lost = bed.start("h1", "--node-rank", "0", "--start-timeout", "4", scheduler=address, nodes="2")
     assert lost.wait(30) == 69, bed.said()
-    hint = f"this node is rank 0, but {service} is not one of its addresses; add --serve if that is a service or NAT in front of it"
+    hint = (
+        f"this node is rank 0, but {service} is not one of its addresses; add --serve if that is a"
+        " service or NAT in front of it"
+    )
     assert hint in lost.err and lost.err.rstrip().endswith("add --serve"), lost.err
     jobs = [
         bed.start("h1", "--node-rank", "0", "--serve", scheduler=address, nodes="2"),

@@ -42,7 +42,8 @@ class Job:
             self.process.kill()
             self.process.wait(20)
             pytest.fail(
-                f"still running after {timeout} s\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+                f"still running after {timeout} s\n--- stdout\n{self.out[-3000:]}\n---"
+                f" stderr\n{self.err[-3000:]}"
             )
 
     def expect(self, pattern: str, timeout: float = 30.0, count: int = 1) -> str:
@@ -59,7 +60,8 @@ class Job:
                 self.process.poll() is not None and time.monotonic() > deadline - timeout + 1
             ):
                 pytest.fail(
-                    f"{pattern!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+                    f"{pattern!r} not seen\n--- stdout\n{self.out[-3000:]}\n---"
+                    f" stderr\n{self.err[-3000:]}"
                 )
             time.sleep(0.01)
 

@@ -94,7 +94,8 @@ def test_a_stop_at_any_moment_of_the_start_has_its_code_and_no_traceback(
     shell: Shell, nodes: tuple[str, ...], number: int
 ) -> None:
     name = shell.script(
-        "import signal, time\nfor n in (2, 3, 15): signal.signal(n, signal.SIG_DFL)\ntime.sleep(60)\n"
+        "import signal, time\nfor n in (2, 3, 15): signal.signal(n,"
+        " signal.SIG_DFL)\ntime.sleep(60)\n"
     )
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
         job = shell.start(*nodes, name)
@@ -189,11 +190,17 @@ def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args:
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root, and setpriv (util-linux)")
     caps = "+dac_override,+dac_read_search"  # the interpreter may lie below /root
-    user = f"setpriv --reuid 54321 --regid 54321 --clear-groups --inh-caps {caps} --ambient-caps {caps}"
+    user = (
+        f"setpriv --reuid 54321 --regid 54321 --clear-groups --inh-caps {caps} --ambient-caps"
+        f" {caps}"
+    )
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chown(folder, 54321, 54321)
         Path(folder, "work.py").write_text(HI)
-        home = f"cd {folder}; export HOME={folder} TMPDIR={folder}; unset XDG_CONFIG_HOME XDG_STATE_HOME"
+        home = (
+            f"cd {folder}; export HOME={folder} TMPDIR={folder}; unset XDG_CONFIG_HOME"
+            " XDG_STATE_HOME"
+        )
         limited = f"exec {user} prlimit --nproc={limit}"
         done = in_shell(
             shell, f"{home}; {limited} {sys.executable} -m pdrun --start exec {args} work.py"

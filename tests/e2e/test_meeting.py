@@ -130,8 +130,8 @@ def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
     second = start("b", "3", "--job", "q")
     assert second.wait(15) == 78
     assert (
-        f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: use the same command"
-        in second.err
+        f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: use the same"
+        " command" in second.err
     )
     third = start("c", "3")
     assert third.wait(15) == 69

@@ -87,7 +87,10 @@ def start_of_a_process() -> float:
     Seconds that the start of a scheduler's process takes here and now, with all that other tests do
     beside it.
     """
-    code = "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server, pdrun.rendezvous.journal.replay"
+    code = (
+        "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server,"
+        " pdrun.rendezvous.journal.replay"
+    )
     begin = time.monotonic()
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
     return time.monotonic() - begin

@@ -85,7 +85,8 @@ def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(
 def test_a_restart_gets_a_store_of_its_own(shell: Shell) -> None:
     script = shell.script(
         REDUCE
-        + "sys.exit(5 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1' else 0)\n"
+        + "sys.exit(5 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] =="
+        " '1' else 0)\n"
     )
     code, out, err = shell.run("--devices", "2", "--max-restarts", "1", script, timeout=120)
     assert code == 0, err

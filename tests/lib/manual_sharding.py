@@ -42,7 +42,9 @@ class CutBlock(Block):
             .transpose(1, 2)
             .reshape(rows, length, -1)
         )
-        x = x + self.drop(c.all_reduce(F.linear(mixed, self.proj.weight), self.axis) + self.proj.bias)
+        x = x + self.drop(
+            c.all_reduce(F.linear(mixed, self.proj.weight), self.axis) + self.proj.bias
+        )
         part = c.slice_to_shard(x, self.axis, 1)
         h = c.all_gather_sum_grad(self.norm2(part), self.axis, 1, length)
         hidden = F.gelu(F.linear(h, self.up.weight, self.up.bias))
@@ -70,7 +72,9 @@ class CutHead(nn.Linear):
     axis: AxisGroup
 
     def forward(self, x: Tensor) -> Tensor:
-        return c.all_gather(F.linear(c.copy_to_axis(x, self.axis), self.weight), self.axis, -1, WORDS)
+        return c.all_gather(
+            F.linear(c.copy_to_axis(x, self.axis), self.weight), self.axis, -1, WORDS
+        )
 
 
 class Megatron:

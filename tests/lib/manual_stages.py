@@ -80,7 +80,11 @@ class Fill:
         axis, found = step.axes["pp"], []
         for micro in micros:
             x = step.prepare_batch(micro.batch)[0]
-            with torch.no_grad(), step.engine.forward(micro=micro.position), step.forward_context(micro):
+            with (
+                torch.no_grad(),
+                step.engine.forward(micro=micro.position),
+                step.forward_context(micro),
+            ):
                 if axis.index > 0:
                     x = torch.empty(*x.shape, WIDTH)
                     dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
@@ -99,13 +103,20 @@ class Fill:
         sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device))
         taken: list[Any] = []
         for micro in micros:
-            batch, calls, x = step.prepare_batch(micro.batch), torch.zeros((), dtype=torch.int64), None
+            batch, calls, x = (
+                step.prepare_batch(micro.batch),
+                torch.zeros((), dtype=torch.int64),
+                None,
+            )
             if not first:
                 x = torch.empty(*batch[0].shape, WIDTH)
                 dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
                 dist.recv(calls, axis.ranks[axis.index - 1], group=axis.group)
                 x.requires_grad_()
-            with step.engine.forward(micro=micro.position), step.forward_context(micro, calls=int(calls)):
+            with (
+                step.engine.forward(micro=micro.position),
+                step.forward_context(micro, calls=int(calls)),
+            ):
                 y = step.objective.compute_output(step.model, batch) if x is None else step.model(x)
                 if last:
                     y, count = step.objective.compute_loss(y, batch, max(len(micro.rows), 1))
@@ -116,7 +127,9 @@ class Fill:
             if not last:
                 dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
                 dist.send(
-                    torch.tensor(step.rng.dropout_calls), axis.ranks[axis.index + 1], group=axis.group
+                    torch.tensor(step.rng.dropout_calls),
+                    axis.ranks[axis.index + 1],
+                    group=axis.group,
                 )
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):

@@ -30,7 +30,10 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "needs root for namespaces"
     if lacking := [name for name in NEEDED if shutil.which(name) is None]:
-        return f"needs {', '.join(lacking)} (Debian: iproute2 util-linux openssh-client openssh-server)"
+        return (
+            f"needs {', '.join(lacking)} (Debian: iproute2 util-linux openssh-client"
+            " openssh-server)"
+        )
     try:
         name = f"pdrun-probe-{os.getpid()}"  # tests run in several processes
         made = run("ip", "netns", "add", name, check=False)

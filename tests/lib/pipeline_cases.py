@@ -164,12 +164,14 @@ CUTS: dict[str, dict[str, Any]] = {
     "megatron": MEGATRON,
     "words": MEGATRON | {"emb.weight": L("tp", None), "head.weight": L("tp", None)},
     "tied": MEGATRON | {"emb.weight": L("tp", None)},
-    "sequence": MEGATRON
-    | {
-        "blocks.*.norm[12].layer_norm": OpLayout((L("dp", "tp", None),)),
-        "blocks.*.add": OpLayout((L("dp", "tp", None),)),
-        "blocks.*.add_1": OpLayout((L("dp", "tp", None),)),
-    },
+    "sequence": (
+        MEGATRON
+        | {
+            "blocks.*.norm[12].layer_norm": OpLayout((L("dp", "tp", None),)),
+            "blocks.*.add": OpLayout((L("dp", "tp", None),)),
+            "blocks.*.add_1": OpLayout((L("dp", "tp", None),)),
+        }
+    ),
     "grid": {
         "blocks.*.up.weight": L("x", "y"),
         "blocks.*.down.weight": L("y", "x"),
@@ -451,7 +453,10 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
     """
     Return calls and bytes over the data axes, counted in the last of some steps, and as predicted.
     """
-    comms = {id(part.comm): part.comm for part in [*run.state.engine.sharded_buckets, *run.state.engine.gradient_buckets]}.values()
+    comms = {
+        id(part.comm): part.comm
+        for part in [*run.state.engine.sharded_buckets, *run.state.engine.gradient_buckets]
+    }.values()
     for batch in batches:
         for comm in comms:
             comm.calls.clear()
@@ -464,7 +469,9 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
         )
         for kind in KINDS
     }
-    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.count_traffic(run.state).items()}
+    predicted = {
+        kind: (one.calls, one.nbytes) for kind, one in volume.count_traffic(run.state).items()
+    }
     return {kind: count for kind, count in counted.items() if count[0]}, predicted
 
 

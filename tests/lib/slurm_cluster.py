@@ -18,9 +18,14 @@ NEEDED = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "scance
 CGROUPS = (
     "mkdir -p /sys/fs/cgroup",
     "mountpoint -q /sys/fs/cgroup || mount -t tmpfs -o mode=755 cgroup /sys/fs/cgroup",
-    "for c in cpuset memory freezer devices cpu cpuacct; do mkdir -p /sys/fs/cgroup/$c;"
-    " mount -t cgroup -o $c cgroup /sys/fs/cgroup/$c 2>/dev/null || true; done",
-    "mkdir -p /sys/fs/cgroup/systemd; mount -t cgroup -o none,name=systemd cgroup /sys/fs/cgroup/systemd || true",
+    (
+        "for c in cpuset memory freezer devices cpu cpuacct; do mkdir -p /sys/fs/cgroup/$c;"
+        " mount -t cgroup -o $c cgroup /sys/fs/cgroup/$c 2>/dev/null || true; done"
+    ),
+    (
+        "mkdir -p /sys/fs/cgroup/systemd; mount -t cgroup -o none,name=systemd cgroup"
+        " /sys/fs/cgroup/systemd || true"
+    ),
 )
 """Lines of a host's start: ``ip netns exec`` laid a bare /sys, and slurmd looks for cgroups."""
 
@@ -32,7 +37,10 @@ def missing() -> str:
         for name in NEEDED
         if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()
     ]:
-        return f"needs {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)"
+        return (
+            f"needs {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client"
+            " slurm-wlm-basic-plugins munge)"
+        )
     try:
         pwd.getpwnam("munge")
     except KeyError:
@@ -103,8 +111,9 @@ class Slurm:
         """Start the daemons of one host."""
         folder = self.folder
         munged = (
-            "mkdir -p /run/munge /run/slurmd; chown munge /run/munge; runuser -u munge -- /usr/sbin/munged --force"
-            f" --key-file={folder}/key --pid-file=/run/munge/pid --log-file=/run/munge/log --seed-file=/run/munge/seed"
+            "mkdir -p /run/munge /run/slurmd; chown munge /run/munge; runuser -u munge --"
+            f" /usr/sbin/munged --force --key-file={folder}/key --pid-file=/run/munge/pid"
+            " --log-file=/run/munge/log --seed-file=/run/munge/seed"
         )
         run(*self.hosts.enter(name), "sh", "-c", munged)
         self._start(name, "slurmd", "-f", str(self.conf), "-N", name, "-D")
@@ -187,7 +196,8 @@ class Slurm:
         while (found := self.field(job, "JobState")) not in states:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"job {job} is {found}, not {states}: {self.ask('scontrol', 'show', 'job', job)}"
+                    f"job {job} is {found}, not {states}:"
+                    f" {self.ask('scontrol', 'show', 'job', job)}"
                 )
             time.sleep(0.1)
         return found

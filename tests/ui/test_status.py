@@ -19,7 +19,9 @@ def job(**changes: object) -> JobStatus:
         LogEvent("created", 1000.0, {"job": "demo", "run": "demo-1", "nodes": 2}),
         LogEvent("joined", 1001.0, {"node": "node0", "workers": 2}),
         LogEvent("joined", 1001.0, {"node": "node1", "workers": 1}),
-        LogEvent("assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}),
+        LogEvent(
+            "assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}
+        ),
         LogEvent("started", 1002.0, {"generation": 0}),
     ]
     return replace(replay_events(events), **changes)  # type: ignore[arg-type]
@@ -168,7 +170,9 @@ def test_a_terminal_gets_a_table_with_colours() -> None:
     text = on_terminal(lambda out: status.show_status([job()], out=out, now=1065.0))
     assert "\x1b[" in text
     assert all(word in text for word in ("demo-1", "running", "node1", "ranks 0-1"))
-    text = on_terminal(lambda out: status.show_status([job(), job(run="demo-2")], out=out, now=1065.0))
+    text = on_terminal(
+        lambda out: status.show_status([job(), job(run="demo-2")], out=out, now=1065.0)
+    )
     assert "demo-2" in text
 
 
@@ -177,7 +181,10 @@ def test_names_from_elsewhere_are_shown_not_obeyed() -> None:
     found = job(
         job=evil, reason=evil, warnings=(evil,), nodes={evil: NodeStatus(evil, "lost", 0, 1)}
     )
-    for text in (plain(found), on_terminal(lambda out: status.show_status([found], out=out, now=0.0))):
+    for text in (
+        plain(found),
+        on_terminal(lambda out: status.show_status([found], out=out, now=0.0)),
+    ):
         assert "\x1b[2J" not in text
         assert text.count("\\x1b[2J[red]x\\n") == 4
 
@@ -213,7 +220,9 @@ def test_following_ends_with_its_reader_though_nothing_changes() -> None:
         assert len(waits) < 5
 
     with os.fdopen(write, "w") as out, pytest.raises(BrokenPipeError):
-        live.follow_status(lambda: [JobStatus("demo", "demo-1", state="running")], out=out, sleep=sleep)
+        live.follow_status(
+            lambda: [JobStatus("demo", "demo-1", state="running")], out=out, sleep=sleep
+        )
     assert len(waits) == 2
 
 

@@ -43,7 +43,8 @@ class Run:
             self.process.kill()
             self.process.wait(20)
             pytest.fail(
-                f"still running after {timeout} s\n--- stdout\n{self.out[-3000:]}\n{self.err[-3000:]}"
+                f"still running after {timeout} s\n---"
+                f" stdout\n{self.out[-3000:]}\n{self.err[-3000:]}"
             )
 
     def expect(self, text: str, timeout: float = 60.0) -> None:
@@ -54,7 +55,8 @@ class Run:
                 return
             if ended or time.monotonic() > deadline:
                 pytest.fail(
-                    f"{text!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+                    f"{text!r} not seen\n--- stdout\n{self.out[-3000:]}\n---"
+                    f" stderr\n{self.err[-3000:]}"
                 )
             time.sleep(0.02)
 

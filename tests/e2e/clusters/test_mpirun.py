@@ -22,9 +22,9 @@ from tests.e2e.clusters.test_ssh import SLEEP, up
 
 OPENMPI, MPICH = "mpirun.openmpi", "mpirun.mpich"
 INIT = (
-    "import os, sys, pdrun\nctx = pdrun.init(group=False)\n"
-    "me = (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank, ctx.nodes)\n"
-    "print(' '.join(map(str, ('me', *me, os.uname().nodename, '\\n'))), end='', flush=True)\n"
+    "import os, sys, pdrun\nctx = pdrun.init(group=False)\nme = (ctx.rank, ctx.world_size,"
+    " ctx.local_rank, ctx.local_world_size, ctx.node_rank, ctx.nodes)\nprint(' '.join(map(str,"
+    " ('me', *me, os.uname().nodename, '\\n'))), end='', flush=True)\n"
 )
 """One write a rank: they share a pipe."""
 QUICK = f"import sys\nsys.modules['torch'] = None\n{INIT}"
@@ -112,8 +112,8 @@ def test_a_world_of_one_needs_nobody(program: str, tmp_path: Path) -> None:
 @BOTH
 def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
-        QUICK
-        + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2: sys.exit(7)\n"
+        QUICK + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2:"
+        " sys.exit(7)\n"
         "if sys.argv[1:]: time.sleep(60)\nprint(f'end {ctx.rank}\\n', end='', flush=True)\n"
     )
     done = alone(tmp_path, *words(program, 3), sys.executable, "work.py")
@@ -131,8 +131,8 @@ def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Pat
 def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "work.py").write_text(
-        "import pdrun, torch, torch.distributed as dist\nctx = pdrun.init()\nx = torch.ones(1) * ctx.rank\n"
-        "dist.all_reduce(x)\nprint(f'sum {x.item()}\\n', end='', flush=True)\n"
+        "import pdrun, torch, torch.distributed as dist\nctx = pdrun.init()\nx = torch.ones(1) *"
+        " ctx.rank\ndist.all_reduce(x)\nprint(f'sum {x.item()}\\n', end='', flush=True)\n"
     )
     done = alone(tmp_path, *words(program, 3), sys.executable, "work.py")
     assert (done.returncode, re.findall(r"sum (\S+)", done.stdout)) == (0, ["3.0"] * 3), done.stderr
@@ -167,7 +167,8 @@ def test_where_rank_0_is_elsewhere_the_error_says_what_to_pass(cluster: Cluster)
     )
     assert code != 0
     assert re.search(
-        r"rank 0 runs on h2, but the other ranks connect to \S+; set PDRUN_SCHEDULER=h2:\d+ for all ranks",
+        r"rank 0 runs on h2, but the other ranks connect to \S+; set PDRUN_SCHEDULER=h2:\d+ for all"
+        r" ranks",
         err,
     )
     code, out, err = cluster.run(
@@ -188,7 +189,8 @@ def test_where_rank_0_is_elsewhere_the_error_says_what_to_pass(cluster: Cluster)
 @pytest.mark.slow
 def test_each_task_of_mpirun_is_an_agent(program: str, cluster: Cluster) -> None:
     script = cluster.script(
-        "import os\nprint('me', os.environ['RANK'], os.environ['WORLD_SIZE'], os.uname().nodename)\n"
+        "import os\nprint('me', os.environ['RANK'], os.environ['WORLD_SIZE'],"
+        " os.uname().nodename)\n"
     )
     pdrun = [sys.executable, "-m", "pdrun", "--devices", "2", script]
     more = {"XDG_CONFIG_HOME": "/root/.config"}
@@ -290,7 +292,8 @@ def test_codes_are_the_workers_not_mpiruns(
     program: str, death: str, code: int, cluster: Cluster
 ) -> None:
     script = cluster.script(
-        f"import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(0.2); {death}\ntime.sleep(60)\n"
+        "import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(0.2);"
+        f" {death}\ntime.sleep(60)\n"
     )
     found, _, err = cluster.run("pdrun", "--mpirun", program, "--hosts", "h1,h2", script)
     assert found == code, err
@@ -373,10 +376,9 @@ def test_an_mpirun_that_reaches_nobody(cluster: Cluster) -> None:
 def test_mpirun_inside_a_worker_still_works(program: str, tmp_path: Path) -> None:
     inner = " ".join(words(program, 2))
     (tmp_path / "work.py").write_text(
-        "import subprocess, sys\n"
-        f"done = subprocess.run({inner.split()!r} + ['sh', '-c', 'echo inner $OMPI_COMM_WORLD_SIZE$PMI_SIZE'],\n"
-        "                      capture_output=True, text=True)\n"
-        "print(done.stdout, done.stderr)\nsys.exit(done.returncode)\n"
+        f"import subprocess, sys\ndone = subprocess.run({inner.split()!r} + ['sh', '-c', 'echo"
+        " inner $OMPI_COMM_WORLD_SIZE$PMI_SIZE'],\n                      capture_output=True,"
+        " text=True)\nprint(done.stdout, done.stderr)\nsys.exit(done.returncode)\n"
     )
     outer = [*words(program, 1), sys.executable, "-m", "pdrun", "--nodes", "1", "work.py"]
     done = alone(tmp_path, *outer)

@@ -28,20 +28,24 @@ from tests.lib.slurm_cluster import Slurm
 REAL = [pytest.mark.root, pytest.mark.slow]
 SHOW = (
     "import json, os, sys\njson.dump([sys.argv[1:], os.uname().nodename, os.environ['WORLD_SIZE'],"
-    " os.environ.get('SLURM_JOB_ID'), os.environ.get('SLURM_PROCID')], open(os.environ['RANK'] + '.json', 'w'))\n"
+    " os.environ.get('SLURM_JOB_ID'), os.environ.get('SLURM_PROCID')], open(os.environ['RANK'] +"
+    " '.json', 'w'))\n"
 )
 SAVE = (
-    "import os, signal, sys, time\n"
-    "def save(n, f):\n    time.sleep(1); open(f\"{os.environ['RANK']}.saved{n}\", 'w').close(); sys.exit(0)\n"
-    "signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGUSR1, save)\n"
-    "open(f\"{os.environ['RANK']}.up\", 'w').close()\nwhile True: time.sleep(0.05)\n"
+    "import os, signal, sys, time\ndef save(n, f):\n    time.sleep(1);"
+    " open(f\"{os.environ['RANK']}.saved{n}\", 'w').close();"
+    " sys.exit(0)\nsignal.signal(signal.SIGTERM, save); signal.signal(signal.SIGUSR1,"
+    " save)\nopen(f\"{os.environ['RANK']}.up\", 'w').close()\nwhile True: time.sleep(0.05)\n"
 )
 
 
 def submit(cluster: Cluster, slurmed: Slurm, *words: str, body: str = "", head: str = "") -> str:
     """Submit a batch script of the test's own; return the job's number."""
     command = " ".join([sys.executable, "-m", "pdrun", *words])
-    text = f"#!/bin/bash\n#SBATCH --nodes=3 --ntasks-per-node=1 --open-mode=append\n{head}\n{body or 'exec ' + command}\n"
+    text = (
+        "#!/bin/bash\n#SBATCH --nodes=3 --ntasks-per-node=1"
+        f" --open-mode=append\n{head}\n{body or 'exec ' + command}\n"
+    )
     (cluster.folder / "job.sh").write_text(text)
     code, out, err = cluster.run(
         "sbatch", "--parsable", "-o", str(cluster.folder / "job.out"), "job.sh", env=conf(slurmed)
@@ -136,9 +140,10 @@ class TestReal:
     @pytest.mark.timeout(400)
     def test_requeue_is_a_new_job_for_pdrun(self, cluster: Cluster, slurmed: Slurm) -> None:
         script = cluster.script(
-            "import os, time\nn = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
-            "open(f\"{os.environ['RANK']}.run{n}.\" + os.environ['PDRUN_JOB'], 'w').close()\n"
-            "if n == '0':\n    open(f\"{os.environ['RANK']}.up\", 'w').close()\n    time.sleep(100)\n"
+            "import os, time\nn = os.environ.get('SLURM_RESTART_COUNT',"
+            " '0')\nopen(f\"{os.environ['RANK']}.run{n}.\" + os.environ['PDRUN_JOB'],"
+            " 'w').close()\nif n == '0':\n    open(f\"{os.environ['RANK']}.up\", 'w').close()\n   "
+            " time.sleep(100)\n"
         )
         job = submit(cluster, slurmed, "--grace", "2", script, head="#SBATCH --requeue")
         up(cluster)
@@ -157,9 +162,10 @@ class TestReal:
         self, cluster: Cluster, slurmed: Slurm
     ) -> None:
         script = cluster.script(
-            "import os, time\nn = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
-            "open(f\"{os.environ['RANK']}.of{os.environ['WORLD_SIZE']}.run{n}\", 'w').close()\n"
-            "if n == '0':\n    open(f\"{os.environ['RANK']}.up\", 'w').close()\n    time.sleep(100)\n"
+            "import os, time\nn = os.environ.get('SLURM_RESTART_COUNT',"
+            " '0')\nopen(f\"{os.environ['RANK']}.of{os.environ['WORLD_SIZE']}.run{n}\","
+            " 'w').close()\nif n == '0':\n    open(f\"{os.environ['RANK']}.up\", 'w').close()\n   "
+            " time.sleep(100)\n"
         )
         body = (
             f"{sys.executable} -m pdrun --grace 1 {script}; code=$?\n"
@@ -249,12 +255,13 @@ def test_a_script() -> None:
         grace=60.0,
         setup=("module load cuda",),
     )
-    assert slurmjobs.render_script(batch, ["pdrun", "--devices", "8", "train.py", "a b", "$x\n"]) == (
-        "#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
-        "#SBATCH --time=1:00:00\n#SBATCH --exclusive\n"
-        "# SIGTERM this many seconds before the time limit: the workers save and exit.\n"
-        "#SBATCH --signal=TERM@75\n#SBATCH --requeue\n#SBATCH --open-mode=append\n\nmodule load cuda\n\n"
-        "exec pdrun --devices 8 train.py 'a b' '$x\n'\n"
+    assert (
+        slurmjobs.render_script(batch, ["pdrun", "--devices", "8", "train.py", "a b", "$x\n"])
+        == "#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n#SBATCH"
+        " --ntasks-per-node=1\n#SBATCH --time=1:00:00\n#SBATCH --exclusive\n# SIGTERM this many"
+        " seconds before the time limit: the workers save and exit.\n#SBATCH"
+        " --signal=TERM@75\n#SBATCH --requeue\n#SBATCH --open-mode=append\n\nmodule load"
+        " cuda\n\nexec pdrun --devices 8 train.py 'a b' '$x\n'\n"
     )
 
 
@@ -372,7 +379,9 @@ def test_mistakes_in_pdruns_words_are_told_at_once(tmp_path: Path) -> None:
     code, _, err = render("--devcies", "8", "train.py")
     assert (code, err) == (2, "pdrun: error: no such option --devcies; did you mean '--devices'?\n")
     code, _, err = render("--name", "a\nb", "train.py")
-    assert code == 2 and err.startswith("pdrun: error: --name: 'a\\nb' is not allowed in a directive")
+    assert code == 2 and err.startswith(
+        "pdrun: error: --name: 'a\\nb' is not allowed in a directive"
+    )
     code, out, _ = render(
         "--nodes", "4", "--sbatch", "constraint=a100", "--grace", "2m", "train.py", "--nodes", "7"
     )

@@ -23,7 +23,10 @@ from tests.lib.netns_hosts import Hosts, run
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 
 ALL = ("pdrun", "--hosts", "h1,h2,h3")
-SLEEP = "import os, time\nopen(f'{os.environ[\"RANK\"]}.up', 'w').close()\nwhile True: time.sleep(0.05)\n"
+SLEEP = (
+    "import os, time\nopen(f'{os.environ[\"RANK\"]}.up', 'w').close()\nwhile True:"
+    " time.sleep(0.05)\n"
+)
 NASTY = [
     "",
     " ",
@@ -81,11 +84,11 @@ def up(cluster: Cluster, ranks: int) -> None:
 
 def test_arguments_variables_and_folder_arrive_byte_for_byte(cluster: Cluster) -> None:
     script = cluster.script(
-        "import json, os, sys\n"
-        "data = {'argv': [os.fsencode(a).hex() for a in sys.argv[1:]], 'cwd': os.getcwd(),\n"
-        "        'host': os.uname().nodename, 'exe': sys.executable, 'pwd': os.environ['PWD'],\n"
-        "        'env': {k: os.fsencode(v).hex() for k, v in os.environ.items() if k.startswith('FUZZ')}}\n"
-        "json.dump(data, open(f\"{os.environ['RANK']}.json\", 'w'))\n"
+        "import json, os, sys\ndata = {'argv': [os.fsencode(a).hex() for a in sys.argv[1:]], 'cwd':"
+        " os.getcwd(),\n        'host': os.uname().nodename, 'exe': sys.executable, 'pwd':"
+        " os.environ['PWD'],\n        'env': {k: os.fsencode(v).hex() for k, v in"
+        " os.environ.items() if k.startswith('FUZZ')}}\njson.dump(data,"
+        " open(f\"{os.environ['RANK']}.json\", 'w'))\n"
     )
     fuzz = {f"FUZZ_{index}": text for index, text in enumerate(NASTY)}
     other = {"SECRET_THING": "stays here"}
@@ -106,7 +109,8 @@ def test_arguments_variables_and_folder_arrive_byte_for_byte(cluster: Cluster) -
 
 def test_only_what_is_forwarded_goes_along(cluster: Cluster) -> None:
     script = cluster.script(
-        "import os\nprint(os.uname().nodename, os.environ.get('MINE'), os.environ.get('PDRUN_TOKEN'))\n"
+        "import os\nprint(os.uname().nodename, os.environ.get('MINE'),"
+        " os.environ.get('PDRUN_TOKEN'))\n"
     )
     code, out, err = cluster.run("pdrun", "--hosts", "h2", script, env={"MINE": "here"})
     assert (code, out) == (0, "h2 None None\n"), err
@@ -123,8 +127,8 @@ def test_only_what_is_forwarded_goes_along(cluster: Cluster) -> None:
 
 def test_ranks_follow_the_list_and_counts_the_hosts(cluster: Cluster) -> None:
     script = cluster.script(
-        "import os\n"
-        "print('at', os.environ['RANK'], os.uname().nodename, os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'])\n"
+        "import os\nprint('at', os.environ['RANK'], os.uname().nodename, os.environ['LOCAL_RANK'],"
+        " os.environ['WORLD_SIZE'])\n"
     )
     code, out, err = cluster.run("pdrun", "--hosts", "h3:1,h1:2,h2:3", script)
     assert code == 0, err
@@ -142,8 +146,8 @@ def test_ranks_follow_the_list_and_counts_the_hosts(cluster: Cluster) -> None:
 
 def test_lines_stay_whole_and_none_is_lost(cluster: Cluster) -> None:
     script = cluster.script(
-        "import os, sys\nfor i in range(4000): print(f\"<{os.environ['RANK']}:{i}:\" + 'x' * 60 + '>')\n"
-        "print('to stderr', os.environ['RANK'], file=sys.stderr)\n"
+        "import os, sys\nfor i in range(4000): print(f\"<{os.environ['RANK']}:{i}:\" + 'x' * 60 +"
+        " '>')\nprint('to stderr', os.environ['RANK'], file=sys.stderr)\n"
     )
     code, out, err = cluster.run(*ALL, "--devices", "2", script)
     assert code == 0, err
@@ -276,8 +280,8 @@ def test_every_host_that_fails_is_named_with_its_reason_and_nothing_starts(
         assert re.search(rf"^pdrun: {re.escape(name)}: {re.escape(text)}", err, re.MULTILINE), err
     assert "pdrun: h2:" not in err and "pdrun: h3:" not in err
     assert (
-        "6 of 8 host(s) cannot serve (refused, nowhere.invalid, nokey, stranger, altered, silent); nothing was started"
-        in err
+        "6 of 8 host(s) cannot serve (refused, nowhere.invalid, nokey, stranger, altered, silent);"
+        " nothing was started" in err
     )
     assert not (cluster.folder / "ran").exists() and not (cluster.folder / "pdrun-logs").exists()
     cluster.nothing_left(5.0)
@@ -337,7 +341,8 @@ def test_names_that_are_no_names_are_refused_and_nothing_is_run(
 
 def test_this_machine_needs_no_ssh(cluster: Cluster) -> None:
     script = cluster.script(
-        "import os\nprint(os.uname().nodename, 'SSH_CONNECTION' in os.environ, os.environ['WORLD_SIZE'])\n"
+        "import os\nprint(os.uname().nodename, 'SSH_CONNECTION' in os.environ,"
+        " os.environ['WORLD_SIZE'])\n"
     )
     refuse = cluster.script("#!/bin/sh\nexit 99\n", "myssh")
     (cluster.folder / refuse).chmod(0o755)
@@ -381,7 +386,8 @@ def test_a_dry_run_shows_every_command_and_reaches_nobody(cluster: Cluster) -> N
     assert "variables  A_NAME=v A_TOKEN=(hidden)" in out
     assert f"this machine, no ssh: {sys.executable} -P -m pdrun.launcher.launch.remote_main" in out
     assert re.search(
-        r"  ssh -p 2222 -o BatchMode=yes .* -T -l alice -- h9 'exec \S+ -P -m pdrun.launcher.launch.remote_main'\n",
+        r"  ssh -p 2222 -o BatchMode=yes .* -T -l alice -- h9 'exec \S+ -P -m"
+        r" pdrun.launcher.launch.remote_main'\n",
         out,
     )
     assert "h9: node rank 1, 4 worker(s)" in out
@@ -400,8 +406,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pdrun_goes_along_where_it_is_lacking(cluster: Cluster, bare: Path) -> None:
     script = cluster.script(
-        "import os, sys, pdrun\n"
-        "print(os.environ['RANK'], pdrun.init(group=False).world_size, sys.executable, pdrun.__file__)\n"
+        "import os, sys, pdrun\nprint(os.environ['RANK'], pdrun.init(group=False).world_size,"
+        " sys.executable, pdrun.__file__)\n"
     )
     code, _, err = cluster.run("pdrun", "--hosts", "h2,h3", "--python", str(bare), script)
     assert code == 69

@@ -89,12 +89,17 @@ def test_no_durations(text: str) -> None:
 
 @given(st.sets(st.integers(0, 5000), min_size=1, max_size=200))
 def test_ranks_survive_their_text(numbers: set[int]) -> None:
-    assert rank_lists.parse_rank_list(rank_lists.format_ranks(tuple(numbers)), "--x") == tuple(sorted(numbers))
+    assert rank_lists.parse_rank_list(rank_lists.format_ranks(tuple(numbers)), "--x") == tuple(
+        sorted(numbers)
+    )
 
 
 def test_ranks_have_one_spelling() -> None:
     assert rank_lists.parse_ranks("9,7-8,0,7", "--x") == "0,7-9"
-    assert (rank_lists.parse_ranks("all", "--x"), rank_lists.parse_ranks("none", "--x")) == ("all", "none")
+    assert (rank_lists.parse_ranks("all", "--x"), rank_lists.parse_ranks("none", "--x")) == (
+        "all",
+        "none",
+    )
 
 
 def test_endpoints() -> None:

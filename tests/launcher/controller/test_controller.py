@@ -130,9 +130,10 @@ def test_codes_that_differ_are_reported(tmp_path: Path) -> None:
         r"the nodes ended with different codes \((.*), (.*)\); using the first that is not 0: 69",
         err,
     )
-    assert told is not None and sorted(told.groups()) == ["node0: 0", "node1: 69"], (
-        err
-    )  # in the order of their ends
+    assert told is not None and sorted(told.groups()) == [
+        "node0: 0",
+        "node1: 69",
+    ], err  # in the order of their ends
 
 
 def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
@@ -192,8 +193,8 @@ def test_the_end_of_the_head_node_ends_the_job(tmp_path: Path) -> None:
 
 def test_agents_learn_that_a_stop_is_for_the_whole_job(tmp_path: Path) -> None:
     code = (
-        "signal.signal(15, lambda n, f: (print(os.read(0, 9), 'signalled', flush=True), sys.exit(143)))\nprint('up')\n"
-        "time.sleep(60)"
+        "signal.signal(15, lambda n, f: (print(os.read(0, 9), 'signalled', flush=True),"
+        " sys.exit(143)))\nprint('up')\ntime.sleep(60)"
     )
     job = ControlledJob(tmp_path, code)
     assert job.lines(1) == [b"up\n"]
@@ -213,7 +214,8 @@ def test_an_agent_killed_before_the_job_began_ends_the_others_at_once(
     assert status == 137
     assert (
         err
-        == "pdrun: the agent of node0 was killed by SIGKILL before the job started; stopping the others\n"
+        == "pdrun: the agent of node0 was killed by SIGKILL before the job started; stopping the"
+        " others\n"
     )
     assert time.monotonic() - start < 3
 
@@ -315,11 +317,14 @@ def test_without_a_reader_the_controller_exits_when_all_have_ended(tmp_path: Pat
 
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
-    flooding = f"signal.signal(2, lambda n, f: {'os._exit(130)' if obeys else 0})\nsignal.signal(15, lambda n, f: 0)\n"
+    flooding = (
+        f"signal.signal(2, lambda n, f: {'os._exit(130)' if obeys else 0})\nsignal.signal(15,"
+        " lambda n, f: 0)\n"
+    )
     job = ControlledJob(
         tmp_path,
         flooding + FLOOD + "flood(1 << 20)",
-        "signal.signal(2, lambda n, f: sys.exit(130))\n" + ("print('up')\ntime.sleep(60)"),
+        "signal.signal(2, lambda n, f: sys.exit(130))\n" + "print('up')\ntime.sleep(60)",
     )
     full(job)
     job.process.send_signal(signal.SIGINT)

@@ -196,13 +196,18 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (255, "alice@x: Permission denied (publickey).", "refuses the key"),
         (
             255,
-            "No ED25519 host key is known for x and you have requested strict checking.\nHost key verification"
-            " failed.",
+            (
+                "No ED25519 host key is known for x and you have requested strict checking.\nHost"
+                " key verification failed."
+            ),
             "is unknown on this machine",
         ),
         (
             255,
-            "@@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            (
+                "@@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification"
+                " failed."
+            ),
             "has changed",
         ),
         (
@@ -216,8 +221,11 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (126, "permission denied: /x/python", "there is no /x/python on this host"),
         (
             1,
-            "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
-            " (ModuleNotFoundError: No module named 'pdrun')",
+            (
+                "/x/python: Error while finding module specification for"
+                " 'pdrun.launcher.launch.remote_main' (ModuleNotFoundError: No module named"
+                " 'pdrun')"
+            ),
             "has no pdrun there",
         ),
         (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
@@ -246,7 +254,8 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
 
     fake = tmp_path / "ssh"
     fake.write_text(
-        f"#!/bin/sh\necho + >> {tmp_path}/log\nsleep 0.1\necho - >> {tmp_path}/log\necho no >&2; exit 255\n"
+        f"#!/bin/sh\necho + >> {tmp_path}/log\nsleep 0.1\necho - >> {tmp_path}/log\necho no >&2;"
+        " exit 255\n"
     )
     fake.chmod(0o755)
     hosts = tuple(Host(f"n{number}") for number in range(30))
@@ -338,13 +347,17 @@ TASK = ("python", "-m", "t")
     [
         (
             "openmpi4",
-            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --mca orte_keep_fqdn_hostnames 1"
-            " --allow-run-as-root -x A -x B --more python -m t",
+            (
+                "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --mca"
+                " orte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t"
+            ),
         ),
         (
             "openmpi5",
-            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none"
-            " --prtemca prte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t",
+            (
+                "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --prtemca"
+                " prte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t"
+            ),
         ),
         ("mpich", "-n 2 -hosts a.x.net,b -ppn 1 -disable-auto-cleanup --more python -m t"),
         ("intelmpi", "-n 2 -hosts a.x.net,b -ppn 1 --more python -m t"),

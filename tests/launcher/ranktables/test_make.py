@@ -13,7 +13,10 @@ from pdrun.launcher.ranktables.make import make_table, merge_tables, parse_addre
 from tests.launcher.ranktables.test_verdicts import good
 
 CONF = "address_0=10.1.0.1\nnetmask_0=255.255.255.0\nnetdetect_0=10.1.0.254\naddress_1=10.1.0.2\n"
-TOOL = "hccn_tool -i 4 -ip -g\nipaddr:10.1.0.3\nnetmask:255.255.255.0\nhccn_tool -i 5 -ip -g\nipaddr:10.1.0.4\n"
+TOOL = (
+    "hccn_tool -i 4 -ip -g\nipaddr:10.1.0.3\nnetmask:255.255.255.0\nhccn_tool -i 5 -ip"
+    " -g\nipaddr:10.1.0.4\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,27 @@ GOOD = {
 }
 """File -> dialect, servers, ranks."""
 REFUSED = {
-    "08_v1.0_16p_docs_wildcards.json": ":8: server_list[0].device[0].device_ip: '10.191.*.6' contains a *",
-    "10_v1.0_8p_duplicate_device_ip.json": ":8: server_list[0].device[1].device_ip: 10.200.6.8 is listed twice",
+    "08_v1.0_16p_docs_wildcards.json": (
+        ":8: server_list[0].device[0].device_ip: '10.191.*.6' contains a *"
+    ),
+    "10_v1.0_8p_duplicate_device_ip.json": (
+        ":8: server_list[0].device[1].device_ip: 10.200.6.8 is listed twice"
+    ),
     "17_group_lab_invalid_stray_brace.json": ":33:17: there is a comma before }; remove the comma",
-    "19_group_template_placeholders.json": ":8:24: {instance_list} is not filled in: this is a template",
+    "19_group_template_placeholders.json": (
+        ":8:24: {instance_list} is not filled in: this is a template"
+    ),
     "23_v2.0_draft_string_count.json": ":3: rank_count: must be a number in dialect 2.0, got '3'",
-    "27_v2.0_topology_file_not_a_rank_table.json": "edge_list: this is a topology file of the same generation, not",
+    "27_v2.0_topology_file_not_a_rank_table.json": (
+        "edge_list: this is a topology file of the same generation, not"
+    ),
     "29_not_json.txt": ":1:1: is not JSON",
-    "31_v1.0_16p_merge_hccl_int_ranks.json": ":11: server_list[0].device[0].rank_id: must be text, got the number 0",
-    "32_v1.2_dynamicPD_8p.json": "a table of vllm-ascend for prefill and decode instances, not a rank table",
+    "31_v1.0_16p_merge_hccl_int_ranks.json": (
+        ":11: server_list[0].device[0].rank_id: must be text, got the number 0"
+    ),
+    "32_v1.2_dynamicPD_8p.json": (
+        "a table of vllm-ascend for prefill and decode instances, not a rank table"
+    ),
 }
 
 

@@ -117,7 +117,7 @@ def test_every_field_travels() -> None:
 def test_variables_that_the_launcher_writes_are_its_own_and_others_are_free() -> None:
     written = set(WorkerEnv(0, 1, 0, 1, 0, 1, "h", 1, "run").to_env())
     for name in (written | {"TORCHELASTIC_ERROR_FILE", "PDRUN_WORKER_OF"}) - {"ROLE_NAME"}:
-        with pytest.raises(UsageError, match=f"launch: {name} is pdrun's own"):
+        with pytest.raises(UsageError, match=f"launch: {name} is set by pdrun"):
             refuse_reserved(name, where="launch")
     for name in ("ROLE_NAME", "OMP_NUM_THREADS", "MY_RANK", "NCCL_DEBUG", "PDRUN_LOG_DIR"):
         refuse_reserved(name, where="launch")

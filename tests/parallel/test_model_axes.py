@@ -487,11 +487,11 @@ class Halves:
         low, high = shard_range(batch[0].shape[1], axes["cp"].size, axes["cp"].index)
         return tuple(leaf[:, low:high] for leaf in batch)
 
-    def told(self, axes: MeshGroups) -> str:
+    def describe(self, axes: MeshGroups) -> str:
         """See `pdrun.parallel.interfaces.SequenceCutter`."""
         return "positions are cut"
 
-    def running(self, axes: MeshGroups) -> Any:
+    def patched_attention(self, axes: MeshGroups) -> Any:
         """Nothing."""
         return nullcontext()
 
@@ -620,7 +620,7 @@ def refused(what: str) -> None:
         ("context", "ranks along cp would compute the same; pass context="),
         ("pipeline", "ranks along pp would compute the same; pass pipeline="),
         ("accumulate", "accumulate=2 is not supported with pipeline="),
-        ("dropout", "native_dropout=True on mesh(dp=1, tp=2)"),
+        ("dropout", "native_dropout=True is not supported on mesh(dp=1, tp=2)"),
         ("data", "never is sharded over dp, which is not a tensor axis"),
         ("muon", "Muon cannot be sharded: its update of an element depends on other elements"),
     ],

@@ -112,7 +112,7 @@ def entries(model: nn.Module) -> list[tuple[str, SharedInput]]:
     """Return the ways of tensors into cut modules."""
     found = []
     for name, module in model.named_modules():
-        enter = getattr(getattr(module, "_place", None), "enter", None)
+        enter = getattr(getattr(module, "_context", None), "enter", None)
         enter = enter.keywords.get("enter") if isinstance(enter, functools.partial) else enter
         if isinstance(enter, SharedInput):
             found.append((name, enter))
@@ -258,10 +258,10 @@ REFUSED = [
         "CUDA graphs are not supported",
     ),
     (Place(dp=2, more=(EAGER, ("recompute", "selective"))), "the compiler chooses"),
-    (Place(dp=2, more=(EAGER, ("recompute", ["layers.*.mlp"]))), "lies in a compiled module"),
+    (Place(dp=2, more=(EAGER, ("recompute", ["layers.*.mlp"]))), "inside a compiled module"),
     (
         Place(pp=2, accumulate=2, schedule="zero-bubble", more=(EAGER,)),
-        "leaves gradients of weights for later",
+        "defers gradients of weights",
     ),
 ]
 

@@ -91,16 +91,20 @@ def join_tasks(
     return _join_scheduler(launcher, environ, probes)
 
 
-def scheduler_endpoint(launcher: LauncherInfo, environ: Mapping[str, str], probes: Probes) -> Endpoint:
+def scheduler_endpoint(
+    launcher: LauncherInfo, environ: Mapping[str, str], probes: Probes
+) -> Endpoint:
     """
-    Return the scheduler's address: the same in all tasks. Pure but for the probes.
+    Return the scheduler's address, the same in all tasks. Pure but for the probes.
 
     Raises:
         ConfigError: rank 0's host is unknown, or this rank 0 is not on the derived host.
     """
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
-    port = launcher.port if launcher.port is not None else port_for_job(f"{job_name_of(launcher)}-tasks")
+    port = launcher.port
+    if port is None:
+        port = port_for_job(f"{job_name_of(launcher)}-tasks")
     if launcher.local_size == launcher.world:
         return Endpoint(LOOPBACK, port)
     host = launcher.hosts[0].name if launcher.hosts else launcher.head

@@ -179,7 +179,7 @@ REFUSED = [
     (Place(cp=2), {"loss": mixed.mean_loss}, "means of sequence parts cannot be added"),
     (Place(cp=3, ulysses=2), {}, "ulysses=2"),
     (Place(cp=2, tp=4, kind="sequence"), {"strategy": mixed.cutter("2d")}, "there is no axis 'y'"),
-    (Place(dp=2), {"shard_group": 2}, "shard_group=2 with optimizer_level=0"),
+    (Place(dp=2), {"shard_group": 2}, "shard_group=2 requires optimizer_level"),
     (Place(dp=2, level=1), {"units": ["layers.*"]}, "units= requires optimizer_level=3"),
     (Place(dp=2, tp=2), {"mesh": mixed.Place(dp=2).mesh()}, "needs 2 devices, the job has 4"),
     (

@@ -18,7 +18,7 @@ from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import Policy
 from pdrun.launcher.hosts.selection import Host, check_host_name
 from pdrun.launcher.ranktables import files
-from pdrun.launcher.ranktables.model import TableDevice, RankTable, Server
+from pdrun.launcher.ranktables.model import RankTable, Server, TableDevice
 
 
 def apply_rank_table(

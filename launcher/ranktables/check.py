@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Hashable, Iterable, Sequence
 
 from pdrun.launcher.ranktables.jsontext import JsonPath, format_path
-from pdrun.launcher.ranktables.model import TableDevice, Fault, RankTable
+from pdrun.launcher.ranktables.model import Fault, RankTable, TableDevice
 
 MAX_RANKS_SHOWN = 20
 _SUPER_PODS: JsonPath = ("super_pod_list",)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.ranktables.model import TableDevice, RankTable, Server, SuperPod
+from pdrun.launcher.ranktables.model import RankTable, Server, SuperPod, TableDevice
 
 MERGEABLE_DIALECTS = ("1.0", "1.2", "group", "lab")
 _CONF_LINE = re.compile(r"\s*address_([0-9]{1,3})\s*=\s*(\S*)\s*")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdrun.launcher.ranktables.jsontext import JsonPath
-from pdrun.launcher.ranktables.model import TableDevice, Fault, RankTable, Server, SuperPod
+from pdrun.launcher.ranktables.model import Fault, RankTable, Server, SuperPod, TableDevice
 from pdrun.launcher.ranktables.values import ValueReader, without_keys
 
 FOREIGN_KEYS: Mapping[str, str] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdrun.launcher.ranktables.model import TableDevice, Dialect, RankTable, Server
+from pdrun.launcher.ranktables.model import Dialect, RankTable, Server, TableDevice
 from pdrun.launcher.ranktables.values import without_keys
 
 LOWEST_LAYER = {"net_layer": 0, "net_type": "TOPO_FILE_DESC", "net_attr": ""}

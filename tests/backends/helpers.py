@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdrun.backends.base import ToolAnswer, BackendProbe, TorchBuild
+from pdrun.backends.base import BackendProbe, ToolAnswer, TorchBuild
 from pdrun.backends.detect import probe_all
 
 EVERYTHING = TorchBuild("9.9", frozenset({"cpu", "cuda", "rocm", "npu", "xpu", "mps"}))
@@ -63,15 +63,16 @@ def nvidia(root: Path, cards: int = 2, *, driver: bool = True, nodes: bool = Tru
         if nodes:
             files[f"dev/nvidia{card}"] = ""
         files[f"proc/driver/nvidia/gpus/0000:00:{card:02x}.0/information"] = (
-            f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 41\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
-            f"Bus Location: \t 0000:00:{card:02x}.0\nDevice Minor: \t {card}\nGPU Excluded:\t No\n"
+            f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 41\nGPU UUID: \t {uuid}\nBus Type: \t"
+            f" PCIe\nBus Location: \t 0000:00:{card:02x}.0\nDevice Minor: \t {card}\nGPU"
+            " Excluded:\t No\n"
         )
     if nodes:
         files |= {"dev/nvidiactl": "", "dev/nvidia-uvm": ""}
     if driver:
         files["proc/driver/nvidia/version"] = (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)\n"
-            "GCC version:  gcc version 15.3.0 (GCC)\n"
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build "
+            " (nixbld@)\nGCC version:  gcc version 15.3.0 (GCC)\n"
         )
     return tree(root, files)
 
@@ -87,7 +88,8 @@ def amd(root: Path, cards: int = 2, nodes: Sequence[int] | None = None) -> Path:
         place = f"sys/class/kfd/kfd/topology/nodes/{card + 1}"
         files[f"{place}/gpu_id"] = "50432"
         files[f"{place}/properties"] = (
-            f"simd_count 440\nvendor_id 4098\ndrm_render_minor {128 + card}\nunique_id {5508303925133741523 + card}\n"
+            f"simd_count 440\nvendor_id 4098\ndrm_render_minor {128 + card}\nunique_id"
+            f" {5508303925133741523 + card}\n"
         )
         if nodes is None or card in nodes:
             files[f"dev/dri/renderD{128 + card}"] = ""

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.backends.affinity import check_disjoint, parse_cpu_list, read_cpus, share_cpus, split_cpus
+from pdrun.backends.affinity import (
+    check_disjoint,
+    parse_cpu_list,
+    read_cpus,
+    share_cpus,
+    split_cpus,
+)
 from pdrun.errors import PdrunError, UsageError
 from pdrun.topology import CpuSet
 from tests.backends.helpers import tree

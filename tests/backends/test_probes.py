@@ -132,7 +132,9 @@ def test_mig_without_its_tool_takes_the_names_that_the_scheduler_gave(tmp_path: 
 
 def test_wsl_asks_the_tool(tmp_path: Path) -> None:
     found = probe(
-        "cuda", tree(tmp_path, {"dev/dxg": ""}), tool=Tool(ToolAnswer("ok", MIG_LIST.splitlines()[0]))
+        "cuda",
+        tree(tmp_path, {"dev/dxg": ""}),
+        tool=Tool(ToolAnswer("ok", MIG_LIST.splitlines()[0])),
     )
     assert names(found) == ["0"]
 
@@ -218,14 +220,19 @@ def test_without_torch_the_devices_speak_for_themselves(tmp_path: Path) -> None:
 
 
 def test_build_is_read_from_the_version_file(tmp_path: Path) -> None:
-    text = "__version__ = '2.8.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4.43484'\n"
+    text = (
+        "__version__ = '2.8.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] ="
+        " '6.4.43484'\n"
+    )
     tree(tmp_path, {"torch/version.py": text})
     build = detect.installed_torch([str(tmp_path)])
     assert build == TorchBuild("2.8.0+rocm6.4", frozenset({"cpu", "mps", "rocm"}))
     assert detect.installed_torch([str(tmp_path / "elsewhere")]) is None
     assert (
         "cuda"
-        in detect.parse_torch_version("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n").kinds
+        in detect.parse_torch_version(
+            "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+        ).kinds
     )
     assert "npu" in detect.parse_torch_version("", npu=True).kinds
 

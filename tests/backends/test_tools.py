@@ -20,9 +20,9 @@ def test_answer_and_failure(tmp_path: Path) -> None:
     assert make_tool_runner(script(tmp_path, "echo GPU 0 $1"))(("nvidia-smi", "-L")) == ToolAnswer(
         "ok", "GPU 0 -L\n"
     )
-    answer = make_tool_runner(script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18"))(
-        ("nvidia-smi",)
-    )
+    answer = make_tool_runner(
+        script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18")
+    )(("nvidia-smi",))
     assert answer == ToolAnswer("failed", "exit code 18: NVML: driver mismatch")
 
 
@@ -48,12 +48,16 @@ def test_a_tool_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_a_tool_that_floods_is_ended(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     begin = time.monotonic()
-    answer = make_tool_runner(script(tmp_path, f"echo $$ > {mark}; exec yes"), seconds=30.0)(("nvidia-smi",))
+    answer = make_tool_runner(script(tmp_path, f"echo $$ > {mark}; exec yes"), seconds=30.0)(
+        ("nvidia-smi",)
+    )
     assert answer == ToolAnswer("failed", f"it printed more than {MAX_OUTPUT_BYTES} bytes")
     assert time.monotonic() - begin < 20, "it did not have to be waited for"
     assert not _alive(int(mark.read_text()))
     exact = script(tmp_path, f"head -c {MAX_OUTPUT_BYTES} /dev/zero | tr '\\0' x")
-    assert make_tool_runner(exact, seconds=30.0)(("nvidia-smi",)) == ToolAnswer("ok", "x" * MAX_OUTPUT_BYTES)
+    assert make_tool_runner(exact, seconds=30.0)(("nvidia-smi",)) == ToolAnswer(
+        "ok", "x" * MAX_OUTPUT_BYTES
+    )
 
 
 def _alive(pid: int) -> bool:

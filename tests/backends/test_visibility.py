@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from pdrun.backends import cpu, cuda, npu, rocm, xpu
 from pdrun.backends.base import Backend, DetectedDevice
-from pdrun.backends.visibility import DeviceGrant, expose_devices, grant_devices, restrict_to_device, apply_visibility
+from pdrun.backends.visibility import (
+    DeviceGrant,
+    apply_visibility,
+    expose_devices,
+    grant_devices,
+    restrict_to_device,
+)
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.topology import Device
 from tests.backends.helpers import UUIDS
@@ -17,7 +23,9 @@ FOUND = [DetectedDevice(str(number), uuid) for number, uuid in enumerate(UUIDS)]
 EIGHT = [DetectedDevice(str(number)) for number in range(8)]
 
 
-def names(backend: Backend, environ: dict[str, str], found: list[DetectedDevice] | None = None) -> list[str]:
+def names(
+    backend: Backend, environ: dict[str, str], found: list[DetectedDevice] | None = None
+) -> list[str]:
     return [
         device.name
         for device in apply_visibility(backend, environ, EIGHT if found is None else found).devices
@@ -53,7 +61,9 @@ def names(backend: Backend, environ: dict[str, str], found: list[DetectedDevice]
     ],
 )
 def test_cuda_counts_what_the_driver_counts(text: str, count: int) -> None:
-    assert len(apply_visibility(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": text}, FOUND).devices) == count
+    assert (
+        len(apply_visibility(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": text}, FOUND).devices) == count
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,10 @@ def test_the_schedulers_devices_are_kept_and_shared_in_rank_order() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
     devices = apply_visibility(cuda.BACKEND, environ, EIGHT).devices
     assert devices == (Device("cuda", 0, "4"), Device("cuda", 1, "5"))
-    assert grant_devices(cuda.BACKEND, devices, environ) == (DeviceGrant(environ, 0), DeviceGrant(environ, 1))
+    assert grant_devices(cuda.BACKEND, devices, environ) == (
+        DeviceGrant(environ, 0),
+        DeviceGrant(environ, 1),
+    )
     assert restrict_to_device(cuda.BACKEND, devices[1], environ) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
@@ -99,7 +112,11 @@ def test_each_worker_sees_only_its_own_mig_instance() -> None:
 
 
 def test_with_mig_a_number_stays_a_card() -> None:
-    found = [DetectedDevice("MIG-a", "MIG-a", "0"), DetectedDevice("MIG-b", "MIG-b", "0"), DetectedDevice("1", UUIDS[0])]
+    found = [
+        DetectedDevice("MIG-a", "MIG-a", "0"),
+        DetectedDevice("MIG-b", "MIG-b", "0"),
+        DetectedDevice("1", UUIDS[0]),
+    ]
     assert names(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": "1"}, found) == ["1"]
     assert names(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": "2"}, found) == []
 
@@ -107,7 +124,9 @@ def test_with_mig_a_number_stays_a_card() -> None:
 def test_blind_lists_take_names_on_trust_but_no_numbers() -> None:
     seen = apply_visibility(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": "MIG-GPU-1/3/0"}, [], blind=True)
     assert [device.name for device in seen.devices] == ["MIG-GPU-1/3/0"]
-    assert apply_visibility(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": "0"}, [], blind=True).devices == ()
+    assert (
+        apply_visibility(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": "0"}, [], blind=True).devices == ()
+    )
 
 
 def test_hip_numbers_what_rocr_left() -> None:
@@ -159,7 +178,10 @@ def test_parts_of_an_intel_device() -> None:
 def test_the_cpu_has_nothing_to_limit() -> None:
     device = Device("cpu", 0)
     assert restrict_to_device(cpu.BACKEND, device, {"CUDA_VISIBLE_DEVICES": "0"}) == {}
-    assert grant_devices(cpu.BACKEND, (device, device), {}) == (DeviceGrant({}, 0), DeviceGrant({}, 0))
+    assert grant_devices(cpu.BACKEND, (device, device), {}) == (
+        DeviceGrant({}, 0),
+        DeviceGrant({}, 0),
+    )
 
 
 def test_widening_is_refused() -> None:

@@ -60,7 +60,7 @@ class Round:
             self._wrong(text)
 
     # Time
-    # -------------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     def _pass(self, seconds: float) -> None:
         """Let time pass: undo what is due, start again what has ended."""
@@ -118,7 +118,7 @@ class Round:
         )
 
     # Faults
-    # -----------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     def _break_something(self) -> None:
         kinds, weights = zip(*FAULTS.items(), strict=True)
@@ -245,7 +245,7 @@ class Round:
             self.thawed.setdefault(host.name, []).append(time.monotonic())
 
     # The end
-    # ----------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     def _heal(self) -> None:
         """Undo every fault; unless the job is lost, wait until all nodes are in and run."""

@@ -73,9 +73,7 @@ def test_a_killed_node_is_left_behind_and_no_restart_is_counted(shell: Shell) ->
     text = begun(job, 1, 4)
     enough(shell)
     assert job.wait() == 0, job.err
-    assert (
-        "restarts 1" not in text and "node2" in job.err and "restarting with 2 nodes" in job.err
-    )
+    assert "restarts 1" not in text and "node2" in job.err and "restarting with 2 nodes" in job.err
     assert {line["restarts"] for line in events(shell) if line["kind"] == "assigned"} == {0}
     threads = set(re.findall(r"threads (\d+)", text))
     assert len(threads) == 1  # nobody gets more of a machine because another is gone

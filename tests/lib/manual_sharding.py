@@ -15,7 +15,7 @@ from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.layout import L, shard_range
-from pdrun.parallel.model.shards import set_shard, make_shard, shard_of
+from pdrun.parallel.model.shards import make_shard, set_shard, shard_of
 from pdrun.parallel.rng.shard_region import shard_region
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Block
 

@@ -44,7 +44,7 @@ def missing() -> str:
 
 
 def run(*argv: str, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, check=check, text=True, capture_output=True, timeout=60, **more)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(argv, check=check, text=True, capture_output=True, timeout=60, **more)
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Hosts:
         self, name: str, argv: Sequence[str], *, cwd: Path, env: dict[str, str], **more: object
     ) -> subprocess.Popen[bytes]:
         words = [*self.enter(name)[:-2], f"--wd={cwd}", "--", *argv]
-        return subprocess.Popen(words, env=env, cwd=cwd, **more)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(words, env=env, cwd=cwd, **more)
 
     def processes(self, name: str) -> list[tuple[int, str]]:
         """

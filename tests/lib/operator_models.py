@@ -326,7 +326,7 @@ def hooked(axes: dict[str, int], entries: Any) -> list[str]:
 
     def again(*args: Any) -> Any:
         seen.append("blocks.2")
-        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+        return checkpoint.checkpoint(forward, *args, use_reentrant=False)
 
     block.forward = again
     loss, wanted = judged(model(data)), judged(reference(data))

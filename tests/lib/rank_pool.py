@@ -129,7 +129,7 @@ class World:
                 try:
                     found[waiting[link]] = link.recv()  # type: ignore[index, union-attr]
                 except (EOFError, ConnectionError):
-                    found[waiting[link]] = (False, ("Died", "the process is gone", ""))  # type: ignore[index]
+                    found[waiting[link]] = (False, ("Died", "the process is gone", ""))
                 if not found[waiting[link]][0]:  # type: ignore[index]
                     end = min(end, time.monotonic() + self.grace)
         answers = [

@@ -30,7 +30,10 @@ def report(ctx, **more):
 
 
 def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this environment without any launcher's variables, with one thread a worker, and with ``more``."""
+    """
+    Return this environment without any launcher's variables, with one thread a worker, and with
+    ``more``.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -77,7 +80,10 @@ def reports(text: str) -> list[dict[str, Any]]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str, str]:
-    """Wait for a process; return its exit code and output. One that does not end is killed and fails the test."""
+    """
+    Wait for a process; return its exit code and output. One that does not end is killed and fails
+    the test.
+    """
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

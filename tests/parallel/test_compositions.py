@@ -173,8 +173,16 @@ REFUSED = [
     ),
     (Place(tp=2, kind="operators"), {"sample": None}, "pdrun.Operators needs its shapes"),
     (Place(tp=2), {"strategy": None}, "tp would compute the same; pass strategy="),
-    (Place(tp=2), {"native_dropout": True}, "native_dropout=True is not supported on mesh(dp=1, tp=2)"),
-    (Place(cp=2), {"native_dropout": True}, "native_dropout=True is not supported on mesh(dp=1, cp=2)"),
+    (
+        Place(tp=2),
+        {"native_dropout": True},
+        "native_dropout=True is not supported on mesh(dp=1, tp=2)",
+    ),
+    (
+        Place(cp=2),
+        {"native_dropout": True},
+        "native_dropout=True is not supported on mesh(dp=1, cp=2)",
+    ),
     (Place(cp=2), {"context": None}, "cp would compute the same; pass context="),
     (Place(cp=2), {"loss": mixed.mean_loss}, "means of sequence parts cannot be added"),
     (Place(cp=3, ulysses=2), {}, "ulysses=2"),

@@ -190,7 +190,8 @@ def resting(sync: bool) -> str:
 def test_a_batch_norm_that_is_put_into_training_later(worlds: Worlds) -> None:
     found = worlds(2).run(resting, False)
     assert all(
-        told.startswith("pdrun.Run.step: 1 was put into training mode after parallelize") for told in found
+        told.startswith("pdrun.Run.step: 1 was put into training mode after parallelize")
+        for told in found
     )
     assert worlds(2).run(resting, True) == ["", ""] and resting(False) == ""
 
@@ -278,7 +279,8 @@ def test_groups_that_come_later() -> None:
     run.step(rows())
     run.optimizer.add_param_group({"params": [model[2].weight]})
     with pytest.raises(
-        UsageError, match="the optimizer has 3 tensors in 2 groups, it had 2 in 1 when parallelize was called"
+        UsageError,
+        match="the optimizer has 3 tensors in 2 groups, it had 2 in 1 when parallelize was called",
     ):
         run.step(rows())
 
@@ -316,9 +318,9 @@ def test_a_loop_over_a_loader_steps_on_the_very_batch(how: str, refused: bool) -
     any step.
     """
     told = changed_batches(how)
-    assert ("the batch that run.data yielded last" in told) == refused and bool(
+    assert ("the batch that run.data yielded last" in told) == refused and bool(told) == refused, (
         told
-    ) == refused, told
+    )
 
 
 # ---- verify -----------------------------------------------------------------
@@ -443,9 +445,7 @@ def on_what_is_cut() -> str:
 
 def test_a_hook_on_a_weight_that_is_cut(worlds: Worlds) -> None:
     for told in worlds(2).run(on_what_is_cut):
-        assert (
-            "0.weight is sharded and has a hook on its gradient, which would get a shard" in told
-        )
+        assert "0.weight is sharded and has a hook on its gradient, which would get a shard" in told
 
 
 # ---- what only sees its own rows, or no backward ----------------------------
@@ -459,9 +459,7 @@ def by_frequency() -> str:
 
 def test_gradients_divided_by_how_often_a_word_comes(worlds: Worlds) -> None:
     for told in worlds(2).run(by_frequency):
-        assert (
-            "0: scale_grad_by_freq=True is not supported on several ranks" in told
-        )
+        assert "0: scale_grad_by_freq=True is not supported on several ranks" in told
 
 
 class Mapped(nn.Module):
@@ -638,7 +636,7 @@ def filed(folder: str, level: int) -> tuple[list[float], list[float]]:
         )
         for options in ({}, {"offload": away})
     )
-    return tuple([each.step(rows(step)).loss for step in range(4)] for each in (plain, run))  # type: ignore[return-value]
+    return tuple([each.step(rows(step)).loss for step in range(4)] for each in (plain, run))
 
 
 @pytest.mark.parametrize("level", [0, 3])

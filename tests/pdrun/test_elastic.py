@@ -219,7 +219,7 @@ def test_children_of_a_worker_do_not_speak(agent: Agent, how: str) -> None:
 
 
 # Stopping
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_callback_saves_and_the_process_leaves_in_order(agent: Agent) -> None:

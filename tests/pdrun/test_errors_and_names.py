@@ -14,8 +14,8 @@ import pdrun
 from pdrun import errors
 from pdrun.async_file import BackgroundFileWriter
 from pdrun.clock import FakeClock, SystemClock
-from pdrun.text import check_name, make_name, natural_key
 from pdrun.disk import make_private_folder
+from pdrun.text import check_name, make_name, natural_key
 
 
 def test_exit_codes_are_the_documented_ones() -> None:

@@ -393,7 +393,7 @@ def test_a_dry_run_shows_every_command_and_reaches_nobody(cluster: Cluster) -> N
     assert "h9: node rank 1, 4 worker(s)" in out
 
 
-# --ship ---------------------------------------------------------------------------------------------------------------
+# --ship -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,20 @@ def trace(error: str, *frames: tuple[str, str]) -> str:
     return "Traceback (most recent call last):\n" + "\n".join(lines) + f"\n{error}\n"
 
 
-GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:3131"
+GLOO = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by"
+    " peer [::1]:3131"
+)
 DISTRIBUTED = ("/venv/torch/distributed/distributed_c10d.py", "all_reduce")
 NCCL = (
-    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a "
-    "network error, NCCL version 2.27.3\nncclRemoteError: A call failed possibly due to a network error"
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, remote process"
+    " exited or there was a network error, NCCL version 2.27.3\nncclRemoteError: A call failed"
+    " possibly due to a network error"
 )
-CONNECT_FULL_MESH = "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/pair.cc:144] no error"
+CONNECT_FULL_MESH = (
+    "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/pair.cc:144] no"
+    " error"
+)
 EXCEPTIONS = [
     ("ValueError: boom", (), "exception", "ValueError: boom"),
     ("KeyError: 'x'", (DISTRIBUTED,), "exception", "KeyError: 'x'"),
@@ -142,7 +149,8 @@ def test_codes_and_signals(status, kind, code, number):
 
 def test_plain_words():
     assert (
-        find_cause(Evidence(signal.SIGSEGV, 1.0)).summary == "killed by SIGSEGV (segmentation fault)"
+        find_cause(Evidence(signal.SIGSEGV, 1.0)).summary
+        == "killed by SIGSEGV (segmentation fault)"
     )
     assert find_cause(Evidence(signal.SIGKILL, 1.0)).summary == "killed by SIGKILL, not by pdrun"
     assert find_cause(Evidence(3 << 8, 1.0)).summary == "exit code 3"
@@ -257,7 +265,10 @@ def test_what_was_caught_explains_no_signal_of_others(status, kind):
 
 
 def test_a_child_s_crash_long_ago_does_not_hide_our_order():
-    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
+    stack = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n "
+        ' File "a.py"\n'
+    )
     cause = find_cause(
         Evidence(signal.SIGTERM, 9.0, traceback=(1.0, stack), stopped_at=8.0, stop_signals=(15,))
     )
@@ -273,7 +284,10 @@ def test_a_kill_by_others_is_no_stop_of_ours():
 
 
 ABORT = (
-    "[rank3]:[E1127 ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+    (
+        "[rank3]:[E1127 ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout:"
+        " WorkNCCL(SeqNum=5)"
+    ),
     "terminate called after throwing an instance of 'c10::DistBackendError'",
     "  what():  [Rank 3] Some NCCL operations have failed or timed out.",
 )
@@ -281,7 +295,9 @@ ABORT = (
 
 def test_an_abort_about_a_peer_is_communication():
     assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=ABORT)).kind == "communication"
-    assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
+    assert (
+        find_cause(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
+    )
     cuda = (
         "terminate called after throwing an instance of 'c10::Error'",
         "  what():  CUDA error: out of memory",
@@ -317,7 +333,10 @@ def test_an_aborts_reason_is_found_above_a_long_stack():
 
 
 def test_a_crash_keeps_faulthandlers_stack_and_its_earlier_time():
-    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
+    stack = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n "
+        ' File "a.py"\n'
+    )
     cause = find_cause(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))
     assert (cause.kind, cause.at, cause.traceback) == ("signal", 7.0, stack)
     # the core was still being written when the others had already been stopped
@@ -388,7 +407,10 @@ def test_what_cannot_succeed_is_not_tried_again(text, retry):
         ("python: can't open file '/x/t.py': [Errno 2] No such file or directory", 2 << 8),
         ("/usr/bin/python3: No module named trainer", 1 << 8),
         (
-            "SyntaxError: Non-UTF-8 code starting with '\\xe9' in file /x/t.py on line 1, but no encoding declared",
+            (
+                "SyntaxError: Non-UTF-8 code starting with '\\xe9' in file /x/t.py on line 1, but"
+                " no encoding declared"
+            ),
             1 << 8,
         ),
         ("SyntaxError: encoding problem: nonsense", 1 << 8),

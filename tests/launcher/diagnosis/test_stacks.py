@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.diagnosis.stacks import MAX_STACK_BYTES, is_program_running, normalize_stack, truncate_text, group_stacks, parse_threads
+from pdrun.launcher.diagnosis.stacks import (
+    MAX_STACK_BYTES,
+    group_stacks,
+    is_program_running,
+    normalize_stack,
+    parse_threads,
+    truncate_text,
+)
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, StackGroup, Stacks
 
@@ -88,7 +95,10 @@ def test_many_different_stacks_still_fit_into_a_message():
     ]
     found = group_stacks(stacks)
     assert encode(Envelope("a" * 32, 0, 0, Stacks(0, found)))
-    assert len({group.stack for group in found}) == 300 and len(group_stacks(stacks[:3])[0].stack) > 1000
+    assert (
+        len({group.stack for group in found}) == 300
+        and len(group_stacks(stacks[:3])[0].stack) > 1000
+    )
 
 
 def test_a_long_stack_is_cut():

@@ -14,7 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.diagnosis.traceback_parser import LAST_WORD_LINES, MAX_TRACEBACK_BYTES, Traceback, TracebackFinder
+from pdrun.launcher.diagnosis.traceback_parser import (
+    LAST_WORD_LINES,
+    MAX_TRACEBACK_BYTES,
+    Traceback,
+    TracebackFinder,
+)
 
 PLAIN = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -57,7 +62,10 @@ REAL = {
     "note": ("e = ValueError('v'); e.add_note('a note'); raise e", "ValueError: v", 1),
     "syntax in an import": ("exec('def f(:')", "SyntaxError: invalid syntax", 1),
     "own class": (
-        "class MyError(Exception): pass\ndef f():\n  class Inner(MyError): pass\n  raise Inner('i')\nf()",
+        (
+            "class MyError(Exception): pass\ndef f():\n  class Inner(MyError): pass\n  raise"
+            " Inner('i')\nf()"
+        ),
         "f.<locals>.Inner: i",
         1,
     ),
@@ -83,7 +91,10 @@ def test_exception_groups(tmp_path: Path) -> None:
 
 
 def test_a_group_as_the_cause_of_another(tmp_path: Path) -> None:
-    code = "try: raise ExceptionGroup('many', [ValueError(1)])\nexcept* ValueError as e: raise KeyError('k') from e"
+    code = (
+        "try: raise ExceptionGroup('many', [ValueError(1)])\nexcept* ValueError as e: raise"
+        " KeyError('k') from e"
+    )
     data = stderr_of(code, tmp_path)
     assert need(data).text.strip("\n") == data.decode().strip("\n")
 
@@ -125,10 +136,10 @@ def test_exceptions_that_python_ignores_are_no_cause(tmp_path: Path) -> None:
 
 
 NOISE = (
-    b"[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not called\n"
-    b"[rank0]:[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning: more\n"
-    b"/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: leaked semaphore\n"
-    b"  warnings.warn('resource_tracker: There appear to be 1 leaked')\n"
+    b"[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not"
+    b" called\n[rank0]:[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning:"
+    b" more\n/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: leaked"
+    b" semaphore\n  warnings.warn('resource_tracker: There appear to be 1 leaked')\n"
 )
 
 
@@ -158,7 +169,11 @@ def test_the_last_of_several_counts_with_its_own_time() -> None:
     finder.feed(b"\nretrying\nTraceback (most", 2.0)
     finder.feed(b' recent call last):\n  File "x.py", line 1, in f\nTypeError: second\n', 3.0)
     assert finder.last_traceback is not None
-    assert (finder.last_traceback.at, finder.last_traceback.summary, finder.last_traceback.lines_after) == (
+    assert (
+        finder.last_traceback.at,
+        finder.last_traceback.summary,
+        finder.last_traceback.lines_after,
+    ) == (
         2.0,
         "TypeError: second",
         0,

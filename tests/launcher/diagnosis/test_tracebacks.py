@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.launcher.diagnosis import tracebacks as traces
-from pdrun.launcher.diagnosis.tracebacks import is_launcher_file, parse_exceptions, extract_user_frames
+from pdrun.launcher.diagnosis.tracebacks import (
+    extract_user_frames,
+    is_launcher_file,
+    parse_exceptions,
+)
 
 PLAIN = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -90,7 +94,8 @@ def test_which_files_are_the_launchers():
     )
     assert not any(
         map(
-            is_launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")
+            is_launcher_file,
+            ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py"),
         )
     )
 

@@ -20,9 +20,9 @@ from pdrun.launcher.plan.start_method import BASE_MODULES, fork_server_command
 from pdrun.launcher.supervisor import warm_client, warm_start
 from pdrun.launcher.supervisor.events import (
     Exited,
+    ForkServerStatus,
     Spawned,
     SpawnFailed,
-    ForkServerStatus,
     WarmProcess,
     WorkerCommand,
 )
@@ -64,7 +64,7 @@ class Bench:
         """Start a program; return its slot."""
         self.slots += 1
         null = os.open(os.devnull, os.O_RDWR)
-        command = WorkerCommand(self.slots, argv, {**self.env, **(env or {})}, cwd, cpus, start)  # type: ignore[arg-type]
+        command = WorkerCommand(self.slots, argv, {**self.env, **(env or {})}, cwd, cpus, start)
         self.driver.supervisor.spawn(command, null if stdin is None else stdin, out, err)
         os.close(null)
         return self.slots
@@ -109,7 +109,7 @@ class Bench:
 
     def both(self, *argv: str, **more: object) -> tuple[Ended, Ended]:
         """Run a program forked and executed."""
-        return self.run(*argv, **more), self.run(*argv, start="exec", **more)  # type: ignore[arg-type]
+        return self.run(*argv, **more), self.run(*argv, start="exec", **more)
 
     def pid(self, slot: int) -> int:
         """The pid of a program that was started."""

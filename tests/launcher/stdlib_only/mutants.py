@@ -50,7 +50,8 @@ MUTANTS = (
     Mutant(
         "the import makes a pool",
         "launcher/stdlib_only/import_env.py",
-        'return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}',
+        'return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS":'
+        ' "1"}',
         "return dict(environ)",
         f"{DECISION}the_import_runs_with_one_thread",
     ),
@@ -93,7 +94,8 @@ MUTANTS = (
     Mutant(
         "multiprocessing's key",
         "launcher/stdlib_only/forked_worker.py",
-        'process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))',
+        'process._current_process._config["authkey"] ='
+        " process.AuthenticationString(os.urandom(32))",
         "pass",
         f"{HAZARDS}random_state_is_fresh_in_every_worker[cold]",
     ),

@@ -1,4 +1,7 @@
-"""The hazards of forking a process that has imported torch: each is looked for where it would show."""
+"""
+The hazards of forking a process that has imported torch: each is looked for where it would
+show.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.supervisor.events import Exited, Spawned, ForkServerStatus, Swept
+from pdrun.launcher.supervisor.events import Exited, ForkServerStatus, Spawned, Swept
 from tests.launcher.stdlib_only.conftest import Bench, starter_of
 from tests.lib.supervisor_driver import is_alive, supervisor_driver, wait_until
 
@@ -219,11 +222,17 @@ def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path:
     ("text", "why"),
     [
         (
-            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            (
+                "import threading\nthreading.Thread(target=threading.Event().wait,"
+                " daemon=True).start()"
+            ),
             "left 2 threads",
         ),
         (
-            "file = open('/dev/loop-control' if __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')",
+            (
+                "file = open('/dev/loop-control' if"
+                " __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')"
+            ),
             "opened /dev/",
         ),
         (
@@ -308,13 +317,18 @@ def test_nothing_outlives_a_killed_agent_or_keeper(script: Path) -> None:
             else:
                 os.kill(driver.supervisor.pid, signal.SIGKILL)
                 with pytest.raises(Exception, match="supervisor process"):
-                    wait_until(lambda driver=driver: list(driver.supervisor.read_events()) and False, 5)
-            wait_until(lambda started=started: not any(map(is_alive, started)), 1.0, "everything gone")
+                    wait_until(
+                        lambda driver=driver: list(driver.supervisor.read_events()) and False, 5
+                    )
+            wait_until(
+                lambda started=started: not any(map(is_alive, started)), 1.0, "everything gone"
+            )
 
 
 def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -> None:
     script.write_text(
-        "import gc, os, time\nprint(gc.get_freeze_count() > 100, flush=True)\ntime.sleep(0.5)\nos._exit(9)\n"
+        "import gc, os, time\nprint(gc.get_freeze_count() > 100,"
+        " flush=True)\ntime.sleep(0.5)\nos._exit(9)\n"
     )
     with supervisor_driver() as driver:
         bench = Bench(driver)
@@ -325,9 +339,11 @@ def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -
         assert driver.wait(Spawned, slot).pid > 0
         starter = next(
             int(child)
-            for child in Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
-            .read_text()
-            .split()
+            for child in (
+                Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
+                .read_text()
+                .split()
+            )
             if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
         )
         os.kill(starter, signal.SIGKILL)

@@ -120,14 +120,27 @@ ENDINGS = {
     "null": b"x = 1\0\n",
     "interrupt": "raise KeyboardInterrupt",
     "sigint": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)",
-    "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(9)",
-    "pipe": "import os, signal\nprint(signal.getsignal(signal.SIGPIPE))\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')",
-    "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno, a[2] is a[1].__traceback__)\n1 / 0",
+    "sigterm": (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(9)"
+    ),
+    "pipe": (
+        "import os, signal\nprint(signal.getsignal(signal.SIGPIPE))\nr, w ="
+        " os.pipe()\nos.close(r)\nos.write(w, b'x')"
+    ),
+    "hook": (
+        "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno, a[2]"
+        " is a[1].__traceback__)\n1 / 0"
+    ),
     "unraisable": "class A:\n    def __del__(self): raise ValueError('late')\na = A()\ndel a",
     "hard": "import os\nprint('not flushed', end='')\nos._exit(5)",
-    "thread": "import threading\ndef f(): raise ValueError('in thread')\nt = threading.Thread(target=f, name='t')\nt.start()\nt.join()",
+    "thread": (
+        "import threading\ndef f(): raise ValueError('in thread')\nt = threading.Thread(target=f,"
+        " name='t')\nt.start()\nt.join()"
+    ),
     "assert": "assert 1 == 2, 'no'",
-    "warning": "import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)",
+    "warning": (
+        "import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)"
+    ),
     "abort": "import os\nos.abort()",
     "chdir and raise": "import os\nos.chdir('/')\nraise ValueError('after chdir')",
     "deleted stdout": "import sys\ndel sys.stdout\nprint('x')",

@@ -123,10 +123,10 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("row", [*run_options.RUN_OPTIONS, *aliases.ALIAS_OPTIONS], ids=lambda row: row.names[0])
-def test_every_option_that_changes_the_start_of_workers_is_known(
-    row: Option, folder: Path
-) -> None:
+@pytest.mark.parametrize(
+    "row", [*run_options.RUN_OPTIONS, *aliases.ALIAS_OPTIONS], ids=lambda row: row.names[0]
+)
+def test_every_option_that_changes_the_start_of_workers_is_known(row: Option, folder: Path) -> None:
     """
     With any other option the guess is what the plan asks for, or the command line is refused with
     that value.
@@ -186,7 +186,9 @@ def begun() -> tuple[int, int]:
     assert keeper is not None
 
     def starters() -> list[int]:
-        return [child.pid for child in process_tree.list_children(keeper) if "fork_server" in str(child)]
+        return [
+            child.pid for child in process_tree.list_children(keeper) if "fork_server" in str(child)
+        ]
 
     until(lambda: len(starters()) == 1, "the starter runs", 20)
     return keeper.pid, starters()[0]
@@ -225,7 +227,9 @@ def test_what_the_plan_asks_for_is_taken_over() -> None:
             return bool(told)
 
         until(ready, "it is ready", 60)
-        assert told == [ForkServerStatus(fork_client.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
+        assert (
+            told == [ForkServerStatus(fork_client.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
+        )
     finally:
         keeper.close()
     assert not any(map(running, pids))

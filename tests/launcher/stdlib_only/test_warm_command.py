@@ -75,7 +75,9 @@ def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
 
 
 def test_functions_and_exec_do_without() -> None:
-    assert "-P" in why_unusable(FITTING, ("/p/python", "-P", "-m", "x"), (), "2.13.0", {"HOME": "/h"})
+    assert "-P" in why_unusable(
+        FITTING, ("/p/python", "-P", "-m", "x"), (), "2.13.0", {"HOME": "/h"}
+    )
     assert choose(replace(FIT, warm=(FITTING,)), "exec", env={"HOME": "/h"}).warm == ""
 
 
@@ -86,7 +88,7 @@ def test_the_first_that_fits_is_used() -> None:
 
 
 # The command
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Node:
 
     def job(self, *words: str, **more: object) -> tuple[int, str, str]:
         """Run a job on the CPU that writes no files."""
-        return self.run("--backend", "cpu", "--no-files", "--prefix", "none", *words, **more)  # type: ignore[arg-type]
+        return self.run("--backend", "cpu", "--no-files", "--prefix", "none", *words, **more)
 
     def status(self) -> list[dict]:
         """What ``pdrun warm status --json`` says."""
@@ -358,7 +360,8 @@ def test_a_token_and_the_jobs_variables_never_reach_it(node: Node, warm: int) ->
 def test_another_namespace_is_told(node: Node, warm: int) -> None:
     _, out, _ = node.job("--dry-run", node.write(FORKED), prefix=("unshare", "--uts"))
     assert (
-        f"the warm process {warm} is not used: its namespace uts differs from that of this process" in out
+        f"the warm process {warm} is not used: its namespace uts differs from that of this process"
+        in out
     )
 
 

@@ -23,7 +23,7 @@ from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import inherited_state
 from pdrun.launcher.supervisor import warm_client, warm_start
-from pdrun.launcher.supervisor.events import Exited, Spawned, ForkServerStatus, WarmProcess
+from pdrun.launcher.supervisor.events import Exited, ForkServerStatus, Spawned, WarmProcess
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.stdlib_only.conftest import Bench, plain_environment, said, warm_process
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
@@ -69,7 +69,7 @@ def sleepers(bench: Bench, script: Path, count: int = 1) -> list[int]:
 
 
 # Who is answered
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 HOSTILE = (
@@ -112,7 +112,9 @@ def test_hostile_bytes_end_a_connection_and_nothing_else(light: WarmProcess, fol
     assert len(held) <= 5, held  # three streams, the listener, and what `said` has just left
 
 
-def test_more_connections_than_it_takes_are_closed_at_once(light: WarmProcess, folder: Path) -> None:
+def test_more_connections_than_it_takes_are_closed_at_once(
+    light: WarmProcess, folder: Path
+) -> None:
     many = []
     with contextlib.suppress(OSError):
         for _ in range(200):
@@ -120,7 +122,9 @@ def test_more_connections_than_it_takes_are_closed_at_once(light: WarmProcess, f
     for client in many:
         client.close()
     wait_until(
-        lambda: warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}).collect_answers(), 10, "an answer"
+        lambda: warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}).collect_answers(),
+        10,
+        "an answer",
     )
     assert said(folder).pid == light.pid
 
@@ -176,7 +180,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 # What is borrowed
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_jobs_at_once_do_not_see_each_other(light: WarmProcess, folder: Path, script: Path) -> None:
@@ -184,7 +188,8 @@ def test_jobs_at_once_do_not_see_each_other(light: WarmProcess, folder: Path, sc
     Environment, descriptors and memory: of a neighbour's, of the warm process's, of one before.
     """
     script.write_text(
-        "import os\nprint(sorted(os.environ), sorted(int(n) for n in os.listdir('/proc/self/fd')))\n"
+        "import os\nprint(sorted(os.environ), sorted(int(n) for n in"
+        " os.listdir('/proc/self/fd')))\n"
     )
     secret = os.urandom(12).hex()
     with contextlib.ExitStack() as stack:
@@ -277,7 +282,7 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
 
 
 # What ends when
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("warm_too", [False, True])
@@ -339,7 +344,9 @@ def test_a_stopped_keeper_wakes_when_its_agent_is_gone(light: WarmProcess, scrip
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_job_goes_on_when_the_warm_process_ends(light: WarmProcess, script: Path, how: str) -> None:
+def test_a_job_goes_on_when_the_warm_process_ends(
+    light: WarmProcess, script: Path, how: str
+) -> None:
     script.write_text(
         "import os, sys\nprint(os.getppid(), len(sys.stdin.readline()), flush=True)\nsys.exit(7)\n"
     )
@@ -373,7 +380,9 @@ def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, scri
             read, write = os.pipe()
             slot = bench.start((sys.executable, str(script)), write, write, stdin=read)
             wait_until(
-                lambda: said(folder).unused_seconds > found.idle_seconds, 20, "a job longer than that"
+                lambda: said(folder).unused_seconds > found.idle_seconds,
+                20,
+                "a job longer than that",
             )  # each question wakes it
             os.write(write, b"\n")
             assert bench.driver.wait(Exited, slot, 20).status == 0
@@ -397,9 +406,9 @@ def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: WarmProce
 def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: WarmProcess) -> None:
     os.kill(light.pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(light.pid), 5)
-    assert warm_start.remove_dead(warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
-        Path(light.socket).name
-    ]
+    assert warm_start.remove_dead(
+        warm_client.WarmScan({"XDG_RUNTIME_DIR": str(folder.parent)}), print
+    ) == [Path(light.socket).name]
     assert not Path(light.socket).exists()
 
 
@@ -446,7 +455,10 @@ def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
         ("raise OSError('no library')", "OSError: no library"),
         ("import os\nos._exit(3)", "ended during the import"),
         (
-            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            (
+                "import threading\nthreading.Thread(target=threading.Event().wait,"
+                " daemon=True).start()"
+            ),
             "left 2 threads",
         ),
     ],
@@ -544,7 +556,9 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
         thread.start()
         wait_until(lambda: said, what="a word")
         assert (
-            "waiting for another pdrun warm" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
+            "waiting for another pdrun warm" in said[0]
+            and str(tmp_path / "w") in said[0]
+            and not inside.is_set()
         )
     assert inside.wait(10)
     thread.join(10)

@@ -17,18 +17,25 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.stdlib_only.process_tree import KILL_SECONDS, kill_process, find_process
+from pdrun.launcher.stdlib_only.process_tree import KILL_SECONDS, find_process, kill_process
 from pdrun.launcher.supervisor import boot, client
 from pdrun.launcher.supervisor.events import (
     Exited,
+    ForkServerStatus,
     Spawned,
     SpawnFailed,
-    ForkServerStatus,
     Swept,
     WorkerCommand,
 )
 from pdrun.rendezvous.transport.zmq_util import wait_readable
-from tests.lib.supervisor_driver import REPOSITORY, is_alive, supervisor_driver, python, read_pid, wait_until
+from tests.lib.supervisor_driver import (
+    REPOSITORY,
+    is_alive,
+    python,
+    read_pid,
+    supervisor_driver,
+    wait_until,
+)
 from tests.lib.timing import in_starts
 
 DETACHED = """
@@ -239,7 +246,10 @@ def test_helper_that_ends_by_itself_is_left_to_do_so(driver, tmp_path):
 
 def test_leftover_that_hides_goes_with_the_last_worker(driver, tmp_path):
     inner = f"echo $$ > {tmp_path}/pid; exec sleep 600"
-    hidden = f"import os; os.execve('/usr/bin/setsid', ['setsid', '--fork', '/bin/sh', '-c', {inner!r}], {{}})"
+    hidden = (
+        f"import os; os.execve('/usr/bin/setsid', ['setsid', '--fork', '/bin/sh', '-c', {inner!r}],"
+        " {})"
+    )
     driver.start(0, python(hidden))
     driver.wait(Exited)
     left = read_pid(tmp_path / "pid")
@@ -282,7 +292,11 @@ def test_killed_agent_leaves_nothing(tmp_path):
         keeper, leader = map(int, agent.stdout.readline().split())
         left = read_pid(pid_file)
         agent.kill()
-        wait_until(lambda: not (is_alive(left) or is_alive(leader) or is_alive(keeper)), 4, "everything to end")
+        wait_until(
+            lambda: not (is_alive(left) or is_alive(leader) or is_alive(keeper)),
+            4,
+            "everything to end",
+        )
     finally:
         agent.kill()
         agent.communicate()
@@ -357,8 +371,12 @@ def test_a_keeper_that_does_not_answer_is_ended(tmp_path, monkeypatch):
             assert list(driver.supervisor.read_events()) == []
         os.kill(driver.supervisor.pid, signal.SIGSTOP)
         begin = time.monotonic()
-        with pytest.raises(PdrunError, match=r"supervisor process \d+ did not answer for .* was killed"):
-            wait_until(lambda: driver.supervisor.read_events() or driver.supervisor.send_ping() is None)
+        with pytest.raises(
+            PdrunError, match=r"supervisor process \d+ did not answer for .* was killed"
+        ):
+            wait_until(
+                lambda: driver.supervisor.read_events() or driver.supervisor.send_ping() is None
+            )
         assert time.monotonic() - begin >= 0.1 * client.MAX_UNANSWERED_PINGS
         assert not is_alive(driver.supervisor.pid)
         assert not is_alive(worker)
@@ -494,7 +512,8 @@ def outcome(driver, slot):
         if wait_readable(driver.supervisor.fileno(), wait=0.1):
             driver.events += driver.supervisor.read_events()
         return any(
-            isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.events
+            isinstance(event, Exited | SpawnFailed) and event.slot == slot
+            for event in driver.events
         )
 
     wait_until(ended)
@@ -540,7 +559,9 @@ def fork_order(driver, slot):
 def test_a_fork_that_cannot_be_ordered_leaves_its_slot_free(monkeypatch, tmp_path, early):
     """The second pipe: the first one is the starter's."""
     with failing_driver(monkeypatch, "pipe2", 2) as driver:
-        driver.supervisor.start_fork_server(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        driver.supervisor.start_fork_server(
+            WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/")
+        )
         if early:
             fork_order(driver, 0)
         (tmp_path / "go").touch()
@@ -556,7 +577,9 @@ def test_a_fork_that_cannot_be_ordered_leaves_its_slot_free(monkeypatch, tmp_pat
 def test_a_starter_that_cannot_be_started_is_told_and_done_without(monkeypatch, tmp_path, name):
     with failing_driver(monkeypatch, name, 1) as driver:
         before = descriptors(driver)
-        driver.supervisor.start_fork_server(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        driver.supervisor.start_fork_server(
+            WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/")
+        )
         why = driver.wait(ForkServerStatus, None).why
         assert why == "the fork server could not be started: Too many open files"
         assert descriptors(driver) == before

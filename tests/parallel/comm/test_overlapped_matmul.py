@@ -135,7 +135,9 @@ def test_products_that_are_added_up(
 
 def test_a_pitched_copy_is_laid_out_as_cuda_has_it() -> None:
     """CUDA_MEMCPY2D of cuda.h, on 64 bits."""
-    places = {name: getattr(cuda_copy._Memcpy2D, name).offset for name, _ in cuda_copy._Memcpy2D._fields_}
+    places = {
+        name: getattr(cuda_copy._Memcpy2D, name).offset for name, _ in cuda_copy._Memcpy2D._fields_
+    }
     assert places["from_kind"] == 16 and places["from_device"] == 32 and places["from_pitch"] == 48
     assert places["to_kind"] == 72 and places["to_device"] == 88 and places["to_pitch"] == 104
     assert (places["width"], places["rows"], ctypes.sizeof(cuda_copy._Memcpy2D)) == (112, 120, 128)
@@ -185,7 +187,9 @@ def test_products_begin_before_what_they_read_has_come(bias: bool) -> None:
     assert "mm" not in found and "addmm" not in found
     assert found.index("start_all_gather") < found.index("all_gather_matmul") < found.index("wait")
     assert found.count("add") == (2 if bias else 0)
-    (joint,) = [node for node in draft.graph.nodes if node.target is custom_ops.ALL_GATHER_MATMUL_OP]
+    (joint,) = [
+        node for node in draft.graph.nodes if node.target is custom_ops.ALL_GATHER_MATMUL_OP
+    ]
     assert [weight.target for weight in joint.args[4]] == [ATEN.permute.default] * 2
     (wait,) = [node for node in draft.graph.nodes if node.target is custom_ops.WAIT_OP]
     assert {node.args[0] for node in wait.args[1] if node.op == "call_function"} == {joint}
@@ -253,7 +257,9 @@ def test_sums_of_products_are_made_part_by_part(terms: int) -> None:
     found = draft.ordered(part)
     assert not {"mm", "add", "view", "reduce_scatter"}.intersection(found)
     (joint,) = [
-        node for node in draft.graph.nodes if node.target is OURS.start_matmul_reduce_scatter.default
+        node
+        for node in draft.graph.nodes
+        if node.target is OURS.start_matmul_reduce_scatter.default
     ]
     assert [len(joint.args[0]), joint.args[1], len(joint.args[2]), *joint.args[3:]] == [
         terms,

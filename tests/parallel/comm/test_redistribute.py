@@ -35,7 +35,9 @@ def _held(view: View, rank: int, dense: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(simulate.held(view, rank, dense.numpy())))
 
 
-def _compare(source: View, target: View, axes: MeshGroups, seed: int, whole_way: bool = False) -> None:
+def _compare(
+    source: View, target: View, axes: MeshGroups, seed: int, whole_way: bool = False
+) -> None:
     """
     Go from one view to another with values and gradients, and hold both against dense tensors.
     """
@@ -44,7 +46,10 @@ def _compare(source: View, target: View, axes: MeshGroups, seed: int, whole_way:
         torch.randn(source.shape, generator=dice, dtype=torch.float64) for _ in range(2)
     )
     terms = torch.randn(
-        source.grid.group_size(source.layout.sums), *source.shape, generator=dice, dtype=torch.float64
+        source.grid.group_size(source.layout.sums),
+        *source.shape,
+        generator=dice,
+        dtype=torch.float64,
     )
     terms[0] += dense - terms.sum(0)
     here = source.grid.group_index(source.layout.sums, axes.rank)

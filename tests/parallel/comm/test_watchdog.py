@@ -59,7 +59,10 @@ class Work:
 @pytest.mark.parametrize(
     "words",
     [
-        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6828. This is typically",
+        (
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6828. This is"
+            " typically"
+        ),
         "[gloo/transport/tcp/pair.cc:1] Connection reset by peer",
         "ncclRemoteError: a peer",
         "writev: Broken pipe",
@@ -95,7 +98,8 @@ def test_another_error_of_a_collective_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", ["", "watchdog.start_watchdog(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"]
+    "more",
+    ["", "watchdog.start_watchdog(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"],
 )
 def test_no_thread_is_in_a_call_when_python_is_taken_down(more: str) -> None:
     """It would end the process with SIGABRT: "terminate called without an active exception"."""
@@ -109,7 +113,9 @@ def test_no_thread_is_in_a_call_when_python_is_taken_down(more: str) -> None:
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_long() -> None:
-    program = PROGRAM.replace("{more}", "watchdog.CLOSE_SECONDS = 0.2; Late.__del__ = lambda self: None")
+    program = PROGRAM.replace(
+        "{more}", "watchdog.CLOSE_SECONDS = 0.2; Late.__del__ = lambda self: None"
+    )
     program = program.replace("seconds=0.3", "seconds=50")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30

@@ -193,7 +193,9 @@ def outputs() -> None:
     with torch.no_grad():
         whole = run.model(batch["tokens"])
     assert isinstance(run.state.sequence_slicer, ContextParallel)
-    torch.testing.assert_close(found, run.state.sequence_slicer.sequences(run.axes).take_positions(whole, 1))
+    torch.testing.assert_close(
+        found, run.state.sequence_slicer.sequences(run.axes).take_positions(whole, 1)
+    )
 
 
 def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:

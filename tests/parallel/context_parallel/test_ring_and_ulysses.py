@@ -53,11 +53,15 @@ def test_parts_are_all_of_a_sequence(length: int, parts: int, order: str) -> Non
 def test_blocks_are_each_pair_once(
     length: int, parts: int, order: str, causal: bool, data: Any
 ) -> None:
-    q, k = (positions_of(length, parts, data.draw(st.integers(0, parts - 1)), order) for _ in range(2))
+    q, k = (
+        positions_of(length, parts, data.draw(st.integers(0, parts - 1)), order) for _ in range(2)
+    )
     found: dict[tuple[int, int], int] = {}
     for block in attention_blocks(q, k, causal):
         rows = [place for low, high in positions_within(q, *block.q) for place in range(low, high)]
-        columns = [place for low, high in positions_within(k, *block.k) for place in range(low, high)]
+        columns = [
+            place for low, high in positions_within(k, *block.k) for place in range(low, high)
+        ]
         for i, row in enumerate(rows):
             for column in columns[: i + 1] if block.causal else columns:
                 found[row, column] = found.get((row, column), 0) + 1
@@ -81,7 +85,12 @@ def test_zigzag_gives_every_rank_the_same_to_do() -> None:
             assert len(found) == 1
             size = (found[0].q[1] - found[0].q[0]) * (found[0].k[1] - found[0].k[0])
             assert size == (256 if me == other else 128)  # the causal one is half empty
-    assert attention_blocks(positions_of(64, 4, 0, "contiguous"), positions_of(64, 4, 3, "contiguous"), True) == ()
+    assert (
+        attention_blocks(
+            positions_of(64, 4, 0, "contiguous"), positions_of(64, 4, 3, "contiguous"), True
+        )
+        == ()
+    )
 
 
 # ---- against whole sequences ------------------------------------------------
@@ -236,7 +245,10 @@ def test_ulysses_with_a_mask(worlds: Any, mask: str) -> None:
 def under_autocast() -> None:
     """Hold a ring under autocast against torch's attention there."""
     axis = axes_of(Grid(("cp",), (torch.distributed.get_world_size(),)))["cp"]
-    case, mine = _case(12, 4, 4, torch.float32, ""), positions_of(12, axis.size, axis.index, "zigzag")
+    case, mine = (
+        _case(12, 4, 4, torch.float32, ""),
+        positions_of(12, axis.size, axis.index, "zigzag"),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         whole = scaled_dot_product_attention(case["q"], case["k"], case["v"], is_causal=True)
         q, k, v = (_take(case[name], mine, 2).requires_grad_() for name in ("q", "k", "v"))
@@ -262,7 +274,9 @@ def test_kernels_of_accelerators_take_what_they_are_given(
     out, lse = block_attention.attend_block(q, k, k, False, 0.3, block_attention.ScoreTerms())
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     done = block_attention.AttentionResult(torch.empty_like(q), out, lse)
-    dq, dk, dv, scores = block_attention.attend_block_backward(done, q, k, k, False, 0.3, block_attention.ScoreTerms())
+    dq, dk, dv, scores = block_attention.attend_block_backward(
+        done, q, k, k, False, 0.3, block_attention.ScoreTerms()
+    )
     assert (dq.shape, dk.shape, dv.shape, scores) == (q.shape, k.shape, k.shape, None)
 
 
@@ -313,8 +327,14 @@ def travels() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AxisGroup, "start_shift", saying("send", AxisGroup.start_shift))
         patch.setattr(PendingTensor, "wait", saying("wait", PendingTensor.wait))
-        patch.setattr(block_attention, "attend_block", saying("forward", block_attention.attend_block))
-        patch.setattr(block_attention, "attend_block_backward", saying("backward", block_attention.attend_block_backward))
+        patch.setattr(
+            block_attention, "attend_block", saying("forward", block_attention.attend_block)
+        )
+        patch.setattr(
+            block_attention,
+            "attend_block_backward",
+            saying("backward", block_attention.attend_block_backward),
+        )
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
         ring_attention(q, q, q, axis).sum().backward()
     return said

@@ -98,7 +98,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """``[batch, positions]`` to logits; keys whose token is 0 are not seen."""
-        return self.head(self.layers(self.wte(tokens), src_key_padding_mask=tokens == 0))  # type: ignore[no-any-return]
+        return self.head(self.layers(self.wte(tokens), src_key_padding_mask=tokens == 0))
 
 
 class Cross(Lm):
@@ -245,7 +245,11 @@ def some_heads(settings: dict[str, Any]) -> None:
 
     def attend(low: int, high: int) -> torch.Tensor:
         thrown.begin_forward(1, 0, range(3), torch.device("cpu"))
-        with thrown.patched_dropout(), parallel.patched_attention(axes), shard_region({1: (low, high, 4)}):
+        with (
+            thrown.patched_dropout(),
+            parallel.patched_attention(axes),
+            shard_region({1: (low, high, 4)}),
+        ):
             heads = (x[:, low:high] for x in (q, k, v))
             return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
 

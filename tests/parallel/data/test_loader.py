@@ -86,7 +86,7 @@ def test_a_dataset_leaves_the_program_s_own_randomness_alone() -> None:
 def test_loaders_of_torch() -> None:
     data = TensorDataset(torch.arange(10))
     made = loader.from_torch(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
-    assert made == Loader(data, 4, True, True, made.collate if made else None)  # type: ignore[arg-type]
+    assert made == Loader(data, 4, True, True, made.collate if made else None)
     with pytest.raises(
         UsageError, match=r"WeightedRandomSampler is not supported; use pdrun\.Loader"
     ):
@@ -153,7 +153,7 @@ def strategies(value: Any, rows: int) -> float:
     batch = zoo.batch_of(8, 0)
     if value == "data_parallel":
         rank = torch.distributed.get_rank()
-        batch = tuple(part[rank * rows : (rank + 1) * rows] for part in batch)  # type: ignore[assignment]
+        batch = tuple(part[rank * rows : (rank + 1) * rows] for part in batch)
     return run.step(batch).loss
 
 

@@ -115,8 +115,12 @@ def test_a_wrong_number_in_a_tensor_map() -> None:
 
 def test_counts_with_fewer_parts_than_devices_repeat_at_the_end() -> None:
     bound = layout_from_counts((2, 1), 8)
-    assert bound.grid == Grid(("d0", "d1", REPEAT_AXIS), (2, 1, 4)) and bound.layout == L("d0", None)
-    assert [bound.view_of((4, 4)).ranges_of(rank)[0][0] for rank in range(8)] == [(0, 2)] * 4 + [(2, 4)] * 4
+    assert bound.grid == Grid(("d0", "d1", REPEAT_AXIS), (2, 1, 4)) and bound.layout == L(
+        "d0", None
+    )
+    assert [bound.view_of((4, 4)).ranges_of(rank)[0][0] for rank in range(8)] == [(0, 2)] * 4 + [
+        (2, 4)
+    ] * 4
     assert layout_from_counts((4, 2), 8).grid == Grid(("d0", "d1"), (4, 2))
 
 
@@ -169,7 +173,10 @@ def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
         ((1, True), "a layout must be an L"),
         (Layout((2, 2), ("a", "b"))("a"), "has 4 devices"),
         (Layout((8, 2), ("a", "b"))("b"), "made of no whole axes"),
-        (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL_AXIS))("a", VIRTUAL_AXIS), "no axis of the mesh"),
+        (
+            Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL_AXIS))("a", VIRTUAL_AXIS),
+            "no axis of the mesh",
+        ),
     ],
 )
 def test_what_is_no_layout_on_the_mesh(value: Any, text: str) -> None:

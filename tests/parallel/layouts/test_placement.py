@@ -108,7 +108,9 @@ def test_the_list_of_ranks_is_enough_and_tight(
 @given(placements(), placements())
 def test_parts_touch_where_they_share_elements(a: Placement, b: Placement) -> None:
     for name, shape in SHAPES.items():
-        for first, second in itertools.product(a.holders_of(name, shape), b.holders_of(name, shape)):
+        for first, second in itertools.product(
+            a.holders_of(name, shape), b.holders_of(name, shape)
+        ):
             assert shards_overlap(first, second) == bool(
                 (cells(first, shape) & cells(second, shape)).any()
             )
@@ -260,7 +262,7 @@ def test_placements_as_strategy_files(placement: Placement) -> None:
     again = from_mindspore(json.loads(json.dumps(value)))
     stages = {one["stage"] for one in value["parallel_strategy_item"].values()}
     if max(stages) + 1 < placement.grid.degree("pp"):
-        return  # the file doesn't say how many stages there are beyond the last that holds something
+        return  # the file does not record how many empty stages follow
     for name, shape in SHAPES.items():
         ranks = range(placement.grid.size)
         own = Placement(
@@ -271,9 +273,9 @@ def test_placements_as_strategy_files(placement: Placement) -> None:
                 )
             },
         )
-        assert [again.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0] == [
-            own.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0
-        ]
+        assert [
+            again.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0
+        ] == [own.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0]
 
 
 def test_axes_that_are_no_neighbours_have_no_form() -> None:

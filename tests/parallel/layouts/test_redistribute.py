@@ -272,7 +272,10 @@ def test_without_a_common_form_everything_is_gathered() -> None:
 def test_what_it_costs() -> None:
     gather = redistribute(L(None, "y"), L(None, None), (8, 16), XY)
     assert (gather.sent_bytes(4), gather.sent_bytes(4, backward=True)) == (4 * 96, 0)
-    assert gather.estimate_seconds(1.0, 0.0, 4) == 3 and gather.estimate_seconds(0.0, 2.0, 4) == 2 * 4 * 96
+    assert (
+        gather.estimate_seconds(1.0, 0.0, 4) == 3
+        and gather.estimate_seconds(0.0, 2.0, 4) == 2 * 4 * 96
+    )
     cost = gather.mindspore_cost()
     assert (cost.forward, cost.backward) == (4 * 32 / 2, 32 / 2)
     assert (cost.computation, cost.memory) == (32 + 2 * 32 * 4, 2 * 32 * 4 + 32)

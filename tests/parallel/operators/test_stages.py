@@ -265,9 +265,12 @@ def test_weights_are_held_by_the_stages_that_use_them() -> None:
         plan, cut, {name: [name] for name, _ in piped.Inplace().named_parameters()}
     )
     assert found.loose_weights["places"] == (0,)
-    assert found.loose_weights["never"] == (0, 1, 2, 3), (
-        "nobody uses it: everybody keeps it, as without operators"
-    )
+    assert found.loose_weights["never"] == (
+        0,
+        1,
+        2,
+        3,
+    ), "nobody uses it: everybody keeps it, as without operators"
 
 
 def test_explain_shows_the_operators_of_each_stage() -> None:
@@ -276,7 +279,10 @@ def test_explain_shows_the_operators_of_each_stage() -> None:
     assert lines[:2] == ["operators over (tp=2)", "stage 0"]
     border = lines.index("stage 1")
     size = f"{4 * LENGTH * WIDTH * 4 // 2 / 1024:.1f} KiB"
-    sent = f"    to stage 1: blocks.1.add_1 [4, {LENGTH}, {WIDTH}] as [-, tp, -] ({size} forward, {size} backward)"
+    sent = (
+        f"    to stage 1: blocks.1.add_1 [4, {LENGTH}, {WIDTH}] as [-, tp, -] ({size} forward,"
+        f" {size} backward)"
+    )
     assert lines[border - 1] == sent
     assert any(line.startswith("blocks.1.up.linear") for line in lines[:border])
     assert any(line.startswith("blocks.2.up.linear") for line in lines[border:])
@@ -366,9 +372,10 @@ def test_dropouts_in_another_order_than_that_of_the_stages_are_refused() -> None
     ):
         located(Beside(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
     plan, _ = located(Beside().eval(), {}, 2, torch.zeros(4, 4), by={"two": 0, "one": 1})
-    assert sent_layouts(plan) == [{"drop.dropout": L(None, None)}, {}], (
-        "nothing drops: the branches may lie as one likes"
-    )
+    assert sent_layouts(plan) == [
+        {"drop.dropout": L(None, None)},
+        {},
+    ], "nothing drops: the branches may lie as one likes"
 
 
 def test_impossible_stages_are_refused_on_every_rank(worlds: Any) -> None:

@@ -14,7 +14,12 @@ from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.balance import split_by_cost, split_evenly
 from pdrun.parallel.pipeline.schedules.builders import make_schedule
 from pdrun.parallel.pipeline.schedules.schedule import parse_schedule
-from pdrun.parallel.pipeline.schedules.timeline import ActionCosts, bubble_share, draw_schedule, simulate_schedule
+from pdrun.parallel.pipeline.schedules.timeline import (
+    ActionCosts,
+    bubble_share,
+    draw_schedule,
+    simulate_schedule,
+)
 from pdrun.parallel.pipeline.schedules.validate import list_messages, validate_schedule
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 8), (8, 32)]
@@ -57,7 +62,8 @@ def test_the_bubble_has_its_closed_form(name: str, ranks: int, micros: int) -> N
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 2), (2, 1), (2, 3), (4, 2), (8, 4)])
 def test_chunks_divide_the_bubble(ranks: int, rounds: int, chunks: int) -> None:
     share = bubble_share(
-        make_schedule("interleaved", ranks, ranks * rounds, chunks), ActionCosts(forward=1, input=1, weight=1)
+        make_schedule("interleaved", ranks, ranks * rounds, chunks),
+        ActionCosts(forward=1, input=1, weight=1),
     )
     assert share / (1 - share) == pytest.approx((ranks - 1) / (ranks * rounds) / chunks)
 
@@ -68,7 +74,9 @@ def test_chunks_divide_the_bubble(ranks: int, rounds: int, chunks: int) -> None:
 def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, micros: int) -> None:
     for name, work in (("zero-bubble", 3 * micros), ("zero-bubble-v", 6 * micros)):
         assert simulate_schedule(make_schedule(name, ranks, micros)).duration == work + ranks - 1
-    assert simulate_schedule(make_schedule("1f1b", ranks, micros)).duration == 3 * (micros + ranks - 1)
+    assert simulate_schedule(make_schedule("1f1b", ranks, micros)).duration == 3 * (
+        micros + ranks - 1
+    )
 
 
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
@@ -103,7 +111,10 @@ def test_pictures(key: tuple[str, int, int]) -> None:
 
 
 def test_sends_cost_time() -> None:
-    assert simulate_schedule(make_schedule("gpipe", 3, 1), ActionCosts(send=0.5)).duration == 3 * 3 + 4 * 0.5
+    assert (
+        simulate_schedule(make_schedule("gpipe", 3, 1), ActionCosts(send=0.5)).duration
+        == 3 * 3 + 4 * 0.5
+    )
 
 
 def test_unequal_stages_wait_for_the_largest() -> None:
@@ -117,7 +128,9 @@ def test_unequal_stages_wait_for_the_largest() -> None:
 
 def test_a_schedule_of_the_users_own() -> None:
     lines = parse_schedule("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0")
-    listed = parse_schedule([[(0, "F", 0), (0, "F", 1), "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]])
+    listed = parse_schedule(
+        [[(0, "F", 0), (0, "F", 1), "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
+    )
     assert lines.rows == listed.rows
     assert validate_schedule(lines).live == (2, 2)
 

@@ -82,7 +82,10 @@ def refused(worlds: Any, case: Case) -> str:
             Case("borrow"),
             "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on",
         ),
-        (Case("peek"), "stage 1 of the model reads a value that stage 0 or an earlier one computed"),
+        (
+            Case("peek"),
+            "stage 1 of the model reads a value that stage 0 or an earlier one computed",
+        ),
         (
             Case("select"),
             "stage 1 of the model reads a value that stage 0 or an earlier one computed",

@@ -67,7 +67,13 @@ def test_lists_inside_of_modules_and_of_lists() -> None:
     }
     two = nn.Module()
     two.stem, two.low, two.high = nn.Conv2d(1, 1, 1), _sequence(2, 2, 2), _sequence(2, 2, 2)
-    assert split_model(two, 2).unit_stages == {"stem": 0, "low.0": 0, "low.1": 0, "high.0": 1, "high.1": 1}
+    assert split_model(two, 2).unit_stages == {
+        "stem": 0,
+        "low.0": 0,
+        "low.1": 0,
+        "high.0": 1,
+        "high.1": 1,
+    }
 
 
 def test_the_least_largest_stage() -> None:
@@ -118,7 +124,11 @@ def test_the_users_map() -> None:
         "head": 1,
     }
     spelt = split_model(model, 2, {"*": 0, "head": 1, "never": 1})
-    assert (spelt.unit_stages["head"], spelt.unit_stages["blocks.2"], spelt.loose_weights) == (1, 0, {"never": (1,)})
+    assert (spelt.unit_stages["head"], spelt.unit_stages["blocks.2"], spelt.loose_weights) == (
+        1,
+        0,
+        {"never": (1,)},
+    )
     assert split_model(model, 2, {"h*": 1, "*": 0}).unit_stages["head"] == 1
     inside = split_model(model, 2, {"blocks.2.up": 1, "blocks.2.down": 1, "norm": 1, "blocks.*": 0})
     assert [inside.unit_stages[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [
@@ -147,7 +157,9 @@ def test_the_users_map() -> None:
         "head": 1,
     }
     assert split_model(model, 2, inner).unit_stages["blocks.2"] == 1, "of globs the first"
-    assert [split_model(model, 2, inner).unit_stages[f"blocks.1.{name}"] for name in ("qkv", "up")] == [0, 1]
+    assert [
+        split_model(model, 2, inner).unit_stages[f"blocks.1.{name}"] for name in ("qkv", "up")
+    ] == [0, 1]
     last = split_model(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
     assert last.unit_stages == {
         "emb": 0,
@@ -168,7 +180,9 @@ def test_the_users_map() -> None:
 def test_shared_weights() -> None:
     found = split_model(Tiny(layers=3), 3, shared=["emb.weight"])
     assert found.loose_weights["emb.weight"] == (0, 2)
-    assert split_model(Tiny(layers=3), 3, shared={"emb.weight": [1]}).loose_weights["emb.weight"] == (0, 1)
+    assert split_model(Tiny(layers=3), 3, shared={"emb.weight": [1]}).loose_weights[
+        "emb.weight"
+    ] == (0, 1)
 
 
 def test_a_model_without_memory_is_cut_as_well() -> None:

@@ -242,7 +242,10 @@ raise KeyError("mine")
 
 
 def test_a_hook_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
-    body = "sys.excepthook = lambda kind, error, trace: print('mine', kind.__name__)\npdrun.init(group=False)"
+    body = (
+        "sys.excepthook = lambda kind, error, trace: print('mine', kind.__name__)\n"
+        "pdrun.init(group=False)"
+    )
     assert finish(start(tmp_path, body, HALF)) == (1, "mine ConfigError\n", "")
 
 

@@ -294,8 +294,10 @@ def test_sequences_are_sliced_and_gathered_where_configured(worlds: Any) -> None
 def test_a_sequence_that_does_not_divide_is_refused_with_the_place(worlds: Any) -> None:
     kind, text = worlds(4).failures(edges, 6)[0]
     assert kind == "UsageError"
-    assert text == (
-        "Strategy, layers.0: dim 1 of [3, 6, 32], the sequence, must be a multiple of 4; pad it to a multiple of 4"
+    assert (
+        text
+        == "Strategy, layers.0: dim 1 of [3, 6, 32], the sequence, must be a multiple of 4; pad it"
+        " to a multiple of 4"
     )
 
 
@@ -459,9 +461,9 @@ def lost_mark() -> str:
 
 def test_a_part_of_logits_is_not_taken_for_the_whole(worlds: Any) -> None:
     told = worlds(4).run(lost_mark)[0]
-    assert told == (
-        "cross_entropy: logits of 3 classes can be full or one rank's shard: their mark is missing; "
-        "pass the output of the head, not reshaped and not converted"
+    assert (
+        told == "cross_entropy: logits of 3 classes can be full or one rank's shard: their mark is"
+        " missing; pass the output of the head, not reshaped and not converted"
     )
 
 

@@ -42,9 +42,9 @@ def test_a_glob_that_matches_nothing() -> None:
 
 def test_a_module_with_two_styles() -> None:
     told = mistake({"*.wq": col("tp"), "layers.0.*.w[qk]": col("tp", gather=True)})
-    assert told == (
-        "Strategy, layers.0.attn.wq: it has two styles: '*.wq' (columns over tp) and 'layers.0.*.w[qk]' "
-        "(columns over tp, gathered); make one of the globs narrower"
+    assert (
+        told == "Strategy, layers.0.attn.wq: it has two styles: '*.wq' (columns over tp) and"
+        " 'layers.0.*.w[qk]' (columns over tp, gathered); make one of the globs narrower"
     )
     Strategy({"*.up": col("tp"), "layers.0.mlp.up": col("tp"), "*.down": row("tp")}).plan(
         build(), GRID
@@ -53,8 +53,8 @@ def test_a_module_with_two_styles() -> None:
 
 def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
     told = mistake(RULES, build(n_heads=8, n_kv=8), Grid(("tp",), (3,)))
-    assert told == (
-        "Strategy, layers.0.attn: 8 heads cannot be split over 3 ranks (tp); "
+    assert (
+        told == "Strategy, layers.0.attn: 8 heads cannot be split over 3 ranks (tp); "
         "these numbers of ranks fit: 1, 2, 4, 8"
     )
     told = mistake(RULES, build(n_heads=16, n_kv=2), Grid(("tp",), (32,)))
@@ -66,8 +66,8 @@ def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
 
 def test_tied_weights_that_would_be_cut_differently() -> None:
     told = mistake({"emb": vocab("tp")}, build(tied=True))
-    assert told == (
-        "Strategy, head.weight: it is tied to emb.weight, which is sharded differently; "
+    assert (
+        told == "Strategy, head.weight: it is tied to emb.weight, which is sharded differently; "
         "use one style for both: vocab(axis) for an embedding and its head"
     )
     assert "head.weight: it is tied to emb.weight" in mistake(
@@ -78,9 +78,10 @@ def test_tied_weights_that_would_be_cut_differently() -> None:
 def test_a_weight_without_a_style_in_an_attention() -> None:
     rules = {key: value for key, value in RULES.items() if "wo" not in key}
     told = mistake(rules)
-    assert told == (
-        "Strategy, layers.0.attn.wo.weight: it has no style, but layers.0.attn is sharded by heads; "
-        "replicate('tp') if it works on a rank's heads, replicate() if it works on all"
+    assert (
+        told
+        == "Strategy, layers.0.attn.wo.weight: it has no style, but layers.0.attn is sharded by"
+        " heads; replicate('tp') if it works on a rank's heads, replicate() if it works on all"
     )
 
 
@@ -220,12 +221,17 @@ def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
         "vocabulary over tp: emb, head",
         "heads over tp: layers.0-1.attn",
         "columns over tp: layers.0-1.attn.wq, layers.0-1.mlp.gate, layers.0-1.mlp.up",
-        "replicated over tp, each rank computes one of 2 heads: layers.0-1.attn.wk, layers.0-1.attn.wv",
+        (
+            "replicated over tp, each rank computes one of 2 heads: layers.0-1.attn.wk,"
+            " layers.0-1.attn.wv"
+        ),
         "rows over tp: layers.0-1.attn.wo, layers.0-1.mlp.down",
         "dim -1 sharded over tp: layers.0-1.mlp.thin",
         "replicated: layers.0.norm1.weight",
-        "not matched, replicated: layers.0-1.norm1.bias, layers.0-1.norm2.weight, layers.0-1.norm2.bias, "
-        "layers.1.norm1.weight, norm.weight, norm.bias",
+        (
+            "not matched, replicated: layers.0-1.norm1.bias, layers.0-1.norm2.weight,"
+            " layers.0-1.norm2.bias, layers.1.norm1.weight, norm.weight, norm.bias"
+        ),
     ]
     assert plan.shards["layers.1.mlp.up.weight"].ranges == (((38, 50),), ((0, 32),))
     assert plan.shards["layers.1.attn.wk.weight"].sum_axes == ("tp",)

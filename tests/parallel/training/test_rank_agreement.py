@@ -54,7 +54,10 @@ def make(options: list[dict[str, Any]]) -> None:
         ({"recompute": "full"}, "rank 1 has recompute=full, rank 0 has recompute=None"),
         (
             {"dataset_strategy": "full_batch"},
-            r"rank 1 has dataset_strategy=BatchSlicing\(dims=None, data_parallel=False, full_batch=True\)",
+            (
+                r"rank 1 has dataset_strategy=BatchSlicing\(dims=None, data_parallel=False,"
+                r" full_batch=True\)"
+            ),
         ),
     ],
 )
@@ -259,8 +262,10 @@ class Colour(enum.Enum):
         (nn.Linear, "Linear"),
         (
             Pipeline(4, stages={"a*": 0}),
-            "Pipeline(microbatches=4, schedule=1f1b, stages={a*: 0}, chunks=None, "
-            "balance=layers, shared=(), dynamic=False)",
+            (
+                "Pipeline(microbatches=4, schedule=1f1b, stages={a*: 0}, chunks=None, "
+                "balance=layers, shared=(), dynamic=False)"
+            ),
         ),
     ],
 )
@@ -298,7 +303,10 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
     [
         (
             "few",
-            "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; step takes a global batch",
+            (
+                "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; step takes a"
+                " global batch"
+            ),
         ),
         ("other", "rank 1 has contents of batch[0]="),
     ],

@@ -194,7 +194,7 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     run.state.engine.begin_gradients(True, True)
     for weight in run.state.engine.weights:
         weight.param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    run.state.engine._make_grad_hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
+    run.state.engine._make_grad_hook = lambda index: lambda param: None
     ledger.ignore_existing([*run.model.parameters(), *run.model.buffers(), *batch])
     with ledger:
         total, _ = run.state.compute_objective(run.model, batch, range(24), 0)

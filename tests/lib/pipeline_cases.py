@@ -219,9 +219,8 @@ class Case:
     def __str__(self) -> str:
         more = "-".join(f"{key}={value}" for key, value in (*self.more, *self.run))
         cut = f"tp{self.tp}-{self.cut}-" if self.cut else ""
-        return f"{self.model}-pp{self.pp}-dp{self.dp}-{cut}m{self.microbatches}-{more}-{self.rows}".replace(
-            " ", ""
-        )
+        sizes = f"pp{self.pp}-dp{self.dp}-{cut}m{self.microbatches}"
+        return f"{self.model}-{sizes}-{more}-{self.rows}".replace(" ", "")
 
 
 def make(case: Case) -> Run:

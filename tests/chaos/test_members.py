@@ -64,7 +64,7 @@ def test_rank_0_behind_an_address_that_is_not_its_own(bed: Bed) -> None:
         f"this node is rank 0, but {service} is not one of its addresses; add --serve if that is a"
         " service or NAT in front of it"
     )
-    assert hint in lost.err and lost.err.rstrip().endswith("add --serve"), lost.err
+    assert hint in lost.err and lost.err.rstrip().endswith(hint), lost.err
     jobs = [
         bed.start("h1", "--node-rank", "0", "--serve", scheduler=address, nodes="2"),
         bed.start("h2", "--node-rank", "1", scheduler=address, nodes="2"),

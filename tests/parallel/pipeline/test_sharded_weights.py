@@ -212,7 +212,7 @@ def explained(worlds: Any, gather: str | None) -> list[str]:
 
 def test_explain_tells_how_long_weights_stay(worlds: Any) -> None:
     kept, passed = explained(worlds, None), explained(worlds, "pass")
-    assert any("stay from a unit's first forward to its last backward" in line for line in kept)
+    assert any("gathered once per step and stay until its last backward" in line for line in kept)
     assert any("for each forward and each backward" in line for line in passed)
     assert any("4 x all_gather of" in line for line in kept)
     assert any("18 x all_gather of" in line for line in passed)
@@ -263,7 +263,7 @@ def test_a_run_proves_itself(worlds: Any, gather: str) -> None:
 @pytest.mark.parametrize(
     ("level", "more", "text"),
     [
-        (3, {"gather": "never"}, "gather='never'"),
+        (3, {"gather": "never"}, "gather must be 'pass', 'step' or None, got 'never'"),
         (2, {"gather": "step"}, "gather='step' requires optimizer_level=3, got 2"),
         (3, {"units": ["blocks"]}, "the unit blocks is on the stages 0 to 1"),
         (3, {"units": ["block.*"]}, "units='block.*' matches no module"),

@@ -213,7 +213,7 @@ def explained(worlds: Any, gather: str | None) -> list[str]:
 def test_explain_tells_how_long_weights_stay(worlds: Any) -> None:
     kept, passed = explained(worlds, None), explained(worlds, "pass")
     assert any("gathered once per step and stay until its last backward" in line for line in kept)
-    assert any("for each forward and each backward" in line for line in passed)
+    assert any("for each of its forwards and backwards" in line for line in passed)
     assert any("4 x all_gather of" in line for line in kept)
     assert any("18 x all_gather of" in line for line in passed)
     assert explained(worlds, "step") == kept

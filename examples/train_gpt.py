@@ -37,7 +37,8 @@ def rotate_pairs(x: Tensor) -> Tensor:
     speed = 0.5 ** (torch.arange(half, device=x.device) * 8 / half)
     angle = torch.arange(length, device=x.device)[:, None] * speed
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+    turned = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]
+    return torch.cat(turned, dim=-1).type_as(x)  # the angles are fp32, x may be bf16
 
 
 class Block(nn.Module):

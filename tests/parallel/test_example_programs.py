@@ -81,6 +81,10 @@ def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) ->
     assert "goes on after step 12" in again
 
 
+def test_the_gpt_trains_in_bf16() -> None:
+    assert len(losses(run(GPT, *SMALL, "--precision", "bf16", "--level", "1"))) == 3
+
+
 def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None:
     program = [
         str(ROOT / "examples/train_llama_tensor.py"),

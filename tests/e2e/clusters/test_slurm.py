@@ -211,7 +211,7 @@ class TestReal:
             env=conf(slurmed),
         )
         job = out.strip()
-        assert code == 0 and job.isdigit() and f"job {job} is submitted" in err
+        assert code == 0 and job.isdigit() and f"submitted job {job}" in err
         up(cluster, 4)
         code, out, _ = cluster.run("pdrun", "slurm", "status", job, env=conf(slurmed))
         assert code == 0 and re.match(rf"job {job} \(my-job\): RUNNING, on h\[1-2\], for ", out)

@@ -16,7 +16,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_gpt import turn
+from train_gpt import rotate_pairs
 from train_gpt_parallel import Pieces
 
 import pdrun
@@ -42,7 +42,9 @@ class Attention(nn.Module):
         q = self.wq(x).view(rows, length, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.wk(x).view(rows, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(x).view(rows, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            rotate_pairs(q), rotate_pairs(k), v, is_causal=True, enable_gqa=True
+        )
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
 

@@ -35,7 +35,7 @@ with open("stamps" + rank, "w") as file:
 PATIENT = """
 import sys
 from pdrun.rendezvous.scheduler import child
-child.WINDOW = 0.0  # any number of restarts: this is about what each of them does
+child.RESTART_WINDOW_SECONDS = 0.0  # any number of restarts: this is about what each of them does
 from pdrun.__main__ import main
 sys.exit(main())
 """

@@ -153,6 +153,6 @@ def wrong() -> list[str]:
 
 def test_what_is_not_this_ranks_part_is_refused(worlds: Any) -> None:
     part, missing, ranks = worlds(2).run(wrong)[1]
-    assert "rank 1 has [3, 4], which is not its part [4, 4]" in part
-    assert "shape of the whole tensor is missing" in missing
+    assert "x must be rank 1's shard [4, 4] of L('x', None) of [8, 4] on (x=2), got [3, 4]" in part
+    assert "shape= must be the shape of the full tensor" in missing
     assert "must have the same number of ranks" in ranks

@@ -157,13 +157,22 @@ def cluster(three: Hosts, tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(three, tmp_path)
     yield made
     left = [job for job in made.runs if job.process.poll() is None]
-    for _, pid, _ in three.of_pdrun() if left else ():  # a failed test: nsenter's child outlives it
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    if left:  # a failed test: nsenter's child outlives it
+        kill_all(three)
     for job in left:
         job.process.kill()
         job.process.wait(20)
-    made.nothing_left()
+    try:
+        made.nothing_left()
+    finally:
+        kill_all(three)  # one test's leftovers must not fail the next ones
+
+
+def kill_all(three: Hosts) -> None:
+    """Kill every process of pdrun that is left on the hosts."""
+    for _, pid, _ in three.of_pdrun():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

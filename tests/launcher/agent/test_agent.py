@@ -127,7 +127,7 @@ def test_commands_that_cannot_start(jobs, content, mode, code):
         tool.chmod(mode)
     found, job = jobs.run(str(tool))
     assert found == code, job.err
-    assert "tool" in job.err
+    assert str(tool)[:30] in job.err  # a long path is cut
 
 
 def test_a_script_is_loaded_by_an_interpreter_that_is_not_there(jobs):

@@ -70,7 +70,7 @@ def test_under_pdrun(tmp_path: Path) -> None:
 @torch
 def test_nobody_leaves_before_all_have_come(tmp_path: Path) -> None:
     """A rank that ends at once after init broke off connections that another was still making."""
-    port, gone = free_port(), tmp_path / "gone"
+    gone = tmp_path / "gone"
     body = f"""
 import os, pathlib, time, torch.distributed as dist
 gone, make = pathlib.Path({str(gone)!r}), dist.init_process_group
@@ -88,6 +88,7 @@ gone.touch()
 report(ctx, seen=seen)
 """
     for slow in "01":  # rank 0 holds the store here
+        port = free_port()
         gone.unlink(missing_ok=True)
         workers = [
             start(tmp_path, body.replace("SLOW", slow), worker_environ(rank, 2, port))

@@ -132,18 +132,13 @@ def test_the_example_runs_unchanged_under_torchrun(shell: Shell) -> None:
         "--steps",
         "12",
     ]
-    # torch's own threads can abort a worker at its end on a loaded machine (seen once); the example
-    # is tested here, so one more try is made for that text alone.
-    for _ in range(2):
-        done = subprocess.run(
-            command,
-            cwd=shell.folder,
-            env={**shell.env, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=85,
-        )
-        if "terminate called without an active exception" not in done.stderr:
-            break
+    done = subprocess.run(
+        command,
+        cwd=shell.folder,
+        env={**shell.env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     check_training(done.stdout)

@@ -22,6 +22,7 @@ from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.rank_lists import RankSet
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import Assign, Failure, StopWorkers, Verdict, Waiting
+from pdrun.text import plural
 
 EVENT_LOG_SECONDS = 0.5
 """Time between two reads of the event log."""
@@ -206,8 +207,8 @@ class Announcer:
         if self._is_quiet or plan is None or before == assign.world_size:
             return
         self._warn_unknown_ranks(plan.spec.output.show_ranks, assign.world_size)
-        workers = _count(assign.world_size, "worker")
-        nodes = _count(assign.nodes, "node")
+        workers = plural(assign.world_size, "worker")
+        nodes = plural(assign.nodes, "node")
         self.print_line(f"{workers} on {nodes}, {plan.backend}{self._logs_text()}")
         if plan.spec.resources.is_elastic and self._address and not before:
             self.print_line(f"further nodes may join with: {self._join_command()}")
@@ -239,7 +240,7 @@ class Announcer:
             if assign.restarts > self._restart_count:
                 text = f"restart {assign.restarts} of {self._plan.spec.policy.max_restarts}"
             if self._plan.spec.resources.is_elastic:
-                text += f" with {_count(assign.nodes, 'node')}"
+                text += f" with {plural(assign.nodes, 'node')}"
             if self._stop_reason:
                 text += f": {self._stop_reason}"
             self.print_line(sanitize_line(text))
@@ -333,8 +334,3 @@ class Announcer:
 
     def _logs_text(self) -> str:
         return f", logs in {self._log_dir}" if self._log_dir else ""
-
-
-def _count(number: int, noun: str) -> str:
-    """Return ``1 node`` or ``2 nodes``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

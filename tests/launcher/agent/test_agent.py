@@ -251,7 +251,7 @@ def keeper_of(pid: int) -> int:
     return next(
         child.pid
         for child in process_tree.list_children(myself)
-        if "stdlib_only/supervisor.py" in str(child)
+        if b"stdlib_only/supervisor.py" in Path(f"/proc/{child.pid}/cmdline").read_bytes()
     )
 
 

@@ -1,14 +1,8 @@
-"""
-Each protection of fast start, and a test that fails without it. ``scripts/mutants`` shows that it
-does.
-
-A mutant is one edit of a copy of the source: the protection taken out, or the hazard put in.
-`test_mutants` holds the edits against the source, so that this table cannot fall behind unseen.
-"""
+"""Fast start: fork server, warm process, start method. The hazards of a fork, and of old state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tests.mutants.model import Mutant
 
 HERE = "tests/launcher/stdlib_only/"
 HAZARDS = f"{HERE}test_fork_hazards.py::test_"
@@ -16,19 +10,6 @@ SAME = f"{HERE}test_forked_equals_executed.py::test_"
 DECISION = "tests/launcher/plan/test_start_method.py::test_"
 WARM = f"{HERE}test_warm_command.py::test_"
 PROCESS = f"{HERE}test_warm_process.py::test_"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One protection less."""
-
-    hazard: str
-    file: str
-    old: str
-    """Stands in the file exactly once."""
-    new: str
-    test: str
-    """Fails with the edit."""
 
 
 MUTANTS = (

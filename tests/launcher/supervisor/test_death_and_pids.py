@@ -1,0 +1,67 @@
+"""Workers die with their keeper, by the kernel; and a pid is no process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+
+import pytest
+
+from pdrun.launcher.stdlib_only import worker_exec
+from pdrun.launcher.stdlib_only.process_tree import find_process, kill_process, list_children
+from pdrun.launcher.supervisor.events import Exited
+from tests.lib.supervisor_driver import python, supervisor_driver, wait_until
+
+READ_DEATH_SIGNAL = """
+import ctypes
+number = ctypes.c_int(-1)
+ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)
+raise SystemExit(number.value)
+"""
+
+
+def test_the_kernel_kills_a_worker_with_its_keeper():
+    with supervisor_driver() as driver:
+        driver.start(0, python(READ_DEATH_SIGNAL))
+        assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == signal.SIGKILL
+
+
+def test_a_worker_whose_keeper_died_before_it_asked_for_its_death_does_not_start(tmp_path):
+    """The process that forked it is not the one that it names: as if that had died meanwhile."""
+    read, write = os.pipe()
+    command = {"argv": ["/bin/sh", "-c", f"touch {tmp_path}/ran"], "env": {}, "cwd": "/"}
+    pid = os.fork()
+    if pid == 0:
+        worker_exec.exec_child(
+            {**command, "cpus": [], "nofile": None}, [read, read, read], write, os.getpid(), False
+        )
+    os.close(read)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 127
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("has_descriptor", [True, False])
+def test_a_process_that_has_taken_over_a_pid_is_left_alone(monkeypatch, has_descriptor):
+    def refuse(pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        target = find_process(other.pid)
+        target.start = b"1"  # of the process that had this pid before
+        if not has_descriptor:
+            monkeypatch.setattr(os, "pidfd_open", refuse)
+        kill_process(target)
+        assert other.communicate(b"alive") == (b"alive", None)
+        assert other.returncode == 0
+
+
+def test_a_process_that_has_taken_over_a_pid_has_no_children_to_kill():
+    with subprocess.Popen(["/bin/sh", "-c", "cat & wait"], stdin=subprocess.PIPE) as other:
+        parent = find_process(other.pid)
+        wait_until(lambda: list_children(parent))
+        parent.start = b"1"
+        assert list_children(parent) == []
+        other.kill()

@@ -1,0 +1,43 @@
+"""The time of a successor: it goes on where the predecessor was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdrun.clock import FakeClock
+from pdrun.rendezvous.journal.file import reopen_journal
+from pdrun.rendezvous.journal.recovery import begin_or_resume
+from pdrun.rendezvous.protocol.messages import Envelope, Join
+from pdrun.rendezvous.scheduler.service import Service
+from pdrun.rendezvous.transport.base import MemoryHub
+from tests.rendezvous.helpers import config, hello
+
+
+def test_time_goes_on_where_the_predecessor_was(tmp_path: Path) -> None:
+    """The monotonic clock begins again with a host: a successor must not go back in time."""
+    path = tmp_path / "j"
+
+    def serve(clock: FakeClock) -> Service:
+        recovery = begin_or_resume(config(nodes=2), clock, path)
+        return Service(config(nodes=2), MemoryHub(), clock=clock, recovery=recovery)
+
+    def join(service: Service, agent: str) -> None:
+        hub = service.transport
+        assert isinstance(hub, MemoryHub)
+        end = hub.connect()
+        for number, message in enumerate((hello(agent), Join(agent, None, 1, store="h:1"))):
+            end.send(Envelope(agent, 0, number, message))
+        service.poll_once(0.0)
+
+    first = serve(FakeClock(5000.0))
+    join(first, "a")
+    first.close()
+    second = serve(FakeClock(3.0))
+    assert second.machine.state_since >= 5000.0
+    join(second, "b")
+    second.close()
+    journal, history = reopen_journal(path)
+    journal.close()
+    times = [entry.now for entry in history.entries]
+    assert times == sorted(times) and times[-1] >= 5000.0
+    assert begin_or_resume(config(nodes=2), FakeClock(7000.0), path).clock_shift == 0.0

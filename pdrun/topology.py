@@ -1,7 +1,12 @@
-"""Devices and CPUs of a node, as frozen values for placement and affinity."""
+"""
+Devices, CPUs and network interfaces of a node.
+
+Devices and CPUs are frozen values for placement and affinity.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -39,3 +44,46 @@ class CpuSet:
         if self.quota is None:
             return count
         return max(1, min(count, int(self.quota)))
+
+
+def choose_interface_variables(
+    address: str,
+    addresses: Iterable[tuple[str, str]],
+    physical: Collection[str],
+    environ: Mapping[str, str],
+    backend: str = "",
+) -> dict[str, str]:
+    """
+    Return the variables that make collectives use the interface with this node's own address.
+
+    By default gloo and TensorPipe use the address of the host's own name. It may not resolve, and
+    Debian maps it to 127.0.1.1, which other hosts cannot reach. NCCL may select a virtual bridge.
+    Pure.
+
+    Args:
+        address: the address by which the other nodes reach this one.
+        addresses: (interface, address) of every interface that is up.
+        physical: interfaces of hardware. If there are others than the chosen one, NCCL keeps its
+            own choice: it may use several, or prefer InfiniBand.
+        environ: variables of the user, which are never replaced.
+        backend: kind of the devices.
+    """
+    pairs = list(addresses)
+    wanted = address.partition("%")[0]
+    # getifaddrs shows the label of an additional address: eth0:1
+    labels = [name for name, own in pairs if own.partition("%")[0] == wanted]
+    if not labels:
+        return {}
+    label = labels[0]
+    name = label.partition(":")[0]
+    found = {"GLOO_SOCKET_IFNAME": label, "TP_SOCKET_IFNAME": label}
+    others = {other.partition(":")[0] for other, _ in pairs} - {name}
+    is_loopback = wanted.startswith("127.") or wanted == "::1"
+    has_choice = any(other in physical or other.startswith("ib") for other in others)
+    if not is_loopback and not has_choice:
+        # NCCL compares prefixes, unless the name follows "="
+        is_prefix = any(other.startswith(name) for other in others)
+        found["NCCL_SOCKET_IFNAME"] = f"={name}" if is_prefix else name
+    if backend == "npu" and not is_loopback and not environ.get("HCCL_IF_IP"):
+        found["HCCL_SOCKET_IFNAME"] = f"={name}"
+    return {variable: value for variable, value in found.items() if not environ.get(variable)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
@@ -47,6 +48,12 @@ def list_addresses() -> tuple[tuple[str, str], ...]:
     return tuple(
         sorted(found, key=lambda item: (not is_loopback(item[1]), item[0], ":" in item[1], item[1]))
     )
+
+
+def find_physical(addresses: Iterable[tuple[str, str]], root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the names of the interfaces with an address that are hardware."""
+    names = sorted({name.partition(":")[0] for name, _ in addresses})
+    return tuple(name for name in names if (root / "sys/class/net" / name / "device").exists())
 
 
 def is_loopback(address: str) -> bool:

@@ -8,7 +8,8 @@ checkpoints. A worker never gets the token.
 
 The order, of which later steps override earlier ones:
 
-1. OMP_NUM_THREADS from `WorkerPlan.threads`, and HCCL's connection timeout.
+1. OMP_NUM_THREADS from `WorkerPlan.threads`, HCCL's connection timeout, and the network interface
+   of this node (`LaunchPlan.interfaces`).
 2. `LaunchPlan.base_env`: the inherited variables. RANK_TABLE_FILE of a job from a rank table.
 3. `WorkerEnv`: ranks, store, job.
 4. `LaunchPlan.visibility`: the worker's device.
@@ -160,6 +161,7 @@ def build_worker_env(
     env = {"OMP_NUM_THREADS": str(worker.threads)}
     if plan.backend == "npu":
         env["HCCL_CONNECT_TIMEOUT"] = HCCL_CONNECT_TIMEOUT_SECONDS
+    env |= plan.interfaces
     env |= plan.base_env
     if plan.spec.place.rank_table:
         env["RANK_TABLE_FILE"] = plan.spec.place.rank_table

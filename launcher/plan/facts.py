@@ -101,6 +101,7 @@ def gather_facts(
         is_loopback_name=is_loopback_name,
         scheduler_error=scheduler_error,
         program_error=check.error,
+        physical_interfaces=network.find_physical(addresses, root),
         program_error_code=check.exit_code,
         log_error=check_log_dir(spec, cwd),
         mentions_torch=check.mentions_torch,

@@ -69,6 +69,8 @@ class Facts:
     addresses: tuple[tuple[str, str], ...]
     """(interface, address) of every interface that is up, including loopback."""
     uid: int
+    physical_interfaces: tuple[str, ...] = ()
+    """Names of the interfaces that are hardware; empty for a job of one machine."""
     script_digest: str = ""
     """SHA-256 of the script file, or empty."""
     is_scheduler_local: bool | None = None
@@ -257,3 +259,5 @@ class LaunchPlan:
     """Set in mode hosts."""
     external_launch: ExternalLaunch | None = None
     """Set in mode external."""
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Variables that name the interface of ``listen`` to the collectives."""

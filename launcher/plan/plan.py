@@ -27,6 +27,7 @@ from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.plan.scheduler_address import choose_scheduler
 from pdrun.launcher.plan.start_method import choose_start_method
 from pdrun.text import make_name
+from pdrun.topology import choose_interface_variables
 
 MAX_SPEC_BYTES = (1 << 20) - (1 << 16)
 """Size limit of a rendezvous message, less a margin for its other fields."""
@@ -97,6 +98,9 @@ def make_plan(
         notes=tuple(filter(None, all_notes)),
         start_method=start_method,
     )
+        interfaces=_name_interfaces(
+            choice.mode, choice.listen, facts, {**base_env, **spec.env}, placement
+        ),
 
 
 def _check_spec_size(spec: JobSpec) -> None:
@@ -263,6 +267,25 @@ def _facts_to_compare(spec: JobSpec, facts: Facts, backend: str) -> dict[str, st
     known = {
         "command": format_command(spec),
         "script": facts.script_digest,
+def _name_interfaces(
+    mode: LaunchMode,
+    listen: str,
+    facts: Facts,
+    environ: Mapping[str, str],
+    placement: WorkerPlacement,
+) -> dict[str, str]:
+    """Return the variables that name this node's interface; empty for a job of one node."""
+    if mode in ("single", "local"):
+        return {}
+    return choose_interface_variables(
+        listen,
+        facts.addresses,
+        facts.physical_interfaces,
+        environ,
+        placement.backend.name,
+    )
+
+
         "python": "" if spec.program.python else facts.python_version,
         "torch": facts.torch_version,
         "pdrun": facts.pdrun_version,

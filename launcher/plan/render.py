@@ -15,7 +15,7 @@ from typing import Any
 
 from pdrun.launcher.common.rank_lists import format_ranks
 from pdrun.launcher.config.spec import JobSpec, Policy, list_field_paths
-from pdrun.launcher.plan.environment import display_value
+from pdrun.launcher.plan.environment import display_value, format_variables
 from pdrun.launcher.plan.external import describe_external
 from pdrun.launcher.plan.hosts import describe_hosts
 from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
@@ -56,6 +56,7 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("folder", plan.cwd),
         ("backend", _format_backend(plan)),
         ("logs", _format_logs(plan.spec)),
+        ("interface", format_variables(plan.interfaces) if plan.interfaces else ""),
         ("policy", _format_policy(plan.spec)),
         ("changes", _format_elasticity(plan.spec)),
         ("restarts", _format_restarts(plan.spec.policy)),
@@ -211,6 +212,7 @@ def _plan_as_dict(plan: LaunchPlan) -> dict[str, Any]:
             {
                 "local_rank": worker.local_rank,
                 "argv": list(worker.argv),
+        "interfaces": dict(plan.interfaces),
                 "device": worker.device.name if worker.device else None,
                 "device_index": worker.device_index,
                 "cpus": list(worker.cpus),

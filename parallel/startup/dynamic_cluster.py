@@ -9,10 +9,13 @@ reason.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdrun.topology import choose_interface_variables
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -89,21 +92,40 @@ def open_store(dist: Any, member: DynamicMember) -> Any:
     )
 
 
-def is_on_loopback(member: DynamicMember) -> bool:
-    """Whether all workers rendezvous on this machine's loopback address."""
-    return member.master.host.startswith("127.") or member.master.host == "::1"
-
-
 def loopback_interface_name() -> str:
     """Return the name of this system's loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def bind_gloo_to_loopback() -> bool:
+def set_interfaces(member: DynamicMember | None) -> list[str]:
     """
-    Make gloo use loopback unless the user chose an interface; return whether the variable was set.
+    Make collectives use the interface by which this process reaches the scheduler; loopback for a
+    single process.
+
+    Variables that the user has set stay.
+
+    Returns:
+        the names of the variables that were set.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return False
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface_name()
-    return True
+    name = loopback_interface_name()
+    address = "127.0.0.1"
+    addresses = [(name, address)]
+    physical = []
+    if member is not None and not _is_loopback(member.address):
+        import psutil
+
+        address = member.address
+        addresses = [
+            (name, entry.address)
+            for name, entries in psutil.net_if_addrs().items()
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        physical = [name for name, _ in addresses if Path(f"/sys/class/net/{name}/device").exists()]
+    found = choose_interface_variables(address, addresses, physical, os.environ)
+    os.environ.update(found)
+    return list(found)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -20,7 +20,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,8 @@ class _ProcessState:
     """Process groups made so far; separates their keys in the store."""
     owns_group: bool = False
     pid: int = 0
-    interface: bool = False
-    """Whether GLOO_SOCKET_IFNAME was set here and must be unset."""
+    interfaces: list[str] = field(default_factory=list)
+    """Names of variables (GLOO_SOCKET_IFNAME ...) that were set here and must be unset."""
 
 
 _process = _ProcessState()
@@ -290,8 +290,7 @@ def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
     from pdrun.parallel.startup import dynamic_cluster as dynamic_cluster
 
     if _process.member is not None:
-        if dynamic_cluster.is_on_loopback(_process.member):
-            _process.interface = dynamic_cluster.bind_gloo_to_loopback()
+        _process.interfaces += dynamic_cluster.set_interfaces(_process.member)
         _process.store = _process.store or dynamic_cluster.open_store(dist, _process.member)
         return dist.PrefixStore(f"pdrun/{_process.groups}", _process.store)
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
@@ -303,26 +302,23 @@ def _open_store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
             where=name,
             hint="start the script with pdrun",
         )
-    _process.interface = (
-        dynamic_cluster.bind_gloo_to_loopback()
-    )  # a world of one needs neither a network nor this host's name
+    # a world of one needs neither a network nor this host's name
+    _process.interfaces += dynamic_cluster.set_interfaces(None)
     return dist.HashStore()
 
 
 def _close_context() -> None:
     """Undo `init`. The context object keeps its numbers; a later `init` starts again."""
     owns = _process.owns_group and _process.pid == os.getpid()
-    if _process.interface:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    for name in _process.interfaces:
+        os.environ.pop(name, None)
     _process.context = None
     _process.owns_group = False
-    _process.interface = False
+    _process.interfaces = []
     if owns:
-        from pdrun.backends.collectives import import_torch
+        from pdrun.parallel.startup import group_exit
 
-        dist = import_torch().distributed
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        group_exit.destroy_groups()
 
 
 def _close_at_exit() -> None:
@@ -331,6 +327,11 @@ def _close_at_exit() -> None:
     """
     if _process.pid != os.getpid():
         return
-    if getattr(sys, "last_value", None) is not None:
+    failed = getattr(sys, "last_value", None) is not None
+    if failed:
         _process.owns_group = False
     _close_context()
+    if "torch" in sys.modules:
+        from pdrun.parallel.startup import group_exit
+
+        group_exit.secure_exit(failed)

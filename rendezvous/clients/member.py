@@ -110,6 +110,7 @@ def join_scheduler(
         generation=assign.generation,
         name=wish.node,
         host=host,
+        address=address.host,
         store_socket=store if assign.first_rank == 0 else None,
         _link=link,
         _show_line=show_line,
@@ -132,6 +133,8 @@ class DynamicMember:
     generation: int
     name: str
     host: str
+    address: str
+    """Address of this process on the route to the scheduler."""
     store_socket: socket.socket | None
     """On rank 0: the listening socket of `master`, for the store. The caller owns it."""
     _link: ZmqLink

@@ -78,6 +78,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicM
                 generation=0,
                 name="w",
                 host="h",
+                address="127.0.0.1",
                 store_socket=None,
                 _link=link,
                 _show_line=lambda text: None,

@@ -316,9 +316,11 @@ def _close_context() -> None:
     _process.owns_group = False
     _process.interfaces = []
     if owns:
-        from pdrun.parallel.startup import group_exit
+        from pdrun.backends.collectives import import_torch
 
-        group_exit.destroy_groups()
+        dist = import_torch().distributed
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _close_at_exit() -> None:
@@ -327,11 +329,6 @@ def _close_at_exit() -> None:
     """
     if _process.pid != os.getpid():
         return
-    failed = getattr(sys, "last_value", None) is not None
-    if failed:
+    if getattr(sys, "last_value", None) is not None:
         _process.owns_group = False
     _close_context()
-    if "torch" in sys.modules:
-        from pdrun.parallel.startup import group_exit
-
-        group_exit.secure_exit(failed)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
-def tests_of(file: str) -> frozenset[str]:
+def find_test_names(file: str) -> frozenset[str]:
     """Return the names of the test functions in a file."""
     tree = ast.parse((ROOT / file).read_text())
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -34,7 +34,7 @@ def test_each_edit_has_its_place_and_its_test(room: str) -> None:
             continue
         compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
         file, _, name = mutant.test.partition("::")
-        if name.partition("[")[0] not in tests_of(file):
+        if name.partition("[")[0] not in find_test_names(file):
             wrong.append(f"{mutant.hazard}: {file} has no {name}")
     assert not wrong, "correct the table of this room:\n" + "\n".join(wrong)
 

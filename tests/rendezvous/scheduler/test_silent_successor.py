@@ -25,6 +25,14 @@ def tend(child: SchedulerChild) -> str:
     return ""
 
 
+def next_line(child: SchedulerChild, seconds: float) -> str:
+    """Tend the child until it has something to say; empty: it has not."""
+    line, deadline = "", time.monotonic() + seconds
+    while not line and time.monotonic() < deadline:
+        line = tend(child)
+    return line
+
+
 SILENT_SUCCESSOR = """
 read order
 test -e {0} && exec sleep 60
@@ -44,14 +52,11 @@ def test_a_successor_that_never_answers_is_killed(
     first = child.pid
     child._timeout = 0.1
     os.kill(first, signal.SIGKILL)
-    lines: list[str] = []
-    until(lambda: lines.append(tend(child)) or lines[-1], "the end of the first one")
-    assert "has died (killed by SIGKILL): restarting it" in lines[-1]
+    assert "has died (killed by SIGKILL): restarting it" in next_line(child, 10.0)
     until(lambda: (tend(child), child.pid)[1] != first, "a successor")
-    silent, line = child.pid, ""
-    deadline = time.monotonic() + 5.0
-    while not line and time.monotonic() < deadline:
-        line = tend(child)
-    assert "has died (killed by SIGKILL): restarting it" in line, "it was not waited for"
+    silent = child.pid
+    assert "has died (killed by SIGKILL): restarting it" in next_line(child, 5.0), (
+        "it is waited for"
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(silent, 0)

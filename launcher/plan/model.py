@@ -250,6 +250,8 @@ class LaunchPlan:
     listen: str
     """Address of this node's own listening sockets (the store)."""
     cwd: str
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Variables that name the interface of ``listen`` to the collectives."""
     compared: Mapping[str, str] = field(default_factory=dict)
     """Values that Join reports for comparison between nodes."""
     notes: tuple[str, ...] = ()
@@ -259,5 +261,3 @@ class LaunchPlan:
     """Set in mode hosts."""
     external_launch: ExternalLaunch | None = None
     """Set in mode external."""
-    interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Variables that name the interface of ``listen`` to the collectives."""

@@ -94,13 +94,13 @@ def make_plan(
         scheduler=choice.scheduler,
         listen=choice.listen,
         cwd=facts.cwd,
+        interfaces=_name_interfaces(
+            choice.mode, choice.listen, facts, {**base_env, **spec.env}, placement
+        ),
         compared=_facts_to_compare(spec, facts, placement.backend.name),
         notes=tuple(filter(None, all_notes)),
         start_method=start_method,
     )
-        interfaces=_name_interfaces(
-            choice.mode, choice.listen, facts, {**base_env, **spec.env}, placement
-        ),
 
 
 def _check_spec_size(spec: JobSpec) -> None:
@@ -262,11 +262,6 @@ def _base_environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tupl
     return base, removed
 
 
-def _facts_to_compare(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
-    """Return the values that nodes compare when they join; unknown values are omitted."""
-    known = {
-        "command": format_command(spec),
-        "script": facts.script_digest,
 def _name_interfaces(
     mode: LaunchMode,
     listen: str,
@@ -286,6 +281,11 @@ def _name_interfaces(
     )
 
 
+def _facts_to_compare(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
+    """Return the values that nodes compare when they join; unknown values are omitted."""
+    known = {
+        "command": format_command(spec),
+        "script": facts.script_digest,
         "python": "" if spec.program.python else facts.python_version,
         "torch": facts.torch_version,
         "pdrun": facts.pdrun_version,

@@ -18,6 +18,8 @@ SCHEDULER_PORTS = range(20000, 30000)
 The port of a scheduler is one of these if the user names none. Linux takes the ports of outgoing
 connections from a higher range.
 """
+_PORT_DISTANCE = 10000
+"""Distance between the ports of store and scheduler."""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -48,6 +50,18 @@ def port_for_job(job: str) -> int:
     return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(
         SCHEDULER_PORTS
     )
+
+
+def port_beside_store(port: int) -> int:
+    """
+    Return the scheduler port of a job whose store has a fixed port, from that port.
+
+    Every node of the job computes the same port. It is outside of the range from which Linux takes
+    the ports of outgoing connections, if the store's port is at most 42767.
+    """
+    if port < SCHEDULER_PORTS.start:
+        return port + _PORT_DISTANCE
+    return port - _PORT_DISTANCE
 
 
 def check_host(host: str, *, where: str) -> str:

@@ -315,7 +315,7 @@ class Agent:
                 node_rank=plan.spec.place.node_rank,
                 workers=len(plan.workers),
                 facts=dict(plan.compared),
-                store=self._helpers.stores.bind_current(plan.listen),
+                store=self._helpers.stores.bind_current(plan.listen, plan.store),
                 spec=plan.spec.to_shared_json(),
             )
         )

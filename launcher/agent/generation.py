@@ -144,7 +144,7 @@ class GenerationRunner:
         self._monitor.send_progress()
         store = ""
         if plan.spec.can_restart:
-            store = self._helpers.stores.bind_next(plan.listen)
+            store = self._helpers.stores.bind_next(plan.listen, plan.store)
         self._send(Finished(self.group.generation, store))
 
     def reset(self) -> None:

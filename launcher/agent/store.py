@@ -19,7 +19,9 @@ from pathlib import Path
 
 import pdrun.rendezvous
 from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError
 from pdrun.launcher.agent.interfaces import SupervisorHandle
+from pdrun.launcher.plan.model import StoreListener
 from pdrun.launcher.supervisor.events import (
     STORE_SLOT,
     Exited,
@@ -38,18 +40,23 @@ class StoreSocket:
     """
     The store of one generation on this node.
 
+    Args:
+        listen: its address.
+        listener: its socket; None: a new one on any port.
+
     Raises:
         ConfigError: cannot listen on the address.
     """
 
     _count = 0
 
-    def __init__(self, listen: str) -> None:
+    def __init__(self, listen: str, listener: socket.socket | None = None) -> None:
         # one slot per store: that of the last generation may not be reaped when the next one starts
         self._slot = STORE_SLOT - StoreSocket._count
         StoreSocket._count += 1
-        self._listener: socket.socket | None = bind_listener(Endpoint(listen, 0), backlog=BACKLOG)
-        self.address = str(Endpoint(listen, int(self._listener.getsockname()[1])))
+        bound = listener or bind_listener(Endpoint(listen, 0), backlog=BACKLOG)
+        self._listener: socket.socket | None = bound
+        self.address = str(Endpoint(listen, int(bound.getsockname()[1])))
         self.is_started = False
         self._stderr_fd = -1
 
@@ -136,18 +143,32 @@ class StorePair:
     def __init__(self) -> None:
         self._current: StoreSocket | None = None
         self._next: StoreSocket | None = None
+        self._fixed: socket.socket | None = None
+        """The socket of a fixed port. All generations' stores listen on it, one after another."""
         self.is_wanted = False
         """Whether this node must serve the store of this generation, and has not started it."""
 
-    def bind_current(self, listen: str) -> str:
-        """Bind the socket of the first generation; return its ``HOST:PORT``."""
-        self._current = self._current or StoreSocket(listen)
+    def bind_current(self, listen: str, chosen: StoreListener | None = None) -> str:
+        """
+        Bind the socket of the first generation; return its ``HOST:PORT``.
+
+        Raises:
+            ConfigError: the user has chosen an address (``chosen``) that cannot be bound.
+        """
+        self._current = self._current or self._make_socket(listen, chosen)
         return self._current.address
 
-    def bind_next(self, listen: str) -> str:
+    def bind_next(self, listen: str, chosen: StoreListener | None = None) -> str:
         """Bind the socket of the generation after this one; return its ``HOST:PORT``."""
-        self._next = self._next or StoreSocket(listen)
+        self._next = self._next or self._make_socket(listen, chosen)
         return self._next.address
+
+    def _make_socket(self, listen: str, chosen: StoreListener | None) -> StoreSocket:
+        if chosen is None:
+            return StoreSocket(listen)
+        if self._fixed is None:
+            self._fixed = bind_chosen_listener(chosen)
+        return StoreSocket(chosen.endpoint.host, self._fixed.dup())
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a client waits for the process; -1: none."""
@@ -195,3 +216,26 @@ class StorePair:
         for store in (self._current, self._next):
             if store is not None:
                 store.close()
+        if self._fixed is not None:
+            self._fixed.close()
+            self._fixed = None
+
+
+def bind_chosen_listener(chosen: StoreListener) -> socket.socket:
+    """
+    Return the listening socket at the user's choice of address and port.
+
+    Raises:
+        ConfigError: the port is in use, or the address is not one of this machine.
+    """
+    try:
+        return bind_listener(chosen.endpoint, backlog=BACKLOG)
+    except ConfigError as error:
+        hint = error.hint
+        if "--scheduler" in hint:
+            hint = "end that process, choose another port, or set none"
+        raise ConfigError(
+            f"torch's store cannot listen on {chosen.endpoint}: {error.what}",
+            where=chosen.source,
+            hint=hint,
+        ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdrun.endpoint import Endpoint
+from pdrun.endpoint import Endpoint, port_beside_store
 from pdrun.errors import UsageError
 from pdrun.launcher.common.rank_lists import format_ranks
 from pdrun.launcher.config.msrun_options import MSRUN_PORT
@@ -116,12 +116,68 @@ def _check_standalone(settings: SettingsByPath) -> DerivedSettings:
     return (), ()
 
 
+def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Combine host and port of torch's store. Several nodes without ``--scheduler`` also get the
+    scheduler's address from it: the same host, and a port computed from the store's.
+    """
+    host = settings.get("store.host")
+    port = settings.get("store.port")
+    given = host or port
+    if given is None or "torchrun.standalone" in settings:
+        return (), ()
+    if "msrun.workers" in settings or "msrun.local_workers" in settings:
+        # msrun's options of the same names are the address of its scheduler
+        pairs = (("scheduler.host", host), ("scheduler.port", port))
+        return [Setting(path, one.value, one.source) for path, one in pairs if one], ()
+    scheduler_host = settings.get("scheduler.host")
+    scheduler_port = settings.get("scheduler.port")
+    _check_same_host(host, scheduler_host)
+    is_local = value_of(settings, "place.local", False)
+    derived: list[Setting] = []
+    notes: list[str] = []
+    number = port.value if port else 0
+    if node_count(settings) > 1 and not is_local and scheduler_host is None:
+        has_hosts = "hosts.all" in settings
+        if host is not None and not (has_hosts and host.source.priority is Priority.DETECTED):
+            number = port.value if port else TORCHRUN_PORT
+            if port is None:
+                notes = [f"{host.source.describe()} has no port: {number} is used, as by torchrun"]
+            derived.append(Setting("scheduler.host", host.value, host.source))
+            if scheduler_port is None:
+                beside = port_beside_store(number)
+                derived.append(Setting("scheduler.port", beside, (port or host).source))
+        elif not has_hosts and given.source.priority is not Priority.DETECTED:
+            raise given.source.make_error(
+                "needs a host", "add --master-addr with the address of the first node"
+            )
+    elif port is not None and scheduler_port is not None and port.value == scheduler_port.value:
+        used_by = scheduler_port.source.describe()
+        return (), [
+            f"{port.source.describe()} is the scheduler's port ({used_by}): torch's store"
+            " gets another one"
+        ]
+    name = host.value if host else ""
+    return [*derived, Setting("place.store", Endpoint(name, number), given.source)], notes
+
+
+def _check_same_host(store: Setting | None, scheduler: Setting | None) -> None:
+    """Refuse two hosts that the user has set in the same way: both are node 0."""
+    if store is None or scheduler is None or store.value == scheduler.value:
+        return
+    if store.source.priority == scheduler.source.priority != Priority.DETECTED:
+        raise conflict_error(store, scheduler)
+
+
 def _resolve_scheduler(settings: SettingsByPath) -> DerivedSettings:
     """Combine host and port. Without a port, use the default port of the option's launcher."""
     host = settings.get("scheduler.host")
     port = settings.get("scheduler.port")
     if alone := settings.get("torchrun.standalone"):
-        unused = dict.fromkeys(setting.source.describe() for setting in (host, port) if setting)
+        stores = (settings.get("store.host"), settings.get("store.port"))
+        unused = dict.fromkeys(
+            setting.source.describe() for setting in (host, port, *stores) if setting
+        )
         reason = f"is not used: {alone.source.describe()} runs one node"
         return (), [f"{label} {reason}" for label in unused]
     if host is None and port is None:
@@ -280,6 +336,7 @@ RESOLVERS: tuple[Callable[[SettingsByPath], DerivedSettings], ...] = (
     _resolve_msrun_counts,
     _resolve_elastic,
     _check_standalone,
+    _resolve_store,
     _resolve_scheduler,
     _resolve_binding,
     _resolve_shown_ranks,

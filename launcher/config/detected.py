@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pdrun.endpoint import port_for_job
+from pdrun.endpoint import port_beside_store, port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
+from pdrun.launcher.common.parsers import parse_host, parse_tcp_port
 from pdrun.launcher.config.settings import (
     Priority,
     Setting,
@@ -36,6 +37,8 @@ _ONE_TASK_COMMANDS = {
     "flux": "flux run --tasks-per-node=1",
 }
 """Command that starts one task per node, by launcher."""
+_SCHEDULER_PATHS = ("scheduler.host", "store.host")
+"""Settings of the user that have the host of the scheduler."""
 _OVERRIDING_PATHS = (
     "place.local",
     "torchrun.standalone",
@@ -60,20 +63,42 @@ def detect_settings(
     given: SettingsByPath = {}
     for setting in sorted(settings, key=lambda setting: setting.source.priority):
         given.setdefault(setting.path, setting)
+    store = _store_settings(environ)
     if any(value_of(given, path, None) for path in _OVERRIDING_PATHS):
-        return (), (), ()
+        return store, (), ()
     launcher = value_of(given, "place.launcher", "")
     found = detect.detect_launcher(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
-        return (), notes, found.notes
+        return store, notes, found.notes
     if found.kind == "allocation":
         derived = _allocation_settings(found, given)
     else:
         derived = _task_settings(found, given, probes)
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
-    return tuple(derived), notes, found.notes
+    return (*derived, *store), notes, found.notes
+
+
+def _store_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """
+    Return where torch's store shall listen by MASTER_ADDR and MASTER_PORT, which scripts may read
+    or repeat. Those of an outer job are not the user's.
+    """
+    if any(name in environ for name in ("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID")):
+        return ()
+    found = []
+    for name, path, parser in (
+        ("MASTER_ADDR", "store.host", parse_host),
+        ("MASTER_PORT", "store.port", parse_tcp_port),
+    ):
+        if text := environ.get(name, ""):
+            source = Source(name, Priority.DETECTED, text)
+            try:
+                found.append(Setting(path, parser(text, name), source))
+            except UsageError as error:
+                raise source.convert_error(error) from None
+    return tuple(found)
 
 
 def launcher_to_detect(launcher: str) -> str:
@@ -113,7 +138,7 @@ def _allocation_settings(found: LauncherInfo, given: SettingsByPath) -> list[Set
             _make_setting("place.rank_table", found.path, found, "hosts"),
             _make_setting("place.launcher", "none", found, "hosts"),
         ]
-    if any(path in given for path in ("scheduler.host", "place.node_rank", "place.serve")):
+    if any(path in given for path in (*_SCHEDULER_PATHS, "place.node_rank", "place.serve")):
         return []
     hosts = tuple(Host(host.name, where=found.sources.get("hosts", "")) for host in found.hosts)
     if len(hosts) < 2:
@@ -161,7 +186,7 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
         derived.append(
             _make_setting("place.serve", False, found, "head")
         )  # the scheduler runs in a separate pod
-    if "scheduler.host" not in given:
+    if not any(path in given for path in _SCHEDULER_PATHS):
         derived += _scheduler_settings(found, probes)
     return derived
 
@@ -169,7 +194,7 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
 def _hand_set_settings(found: LauncherInfo, given: SettingsByPath) -> list[Setting]:
     """Refuse a RANK of several without a launcher: it may count nodes or workers."""
     if found.world == 1 or any(
-        path in given for path in ("resources.nodes", "scheduler.host", "place.node_rank")
+        path in given for path in ("resources.nodes", *_SCHEDULER_PATHS, "place.node_rank")
     ):
         return []
     raise ConfigError(
@@ -236,6 +261,8 @@ def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
         )
     name = found.job_name or f"{found.launcher}-{found.world}"
     port = found.port if found.port is not None else port_for_job(name)
+    if found.port is not None and found.sources.get("port") == "MASTER_PORT":
+        port = port_beside_store(found.port)
     return [
         _make_setting("scheduler.host", host, found, key),
         _make_setting(

@@ -161,6 +161,11 @@ class ClusterOptions:
     """The hosts of the job, this node's place among them, and where the scheduler is."""
 
     scheduler: Endpoint | None = None
+    store: Endpoint | None = None
+    """
+    Where torch's store listens on node 0 (``--master-addr``, ``--rdzv-endpoint``, MASTER_PORT). No
+    host: an address of node 0. Port 0: the system chooses. None: both.
+    """
     node_rank: int | None = None
     node_name: str = ""
     """
@@ -283,6 +288,7 @@ class JobSpec:
         data: dict[str, Any] = json.loads(text)
         place = dict(data.pop("place"))
         scheduler = place.pop("scheduler")
+        store = place.pop("store")
         simulated = place.pop("simulated")
         hosts = place.pop("hosts")
         reach = _lists_to_tuples(data.pop("reach"))
@@ -296,6 +302,7 @@ class JobSpec:
             output=Output(**data.pop("output")),
             place=ClusterOptions(
                 scheduler=Endpoint(**scheduler) if scheduler else None,
+                store=Endpoint(**store) if store else None,
                 simulated=(simulated[0], simulated[1]) if simulated else None,
                 hosts=tuple(
                     Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts

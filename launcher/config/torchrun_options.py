@@ -18,7 +18,6 @@ from pdrun.launcher.config.options import (
     FieldValues,
     Option,
     OptionReader,
-    endpoint_fields,
     read_nodes,
     refuse_option,
     store_parsed,
@@ -82,12 +81,36 @@ def _read_nnodes(text: str, where: str) -> FieldValues:
     return found
 
 
+def _read_master_port(text: str, where: str) -> FieldValues:
+    """Read a port; with 0 the system chooses one, as without the option."""
+    if text == "0":
+        return {"torchrun.any_port": True}
+    return {"store.port": parsers.parse_tcp_port(text, where)}
+
+
+def _unless_empty(read: OptionReader) -> OptionReader:
+    """Return a reader that accepts an empty text, torchrun's default, without an effect."""
+    return lambda text, where: read(text, where) if text else {}
+
+
+def _read_signals(text: str, where: str) -> FieldValues:
+    names = {name.strip() for name in text.split(",")}
+    if names == {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}:
+        return {}
+    raise UsageError(
+        "is not supported: TERM, INT, QUIT and HUP always end the job; USR1 and USR2 are forwarded",
+        where=where,
+        hint="leave it out",
+    )
+
+
 def _read_rdzv_endpoint(text: str, where: str) -> FieldValues:
-    return endpoint_fields(parsers.endpoint_parser(C10D_PORT)(text, where))
+    endpoint = parsers.endpoint_parser(C10D_PORT)(text, where)
+    return {"store.host": endpoint.host, "store.port": endpoint.port}
 
 
 def _read_rdzv_id(text: str, where: str) -> FieldValues:
-    if text == "none":  # torchrun's default
+    if text in ("", "none"):  # torchrun's default
         return {}
     return {"job": parsers.parse_job_name(text, where)}
 
@@ -102,13 +125,34 @@ def _check_only(parser: parsers.Parser) -> OptionReader:
     return read
 
 
+def _read_store_type(text: str, where: str) -> FieldValues:
+    if text.lower() == "tcp":
+        return {}
+    raise UsageError(
+        f"{parsers.quote_text(text)} is not supported: the nodes connect to pdrun's scheduler",
+        where=where,
+        hint="leave it out",
+    )
+
+
 _RDZV_SETTINGS: dict[str, OptionReader] = {
     "join_timeout": store_parsed("policy.start_timeout", parsers.parse_duration),
     "timeout": store_parsed("policy.start_timeout", parsers.parse_duration),
     "is_host": store_parsed("place.serve", parsers.parse_bool),
     "rank": store_parsed("place.node_rank", parsers.int_parser(0)),
     "last_call_timeout": store_parsed("torchrun.gather", parsers.parse_duration),
+    "read_timeout": _check_only(parsers.parse_duration),
+    "close_timeout": _check_only(parsers.parse_duration),
+    "heartbeat_timeout": _check_only(parsers.parse_duration),
+    "keep_alive_interval": _check_only(parsers.parse_duration),
+    "keep_alive_max_attempt": _check_only(parsers.int_parser(1)),
+    "use_libuv": _check_only(parsers.parse_bool),
+    "store_type": _read_store_type,
 }
+"""
+Keys of torchrun's rendezvous. The limits of single messages have no counterpart: pdrun watches its
+connections itself.
+"""
 
 
 def _read_rdzv_conf(text: str, where: str) -> FieldValues:
@@ -190,20 +234,20 @@ TORCHRUN_OPTIONS = (
     ),
     _torchrun_option(
         "master-addr",
-        "host of --scheduler",
-        store_parsed("scheduler.host", parsers.parse_host),
+        "host of node 0: its scheduler and torch's store",
+        store_parsed("store.host", parsers.parse_host),
         "HOST",
     ),
     _torchrun_option(
         "master-port",
-        "port of --scheduler",
-        store_parsed("scheduler.port", parsers.parse_tcp_port),
+        "port of torch's store on node 0",
+        _read_master_port,
         "PORT",
     ),
     _torchrun_option(
         "rdzv-endpoint",
-        "--scheduler",
-        _read_rdzv_endpoint,
+        "--master-addr and --master-port",
+        _unless_empty(_read_rdzv_endpoint),
         "HOST:PORT",
         f"the default port is {C10D_PORT}, as with torchrun",
     ),
@@ -217,8 +261,8 @@ TORCHRUN_OPTIONS = (
     ),
     _torchrun_option(
         "rdzv-conf",
-        "join_timeout, timeout, last_call_timeout, is_host, rank",
-        _read_rdzv_conf,
+        "join_timeout, last_call_timeout, is_host and torchrun's other keys",
+        _unless_empty(_read_rdzv_conf),
         "K=V,..",
         "settings of torchrun's rendezvous are applied to pdrun's rendezvous",
     ),
@@ -266,7 +310,7 @@ TORCHRUN_OPTIONS = (
     _torchrun_option(
         "local-ranks-filter",
         "local ranks to show",
-        store_parsed("torchrun.shown", rank_lists.parse_rank_list),
+        _unless_empty(store_parsed("torchrun.shown", rank_lists.parse_rank_list)),
         "RANKS",
     ),
     _torchrun_option(
@@ -313,9 +357,14 @@ TORCHRUN_OPTIONS = (
     ),
     _torchrun_option(
         "signals-to-handle",
-        "refused",
-        refuse_option("TERM, INT, QUIT and HUP always end the job; USR1 and USR2 are forwarded"),
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT only",
+        _read_signals,
         "NAMES",
+    ),
+    _torchrun_option(
+        "use-env",
+        "no --local-rank=N for the script (the default)",
+        lambda text, where: {"torchrun.use_env": True},
     ),
     _torchrun_option(
         "virtual-local-rank",

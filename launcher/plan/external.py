@@ -194,6 +194,7 @@ def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
     """
     place = ClusterOptions(
         scheduler=scheduler,
+        store=plan.spec.place.store,
         serve=False,
         interface=plan.spec.place.interface,
         insecure=plan.spec.place.insecure,

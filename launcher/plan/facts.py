@@ -65,6 +65,14 @@ def gather_facts(
     check = program.check_program(spec.program, cwd, {**environ, **spec.env})
     script_digest = ""
     torch_path = _torch_search_path(spec)
+    is_store_local = None
+    is_store_loopback = False
+    store_host = spec.place.store.host if spec.place.store else ""
+    if store_host and store_host not in ("0.0.0.0", "::"):
+        is_store_loopback = store_host == "localhost" or network.is_loopback(store_host)
+        is_store_loopback = is_store_loopback or network.is_loopback_name(store_host)
+        own = () if is_store_loopback else network.list_addresses()
+        is_store_local = network.is_this_machine(store_host, hostname, own)
     if spec.place.hosts:
         names = ((host.name, host.address) for host in spec.place.hosts)
         local_hosts = network.find_own_names(names, hostname)
@@ -98,6 +106,8 @@ def gather_facts(
         local_hosts=local_hosts,
         script_digest=script_digest,
         is_scheduler_local=is_scheduler_local,
+        is_store_local=is_store_local,
+        is_store_loopback=is_store_loopback,
         route_address=route,
         is_loopback_name=is_loopback_name,
         scheduler_error=scheduler_error,

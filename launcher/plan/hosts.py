@@ -176,6 +176,7 @@ def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> 
         serve = index == 0
     place = ClusterOptions(
         scheduler=scheduler,
+        store=spec.place.store,
         node_rank=node_rank,
         node_name=launch.node,
         serve=serve,

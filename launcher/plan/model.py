@@ -83,6 +83,10 @@ class Facts:
     """Exit code for ``program_error``: 2, 126 or 127."""
     log_error: str = ""
     """Why the log folder cannot be used, or empty."""
+    is_store_local: bool | None = None
+    """Whether the host of ``place.store`` is this machine. None: unknown, or it has no host."""
+    is_store_loopback: bool = False
+    """Whether that host is a loopback address, which only this machine reaches."""
     is_loopback_name: bool = False
     """
     Whether the scheduler's name is a loopback address on this machine. Other machines use
@@ -203,6 +207,16 @@ class ExternalLaunch:
         return f"ExternalLaunch(argv={self.argv!r}, env={sorted(self.env)!r})"
 
 
+@dataclass(frozen=True)
+class StoreListener:
+    """Where torch's store of a job listens, if the user has set it. Only node 0 has one."""
+
+    endpoint: Endpoint
+    """Its host is MASTER_ADDR of the workers. Port 0: the system chooses one."""
+    source: str
+    """The option or variable, for messages."""
+
+
 LaunchMode = Literal["single", "local", "head", "join", "hosts", "external"]
 
 
@@ -261,3 +275,5 @@ class LaunchPlan:
     """Set in mode hosts."""
     external_launch: ExternalLaunch | None = None
     """Set in mode external."""
+    store: StoreListener | None = None
+    """Where this node serves torch's store. None: at ``listen``, on any port."""

@@ -24,7 +24,7 @@ from pdrun.launcher.plan.placement import (
     resources_on_host,
 )
 from pdrun.launcher.plan.program import program_argv
-from pdrun.launcher.plan.scheduler_address import choose_scheduler
+from pdrun.launcher.plan.scheduler_address import choose_scheduler, choose_store
 from pdrun.launcher.plan.start_method import choose_start_method
 from pdrun.text import make_name
 from pdrun.topology import choose_interface_variables
@@ -51,12 +51,18 @@ def make_plan(
     members = max(spec.resources.max_members, len(spec.place.hosts))
     if launcher or members > 1 or spec.place.serve is not None:
         _check_spec_size(spec)
+    is_controller = bool(launcher) or hosts.uses_ssh(spec) or (spec.place.local and members > 1)
+    _check_stdin(spec, sources, is_controller=is_controller)
     if launcher:
         return external.plan_external(spec, facts, sources, make_job_key(spec), notes)
     if hosts.uses_ssh(spec):
         return hosts.plan_hosts(spec, facts, sources, make_job_key(spec), notes)
     spec, sources = spec_for_this_host(spec, facts, sources)
     choice = choose_scheduler(spec, facts, sources)
+    store = choose_store(spec, facts, sources, choice)
+    if store is not None and choice.mode == "head" and spec.place.node_rank is None:
+        # torch's store is where the user said only if this node is node 0
+        spec = replace(spec, place=replace(spec.place, node_rank=0))
     _check_startable(spec, facts, sources, choice.mode)
     base_env, removed = _base_environment(spec, facts)
     workers: tuple[WorkerPlan, ...] = ()
@@ -69,6 +75,8 @@ def make_plan(
     threads, thread_note = choose_threads(spec, facts.environ, placement.binding)
     if choice.mode != "local":
         workers = _plan_workers(spec, facts, placement, threads)
+    if choice.mode == "single":
+        _check_stdin(spec, sources, workers=len(workers))
     start_method = choose_start_method(spec, facts, sources, {**base_env, **spec.env}, visibility)
     all_notes = (
         *notes,
@@ -100,6 +108,7 @@ def make_plan(
         compared=_facts_to_compare(spec, facts, placement.backend.name),
         notes=tuple(filter(None, all_notes)),
         start_method=start_method,
+        store=store,
     )
 
 
@@ -116,6 +125,33 @@ def _check_spec_size(spec: JobSpec) -> None:
             f" at most {MAX_SPEC_BYTES:,} bytes, got {size:,}",
             hint="put long values into a file that every node reads",
         )
+
+
+def _check_stdin(
+    spec: JobSpec, sources: Sources, *, is_controller: bool = False, workers: int = 0
+) -> None:
+    """
+    Refuse ``--stdin`` if no such rank can read the standard input of this process.
+
+    Args:
+        is_controller: this process starts the agents of several nodes.
+        workers: number of workers of a job of one node; 0: not known yet.
+    """
+    rank = spec.program.stdin
+    if rank is None:
+        return
+    source = source_of(sources, "program.stdin", "--stdin")
+    if is_controller:
+        raise UsageError(
+            "no worker can read standard input in a job that one command starts on several nodes",
+            where=source,
+            hint="use one node, or start pdrun on each node",
+        )
+    if workers and rank >= workers:
+        known = "the only rank is 0"
+        if workers > 1:
+            known = f"the ranks are 0 to {workers - 1}"
+        raise UsageError(f"there is no rank {rank}: {known}", where=source)
 
 
 def spec_for_this_host(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
@@ -232,11 +268,10 @@ def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> Wor
 def _plan_workers(
     spec: JobSpec, facts: Facts, placement: WorkerPlacement, threads: tuple[int, ...]
 ) -> tuple[WorkerPlan, ...]:
-    argv = program_argv(spec.program, facts.python)
     return tuple(
         WorkerPlan(
             local_rank=rank,
-            argv=argv,
+            argv=program_argv(spec.program, facts.python, rank),
             device=placement.devices[rank] if placement.devices else None,
             cpus=placement.binding.sets[rank],
             threads=threads[rank],

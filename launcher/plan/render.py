@@ -50,6 +50,7 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("nodes", _format_nodes(plan)),
         ("scheduler", _format_scheduler(plan)),
         ("listen", plan.listen),
+        ("store", _format_store(plan)),
         ("program", shlex.join(_worker_argv(plan, nodes))),
         ("start", start),
         ("", plan.start_method.unused),
@@ -121,6 +122,13 @@ def _format_scheduler(plan: LaunchPlan) -> str:
     if plan.scheduler.port == 0:
         return f"{plan.scheduler} (the system chooses the port)"
     return str(plan.scheduler)
+
+
+def _format_store(plan: LaunchPlan) -> str:
+    """Return where torch's store listens, if the user has set it."""
+    if plan.store is None:
+        return ""
+    return f"{plan.store.endpoint} by {plan.store.source}"
 
 
 def _format_backend(plan: LaunchPlan) -> str:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.config.spec import JobSpec, Sources
-from pdrun.launcher.plan.model import Facts, LaunchMode
+from pdrun.launcher.config.spec import JobSpec, Sources, source_of
+from pdrun.launcher.plan.model import Facts, LaunchMode, StoreListener
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 
@@ -134,6 +134,54 @@ def _runs_scheduler(
             f"{scheduler} is on this machine: run the scheduler here, or join one that runs there",
         )
     return False, f"{scheduler} is another machine: join it"
+
+
+def choose_store(
+    spec: JobSpec, facts: Facts, sources: Sources, choice: SchedulerChoice
+) -> StoreListener | None:
+    """
+    Return where node 0 serves torch's store by the user's choice; None on every other node.
+
+    Raises:
+        ConfigError: the host is not this machine, which is node 0.
+    """
+    place = spec.place
+    if place.store is None or not serves_store(spec, choice.mode):
+        return None
+    source = source_of(sources, "place.store", "--master-addr")
+    host = place.store.host
+    if host in ("0.0.0.0", "::"):
+        host = ""
+    is_forwarded = place.serve is True and place.scheduler and place.scheduler.host == host
+    if host and facts.is_store_local is False and not is_forwarded:
+        what = "node 0"
+        hint = "use an address of node 0"
+        if spec.resources.nodes == 1:
+            what = "the only node of the job"
+            hint = "set the number of nodes (--nodes), or unset it for a job on this machine"
+        raise ConfigError(
+            f"torch's store cannot listen on {host}: it is not an address of this machine"
+            f" ({facts.hostname}), which is {what}",
+            where=source,
+            hint=hint,
+        )
+    is_usable = choice.mode in ("single", "local") or not facts.is_store_loopback
+    address = choice.listen
+    if host and is_usable and facts.is_store_local is not False:
+        address = host
+    return StoreListener(Endpoint(address, place.store.port), source)
+
+
+def serves_store(spec: JobSpec, mode: LaunchMode) -> bool:
+    """
+    Return whether this node is node 0: by its rank, or because it runs the scheduler and no node
+    has a rank.
+    """
+    if mode in ("hosts", "external"):
+        return False
+    if mode == "join":
+        return spec.place.node_rank == 0
+    return spec.place.node_rank in (None, 0)
 
 
 def choose_listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:

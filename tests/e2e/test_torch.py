@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Shell, alive, until
+from tests.e2e.conftest import Shell, alive, free_port, until
+from tests.lib.tiers import thorough
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -91,6 +93,51 @@ def test_a_restart_gets_a_store_of_its_own(shell: Shell) -> None:
     code, out, err = shell.run("--devices", "2", "--max-restarts", "1", script, timeout=120)
     assert code == 0, err
     assert out.count("sum 3 of 2") == 4
+
+
+FIXED = """
+import os, sys
+import torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=size)
+x = torch.ones(1)
+dist.all_reduce(x)
+dist.barrier()
+print("sum", int(x), "at", os.environ["MASTER_PORT"], flush=True)
+dist.destroy_process_group()
+sys.exit(3 if os.environ["PDRUN_GENERATION"] == "0" and "fail" in sys.argv else 0)
+"""
+
+
+def test_a_script_that_meets_at_a_port_of_its_own_finds_the_store_there(shell: Shell) -> None:
+    port = str(free_port())
+    options = ("--devices", "2", "--backend", "cpu", "--max-restarts", "1", "--backoff", "0")
+    code, out, err = shell.run(
+        *options, "--master-port", port, shell.script(FIXED), port, "fail", timeout=120
+    )
+    assert code == 0, err
+    assert out.count(f"sum 2 at {port}") == 4  # the store of the restart listens there, too
+
+
+@thorough
+def test_nodes_that_meet_at_a_port_of_their_own_find_the_store_there(shell: Shell) -> None:
+    port = str(free_port())
+    options = ("--nodes", "2", "--devices", "1", "--backend", "cpu", "--rdzv-endpoint")
+    place = (f"127.0.0.1:{port}", shell.script(FIXED), port)
+    jobs = [shell.start("--node-rank", rank, *options, *place) for rank in "01"]
+    assert [job.wait(120) for job in jobs] == [0, 0], jobs[0].err
+    assert sum(job.out.count(f"sum 2 at {port}") for job in jobs) == 2
+
+
+def test_a_port_in_use_is_refused_by_the_name_of_its_variable(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = shell.run("--no-python", "true", env={"MASTER_PORT": port})
+    assert code == 78
+    assert (
+        f"MASTER_PORT: torch's store cannot listen on 127.0.0.1:{port}: port {port} is in use"
+        in err
+    )
 
 
 def test_a_peer_that_dies_of_a_broken_connection_is_not_the_cause(shell: Shell) -> None:

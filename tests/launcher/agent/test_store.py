@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError
 from pdrun.launcher.agent.store import StorePair, StoreSocket
+from pdrun.launcher.plan.model import StoreListener
 from pdrun.launcher.supervisor.events import Exited, Spawned
 from pdrun.rendezvous import tcpstore_main as storehost
 from pdrun.rendezvous.transport.zmq_util import wait_readable
@@ -70,6 +73,33 @@ def test_a_generation_gets_the_socket_that_was_announced():
     stores.is_wanted = True
     assert stores.bind_current("127.0.0.1") == following
     assert stores.fileno() >= 0
+    stores.close()
+
+
+def test_all_generations_listen_on_the_port_that_the_user_chose():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        chosen = StoreListener(Endpoint("127.0.0.1", port), "--master-port")
+        stores = StorePair()
+        with pytest.raises(ConfigError, match=f"--master-port: .* port {port} is in use"):
+            stores.bind_current("127.0.0.1", chosen)
+    assert stores.bind_current("127.0.0.1", chosen) == f"127.0.0.1:{port}"
+    assert stores.bind_next("127.0.0.1", chosen) == f"127.0.0.1:{port}"
+    stores.advance(None)
+    stores.is_wanted = True
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        assert wait_readable(stores.fileno(), wait=5)
+    stores.close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_the_address_of_a_store_keeps_the_name_that_the_user_gave():
+    stores = StorePair()
+    address = stores.bind_current(
+        "127.0.0.1", StoreListener(Endpoint("localhost", 0), "MASTER_ADDR")
+    )
+    assert address.startswith("localhost:")
     stores.close()
 
 

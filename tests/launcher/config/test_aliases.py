@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from pdrun.errors import PdrunError
+from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
@@ -24,10 +24,16 @@ def resolve_line(line: str, environ: Mapping[str, str] | None = None) -> Resolve
 
 
 SAME = [
-    ("--nnodes 2 --rdzv-endpoint h:1 x", "--nodes 2 --scheduler h:1 x"),
-    ("--nnodes=2:2 --master_addr h --master_port 1 x", "--nodes 2 --scheduler h:1 x"),
-    ("--nnodes 2 --master-addr h x", "--nodes 2 --scheduler h:29500 x"),
-    ("--nnodes 2 --rdzv-endpoint h x", "--nodes 2 --scheduler h:29400 x"),
+    (
+        "--nnodes 2 --rdzv-endpoint h:1 x",
+        "--nodes 2 --scheduler h:10001 --master-addr h --master-port 1 x",
+    ),
+    (
+        "--nnodes=2:2 --master_addr h --master_port 1 x",
+        "--nodes 2 --scheduler h:10001 --master-addr h --master-port 1 x",
+    ),
+    ("--nnodes 2 --master-addr h x", "--nodes 2 --scheduler h:19500 --rdzv-endpoint h:29500 x"),
+    ("--nnodes 2 --rdzv-endpoint h x", "--nodes 2 --scheduler h:19400 --rdzv-endpoint h:29400 x"),
     ("--nproc-per-node 4 x", "--devices 4 x"),
     ("--nproc_per_node=4 x", "--devices 4 x"),
     ("--rdzv-id 101 x", "--job 101 x"),
@@ -41,10 +47,13 @@ SAME = [
         "--nodes 2 --start-timeout 60 --serve x",
     ),
     ("--rdzv-conf timeout=900 x", "--start-timeout 15m x"),
-    ("--nnodes 2:4 --rdzv-endpoint h:1 x", "--nodes 2:4 --grow 30s --scheduler h:1 x"),
+    (
+        "--nnodes 2:4 --rdzv-endpoint h:1 x",
+        "--nodes 2:4 --grow 30s --scheduler h:10001 --rdzv-endpoint h:1 x",
+    ),
     (
         "--nnodes 2:4 --rdzv-endpoint h:1 --rdzv-conf last_call_timeout=5 --grow 9 x",
-        "--nodes 2:4 --grow 9 --gather 5 --scheduler h:1 x",
+        "--nodes 2:4 --grow 9 --gather 5 --scheduler h:10001 --rdzv-endpoint h:1 x",
     ),
     ("--standalone x", "--nodes 1 x"),
     ("--standalone --rdzv-backend c10d --rdzv-endpoint localhost:0 x", "--nodes 1 x"),
@@ -171,7 +180,7 @@ def test_variables_of_torchrun_are_read() -> None:
         {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "h:1", "PET_TEE": "3", "PET_MAX_RESTARTS": "2"},
     )
     assert asked.spec.resources.nodes == 2
-    assert str(asked.spec.place.scheduler) == "h:1"
+    assert str(asked.spec.place.scheduler) == "h:10001"
     assert asked.sources["policy.max_restarts"] == "PET_MAX_RESTARTS"
 
 
@@ -189,3 +198,40 @@ def test_an_endpoint_beside_standalone_is_noted() -> None:
     asked = resolve_line("--standalone --rdzv-endpoint localhost:0 x")
     assert asked.spec.place.scheduler is None
     assert "--rdzv-endpoint localhost:0 is not used: --standalone runs one node" in asked.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "scheduler", "store"),
+    [
+        ("--master-port 29517 x", {}, None, ":29517"),
+        ("--rdzv-endpoint h:29517 x", {}, None, "h:29517"),
+        ("--rdzv-endpoint localhost:0 x", {}, None, "localhost:0"),
+        ("x", {"MASTER_PORT": "29517"}, None, ":29517"),
+        ("x", {"MASTER_ADDR": "h"}, None, "h:0"),
+        ("--master-port 1 x", {"MASTER_ADDR": "h", "MASTER_PORT": "2"}, None, "h:1"),
+        ("--nodes 2 --scheduler h:9 --master-port 1 x", {}, "h:9", ":1"),
+        ("--nodes 2 --scheduler h:9 x", {"MASTER_ADDR": "g", "MASTER_PORT": "1"}, "h:9", "g:1"),
+        ("--nodes 2 x", {"MASTER_ADDR": "h", "MASTER_PORT": "29517"}, "h:19517", "h:29517"),
+        ("--nodes 2 --local --master-port 1 x", {}, None, ":1"),
+        ("--hosts a,b x", {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, None, "a:1"),
+        ("--hosts a,b --master-port 1 x", {}, None, ":1"),
+        ("--nodes 2 --scheduler h:1 --master-port 1 x", {}, "h:1", None),
+        ("--worker_num 8 --master_addr h --master_port 1 x", {}, None, None),
+        ("--standalone --master-port 1 x", {"MASTER_PORT": "1"}, None, None),
+        ("x", {"MASTER_PORT": "1", "PDRUN_GENERATION": "0"}, None, None),
+        ("x", {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "j"}, None, None),
+    ],
+)
+def test_the_store_listens_where_the_user_wants(
+    line: str, environ: dict[str, str], scheduler: str | None, store: str | None
+) -> None:
+    place = resolve_line(line, environ).spec.place
+    found = tuple(None if one is None else str(one) for one in (place.scheduler, place.store))
+    assert found[1] == store
+    if "worker_num" not in line:
+        assert found[0] == scheduler
+
+
+def test_a_malformed_variable_of_the_store_is_named() -> None:
+    with pytest.raises(ConfigError, match="MASTER_PORT: '99999' is not a port"):
+        resolve_line("x", {"MASTER_PORT": "99999"})

@@ -25,6 +25,8 @@ from pdrun.rendezvous.protocol.messages import Hung, Message, Progress, Stacks, 
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two reports of progress."""
+MAX_SCAN_SECONDS = 5.0
+"""Longest time after which a new descendant of a worker counts."""
 
 
 class WorkerMonitor:
@@ -80,6 +82,7 @@ class WorkerMonitor:
         self._sent_saved_step = -1
         self._next_progress = now
         self._detectors: dict[int, HangDetector] = {}
+        self._meters: dict[int, procfs.CpuMeter] = {}
         self._next_check = now
         self._closed_ranks: set[int] = set()
         """Ranks that need no further check: reported as hanging, or about to be looked into."""
@@ -192,7 +195,7 @@ class WorkerMonitor:
         """Take a sample of each worker, and report those that hang."""
         alive = group.alive_workers()
         suspects = self._find_suspects(alive, now)
-        self._next_check = now + HangDetector(self._hang_timeout, now).interval
+        self._next_check = now + self._seconds_to_check(now)
         if len(alive) < self._alive_count:
             # the workers that waited for the ended one notice it after a moment
             self._last_exit_at = now
@@ -208,6 +211,12 @@ class WorkerMonitor:
                 continue
             self._report_hang(group, rank, found.reason, waits=found.may_be_waiting)
 
+    def _seconds_to_check(self, now: float) -> float:
+        """Return the time until the next samples, or until a worker reaches its timeout."""
+        interval = HangDetector(self._hang_timeout, now).interval
+        left = [watch.seconds_to_limit() for watch in self._detectors.values()]
+        return min([interval, *(seconds for seconds in left if seconds > 0)])
+
     def _find_suspects(
         self, alive: list[tuple[int, int, int]], now: float
     ) -> list[tuple[int, HangSuspicion]]:
@@ -218,7 +227,7 @@ class WorkerMonitor:
         """
         suspects: list[tuple[tuple[bool, int, float], int, HangSuspicion]] = []
         for rank, _, pid in alive:
-            seen = self._sample_worker(rank, pid)
+            seen = self._sample_worker(rank, pid, now)
             if seen is None:
                 self._detectors.pop(rank, None)
                 continue
@@ -233,7 +242,7 @@ class WorkerMonitor:
         suspects.sort(key=lambda suspect: suspect[:2])
         return [(rank, found) for _, rank, found in suspects]
 
-    def _sample_worker(self, rank: int, pid: int) -> WorkerSample | None:
+    def _sample_worker(self, rank: int, pid: int, now: float) -> WorkerSample | None:
         """Return a sample of a worker; None if neither a timeout nor a traceback asks for one."""
         has_traceback = False
         if self._output.last_traceback(rank) is not None:
@@ -242,11 +251,15 @@ class WorkerMonitor:
             return None
         state = procfs.read_state(pid)
         report = self._last_reports.get(rank)
+        meter = self._meters.get(rank)
+        if meter is None:
+            seconds = min(MAX_SCAN_SECONDS, (self._hang_timeout or MAX_SCAN_SECONDS) / 4)
+            meter = self._meters[rank] = procfs.CpuMeter(pid, seconds)
         return WorkerSample(
             step=report.step if report else None,
             saved=self._saved_steps.get(rank),
             output_at=self._output.last_output_at(rank),
-            cpu_seconds=procfs.read_cpu_seconds(pid),
+            cpu_seconds=meter.read_seconds(now),
             letter=state.letter if state else "Z",
             is_traced=bool(state and state.tracer_pid),
             has_traceback=has_traceback,
@@ -269,15 +282,20 @@ class WorkerMonitor:
         else:
             self._closed_ranks.add(rank)
         self.send_progress()
-        self._send_message(Hung(group.generation, rank, why, waits))
+        timeout = self._hang_timeout or 0.0
+        self._send_message(Hung(group.generation, rank, why, waits, timeout))
 
     # Stacks
 
     def show_stacks(self, generation: int) -> None:
         """Collect the stacks of all workers for the scheduler."""
         group = self._group
+        now = self._clock.monotonic()
         if group is not None and group.has_started and group.generation == generation:
-            self._request_stacks(group.alive_workers(), self._clock.monotonic(), None)
+            if not group.is_stopping:
+                # who reaches the timeout now does not work any more
+                self._check_workers(group, now)
+            self._request_stacks(group.alive_workers(), now, None)
 
     def _request_stacks(
         self, workers: list[tuple[int, int, int]], now: float, suspects: dict[int, str] | None
@@ -298,7 +316,9 @@ class WorkerMonitor:
         self, group: WorkerGroup, request: StackRequest, suspects: dict[int, str] | None
     ) -> None:
         if suspects is None:
-            self._send_message(Stacks(group.generation, request.grouped_stacks(), request.active))
+            # who has reached the timeout since was reported, and does not work any more
+            active = tuple(rank for rank in request.active if self._is_working(rank))
+            self._send_message(Stacks(group.generation, request.grouped_stacks(), active))
             return
         alive = {rank for rank, _, _ in group.alive_workers()}
         for rank, why in suspects.items():

@@ -59,16 +59,38 @@ def read_state(pid: int) -> ProcessState | None:
     return ProcessState(letter, tracer, caught) if letter else None
 
 
-def read_cpu_seconds(pid: int) -> float | None:
+class CpuMeter:
     """
-    Return the CPU seconds of a process and all its descendants, or None if the process has ended.
+    Reads the CPU time of a process and its descendants again and again.
 
-    Descendants that have ended count once their parent has reaped them.
+    To find all descendants costs more than to read their times. So that is done less often.
     """
-    own = _read_cpu_ticks(pid)
-    if not own:
-        return None
-    total = own
+
+    def __init__(self, pid: int, scan_seconds: float = 0.0) -> None:
+        """``scan_seconds``: for so long a new descendant may be missing."""
+        self._pid = pid
+        self._scan_seconds = scan_seconds
+        self._descendants: list[int] = []
+        self._scan_at = float("-inf")
+
+    def read_seconds(self, now: float) -> float | None:
+        """
+        Return the CPU seconds so far, or None if the process has ended.
+
+        Descendants that have ended count once their parent has reaped them.
+        """
+        own = _read_cpu_ticks(self._pid)
+        if not own:
+            return None
+        if now >= self._scan_at:
+            self._scan_at = now + self._scan_seconds
+            self._descendants = find_descendants(self._pid)
+        return (own + sum(map(_read_cpu_ticks, self._descendants))) * TICK_SECONDS
+
+
+def find_descendants(pid: int) -> list[int]:
+    """Return the pids of all descendants of a process."""
+    found: list[int] = []
     todo = [pid]
     seen = {pid}
     while todo:
@@ -76,8 +98,8 @@ def read_cpu_seconds(pid: int) -> float | None:
             if child not in seen:
                 seen.add(child)
                 todo.append(child)
-                total += _read_cpu_ticks(child)
-    return total * TICK_SECONDS
+                found.append(child)
+    return found
 
 
 def read_wait_channel(pid: int) -> str:

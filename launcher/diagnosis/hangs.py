@@ -10,7 +10,7 @@ A worker hangs if
 * its last output is a traceback, and it was idle for TRACEBACK_SECONDS. This needs no timeout, but
   only counts if its stacks show that the program's code has ended.
 
-At most two intervals count between two samples, so that a stall of the agent or of the machine
+The time between two samples counts up to a limit, so that a stall of the agent or of the machine
 makes no worker hang. A worker in a debugger never hangs. A stopped worker (SIGSTOP) hangs.
 
 Limits: a worker that waits for others is as idle as one that hangs. `WorkerMonitor` decides which
@@ -28,9 +28,16 @@ CPU_TICK_SECONDS = 0.02
 """Additional CPU time that is ignored: the kernel may count in hundredths of a second."""
 TRACEBACK_SECONDS = 60.0
 """A worker that was idle for this time after a traceback is stuck in its exit."""
-MAX_INTERVAL_SECONDS = 5.0
-MIN_INTERVAL_SECONDS = 0.2
-"""Limits of the time between two samples."""
+TRACEBACK_INTERVAL_SECONDS = 5.0
+"""Time between two samples without a timeout."""
+MAX_INTERVAL_SECONDS = 0.4
+MIN_INTERVAL_SECONDS = 0.1
+"""
+Limits of the time between two samples. A hang begins between two samples, so the longest interval
+is what its detection may take beyond the timeout.
+"""
+MAX_GAP_SECONDS = 2.0
+"""Time that counts at most between two samples; less for a short timeout."""
 _STATE_NOTES = {
     "D": "; it is in uninterruptible sleep in the kernel",
     "T": "; it is stopped by a signal",
@@ -73,10 +80,11 @@ class HangDetector:
     def __init__(self, timeout: float | None, now: float) -> None:
         """``timeout``: the user's ``--hang-timeout`` in seconds, or None."""
         self._timeout = timeout
-        self.interval = min(
-            MAX_INTERVAL_SECONDS, max(MIN_INTERVAL_SECONDS, (timeout or TRACEBACK_SECONDS) / 10)
-        )
+        self.interval = TRACEBACK_INTERVAL_SECONDS
+        if timeout is not None:
+            self.interval = min(MAX_INTERVAL_SECONDS, max(MIN_INTERVAL_SECONDS, timeout / 10))
         """Time between two samples."""
+        self._max_gap = max(2 * self.interval, min(MAX_GAP_SECONDS, (timeout or 0.0) / 5))
         self._last_at = now
         self._last_sample = WorkerSample()
         self.idle_seconds = 0.0
@@ -90,7 +98,7 @@ class HangDetector:
         """Add an observation; return a suspicion, or None."""
         before = self._last_sample
         self._last_sample = seen
-        passed = min(now - self._last_at, 2 * self.interval)
+        passed = min(now - self._last_at, self._max_gap)
         self._last_at = now
         has_moved = (seen.step, seen.saved) != (before.step, before.saved)
         # CPU time is measured over the whole idle time, because a tick now and then is no work. It
@@ -112,6 +120,13 @@ class HangDetector:
             self.idle_seconds = 0.0
             self._active_cpu_seconds = seen.cpu_seconds
         return self._judge_sample(seen)
+
+    def seconds_to_limit(self) -> float:
+        """Return the seconds until the timeout if nothing more happens."""
+        if self._timeout is None:
+            return TRACEBACK_SECONDS - self.idle_seconds
+        has_step = self._last_sample.step is not None
+        return self._timeout - (self.stuck_seconds if has_step else self.idle_seconds)
 
     def _judge_sample(self, seen: WorkerSample) -> HangSuspicion | None:
         limit = self._timeout

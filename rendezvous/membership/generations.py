@@ -18,6 +18,7 @@ from pdrun.rendezvous.membership.sizing import (
     send_waiting,
 )
 from pdrun.rendezvous.membership.transitions import JobState, Trigger
+from pdrun.rendezvous.policies.hang_report import IdleWorkers
 from pdrun.rendezvous.policies.progress import ProgressTracker
 from pdrun.rendezvous.policies.restart import (
     count_restart,
@@ -142,6 +143,7 @@ def _close_generation(generation: Generation) -> None:
         generation.assigns, generation.agreed_step
     )
     generation.hang = None
+    generation.idle = IdleWorkers()
 
 
 # End of a generation

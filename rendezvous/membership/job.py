@@ -25,7 +25,7 @@ from pdrun.rendezvous.membership.failure_detector import FailureDetector
 from pdrun.rendezvous.membership.nodes import Member
 from pdrun.rendezvous.membership.roster import Roster
 from pdrun.rendezvous.membership.transitions import JobState, Trigger, next_state
-from pdrun.rendezvous.policies.hang_report import HangInquiry
+from pdrun.rendezvous.policies.hang_report import HangInquiry, IdleWorkers
 from pdrun.rendezvous.policies.progress import ProgressTracker
 from pdrun.rendezvous.policies.restart import RestartHistory, restarts_left
 from pdrun.rendezvous.policies.verdict import FailureLog
@@ -56,6 +56,7 @@ class Generation:
     failures: FailureLog = field(default_factory=FailureLog)
     hang: HangInquiry | None = None
     """The hang whose stacks are being collected."""
+    idle: IdleWorkers = field(default_factory=IdleWorkers)
     agreed_step: int = -1
     """The last step that every worker of an earlier generation had saved."""
     reform_reason: str = ""
@@ -114,6 +115,8 @@ class ActionOutbox:
     Connection, reason and exit code of each node that this step marked lost. They are refused at
     the end of the step.
     """
+    has_changed_state: bool = False
+    """A tick has changed the state without an action: a journal must keep it."""
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message to a connection."""

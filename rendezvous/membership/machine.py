@@ -142,6 +142,7 @@ class Membership(Job):
                 self.roster.find_member(event.peer),
             )
         self.outbox.actions = []
+        self.outbox.has_changed_state = False
         self.journal_events = []
         if isinstance(event, SchedulerResumed):
             resume_job(self, event.scheduler, now)
@@ -156,7 +157,7 @@ class Membership(Job):
             self.journal_events.append(event)
         generations.advance_job(self, now)
         self._refuse_fenced()
-        if isinstance(event, Tick) and self.outbox.actions:
+        if isinstance(event, Tick) and (self.outbox.actions or self.outbox.has_changed_state):
             self.journal_events.append(event)
         return self.outbox.actions
 

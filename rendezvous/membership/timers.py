@@ -123,5 +123,6 @@ def resume_job(job: Job, scheduler: str, now: float) -> None:
         job.shutdown.stop = replace(stop, deadline=stop.deadline + away, next_at=next_at)
     if job.generation.hang is not None:
         job.generation.hang.deadline += away
+    job.generation.idle.exit_at += away
     job.generation.progress.shift_times(away)
     job.outbox.record_event("resumed", scheduler=scheduler, away=round(away, 1))

@@ -67,6 +67,7 @@ def handle_worker_exit(job: Job, member: Member, message: WorkerExit, now: float
         return
     member.exit_codes[message.rank] = cause.code
     generation.progress.drop_worker(message.rank)
+    generation.idle.on_exit(message.rank, now)
     job.outbox.record_event(
         "exited",
         generation=generation.number,
@@ -76,6 +77,9 @@ def handle_worker_exit(job: Job, member: Member, message: WorkerExit, now: float
         how=cause.kind,
         cause=cause.summary,
     )
+    if generation.hang is not None and generation.hang.may_be_waiting:
+        # A worker worked, or ended, while others waited: they may wait for it.
+        generation.hang = None
     if not is_failure(cause):
         return
     if generation.hang is not None:
@@ -99,8 +103,11 @@ def check_workers(job: Job, now: float) -> None:
         )
     if stragglers := generation.progress.find_stragglers(now):
         _warn_about_stragglers(job, stragglers)
-    if generation.hang is not None and now >= generation.hang.deadline:
-        conclude_hang(job, generation.hang, now)
+    if generation.hang is not None:
+        _conclude_if_complete(job, generation.hang, now)
+    elif generation.idle.is_inquiry_due(now):
+        rank, (node, why) = next(iter(generation.idle.reports.items()))
+        _open_inquiry(job, rank, node, why, now, may_be_waiting=True)
 
 
 def _warn_about_stragglers(job: Job, stragglers: list[tuple[int, str]]) -> None:
@@ -121,26 +128,47 @@ def _warn_about_stragglers(job: Job, stragglers: list[tuple[int, str]]) -> None:
 
 
 def handle_hung(job: Job, member: Member, message: Hung, now: float) -> None:
-    """A worker seems to hang: ask every node for the stacks of its workers before a stop."""
+    """
+    A worker seems to hang: ask every node for the stacks of its workers before a stop.
+
+    A worker that may be waiting is only noted while another one is known to work.
+    """
     generation = job.generation
-    if job.state is not JobState.RUNNING or generation.hang is not None:
+    if job.state is not JobState.RUNNING or message.rank in member.exit_codes:
         return
-    if message.rank in member.exit_codes:
-        return
+    rank = message.rank
+    hang = generation.hang
+    if message.waits:
+        generation.idle.add_report(rank, member.name, message.why, message.timeout)
+        if hang is not None:
+            hang.active.discard(rank)
+        elif not generation.idle.is_inquiry_due(now):
+            return
+    elif hang is not None:
+        hang.blame(rank, member.name, message.why)
+    if hang is None:
+        _open_inquiry(job, rank, member.name, message.why, now, may_be_waiting=message.waits)
+    else:
+        _conclude_if_complete(job, hang, now)
+
+
+def _open_inquiry(
+    job: Job, rank: int, node: str, why: str, now: float, *, may_be_waiting: bool
+) -> None:
+    generation = job.generation
     members = job.roster.members
     asked = {
         agent: members[agent].name
         for agent in generation.assigns
         if agent in members and members[agent].phase is Phase.RUNNING
     }
-    deadline = now + STACK_SECONDS
     generation.hang = HangInquiry(
-        message.rank,
-        member.name,
-        message.why,
-        deadline,
+        rank,
+        node,
+        why,
+        now + STACK_SECONDS,
         asked,
-        may_be_waiting=message.waits,
+        may_be_waiting=may_be_waiting,
     )
     for agent in asked:
         job.outbox.send_to(members[agent], ShowStacks(generation.number))
@@ -151,19 +179,32 @@ def handle_stacks(job: Job, member: Member, message: Stacks, now: float) -> None
     hang = job.generation.hang
     if hang is None:
         return
-    hang.add_answer(member.hello.agent, message.groups, member.ranks, message.active)
-    if not hang.waiting:
-        conclude_hang(job, hang, now)
+    active = [rank for rank in message.active if rank not in member.exit_codes]
+    hang.add_answer(member.hello.agent, message.groups, member.ranks, active)
+    _conclude_if_complete(job, hang, now)
+
+
+def _conclude_if_complete(job: Job, hang: HangInquiry, now: float) -> None:
+    if not hang.is_complete(now):
+        return
+    if hang.may_be_waiting:
+        # The workers of a node that has not answered may work.
+        for agent in hang.waiting:
+            if (member := job.roster.members.get(agent)) is not None:
+                hang.active |= set(member.ranks) - member.exit_codes.keys()
+    conclude_hang(job, hang, now)
 
 
 def conclude_hang(job: Job, hang: HangInquiry, now: float) -> None:
     """
     Show the stacks of all workers and treat the worker that hangs as failed.
 
-    Nothing is done if the worker only waits for one that works.
+    If it only waits for others that work, the reports of these are awaited.
     """
     job.generation.hang = None
     if hang.is_false_alarm:
+        job.generation.idle.active = hang.active
+        job.outbox.has_changed_state = True
         return
     rank = hang.find_culprit()
     node = hang.node if rank == hang.rank else _find_node_name(job.roster, rank)

@@ -1,4 +1,12 @@
-"""The hang report: collects the stacks of all workers when one hangs, and groups them."""
+"""
+The hang report: collects the stacks of all workers when one hangs, and groups them.
+
+A worker that is idle may only wait for one that works. Each idle worker is reported once it has
+been idle for the timeout. The first of these reports opens an inquiry. If some workers work, the
+inquiry stays open for HOLD_SECONDS, and then the scheduler waits for the reports of exactly these
+(`IdleWorkers.active`). So the last worker that becomes idle is the one that decides, however many
+nodes there are and whenever each of them reports.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +18,48 @@ from pdrun.rendezvous.protocol.messages import StackGroup
 
 STACK_SECONDS = 5.0
 """Time for the nodes to send the stacks of their workers."""
+HOLD_SECONDS = 1.0
+"""
+Time for which an inquiry that found working ranks waits for their reports: nodes notice the same
+hang at slightly different times.
+"""
 MAX_GROUPS = 64
 """Number of different stacks that are kept; workers with further ones are only counted."""
 MAX_SHOWN_GROUPS = 6
 MAX_SHOWN_LINES = 12
 MAX_LINE_CHARS = 200
+
+
+@dataclass
+class IdleWorkers:
+    """The idle workers of a generation that may be waiting for others."""
+
+    reports: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """rank -> node and reason, of the ranks that were reported, in the order of the reports."""
+    active: set[int] = field(default_factory=set)
+    """
+    Ranks that worked at the last inquiry, and have neither ended nor been reported as idle since.
+    """
+    exit_at: float = float("-inf")
+    """Time of the last end of a worker. Workers that waited for it have the timeout to go on."""
+    timeout: float = 0.0
+    """The hang timeout, from the reports."""
+
+    def add_report(self, rank: int, node: str, why: str, timeout: float) -> None:
+        """A rank has been idle for the timeout."""
+        self.reports.setdefault(rank, (node, why))
+        self.active.discard(rank)
+        self.timeout = timeout
+
+    def on_exit(self, rank: int, now: float) -> None:
+        """A worker has ended."""
+        self.reports.pop(rank, None)
+        self.active.discard(rank)
+        self.exit_at = now
+
+    def is_inquiry_due(self, now: float) -> bool:
+        """Whether no rank is known to work, so that all ranks must be asked."""
+        return bool(self.reports) and not self.active and now >= self.exit_at + self.timeout
 
 
 @dataclass
@@ -33,13 +78,28 @@ class HangInquiry:
     """Ranks with stacks beyond MAX_GROUPS."""
     may_be_waiting: bool = False
     """The worker may only be waiting for one that works (`Hung.waits`)."""
-    is_any_active: bool = False
-    """Whether any worker works."""
+    active: set[int] = field(default_factory=set)
+    """Ranks that work."""
 
     @property
     def is_false_alarm(self) -> bool:
         """Whether there is no hang: the idle worker waits for one that works."""
-        return self.may_be_waiting and self.is_any_active
+        return self.may_be_waiting and bool(self.active)
+
+    def is_complete(self, now: float) -> bool:
+        """Whether nothing more is expected that could change the result."""
+        if now >= self.deadline:
+            return True
+        hold_until = self.deadline - STACK_SECONDS + HOLD_SECONDS
+        return not self.waiting and (not self.is_false_alarm or now >= hold_until)
+
+    def blame(self, rank: int, node: str, why: str) -> None:
+        """A rank certainly hangs: it does not wait for others."""
+        if self.may_be_waiting:
+            self.rank = rank
+            self.node = node
+            self.why = why
+            self.may_be_waiting = False
 
     def find_culprit(self) -> int:
         """
@@ -56,7 +116,7 @@ class HangInquiry:
         """Take a node's first answer. Only ``ranks``, which are its own, count."""
         if self.waiting.pop(agent, None) is None:
             return
-        self.is_any_active = self.is_any_active or any(rank in ranks for rank in active)
+        self.active.update(rank for rank in active if rank in ranks)
         left = set(ranks)
         for group in groups:
             mine = sorted(rank for rank in set(group.ranks) if rank in left)

@@ -366,6 +366,8 @@ class Hung:
     The worker is idle and may only be waiting for others: not a hang while a worker of another node
     works.
     """
+    timeout: float = 0.0
+    """The job's hang timeout in seconds; 0: unknown."""
 
 
 @dataclass(frozen=True)

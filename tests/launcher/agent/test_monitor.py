@@ -186,6 +186,22 @@ def test_who_is_quiet_waits_for_who_is_at_work(harness):
     assert len(it.of(Hung)) > before
 
 
+def test_who_reaches_the_timeout_while_stacks_are_collected_does_not_work(harness):
+    it = harness(IDLE, IDLE, IDLE)
+    os.kill(it.group.processes[2].pid, signal.SIGKILL)  # it has no stacks, and takes all the time
+    wait_until(lambda: procfs.read_state(it.group.processes[2].pid).letter == "Z")
+    it.pass_time(2)
+    it.pass_time(8)
+    it.monitor.show_stacks(2)
+    ((request, _),) = it.monitor._stack_requests
+    assert request.active and it.of(Hung) == []
+    request.poll_workers = lambda now: now >= request._give_up_at
+    it.pass_time(4)
+    assert {hung.rank for hung in it.of(Hung)} >= {4, 5}
+    assert it.of(Stacks)[-1].active == ()
+    assert it.sent.index(it.of(Hung)[-1]) < it.sent.index(it.of(Stacks)[-1])
+
+
 class FakeCpu:
     """Waits until a process has really used CPU time: a loaded machine may take its time."""
 

@@ -165,14 +165,119 @@ def test_a_node_that_comes_back_is_asked_again() -> None:
 @pytest.mark.parametrize("active", [(), (3,)])
 def test_who_is_only_quiet_hangs_when_nobody_is_at_work(active: tuple[int, ...]) -> None:
     machine = running("a", "b")
-    machine.say("a", Hung(0, 0, "no CPU time and no output for 300 s", waits=True))
+    wait(machine, "a", 0)
     machine.say(
         "a", Stacks(0, (StackGroup((0, 1), LOAD),), active=(3,))
     )  # not its own: counts for nothing
     machine.say("b", Stacks(0, (StackGroup((2, 3), LOAD),), active=active))
+    machine.beat(1.3, "a", "b")
     assert machine.membership.generation.hang is None
     assert machine.membership.state is (JobState.RUNNING if active else JobState.STOPPING)
     assert bool(machine.to("a", Notice)) is not bool(active)
+
+
+def wait(machine: Machine, name: str, *ranks: int) -> None:
+    """Ranks of a node have been idle for the timeout."""
+    number = machine.membership.generation.number
+    for rank in ranks:
+        machine.say(name, Hung(number, rank, "no CPU time for 300 s", waits=True, timeout=300.0))
+
+
+def answer(machine: Machine, name: str, *ranks: int, active: tuple[int, ...] = ()) -> None:
+    number = machine.membership.generation.number
+    machine.say(name, Stacks(number, (StackGroup(ranks, LOAD),), active))
+
+
+def test_one_inquiry_decides_when_the_nodes_notice_at_different_times() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0, 1)
+    answer(machine, "a", 0, 1)
+    answer(machine, "b", 2, 3, active=(2, 3))  # a moment later they have been idle for as long
+    machine.tick(0.3)
+    wait(machine, "b", 2)
+    assert machine.membership.state is JobState.RUNNING
+    wait(machine, "b", 3)
+    assert machine.membership.state is JobState.STOPPING
+    assert len(machine.to("a", ShowStacks)) == 1
+
+
+def test_the_last_one_that_becomes_idle_decides_and_nobody_is_asked_before() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0, 1)
+    answer(machine, "a", 0, 1)
+    answer(machine, "b", 2, 3, active=(2, 3))
+    machine.beat(40.0, "a", "b")
+    wait(machine, "a", 0, 1)  # they are reported again while they wait
+    wait(machine, "b", 2)
+    machine.beat(40.0, "a", "b")
+    assert len(machine.to("b", ShowStacks)) == 1
+    wait(machine, "b", 3)
+    assert len(machine.to("b", ShowStacks)) == 2
+    answer(machine, "b", 2, 3)
+    answer(machine, "a", 0, 1)
+    assert machine.membership.state is JobState.STOPPING
+    assert machine.to("a", Notice)[0].text.startswith("rank 3 on b hangs")
+
+
+def test_a_report_during_the_inquiry_is_not_lost() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0)
+    wait(machine, "b", 3)
+    answer(machine, "b", 2, 3, active=(2,))
+    hang(machine, "b", 2)  # a certain one: it waits for nobody
+    answer(machine, "a", 0, 1)
+    assert machine.membership.state is JobState.STOPPING
+    assert machine.to("a", Notice)[0].text.startswith("rank 2 on b hangs: no progress for 300 s")
+
+
+def test_who_waited_for_a_worker_that_ends_gets_the_timeout_again() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0, 1)
+    answer(machine, "a", 0, 1)
+    machine.say("b", WorkerExit(0, 2, Cause("ok", 0)))  # nobody has told that it worked
+    answer(machine, "b", 3)
+    machine.beat(290.0, "a", "b")
+    wait(machine, "a", 0, 1)
+    assert machine.membership.state is JobState.RUNNING and len(machine.to("a", ShowStacks)) == 1
+    machine.beat(11.0, "a", "b")
+    assert len(machine.to("a", ShowStacks)) == 2
+    answer(machine, "a", 0, 1)
+    answer(machine, "b", 3)
+    assert machine.membership.state is JobState.STOPPING
+
+
+def test_a_node_that_does_not_answer_may_be_at_work() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0, 1)
+    answer(machine, "a", 0, 1)
+    machine.beat(6.0, "a", "b")
+    assert machine.membership.generation.hang is None
+    assert machine.membership.state is JobState.RUNNING
+    wait(machine, "b", 2, 3)
+    assert len(machine.to("a", ShowStacks)) == 2
+
+
+def test_a_worker_that_fails_while_others_wait_is_the_cause() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0)
+    machine.fail("b", 2, code=7)
+    machine.finish("a", "b")
+    assert machine.verdict.code == 7 and "hang" not in machine.kinds()
+
+
+def test_a_successor_knows_who_waits_and_who_works() -> None:
+    machine = running("a", "b")
+    wait(machine, "a", 0, 1)
+    answer(machine, "a", 0, 1)
+    answer(machine, "b", 2, 3, active=(3,))
+    machine.beat(1.3, "a", "b")  # a tick without an action ends the inquiry
+    assert machine.membership.generation.idle.active == {3}
+    machine.succeed()
+    assert machine.membership.generation.idle.active == {3}
+    for name in "ab":
+        machine.say(f"{name}2", hello(name, incarnation=1))
+    wait(machine, "b2", 3)
+    assert machine.to("a2", ShowStacks) == [ShowStacks(0)]
 
 
 def test_a_rank_of_another_node_cannot_hang_here() -> None:

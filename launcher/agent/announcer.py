@@ -75,6 +75,8 @@ class Announcer:
         self._world_size = 0
         self._log_dir = ""
         self._plan: LaunchPlan | None = None
+        self.stdin_rank: int | None = None
+        """Rank that reads the standard input of this process."""
 
     def print_line(self, text: str) -> None:
         """Print a line, also if this agent is quiet."""
@@ -296,6 +298,7 @@ class Announcer:
             log_dir=self._log_dir,
             python=self._worker_python(verdict),
             is_already_shown=self._is_already_shown(verdict),
+            stdin_rank=self.stdin_rank,
         ):
             self.print_line(line)
 

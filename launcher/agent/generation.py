@@ -117,6 +117,7 @@ class GenerationRunner:
         self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
         group.start_workers()
+        self._announcer.stdin_rank = group.stdin_rank
         if not plan.spec.can_restart:
             supervisor.release_fork_server()
 

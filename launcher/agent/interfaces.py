@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdrun import async_writer
 from pdrun.clock import Clock, SystemClock
+from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
 from pdrun.rendezvous.protocol.messages import Message, Welcome
@@ -304,8 +305,8 @@ class AgentDeps:
     A descriptor to the process that started this agent. At its end everything is stopped
     immediately. FOR_ALL may arrive on it.
     """
-    stdin: int | None = None
-    """The standard input of rank 0; None: empty."""
+    stdin: StandardInput | None = None
+    """The standard input of one worker; None: all workers have an empty one."""
     address: str = ""
     """``HOST:PORT`` by which other nodes join; for messages."""
     event_log: str = ""

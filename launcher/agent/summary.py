@@ -26,6 +26,13 @@ _MAX_OTHER_FAILURES = 4
 _MAX_LINE_CHARACTERS = 300
 
 _EARLY_END = re.compile(rf"; (rank \d+ on [^;]* {re.escape(CLEAN_EXIT_TEXT)})")
+_EMPTY_INPUT = re.compile(r"EOFError\b|(bdb\.)?BdbQuit\b")
+_PDB_END = "Quitting pdb will kill the process."
+"""Printed by Python 3.14 at the end of the input."""
+_STDIN_HINT = (
+    "standard input is empty for this rank; --stdin {rank} gives it that of pdrun"
+    " (on a terminal, only this rank is shown)"
+)
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -37,6 +44,7 @@ def format_summary(
     log_dir: str = "",
     python: str = "",
     is_already_shown: bool = False,
+    stdin_rank: int | None = None,
 ) -> list[str]:
     """
     Return the lines of the summary, without pdrun's prefix.
@@ -48,6 +56,7 @@ def format_summary(
         python: the workers' interpreter on this node, for a hint; empty if unknown.
         is_already_shown: the last lines of the first cause, or the stacks of a hang, have just been
             printed, and are not repeated.
+        stdin_rank: rank that reads the standard input of pdrun.
     """
     logs = f", logs in {log_dir}" if log_dir else ""
     duration = format_duration(seconds)
@@ -64,6 +73,8 @@ def format_summary(
         lines += _other_failure_lines(verdict.others)
         for hint in find_hints(verdict.first.cause, python, early_end):
             lines.append(f"  hint: {hint}")
+        if verdict.first.rank != stdin_rank and reads_standard_input(verdict.first.cause):
+            lines.append(f"  hint: {_STDIN_HINT.format(rank=verdict.first.rank)}")
     return [*lines[: MAX_LINES - 1], f"exit code {verdict.code}{logs}"]
 
 
@@ -161,6 +172,13 @@ def _other_failure_lines(others: Sequence[Failure]) -> list[str]:
     if len(others) > _MAX_OTHER_FAILURES:
         lines.append(f"  ... and {len(others) - _MAX_OTHER_FAILURES} more")
     return lines
+
+
+def reads_standard_input(cause: Cause) -> bool:
+    """Return whether a worker failed because its standard input is empty, as of `breakpoint`."""
+    if _EMPTY_INPUT.match(cause.summary):
+        return True
+    return cause.kind == "exit" and any(_PDB_END in line for line in cause.tail)
 
 
 def find_hints(cause: Cause, python: str = "", early_end: str = "") -> Iterable[str]:

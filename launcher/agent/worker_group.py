@@ -25,6 +25,7 @@ from pdrun.clock import Clock
 from pdrun.launcher.agent.group_worker import GroupWorker, is_dumping_core, is_suspended
 from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
 from pdrun.launcher.common.procfs import count_oom_kills
+from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.diagnosis.causes import LINGER_SECONDS, Evidence, find_cause
 from pdrun.launcher.plan.environment import build_worker_env
 from pdrun.launcher.plan.model import LaunchPlan
@@ -73,7 +74,7 @@ class WorkerGroup:
         output: WorkerOutput,
         clock: Clock,
         report_exit: ReportExit,
-        stdin: int | None = None,
+        stdin: StandardInput | None = None,
         channel_path: str = "",
     ) -> None:
         self._channel_path = channel_path
@@ -85,6 +86,8 @@ class WorkerGroup:
         self._clock = clock
         self._report_exit = report_exit
         self._stdin = stdin
+        self.stdin_rank: int | None = None
+        """Rank that reads the standard input of this process."""
         self._workers = {
             worker.local_rank: GroupWorker(worker, assign.first_rank + worker.local_rank)
             for worker in plan.workers
@@ -110,6 +113,7 @@ class WorkerGroup:
         self.has_started = True
         self._oom_kills_before = count_oom_kills()
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self.stdin_rank = self._find_stdin_rank()
         try:
             for slot, worker in self._workers.items():
                 env = build_worker_env(
@@ -117,8 +121,9 @@ class WorkerGroup:
                 )
                 out, err = self._output.open_pipes(worker.rank, slot, self.generation)
                 stdin = null
-                if worker.rank == 0 and self._stdin is not None:
-                    stdin = self._stdin
+                if self._stdin is not None and worker.rank == self.stdin_rank:
+                    self._stdin.save_terminal()
+                    stdin = self._stdin.fd
                 command = WorkerCommand(
                     slot,
                     worker.plan.argv,
@@ -134,6 +139,22 @@ class WorkerGroup:
                     os.close(err)
         finally:
             os.close(null)
+
+    def _find_stdin_rank(self) -> int | None:
+        """Return the rank that reads the standard input of this process, or None."""
+        if self._stdin is None:
+            return None
+        spec = self._plan.spec
+        rank = self._stdin.choose_rank(
+            spec.program.stdin, spec.output.show_ranks, self._assign.world_size
+        )
+        if rank not in self.ranks or self._stdin.is_readable():
+            return rank
+        if spec.program.stdin is not None:
+            self._output.print_line(
+                f"pdrun: rank {rank} cannot read the terminal: this job is in the background"
+            )
+        return None
 
     def handle_event(self, event: SupervisorEvent) -> None:
         """Handle a supervisor event; events of other slots are ignored."""

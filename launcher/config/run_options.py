@@ -472,6 +472,22 @@ RUN_OPTIONS = (
         is_in_short_help=True,
     ),
     Option(
+        ("--stdin",),
+        "rank that reads standard input; on a terminal, only this rank is shown",
+        store_parsed("program.stdin", parsers.int_parser(0)),
+        HELP_GROUPS[4],
+        "RANK",
+        ("PDRUN_STDIN",),
+    ),
+    Option(
+        ("--show-stderr",),
+        "ranks whose stderr is shown (default: those of --show-ranks)",
+        store_parsed("output.show_stderr", rank_lists.parse_ranks),
+        HELP_GROUPS[4],
+        "RANKS",
+        ("PDRUN_SHOW_STDERR",),
+    ),
+    Option(
         ("--prefix",),
         "prefix of each line: auto, rank, none",
         store_parsed("output.prefix", parsers.choice_parser("auto", "rank", "none")),

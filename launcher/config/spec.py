@@ -49,6 +49,16 @@ class Program:
     """
     warm: bool = True
     """Whether a warm process of this user may be used (`pdrun warm`)."""
+    local_rank_arg: str = ""
+    """
+    Option that each worker gets with its local rank, before ``args``: ``--local-rank``
+    (torch.distributed.launch) or ``--local_rank`` (deepspeed). Empty: none.
+    """
+    stdin: int | None = None
+    """
+    Rank that reads the standard input of pdrun. None: rank 0 reads a file or a pipe, the only rank
+    that is shown reads a terminal.
+    """
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdrun import async_writer
@@ -19,6 +20,7 @@ from pdrun.launcher.supervisor.client import SupervisorProcess
 if TYPE_CHECKING:  # the rest of pdrun is imported while the fork server imports torch
     from pdrun.endpoint import Endpoint
     from pdrun.launcher.agent.interfaces import Link
+    from pdrun.launcher.common.standard_input import StandardInput
     from pdrun.launcher.output.router import OutputRouter
     from pdrun.rendezvous.protocol.messages import Welcome
     from pdrun.rendezvous.protocol.security import Secret
@@ -58,6 +60,8 @@ def run_node_agent(
             ip=plan.listen,
             hostname=plan.compared.get("host", plan.node),
             console=options.console,
+            stdin=stdin,
+            stdin_rank=plan.spec.program.stdin,
         )
 
     def register_job(plan: LaunchPlan, welcome: Welcome) -> None:
@@ -65,6 +69,8 @@ def run_node_agent(
             address = str(scheduler_process.endpoint) if scheduler_process else ""
             register_run(plan, welcome.run, address, controller_pid=options.controller_pid)
 
+    stdin = _open_stdin(options)
+    plan = _show_reader_alone(plan, stdin)
     started = [options.supervisor] if options.supervisor is not None else []
 
     def supervisor_of(plan: LaunchPlan) -> SupervisorProcess:
@@ -75,23 +81,24 @@ def run_node_agent(
             scheduler_process.on_start = supervisor.spared_pids.add
         return supervisor
 
-    return run_agent(
-        plan,
-        link,
-        AgentDeps(
-            start_supervisor=supervisor_of,
-            make_output=make_output,
-            on_welcome=register_job,
-            scheduler_process=scheduler_process,
-            lifeline=options.lifeline_fd,
-            stdin=_find_stdin(options),
-            address=_join_address(plan, options, scheduler_process),
-            event_log=event_log,
-            on_progress=lambda mark: _report_progress(options, mark),
-            is_quiet=options.is_quiet,
-            print_line=options.print_line,
-        ),
+    deps = AgentDeps(
+        start_supervisor=supervisor_of,
+        make_output=make_output,
+        on_welcome=register_job,
+        scheduler_process=scheduler_process,
+        lifeline=options.lifeline_fd,
+        stdin=stdin,
+        address=_join_address(plan, options, scheduler_process),
+        event_log=event_log,
+        on_progress=lambda mark: _report_progress(options, mark),
+        is_quiet=options.is_quiet,
+        print_line=options.print_line,
     )
+    try:
+        return run_agent(plan, link, deps)
+    finally:
+        if stdin is not None:
+            stdin.restore_terminal()
 
 
 def _join_address(
@@ -197,13 +204,34 @@ def _report_progress(options: AgentOptions, mark: bytes) -> None:
             pass  # its end is noticed elsewhere
 
 
-def _find_stdin(options: AgentOptions) -> int | None:
-    """
-    Return the descriptor that rank 0 reads: a file or pipe given to pdrun.
+def _open_stdin(options: AgentOptions) -> StandardInput | None:
+    """Return the standard input that a worker may read; None if it is closed or the lifeline."""
+    from pdrun.launcher.common.standard_input import StandardInput
 
-    A terminal is not passed on: the workers are in another session.
-    """
-    has_lifeline = options.lifeline_fd is not None
-    if has_lifeline or not options.may_read_stdin or sys.stdin is None or os.isatty(0):
+    if options.lifeline_fd is not None or not options.may_read_stdin or sys.stdin is None:
         return None
-    return 0
+    return StandardInput()
+
+
+def _show_reader_alone(
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], stdin: StandardInput | None
+) -> LaunchPlan | Callable[[Welcome], LaunchPlan]:
+    """
+    Return the plan with the rank of ``--stdin`` as the only one that the terminal shows.
+
+    Lines of other ranks would be mixed with its prompts. ``--show-ranks`` overrides that.
+    """
+    if stdin is None or not stdin.is_terminal:
+        return plan
+    if not isinstance(plan, LaunchPlan):
+        make_plan = plan
+        return lambda welcome: _show_rank_alone(make_plan(welcome))
+    return _show_rank_alone(plan)
+
+
+def _show_rank_alone(plan: LaunchPlan) -> LaunchPlan:
+    rank = plan.spec.program.stdin
+    if rank is None or plan.sources.get("output.show_ranks", "default") != "default":
+        return plan
+    output = replace(plan.spec.output, show_ranks=str(rank))
+    return replace(plan, spec=replace(plan.spec, output=output))

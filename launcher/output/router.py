@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.common.rank_lists import RankSet
+from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.config import spec
 from pdrun.launcher.diagnosis.traceback_parser import TracebackFinder
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
@@ -53,6 +54,8 @@ class OutputRouter:
         hostname: str = "",
         console: Console | None = None,
         log_writer: LogWriter | None = None,
+        stdin: StandardInput | None = None,
+        stdin_rank: int | None = None,
     ) -> None:
         """
         Prepare; nothing is created or started before the first use.
@@ -65,6 +68,8 @@ class OutputRouter:
             hostname: this node's host name, for file names.
             console: the terminal; default: that of this process.
             log_writer: writes the log files; for tests.
+            stdin: the standard input of a worker, whose prompts are shown immediately.
+            stdin_rank: the rank of ``--stdin``.
 
         Raises:
             UsageError, ConfigError: invalid ranks to show, or an invalid log name.
@@ -78,6 +83,10 @@ class OutputRouter:
         self._log_writer = log_writer or LogWriter()
         self._run_name = ""
         self._world_size = 0
+        self._stdin = stdin
+        self._stdin_rank = stdin_rank
+        self._terminal_reader: int | None = None
+        """Rank that reads a terminal."""
         self._workers: dict[int, WorkerStreams] = {}
         self._stream_of_fd: dict[int, WorkerStream] = {}
         self._error_log_paths: dict[int, str] = {}
@@ -103,6 +112,10 @@ class OutputRouter:
         """
         self._run_name = run
         self._world_size = world_size
+        if self._stdin is not None and self._stdin.is_terminal:
+            self._terminal_reader = self._stdin.choose_rank(
+                self._stdin_rank, self._settings.show_ranks, world_size
+            )
         if self._wakeup.fd < 0:
             self._wakeup.open()
             self.console.call_when_ready(self._wakeup.set)
@@ -297,7 +310,7 @@ class OutputRouter:
 
     def _make_formatter(self, number: int, prefix: str, rank: int) -> StreamFormatter:
         tty = self.console.is_terminal(number)
-        if self._world_size == 1 and not prefix:
+        if (self._world_size == 1 and not prefix) or (tty and rank == self._terminal_reader):
             return RawFormatter(tty=tty)
         colour = rank if self.console.has_colour(number) else None
         return PrefixFormatter(prefix, tty=tty, colour=colour)

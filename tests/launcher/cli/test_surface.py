@@ -38,6 +38,7 @@ OPTIONS = words("""
     --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
     --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
     --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
+    --stdin
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -76,7 +77,7 @@ VARIABLES = words("""
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
     PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
     PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH
-    PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
+    PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN
 """)
 PUBLIC = words("""
     ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
@@ -95,7 +96,7 @@ WORKER_VARIABLES = words("""
     PDRUN_COLLECTIVE
 """)
 FIELDS = words("""
-    program.kind program.target program.args program.python program.start program.warm resources.nodes
+    program.kind program.target program.args program.python program.start program.warm program.stdin resources.nodes
     resources.devices resources.min_nodes resources.spares resources.indices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow

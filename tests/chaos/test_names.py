@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from tests.chaos.jobs import PORT, Bed
+from tests.lib.tiers import thorough
 
 ALL = {"10.77.0.1": "h1", "10.77.0.2": "h2", "10.77.0.3": "h3"}
 
@@ -67,3 +73,61 @@ def test_ipv6_alone(bed: Bed) -> None:
     bed.running(timeout=60)
     assert bed.event("assigned").data["master"].startswith("[fd77::1]"), bed.event("assigned")
     ends_well(bed)
+
+
+REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", total.item(), "on", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+dist.destroy_process_group()
+"""
+REDUCE_BY_INIT = """
+import os, pdrun, torch, torch.distributed as dist
+pdrun.init()
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", total.item(), "on", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+"""
+
+
+def own_names(bed: Bed, kind: str) -> None:
+    """Make the hosts' own names useless to gloo, which looks for its address there."""
+    for host in bed.cluster:
+        others = {at: name for at, name in ALL.items() if name != host.name}
+        host.write_hosts({**others, "127.0.1.1": host.name} if kind == "loopback" else {})
+
+
+@pytest.mark.parametrize("kind", ["loopback", thorough("unresolved")])
+def test_gloo_reduces_although_the_own_name_is_useless(bed: Bed, tmp_path: Path, kind: str) -> None:
+    """Debian and Ubuntu map the own name to 127.0.1.1, where gloo would wait for its peers."""
+    own_names(bed, kind)
+    script = tmp_path / "reduce.py"
+    script.write_text(REDUCE)
+    jobs = bed.job(
+        hosts=["h1", "h2"], nodes="2", scheduler=f"10.77.0.1:{PORT}", program=[str(script)]
+    )
+    assert bed.codes(timeout=120) == [0, 0], bed.said()
+    for job in jobs:
+        assert "sum 2.0 on eth0" in job.out
+        assert "resolve hostname" not in job.err
+
+
+@pytest.mark.thorough
+def test_gloo_reduces_in_a_dynamic_cluster(bed: Bed, tmp_path: Path) -> None:
+    own_names(bed, "loopback")
+    script = tmp_path / "reduce.py"
+    script.write_text(REDUCE_BY_INIT)
+    common = {
+        "PDRUN_SCHEDULER": f"10.77.0.1:{PORT}",
+        "PDRUN_WORKERS": "2",
+        "PDRUN_TOKEN_FILE": str(bed.folder / "token"),
+    }
+    roles = (("h1", "scheduler"), ("h1", "worker"), ("h2", "worker"))
+    jobs = [
+        bed.launch(host, sys.executable, str(script), env={**common, "PDRUN_ROLE": role})
+        for host, role in roles
+    ]
+    assert bed.codes(timeout=120) == [0] * 3, bed.said()
+    assert ["sum 2.0 on eth0" in job.out for job in jobs] == [False, True, True], bed.said()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.view import View
 from pdrun.parallel.operators.graph.graph import TensorRef
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.redistribute import (
@@ -64,13 +65,12 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
     ) -> Iterator[MoveTraffic]:
         tensor = graph.tensors[index]
         path: tuple[LayoutMove, ...] = ()
-        for move in redistribution_path(source, target, fans, shares):
+        view = View(plan.grid, source, tensor.shape)
+        for move in redistribution_path(view, target, tensor.requires_grad, fans, shares):
             path = (*path, move)
             if (index, source, path) not in seen:
                 seen.add((index, source, path))
-                sent = move.count_bytes(
-                    plan.grid, tensor.shape, tensor.dtype.itemsize, tensor.requires_grad
-                )
+                sent = move.count_bytes(tensor.dtype.itemsize, tensor.requires_grad)
                 yield MoveTraffic(position, index, move, *sent)
 
     for position in stage.operators:
@@ -210,12 +210,14 @@ def _weight_lines(plan: OperatorPlan) -> Iterator[str]:
 
 
 def _total_lines(plan: OperatorPlan, moves: list[MoveTraffic]) -> Iterator[str]:
-    for axis in plan.grid.names:
-        own_moves = [move for move in moves if move.move.axis == axis]
+    single_axes = [(axis,) for axis in plan.grid.names]
+    several_axes = sorted({move.move.axes for move in moves if len(move.move.axes) > 1})
+    for axes in (*single_axes, *several_axes):
+        own_moves = [move for move in moves if move.move.axes == axes]
         forward = sum(move.forward_bytes for move in own_moves)
         backward = sum(move.backward_bytes for move in own_moves)
         total = f"{format_bytes(forward)} forward, {format_bytes(backward)} backward"
-        yield f"over {axis}: {total} per pass"
+        yield f"over {'*'.join(axes)}: {total} per pass"
 
 
 def format_bytes(count: int) -> str:

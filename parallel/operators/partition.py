@@ -24,13 +24,11 @@ from torch import fx, nn
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.view import View
 from pdrun.parallel.operators.graph.graph import Operator, TensorRef, iter_refs, replace_refs
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.program import LocalProgram, MoveModule
 from pdrun.parallel.operators.redistribute import (
-    ALL_GATHER,
-    ALL_GATHER_SUM_GRAD,
-    ALL_TO_ALL,
     LayoutMove,
     redistribution_path,
 )
@@ -172,10 +170,16 @@ class _ProgramBuilder:
         grad_share_axes: tuple[str, ...] = (),
     ) -> fx.Node:
         """Return a tensor in a layout. Missing moves are inserted."""
-        moves = redistribution_path(
-            self.stage.source_layout(self.plan, index), target, grad_sum_axes, grad_share_axes
-        )
+        source = self.stage.source_layout(self.plan, index)
+        moves = self._find_path(index, source, target, grad_sum_axes, grad_share_axes)
         return self._apply_moves(index, (), moves)
+
+    def _find_path(
+        self, index: int, source: L, target: L, *grad_axes: tuple[str, ...]
+    ) -> tuple[LayoutMove, ...]:
+        view = View(self.grid, source, self.graph.shape_of(index))
+        has_grad = self.graph.tensors[index].requires_grad
+        return redistribution_path(view, target, has_grad, *grad_axes)
 
     def _apply_moves(
         self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]
@@ -185,24 +189,17 @@ class _ProgramBuilder:
         for move in rest:
             done = (*done, move)
             if (index, done) not in self.nodes:
-                self.nodes[index, done] = self._insert_move(node, move, self.graph.shape_of(index))
+                self.nodes[index, done] = self._insert_move(node, move)
             node = self.nodes[index, done]
         return node
 
-    def _insert_move(self, node: fx.Node, move: LayoutMove, shape: tuple[int, ...]) -> fx.Node:
-        total = 0
-        if move.kind in (ALL_GATHER, ALL_GATHER_SUM_GRAD):
-            total = self._local_size(move.after, shape, move.dim)
-        elif move.kind == ALL_TO_ALL:
-            total = self._local_size(move.after, shape, move.origin_dim)
+    def _insert_move(self, node: fx.Node, move: LayoutMove) -> fx.Node:
+        axis = self.axes.on_grid(move.after.grid)[move.axes]
         name = f"{move.kind}_{self.move_count}"
         self.move_count += 1
-        self.root.add_module(name, MoveModule(move, self.axes[move.axis], total))
+        local_shape = move.after.local_shape(self.axes.rank)
+        self.root.add_module(name, MoveModule(move, axis, local_shape))
         return self.local_graph.call_module(name, (node,))
-
-    def _local_size(self, layout: L, shape: tuple[int, ...], dim: int) -> int:
-        low, high = layout.box(self.grid, shape, self.axes.rank)[dim]
-        return high - low
 
     # ---- operators ----------------------------------------------------------
 
@@ -232,7 +229,7 @@ class _ProgramBuilder:
             made_layout = sharding.output_layout(slot, len(self.graph.shape_of(index)))
             self.nodes[index, ()] = node
             if index in self.plan.out_layouts:
-                moves = redistribution_path(made_layout, self.plan.out_layouts[index])
+                moves = self._find_path(index, made_layout, self.plan.out_layouts[index])
                 self.nodes[index, ()] = self._apply_moves(index, (), moves)
 
     def _call_operator(self, position: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:

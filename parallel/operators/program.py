@@ -23,8 +23,10 @@ from pdrun.parallel.operators.redistribute import (
     ALL_GATHER,
     ALL_GATHER_SUM_GRAD,
     ALL_REDUCE,
+    ALL_TO_ALL,
     COPY_TO_AXIS,
     REDUCE_SCATTER,
+    RESHAPE,
     SCALE_GRAD,
     SLICE,
     LayoutMove,
@@ -87,13 +89,24 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class MoveModule(nn.Module):
-    """One redistribution of a tensor, between the operators of a local graph."""
+    """
+    One redistribution of a tensor, between the operators of a local graph.
 
-    def __init__(self, move: LayoutMove, axis: AxisGroup, total: int) -> None:
+    Args:
+        axis: the ranks with which it is done.
+        local_shape: of this rank's shard after it.
+    """
+
+    def __init__(self, move: LayoutMove, axis: AxisGroup, local_shape: tuple[int, ...]) -> None:
         super().__init__()
         self.move = move
         self.axis = axis
-        self.total = total
+        self.local_shape = local_shape
+        self.total = 0
+        if move.kind in (ALL_GATHER, ALL_GATHER_SUM_GRAD):
+            self.total = local_shape[move.dim]
+        elif move.kind == ALL_TO_ALL:
+            self.total = local_shape[move.origin_dim]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the layout after the move."""
@@ -103,6 +116,8 @@ class MoveModule(nn.Module):
             if not x.requires_grad:
                 return x
             return copy_to_axis(x, axis)
+        if move.kind == RESHAPE:
+            return x.reshape(self.local_shape)
         if move.kind == SCALE_GRAD:
             return _ScaleGradient.apply(x, axis.size)
         if move.kind == ALL_REDUCE:
@@ -120,7 +135,7 @@ class MoveModule(nn.Module):
     @property
     def compute_key(self) -> tuple[Any, ...]:
         """Equal for two modules that compute the same."""
-        return self.move, id(self.axis), self.total
+        return self.move, id(self.axis), self.local_shape
 
     def extra_repr(self) -> str:
         """Return the move as text."""

@@ -5,22 +5,32 @@ If ranks use a replicated tensor for different parts, `COPY_TO_AXIS` is last, or
 gather before it (`ALL_GATHER_SUM_GRAD`). `pdrun.parallel.comm.autograd` defines the convention.
 Moves are the same on all ranks. Equal first moves of several paths are shared: q, k and v gather
 their input once.
+
+Moves come from rules. On several axes the rules can send too much (a sum that becomes shards of
+another axis is reduced in full): then the steps of `pdrun.parallel.layouts.redistribute` are taken,
+so that no path sends more than they do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from pdrun.parallel.layouts import redistribute, steps
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.view import View
 
 COPY_TO_AXIS = "copy_to_axis"
-ALL_REDUCE = "all_reduce"
-ALL_GATHER = "all_gather"
+ALL_REDUCE = steps.ALL_REDUCE
+ALL_GATHER = steps.ALL_GATHER
 ALL_GATHER_SUM_GRAD = "all_gather_sum_grad"
-SLICE = "slice"
-REDUCE_SCATTER = "reduce_scatter"
-ALL_TO_ALL = "all_to_all"
+SLICE = steps.SLICE
+REDUCE_SCATTER = steps.REDUCE_SCATTER
+ALL_TO_ALL = steps.ALL_TO_ALL
+RESHAPE = steps.RESHAPE
+"""One dim is seen as several, or several as one; nothing is sent."""
 SCALE_GRAD = "scale_grad"
 """
 For a weight whose gradients are summed over an axis, at a use that is the same on all ranks of the
@@ -31,57 +41,65 @@ axis. Forward: nothing. Backward: each rank takes its share of the gradient, whi
 @dataclass(frozen=True)
 class LayoutMove:
     """
-    One move over one axis.
+    One move.
 
     Attributes:
         kind: one of the names above, which are those of `pdrun.parallel.comm.autograd`.
+        axes: the axes of the grid of ``after`` over which it runs, outermost first.
+        before, after: the tensor before and after it.
         dim: the dim that is sharded, gathered or scattered.
         origin_dim: of an all-to-all, the dim that was sharded before.
-        before, after: the layouts.
     """
 
     kind: str
-    axis: str
-    before: L
-    after: L
+    axes: tuple[str, ...]
+    before: View
+    after: View
     dim: int = -1
     origin_dim: int = -1
 
-    def count_bytes(
-        self, grid: Grid, shape: tuple[int, ...], itemsize: int, has_grad: bool
-    ) -> tuple[int, int]:
+    def count_bytes(self, itemsize: int, has_grad: bool) -> tuple[int, int]:
         """
         Return the bytes that the rank with the largest shard sends, forward and backward, with ring
         algorithms.
 
         Args:
-            shape: of the full tensor.
             has_grad: whether the tensor has a gradient.
         """
-        n = grid.degree(self.axis)
+        n = self.after.grid.group_size(self.axes)
         small, large = sorted(
-            largest_shard_numel(grid, layout, shape) * itemsize
-            for layout in (self.before, self.after)
+            view.local_elements() * itemsize for view in (self.before, self.after)
         )
         gathered = large - small
         summed = 2 * (large - large // n)
+        kept = self._kept_elements() * itemsize
         costs = {
             COPY_TO_AXIS: (0, summed),
             SCALE_GRAD: (0, 0),
+            RESHAPE: (0, 0),
             ALL_REDUCE: (summed, 0),
             ALL_GATHER: (gathered, 0),
             ALL_GATHER_SUM_GRAD: (gathered, gathered),
             SLICE: (0, gathered),
             REDUCE_SCATTER: (gathered, gathered),
-            ALL_TO_ALL: (small - small // n, small - small // n),
+            ALL_TO_ALL: (large - kept, large - kept),
         }
         forward, backward = costs[self.kind]
         if not has_grad:
             return forward, 0
         return forward, backward
 
+    def _kept_elements(self) -> int:
+        """Return the number of elements that a rank has before and after an all-to-all."""
+        kept = 1
+        for before, after in zip(self.before.local_shape(), self.after.local_shape(), strict=False):
+            kept *= min(before, after)
+        return kept
+
     def describe(self, has_grad: bool = True) -> str:
         """Return the move as text, including its backward pass if there is one."""
+        if self.kind == RESHAPE:
+            return f"seen as {list(self.after.shape)}"
         names = {
             COPY_TO_AXIS: ("", "all-reduce"),
             SCALE_GRAD: ("", "share"),
@@ -98,7 +116,7 @@ class LayoutMove:
             passes.append(forward)
         if backward and has_grad:
             passes.append(f"backward {backward}")
-        text = f"{', '.join(passes)} over {self.axis}"
+        text = f"{', '.join(passes)} over {'*'.join(self.axes)}"
         if self.dim >= 0:
             text += f" dim {self.dim}"
         return text
@@ -112,13 +130,25 @@ def largest_shard_numel(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
     return total
 
 
+def count_path_bytes(moves: Sequence[LayoutMove], itemsize: int, has_grad: bool) -> tuple[int, int]:
+    """Return the bytes that a rank sends in some moves, forward and backward."""
+    counted = [move.count_bytes(itemsize, has_grad) for move in moves]
+    return sum(forward for forward, _ in counted), sum(backward for _, backward in counted)
+
+
+@lru_cache(maxsize=65536)
 def redistribution_path(
-    source: L, target: L, grad_sum_axes: tuple[str, ...] = (), grad_share_axes: tuple[str, ...] = ()
+    source: View,
+    target: L,
+    has_grad: bool,
+    grad_sum_axes: tuple[str, ...] = (),
+    grad_share_axes: tuple[str, ...] = (),
 ) -> tuple[LayoutMove, ...]:
     """
-    Return the moves from one layout to another.
+    Return the moves from one layout to another that send least, forward and backward together.
 
     Args:
+        has_grad: whether the tensor has a gradient.
         grad_sum_axes: axes along which the target is replicated and used for another part on each
             rank.
         grad_share_axes: see `SCALE_GRAD`.
@@ -126,20 +156,63 @@ def redistribution_path(
     Raises:
         ValueError: the target is a partial sum and the source is not.
     """
+    by_rules = rule_path(source, target, grad_sum_axes, grad_share_axes)
+    if len({axis for move in by_rules for axis in move.axes}) < 2:
+        return by_rules  # along one axis the rules send least
+    by_search = _search_path(source, target, grad_sum_axes, grad_share_axes)
+
+    def cost(moves: tuple[LayoutMove, ...]) -> int:
+        return sum(count_path_bytes(moves, 1, has_grad))
+
+    return by_search if cost(by_search) < cost(by_rules) else by_rules
+
+
+def rule_path(
+    source: View,
+    target: L,
+    grad_sum_axes: tuple[str, ...] = (),
+    grad_share_axes: tuple[str, ...] = (),
+) -> tuple[LayoutMove, ...]:
+    """Return the moves of the rules (see `redistribution_path`); all are on the source's grid."""
     return _PathBuilder(source, target, grad_sum_axes).build_path(grad_share_axes)
+
+
+def _search_path(
+    source: View, target: L, grad_sum_axes: tuple[str, ...], grad_share_axes: tuple[str, ...]
+) -> tuple[LayoutMove, ...]:
+    """Return the moves that `layouts.redistribute` finds, with the gradients' own around them."""
+    end = View(source.grid, target, source.shape)
+    moves = [LayoutMove(SCALE_GRAD, (axis,), source, source) for axis in grad_share_axes]
+    to_sum = list(grad_sum_axes)
+    found = redistribute.plan_redistribution(source, end).steps
+    for index, step in enumerate(found):
+        kind = step.kind
+        later = {axis for after in found[index + 1 :] for axis in after.axes}
+        if (
+            kind == ALL_GATHER
+            and step.after.grid == source.grid
+            and set(step.axes) <= set(to_sum) - later
+        ):
+            kind = ALL_GATHER_SUM_GRAD
+            to_sum = [axis for axis in to_sum if axis not in step.axes]
+        moves.append(LayoutMove(kind, step.axes, step.before, step.after, step.dim, step.origin))
+    return (*moves, *(LayoutMove(COPY_TO_AXIS, (axis,), end, end) for axis in to_sum))
 
 
 class _PathBuilder:
     """Builds a list of moves, one collective at a time."""
 
-    def __init__(self, source: L, target: L, grad_sum_axes: tuple[str, ...]) -> None:
-        self.dims = [list(dim) for dim in source.dims]
-        self.sums = list(source.sums)
+    def __init__(self, source: View, target: L, grad_sum_axes: tuple[str, ...]) -> None:
+        self.view = source
+        self.dims = [list(dim) for dim in source.layout.dims]
+        self.sums = list(source.layout.sums)
         self.target = target
         self.grad_sum_axes = list(grad_sum_axes)
         self.moves: list[LayoutMove] = []
-        if set(target.sums) - set(source.sums):
-            raise ValueError(f"{source} does not become {target}: nothing makes a tensor a sum")
+        if set(target.sums) - set(source.layout.sums):
+            raise ValueError(
+                f"{source.layout} does not become {target}: nothing makes a tensor a sum"
+            )
 
     def build_path(self, grad_share_axes: tuple[str, ...]) -> tuple[LayoutMove, ...]:
         """Return the moves."""
@@ -160,11 +233,8 @@ class _PathBuilder:
             self._add_move(COPY_TO_AXIS, axis)
         return tuple(self.moves)
 
-    def _current_layout(self) -> L:
-        return L(*map(tuple, self.dims), sums=tuple(self.sums))
-
     def _add_move(self, kind: str, axis: str, dim: int = -1, origin_dim: int = -1) -> bool:
-        before = self._current_layout()
+        before = self.view
         if kind in (ALL_GATHER, ALL_GATHER_SUM_GRAD):
             self.dims[dim].remove(axis)
         elif kind in (ALL_REDUCE, REDUCE_SCATTER):
@@ -173,7 +243,10 @@ class _PathBuilder:
             self.dims[origin_dim].remove(axis)
         if kind in (SLICE, REDUCE_SCATTER, ALL_TO_ALL):
             self.dims[dim].append(axis)
-        self.moves.append(LayoutMove(kind, axis, before, self._current_layout(), dim, origin_dim))
+        layout = L(*map(tuple, self.dims), sums=tuple(self.sums))
+        if layout != before.layout:
+            self.view = View(before.grid, layout, before.shape)
+        self.moves.append(LayoutMove(kind, (axis,), before, self.view, dim, origin_dim))
         return True
 
     def _next_dim(self, axis: str) -> int | None:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.view import View
 from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph, TensorRef
 from pdrun.parallel.operators.plan import OperatorPlan
-from pdrun.parallel.operators.redistribute import redistribution_path
+from pdrun.parallel.operators.redistribute import rule_path
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import StageSplit
@@ -220,10 +221,10 @@ def _sent_layout(plan: OperatorPlan, index: int, wanted: L) -> L:
     It is the layout in which the tensor was made, without partial sums.
     """
     layout = plan.source_layout(index)
-    for move in redistribution_path(layout, wanted):
+    for move in rule_path(View(plan.grid, layout, plan.graph.shape_of(index)), wanted):
         if not layout.sums:
             break
-        layout = move.after
+        layout = move.after.layout
     return layout
 
 

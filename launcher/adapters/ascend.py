@@ -25,14 +25,15 @@ from pdrun.launcher.common.parsers import quote_text
 
 
 def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
-    role = environ["MS_ROLE"]
-    if role != "MS_WORKER":
+    role = environ.get("MS_ROLE", "")
+    if role not in ("MS_WORKER", ""):
         hint = "start only workers with pdrun run"
         if role == "MS_SCHED":
             hint = "run pdrun scheduler in this pod"
         raise ConfigError(f"must be MS_WORKER, got {quote_text(role)}", where="MS_ROLE", hint=hint)
     workers = require_number(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
-    per_node = read_number(environ, "MS_LOCAL_WORKER", 1) or 1
+    local_workers = read_number(environ, "MS_LOCAL_WORKER", 1)
+    per_node = local_workers or 1
     if workers % per_node:
         raise ConfigError(
             f"must be a multiple of MS_LOCAL_WORKER={per_node}, got {workers}",
@@ -59,6 +60,8 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
         workers // per_node,
         head=environ.get("MS_SCHED_HOST", ""),
         port=read_port(environ, "MS_SCHED_PORT"),
+        workers_per_node=local_workers,
+        has_own_scheduler=bool(role),
         notes=notes,
         sources={
             "node_rank": "" if node_rank is None else name,
@@ -67,6 +70,7 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
             "nodes": "MS_WORKER_NUM, MS_LOCAL_WORKER" if per_node > 1 else "MS_WORKER_NUM",
             "head": "MS_SCHED_HOST",
             "port": "MS_SCHED_PORT",
+            "workers_per_node": "MS_LOCAL_WORKER",
         },
     )
 
@@ -91,7 +95,9 @@ def _read_ascend(environ: Environ, probes: Probes) -> LauncherInfo:
 MINDSPORE_ADAPTER = LauncherAdapter(
     "mindspore",
     "MindSpore's variables",
-    lambda environ: "MS_ROLE" in environ,
+    lambda environ: (
+        "MS_ROLE" in environ or ("MS_WORKER_NUM" in environ and "MS_LOCAL_WORKER" in environ)
+    ),
     _read_mindspore,
     prefixes=("MS_",),
 )

@@ -30,7 +30,14 @@ from pdrun.launcher.adapters.parsing import (
 )
 from pdrun.launcher.hosts import hostfile
 
-_HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
+_HOSTFILE_VARIABLES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+)
+_OPERATOR_HOSTFILE = "/etc/mpi/hostfile"
+"""Where the MPI operator mounts the hostfile."""
 
 
 def _read_pbs(environ: Environ, probes: Probes) -> LauncherInfo:
@@ -158,8 +165,22 @@ def _find_operator_variable(environ: Environ) -> str:
     return next((name for name in _HOSTFILE_VARIABLES if name in environ), "")
 
 
+def _is_operator_launcher(environ: Environ) -> bool:
+    """
+    Return whether this is the launcher pod of an MPIJob. Before version 0.3 the operator sets no
+    role. Then its hostfile shows it.
+    """
+    if environ.get("K_MPI_JOB_ROLE") == "launcher":
+        return True
+    path = environ.get(_find_operator_variable(environ), "")
+    return "KUBERNETES_SERVICE_HOST" in environ and path == _OPERATOR_HOSTFILE
+
+
 def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:
     name = _find_operator_variable(environ)
+    if not name:
+        name = _OPERATOR_HOSTFILE
+        environ = {name: _OPERATOR_HOSTFILE}
     hosts = _read_host_file(name, environ, probes)
     return LauncherInfo(
         "mpi-operator",
@@ -198,9 +219,7 @@ ALLOCATION_ADAPTERS = (
     LauncherAdapter(
         "mpi-operator",
         "MPI operator",
-        lambda environ: (
-            environ.get("K_MPI_JOB_ROLE") == "launcher" and bool(_find_operator_variable(environ))
-        ),
+        _is_operator_launcher,
         _read_mpi_operator,
         prefixes=("K_MPI_",),
     ),

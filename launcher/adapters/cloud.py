@@ -7,6 +7,7 @@ Managed services with one container or machine per node.
     Vertex AI  CLOUD_ML_JOB_ID=7 CLUSTER_SPEC={
                  "cluster": {"workerpool0": ["cmle-0:2222"], "workerpool1": ["cmle-1:2222"]},
                  "task": {"type": "workerpool1", "index": 0}}
+    Determined DET_ALLOCATION_ID=7.1 and /run/determined/info/rendezvous.json
     TPU VM     TPU_WORKER_ID=1 TPU_WORKER_HOSTNAMES=t1v-0,t1v-1; several slices: MEGASCALE_SLICE_ID,
                MEGASCALE_NUM_SLICES, MEGASCALE_COORDINATOR_ADDRESS=t1v-0:8080
 """
@@ -226,6 +227,81 @@ def _read_tpu(environ: Environ, probes: Probes) -> LauncherInfo:
     )
 
 
+_RENDEZVOUS_FILE = "/run/determined/info/rendezvous.json"
+
+
+def _read_determined(environ: Environ, probes: Probes) -> LauncherInfo:
+    """
+    Read the containers of a trial from the file that Determined writes into each of them. Other
+    tasks have one container and no file.
+    """
+    names, rank = _read_containers(probes)
+    if not names:
+        _check_one_container(environ)
+        names, rank = ["localhost"], 0
+    hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, _RENDEZVOUS_FILE))
+    if len(hosts) != len(names):
+        raise ConfigError(
+            "has several containers on one host, but pdrun needs one per node",
+            where=_RENDEZVOUS_FILE,
+        )
+    return LauncherInfo(
+        "determined",
+        "Determined",
+        "task",
+        rank,
+        len(hosts),
+        None,
+        1,
+        rank,
+        len(hosts),
+        hosts,
+        job_id=environ.get("DET_ALLOCATION_ID", ""),
+        sources={
+            **dict.fromkeys(("rank", "node_rank", "world", "nodes", "hosts"), _RENDEZVOUS_FILE),
+            "job_id": "DET_ALLOCATION_ID",
+        },
+    )
+
+
+def _read_containers(probes: Probes) -> tuple[list[str], int]:
+    """Return the addresses of all containers and the rank of this one; empty without the file."""
+    try:
+        text = probes.read_file(_RENDEZVOUS_FILE)
+    except OSError:
+        return [], 0
+    except ValueError as error:
+        raise ConfigError(str(error), where=_RENDEZVOUS_FILE) from None
+    data = read_json({_RENDEZVOUS_FILE: text}, _RENDEZVOUS_FILE)
+    names = data.get("container_addrs") if isinstance(data, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise ConfigError("must have a list of container_addrs", where=_RENDEZVOUS_FILE)
+    rank = data.get("container_rank")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < len(names):
+        raise ConfigError(
+            f"container_rank must be 0 to {len(names) - 1}, got {quote_text(str(rank))}",
+            where=_RENDEZVOUS_FILE,
+        )
+    return names, rank
+
+
+def _check_one_container(environ: Environ) -> None:
+    """Refuse a trial of several containers that are not known."""
+    if "DET_EXPERIMENT_CONFIG" not in environ or "DET_SLOT_IDS" not in environ:
+        return
+    config = read_json(environ, "DET_EXPERIMENT_CONFIG")
+    slots = read_json(environ, "DET_SLOT_IDS")
+    resources = config.get("resources") if isinstance(config, dict) else None
+    wanted = resources.get("slots_per_trial") if isinstance(resources, dict) else None
+    if isinstance(wanted, int) and isinstance(slots, list) and wanted > max(1, len(slots)):
+        raise ConfigError(
+            f"the trial has {wanted} slots, {len(slots)} of them here,"
+            f" but {_RENDEZVOUS_FILE} does not exist",
+            where="DET_EXPERIMENT_CONFIG",
+            hint="set --nodes, --node-rank and --scheduler, with --launcher none",
+        )
+
+
 CLOUD_ADAPTERS = (
     LauncherAdapter(
         "sagemaker",
@@ -249,6 +325,13 @@ CLOUD_ADAPTERS = (
         lambda environ: bool(_find_cluster_variable(environ)),
         _read_cluster_spec,
         prefixes=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_"),
+    ),
+    LauncherAdapter(
+        "determined",
+        "Determined",
+        lambda environ: "DET_ALLOCATION_ID" in environ and "DET_TASK_ID" in environ,
+        _read_determined,
+        prefixes=("DET_",),
     ),
     LauncherAdapter(
         "tpu",

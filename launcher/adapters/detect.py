@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdrun.errors import PdrunError, UsageError, did_you_mean
-from pdrun.launcher.adapters import ascend, batch, cloud, kubernetes, mpi, slurm
+from pdrun.launcher.adapters import (
+    ascend,
+    batch,
+    cloud,
+    kubernetes,
+    mpi,
+    node_variables,
+    slurm,
+)
 from pdrun.launcher.adapters.model import IgnoredLauncher, LauncherInfo, Probes
 from pdrun.launcher.adapters.parsing import Environ, LauncherAdapter
 
@@ -23,7 +31,9 @@ ADAPTERS: tuple[LauncherAdapter, ...] = (
     ascend.MINDSPORE_ADAPTER,
     *kubernetes.POD_ADAPTERS,
     *cloud.CLOUD_ADAPTERS,
-    mpi.HAND_SET_VARIABLES.to_adapter(),
+    *node_variables.NODE_ADAPTERS,
+    node_variables.PADDLE_ADAPTER,
+    node_variables.HAND_ADAPTER,
     ascend.ASCEND_ADAPTER,
     slurm.JOB_ADAPTER,
     *batch.ALLOCATION_ADAPTERS,
@@ -115,6 +125,8 @@ def _merge_outer(
 
     An outer launcher that cannot be read is not an error, because it does not count.
     """
+    if adapter is node_variables.HAND_ADAPTER and found.launcher == kubernetes.RANK_PER_POD:
+        return found, []  # both read the operator's variables
     try:
         outer = adapter.read(environ, probes)
     except PdrunError as error:

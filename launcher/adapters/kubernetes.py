@@ -32,6 +32,9 @@ from pdrun.launcher.adapters.parsing import (
 )
 from pdrun.launcher.common.parsers import quote_text
 
+RANK_PER_POD = "pytorch-operator"
+"""Name of the adapter that reads RANK as the number of a pod."""
+
 
 def _is_in_kubernetes(environ: Environ) -> bool:
     return "KUBERNETES_SERVICE_HOST" in environ
@@ -72,25 +75,33 @@ def _is_per_pod(environ: Environ) -> bool:
     """
     Return whether RANK counts pods.
 
-    It does if an operator sets it. A LOCAL_RANK of one number means that another launcher set RANK.
+    It does if an operator sets it. A LOCAL_RANK of one number means that another launcher set RANK,
+    unless the pod has one worker.
     """
     has_rank = "RANK" in environ and "MASTER_ADDR" in environ
     has_list_or_none = "," in environ.get("LOCAL_RANK", "0,1")
-    return _is_in_kubernetes(environ) and has_rank and has_list_or_none
+    has_one = environ.get("LOCAL_RANK") == "0" and environ.get("LOCAL_WORLD_SIZE") == "1"
+    return _is_in_kubernetes(environ) and has_rank and (has_list_or_none or has_one)
 
 
 def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
     rank = require_number(environ, "RANK", "MASTER_ADDR")
     nodes = require_number(environ, "WORLD_SIZE", "RANK", 1)
-    if "," in environ.get("LOCAL_RANK", ""):
-        # AscendJob counts workers, which a list of local ranks shows
-        per_pod = read_number(environ, "LOCAL_WORLD_SIZE", 1)
-        if per_pod and nodes % per_pod == 0:
+    per_pod = read_number(environ, "LOCAL_WORLD_SIZE", 1)
+    if per_pod is not None:
+        # AscendJob: WORLD_SIZE counts workers, RANK pods or the first worker of each pod
+        check_below(rank, nodes, "RANK", "WORLD_SIZE")
+        if nodes % per_pod:
+            raise ConfigError(
+                f"must be a multiple of LOCAL_WORLD_SIZE={per_pod}, got {nodes}",
+                where="WORLD_SIZE",
+            )
+        nodes = nodes // per_pod
+        if rank >= nodes:
             rank = rank // per_pod
-            nodes = nodes // per_pod
     check_below(rank, nodes, "RANK", "WORLD_SIZE")
     return LauncherInfo(
-        "pytorch-operator",
+        RANK_PER_POD,
         "an operator of PyTorch on Kubernetes",
         "task",
         rank,
@@ -102,7 +113,9 @@ def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
         head=environ["MASTER_ADDR"],
         port=read_port(environ, "MASTER_PORT"),
         job_id="",
+        workers_per_node=per_pod,
         sources={
+            "workers_per_node": "LOCAL_WORLD_SIZE",
             "rank": "RANK",
             "world": "WORLD_SIZE",
             "node_rank": "RANK",
@@ -264,7 +277,7 @@ POD_ADAPTERS = (
         prefixes=("VC_", "VK_"),
     ),
     LauncherAdapter(
-        "pytorch-operator",
+        RANK_PER_POD,
         "an operator of PyTorch",
         _is_per_pod,
         _read_per_pod,

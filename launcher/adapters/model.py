@@ -90,6 +90,10 @@ class LauncherInfo:
     """Wall clock (seconds since 1970) at which the launcher ends the job."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Field -> the variables that it comes from."""
+    workers_per_node: int | None = None
+    """Number of workers that the launcher wants on each node. None: unknown."""
+    has_own_scheduler: bool = False
+    """Whether a pod apart from the nodes runs the scheduler."""
     ignored: tuple[IgnoredLauncher, ...] = ()
     notes: tuple[str, ...] = ()
     """Contradictions and how they were resolved, one line each."""

@@ -164,19 +164,6 @@ WORKER_LAUNCHERS = (
 )
 """Launchers whose tasks are workers. A pdrun inside a worker starts a separate job."""
 
-HAND_SET_VARIABLES = TaskVariables(
-    "variables",
-    "RANK and WORLD_SIZE, set by hand",
-    ("RANK",),
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    prefixes=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
-    absent=("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID"),
-)
-"""Variables that a script exports for torch's env://, without a known launcher."""
-
 MPI_LAUNCHERS = (
     TaskVariables(
         "jsrun",

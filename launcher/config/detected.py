@@ -8,6 +8,7 @@ than requested, or several jobs, the message says what to do instead.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from pdrun.endpoint import port_beside_store, port_for_job
@@ -15,6 +16,7 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
+from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
 from pdrun.launcher.common.parsers import parse_host, parse_tcp_port
 from pdrun.launcher.config.settings import (
     Priority,
@@ -37,8 +39,31 @@ _ONE_TASK_COMMANDS = {
     "flux": "flux run --tasks-per-node=1",
 }
 """Command that starts one task per node, by launcher."""
+_WORKER_COUNT_VARIABLES = (
+    "WORLD_SIZE",
+    "RANK_SIZE",
+    "MS_WORKER_NUM",
+    "CM_WORKER_SIZE",
+    "HOROVOD_SIZE",
+)
+"""Variables that count workers. They agree with ``--devices`` of one node."""
+_OTHER_COUNT_VARIABLES = (
+    *_WORKER_COUNT_VARIABLES,
+    "PADDLE_NNODES",
+    "PADDLE_TRAINERS_NUM",
+    "LWS_GROUP_SIZE",
+    "GLOBAL_REPLICAS",
+    "VC_WORKER_NUM",
+    "AZUREML_NODE_COUNT",
+    "ARNOLD_WORKER_NUM",
+    "PBS_NUM_NODES",
+    "GROUP_WORLD_SIZE",
+)
+"""Counts of other launchers, which mean several nodes if their other variables are not set."""
 _SCHEDULER_PATHS = ("scheduler.host", "store.host")
 """Settings of the user that have the host of the scheduler."""
+_PLACE_PATHS = (*_SCHEDULER_PATHS, "resources.nodes", "place.node_rank", "place.serve")
+"""Settings of the user about the nodes of the job."""
 _OVERRIDING_PATHS = (
     "place.local",
     "torchrun.standalone",
@@ -70,6 +95,8 @@ def detect_settings(
     found = detect.detect_launcher(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
+        if launcher != "none":
+            _refuse_lost_count(environ, given)
         return store, notes, found.notes
     if found.kind == "allocation":
         derived = _allocation_settings(found, given)
@@ -78,6 +105,30 @@ def detect_settings(
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
     return (*derived, *store), notes, found.notes
+
+
+def _refuse_lost_count(environ: Mapping[str, str], given: SettingsByPath) -> None:
+    """
+    Refuse a count above 1 of a launcher that pdrun cannot read: one node alone would be a smaller
+    job. The user's own options of nodes count instead.
+    """
+    if any(path in given for path in _PLACE_PATHS):
+        return
+    if any(name in environ for name in ("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID")):
+        return
+    devices = value_of(given, "resources.devices", None)
+    for name in (*NODE_COUNT_VARIABLES, *_OTHER_COUNT_VARIABLES):
+        text = environ.get(name, "")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 2:
+            continue
+        if name in _WORKER_COUNT_VARIABLES and devices == int(text):
+            continue
+        raise ConfigError(
+            f"is {text}, but no launcher's variables give this node its rank",
+            where=name,
+            hint="set --nodes, --node-rank and --scheduler, or --nodes 1"
+            " for a job on this node only",
+        )
 
 
 def _store_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
@@ -178,11 +229,15 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
             "remove it, or use --launcher none for a separate job",
         )
     derived = [_make_setting("resources.nodes", nodes, found, "nodes"), *_job_name_settings(found)]
+    if found.workers_per_node and "resources.devices" not in given:
+        derived.append(
+            _make_setting("resources.devices", found.workers_per_node, found, "workers_per_node")
+        )
     if nodes == 1:
         return derived
     if found.node_rank is not None:
         derived.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
-    if found.launcher == "mindspore":
+    if found.has_own_scheduler:
         derived.append(
             _make_setting("place.serve", False, found, "head")
         )  # the scheduler runs in a separate pod
@@ -192,14 +247,57 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
 
 
 def _hand_set_settings(found: LauncherInfo, given: SettingsByPath) -> list[Setting]:
-    """Refuse a RANK of several without a launcher: it may count nodes or workers."""
-    if found.world == 1 or any(
-        path in given for path in ("resources.nodes", *_SCHEDULER_PATHS, "place.node_rank")
-    ):
+    """
+    Return nodes and node rank that a script has exported for torchrun (NNODES, NODE_RANK).
+
+    RANK and WORLD_SIZE may count nodes or workers. Without a number of nodes they are refused.
+    """
+    derived: list[Setting] = []
+    has_place = any(path in given for path in _PLACE_PATHS)
+    nodes = value_of(given, "resources.nodes", None)
+    if nodes is None and not has_place and found.nodes is not None:
+        nodes = found.nodes
+        derived.append(_make_setting("resources.nodes", nodes, found, "nodes"))
+    if nodes is not None:
+        is_ranked = found.node_rank is not None and found.node_rank < nodes
+        if nodes > 1 and is_ranked and not {"place.node_rank", "place.serve"} & {*given}:
+            derived.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
+        elif derived and nodes > 1:
+            raise _lost_node_error(found, "NODE_RANK is not set")
+        if derived and nodes > 1 and not found.head:
+            raise _lost_node_error(found, "MASTER_ADDR is not set")
+        return derived
+    if has_place or (found.world == 1 and not found.node_rank):
         return []
-    raise ConfigError(
-        f"is {found.rank} of WORLD_SIZE={found.world}, set by hand, but pdrun assigns ranks itself",
-        where="RANK",
+    if found.rank is not None and found.world is None and not found.node_rank:
+        raise ConfigError(
+            "is not set, but RANK is",
+            where="WORLD_SIZE",
+            hint="unset the launcher's other variables, or use --launcher none",
+        )
+    if found.rank is None and found.world is None and not found.node_rank:
+        return []  # NODE_RANK=0 alone: one node
+    raise _lost_node_error(found, "")
+
+
+def _lost_node_error(found: LauncherInfo, missing: str) -> ConfigError:
+    """Return the error that variables set by hand do not place this node in its job."""
+    if missing:
+        what = f"is {found.nodes}, but {missing}"
+        where = found.sources.get("nodes", "")
+    elif found.rank is not None:
+        what = (
+            f"is {found.rank} of WORLD_SIZE={found.world}, set by hand,"
+            " but pdrun assigns ranks itself"
+        )
+        where = "RANK"
+    else:
+        count = "" if found.world is None else f" with WORLD_SIZE={found.world}"
+        what = f"is {found.node_rank}{count}, set by hand, but the number of nodes is not set"
+        where = "NODE_RANK"
+    return ConfigError(
+        what,
+        where=where,
         hint="set --nodes, --node-rank and --scheduler, or use --launcher none"
         " for a job on this node only",
     )

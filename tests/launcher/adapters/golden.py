@@ -100,6 +100,8 @@ def found_text(found: LauncherInfo) -> str:
             (),
         ):
             continue
+        if value is False:
+            continue
         if field.name == "attempt" and not value:
             continue
         if field.name == "hosts":

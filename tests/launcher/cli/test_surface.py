@@ -102,7 +102,7 @@ FIELDS = words("""
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
     policy.scheduler_loss policy.hang_timeout
     policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
-    place.scheduler place.node_rank place.node_name place.local
+    place.scheduler place.store place.node_rank place.node_name place.local
     place.hosts place.rank_table place.launcher
     reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts
     place.simulated place.interface place.serve place.token_file place.insecure job env
@@ -193,6 +193,8 @@ def test_every_path_that_an_option_gives_is_known() -> None:
     known = {
         *list_field_paths(),
         "scheduler.host",
+        "store.host",
+        "store.port",
         "scheduler.port",
         "msrun.workers",
         "msrun.local_workers",
@@ -260,7 +262,7 @@ def test_launchers_that_are_read() -> None:
 
     assert " ".join(row.name for row in ADAPTERS) == (
         "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
-        " pytorch-operator jobset indexed-job sagemaker azureml vertex tpu variables ascend slurm-job pbs lsf sge"
-        " mpi-operator"
+        " pytorch-operator jobset indexed-job sagemaker azureml vertex determined tpu lws skypilot dstack aws-batch"
+        " volcengine beaker paddle variables ascend slurm-job pbs lsf sge mpi-operator"
     )
     assert DIALECTS == ("1.0", "1.1", "1.2", "2.0", "group", "lab")

@@ -1,0 +1,92 @@
+"""Which job the variables of another launcher describe, and when they are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrun.errors import PdrunError
+from pdrun.launcher.config.resolve import ResolvedSpec
+from tests.launcher.config.test_aliases import resolve_line
+
+HAND = {"NODE_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
+LWS = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "LWS_LEADER_ADDRESS": "lws-0.lws.default",
+    "LWS_GROUP_SIZE": "4",
+    "LWS_WORKER_INDEX": "1",
+}
+MINDSPORE = {
+    "MS_SCHED_HOST": "10.0.0.1",
+    "MS_SCHED_PORT": "8118",
+    "MS_WORKER_NUM": "16",
+    "MS_LOCAL_WORKER": "8",
+    "MS_NODE_RANK": "1",
+}
+
+
+def describe_place(found: ResolvedSpec) -> str:
+    """Return nodes, this node's rank, devices per node and the scheduler."""
+    place = found.spec.place
+    resources = found.spec.resources
+    return f"{resources.nodes} {place.node_rank} {resources.devices} {place.scheduler}"
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "job"),
+    [
+        ("--devices 8 x", {**HAND, "NNODES": "2"}, "2 1 8 h1:19500"),
+        ("--nodes 2 --devices 8 x", HAND, "2 1 8 h1:19500"),
+        ("--nodes 2 --node-rank 0 --scheduler h1:9 x", HAND, "2 0 auto h1:9"),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint h1:9 x", {"RANK": "1"}, "2 1 auto h1:10009"),
+        ("--nodes 1 x", {"WORLD_SIZE": "2"}, "1 None auto None"),
+        ("--devices 2 x", {"WORLD_SIZE": "2"}, "1 None 2 None"),
+        ("--launcher none x", {"NNODES": "2"}, "1 None auto None"),
+        ("x", {"NODE_RANK": "0", "NNODES": "1"}, "1 None auto None"),
+        ("x", {"NODE_RANK": "0"}, "1 None auto None"),
+        ("x", {"NNODES": "2", "TORCHELASTIC_RUN_ID": "j"}, "1 None auto None"),
+        ("x", MINDSPORE, "2 1 8 10.0.0.1:8118"),
+        ("--devices 4 x", {**MINDSPORE, "MS_ROLE": "MS_WORKER"}, "2 1 4 10.0.0.1:8118"),
+    ],
+)
+def test_variables_of_nodes_give_their_job(line: str, environ: dict[str, str], job: str) -> None:
+    assert describe_place(resolve_line(line, environ)) == job
+
+
+def test_a_group_of_pods_is_one_job() -> None:
+    found = resolve_line("--devices 8 x", LWS).spec
+    assert (found.resources.nodes, found.place.node_rank) == (4, 1)
+    assert found.place.scheduler is not None
+    assert found.place.scheduler.host == "lws-0.lws.default"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (HAND, "NODE_RANK: is 1 with WORLD_SIZE=16, set by hand, but the number of nodes"),
+        ({"NODE_RANK": "1"}, "NODE_RANK: is 1, set by hand, but the number of nodes is not set"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES: is 2, but MASTER_ADDR is not set"),
+        ({"NNODES": "2", "RANK": "1", "MASTER_ADDR": "h"}, "NNODES: is 2, but NODE_RANK is not"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK: is 1 of WORLD_SIZE=2, set by hand"),
+        ({"RANK": "1"}, "WORLD_SIZE: is not set, but RANK is"),
+        ({"WORLD_SIZE": "16", "MASTER_ADDR": "h"}, "WORLD_SIZE: is 16, but no launcher's"),
+        ({"NNODES": "2"}, "NNODES: is 2, but no launcher's variables"),
+        ({"NUM_NODES": "2"}, "NUM_NODES: is 2, but no launcher's variables"),
+        ({"PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINERS_NUM: is 2"),
+        ({"PADDLE_NNODES": "2"}, "PADDLE_NNODES: is 2"),
+        ({"MS_WORKER_NUM": "16"}, "MS_WORKER_NUM: is 16"),
+        ({"RANK_SIZE": "8"}, "RANK_SIZE: is 8"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NODE_RANK: is not set"),
+        (
+            {
+                "PADDLE_TRAINER_ID": "1",
+                "PADDLE_TRAINER_ENDPOINTS": "a:1,a:2,b:1,b:2",
+            },
+            "Paddle's variables .* started 2 tasks on this node",
+        ),
+    ],
+)
+def test_several_nodes_never_become_a_job_of_one(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(PdrunError, match=message) as raised:
+        resolve_line("x", environ)
+    assert raised.value.exit_code == 78
+    assert "--" in raised.value.hint

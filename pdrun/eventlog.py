@@ -1,8 +1,8 @@
 """
 The event log of a job: one JSON object per line, appended, never rewritten.
 
-A job's status is the replay of its log. `pdrun status` and all screens read only the log. Readers
-skip incomplete lines, which a crash may leave.
+A job's status is the replay of its log (`pdrun.ui.replay`). `pdrun status` and all screens read
+only the log. Readers skip incomplete lines, which a crash may leave.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -126,200 +126,18 @@ def parse_events(lines: Iterable[str]) -> Iterator[LogEvent]:
     """Yield the events in lines of a log; incomplete lines are skipped."""
     for line in lines:
         try:
-            data = json.loads(line)
-            event = LogEvent(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+            found = take_event(json.loads(line))
+        except (ValueError, RecursionError):
             continue
-        if math.isfinite(event.time):
-            yield event
+        if found is not None:
+            yield LogEvent(*found)
 
 
-@dataclass(frozen=True)
-class NodeStatus:
-    """Status of a node."""
-
-    name: str
-    state: str
-    """joined, standby, running, suspect, lost, left or done."""
-    index: int = -1
-    workers: int = 0
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """Status of a worker."""
-
-    rank: int
-    node: str
-    state: str
-    """running, done, failed, or stopped (by pdrun, after another failure)."""
-    code: int | None = None
-    cause: str = ""
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """Status of a job: the replay of its log."""
-
-    job: str = ""
-    run: str = ""
-    state: str = "gathering"
-    """gathering, running, restarting, stopping or done."""
-    generation: int = 0
-    restarts: int = 0
-    expected: int = 0
-    """Nodes that the job waits for."""
-    started_at: float = 0.0
-    ended_at: float | None = None
-    code: int | None = None
-    reason: str = ""
-    nodes: Mapping[str, NodeStatus] = field(default_factory=dict)
-    ranks: Mapping[int, RankStatus] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    step: int = -1
-    """Step of the slowest worker; -1: no worker has reported one."""
-    saved: int = -1
-    """Last step that all workers have saved; -1: none."""
-
-
-def replay_events(events: Iterable[LogEvent]) -> JobStatus:
-    """
-    Return the status after these events.
-
-    Unknown kinds are ignored, so that old readers can read new logs. Events with missing fields or
-    fields of another type are ignored, too: a damaged log must not hide a user's other jobs.
-    """
-    status = JobStatus()
-    for event in events:
-        status = apply_event(status, event)
-    return status
-
-
-def apply_event(status: JobStatus, event: LogEvent) -> JobStatus:
-    """Return the status after one more event; unchanged if its fields do not fit its kind."""
+def take_event(data: Any) -> tuple[str, float, dict[str, Any]] | None:
+    """Return kind, time and the other fields of the event in a value; None: it is not an event."""
     try:
-        return _next_status(status, event)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return status
-
-
-def _next_status(status: JobStatus, event: LogEvent) -> JobStatus:
-    data = event.data
-    match event.kind:
-        case "created":
-            return replace(
-                status,
-                job=str(data.get("job", "")),
-                run=str(data.get("run", "")),
-                expected=int(data.get("nodes", 0)),
-                started_at=event.time,
-            )
-        case "joined":
-            return _set_node(
-                status, str(data["node"]), state="joined", workers=int(data.get("workers", 0))
-            )
-        case "assigned":
-            return _apply_assigned(status, data)
-        case "started":
-            nodes = {
-                name: replace(node, state="running")
-                for name, node in status.nodes.items()
-                if node.index >= 0
-            }
-            return replace(status, state="running", nodes={**status.nodes, **nodes})
-        case "exited":
-            return _apply_exited(status, data)
-        case "stopping" | "restarting":
-            return replace(status, state=event.kind, reason=str(data.get("reason", "")))
-        case "gathering":
-            status = replace(status, state="gathering", reason=str(data.get("reason", "")))
-            return _replace_state(status, "running", "joined")
-        case "progress":
-            return replace(status, step=int(data.get("step", -1)), saved=int(data.get("saved", -1)))
-        case "suspect" | "lost" | "left" | "standby":
-            return _set_node(status, str(data["node"]), state=event.kind)
-        case "recovered":
-            return _set_node(
-                status, str(data["node"]), state=_normal_state(status, str(data["node"]))
-            )
-        case "resumed":
-            return _replace_state(status, "suspect", None)
-        case "warning":
-            return replace(status, warnings=(*status.warnings, str(data.get("text", ""))))
-        case "hang":
-            text = f"rank {data.get('rank')} on {data.get('node')} hangs: {data.get('reason', '')}"
-            return replace(status, warnings=(*status.warnings, text))
-        case "verdict":
-            return replace(
-                status,
-                state="done",
-                code=int(data["code"]),
-                reason=str(data.get("reason", "")),
-                ended_at=event.time,
-            )
-    return status
-
-
-def _set_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
-    node = status.nodes.get(name, NodeStatus(name, "joined"))
-    return replace(status, nodes={**status.nodes, name: replace(node, **changes)})
-
-
-def _normal_state(status: JobStatus, name: str) -> str:
-    """Return the state of a node without problems."""
-    node = status.nodes.get(name)
-    if status.state == "gathering":
-        return "joined"
-    return "running" if node is None or node.index >= 0 else "standby"
-
-
-def _replace_state(status: JobStatus, old: str, new: str | None) -> JobStatus:
-    """Change every node in state ``old`` to ``new``, or to its normal state (None)."""
-    changed = {
-        name: replace(node, state=new or _normal_state(status, name))
-        for name, node in status.nodes.items()
-        if node.state == old
-    }
-    return replace(status, nodes={**status.nodes, **changed})
-
-
-def _apply_assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
-    """
-    Apply the event of a new generation.
-
-    ``nodes`` is a list of ``[name, first rank, workers]`` in node order. Other nodes have no part.
-    """
-    nodes = {name: replace(node, index=-1) for name, node in status.nodes.items()}
-    ranks: dict[int, RankStatus] = {}
-    for index, (given_name, start, count) in enumerate(data["nodes"]):
-        name = str(given_name)
-        first = int(start)
-        workers = int(count)
-        nodes[name] = NodeStatus(
-            name, nodes[name].state if name in nodes else "joined", index, workers
-        )
-        ranks.update(
-            {rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)}
-        )
-    return replace(
-        status,
-        generation=int(data["generation"]),
-        restarts=int(data.get("restarts", 0)),
-        nodes=nodes,
-        ranks=ranks,
-        step=-1,
-    )
-
-
-def _apply_exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
-    rank = int(data["rank"])
-    code = int(data["code"])
-    before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))
-    if not code:
-        state = "done"
-    elif data.get("how") == "stopped":
-        state = "stopped"
-    else:
-        state = "failed"
-    after = replace(before, state=state, code=code, cause=str(data.get("cause", "")))
-    return replace(status, ranks={**status.ranks, rank: after})
+        kind = str(data.pop("kind"))
+        when = float(data.pop("time"))
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+        return None
+    return (kind, when, data) if math.isfinite(when) else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdrun import async_writer
-from pdrun.eventlog import JobStatus
+from pdrun.ui.job_status import JobStatus
 from pdrun.ui.status import escape_text, failed_lines, list_facts, render_status
 
 REFRESH_SECONDS = 0.5
@@ -86,10 +86,14 @@ def _follow_on_terminal(
 
 def _follow_as_lines(read: Read, out: Any, sleep: Callable[[float], None]) -> None:
     shown: dict[str, list[str]] = {}
+    last: dict[str, JobStatus] = {}
     while True:
         found = read()
         for status in found:
-            before = shown.get(status.run, [])
+            if status is last.get(status.run):
+                continue
+            last[status.run] = status
+            before = frozenset(shown.get(status.run, ()))
             after = _status_lines(status)
             for line in after:
                 if line not in before:

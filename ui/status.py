@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdrun.eventlog import JobStatus, NodeStatus, RankStatus
 from pdrun.text import plural
+from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_LISTED_NODES = 32
 """If there are more nodes, only those in an unusual state are listed."""
 MAX_LISTED_FAILURES = 16
+MAX_LISTED_WARNINGS = 50
 _COLOURS = {
     "running": "green",
     "done": "green",
@@ -71,12 +72,10 @@ def format_plain(found: Sequence[JobStatus], now: float) -> list[str]:
         )
     status = found[0]
     lines = [f"{name:<9} {value}" for name, value in list_facts(status, now)]
-    nodes = _align_columns(
-        [(node.name, node_state(node), _rank_text(status, node)) for node in listed_nodes(status)]
-    )
+    nodes = _align_columns(list_node_rows(status))
     lines += [f"{'node':<9} {line}" for line in nodes]
     lines += [f"{'failed':<9} {line}" for line in failed_lines(status)]
-    return lines + [f"{'warning':<9} {escape_text(text)}" for text in status.warnings]
+    return lines + [f"{'warning':<9} {line}" for line in warning_lines(status)]
 
 
 def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
@@ -100,14 +99,10 @@ def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
             Text(name, style="bold"), _colour_state(value) if name == "state" else Text(value)
         )
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
-    for node in listed_nodes(status):
-        nodes.add_row(
-            Text(escape_text(node.name)),
-            _colour_state(node_state(node)),
-            Text(_rank_text(status, node)),
-        )
+    for name, state, ranks in list_node_rows(status):
+        nodes.add_row(Text(escape_text(name)), _colour_state(state), Text(ranks))
     notes = [Text(f"failed  {line}", style="red") for line in failed_lines(status)]
-    notes += [Text(f"warning {escape_text(text)}", style="yellow") for text in status.warnings]
+    notes += [Text(f"warning {line}", style="yellow") for line in warning_lines(status)]
     return Group(head, nodes, *notes)
 
 
@@ -127,9 +122,8 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
         if status.saved >= 0:
             step = f"{step}, saved {status.saved}"
         rows.append(("step", step))
-    here = list_present(status)
-    states = Counter(node_state(node) for node in here)
-    gone = Counter(node_state(node) for node in status.nodes.values() if node not in here)
+    states = Counter(node_state(node) for node in status.nodes.values() if is_present(node))
+    gone = Counter(node_state(node) for node in status.nodes.values() if not is_present(node))
     parts = []
     if states:
         parts.append(_format_counts(states))
@@ -168,6 +162,25 @@ def listed_nodes(status: JobStatus) -> list[NodeStatus]:
         return nodes
     usual = Counter(node.state for node in nodes).most_common(1)[0][0]
     return [node for node in nodes if node.state != usual][:MAX_LISTED_NODES]
+
+
+def list_node_rows(status: JobStatus) -> list[tuple[str, str, str]]:
+    """Return name, state and ranks of each node that is listed."""
+    nodes = listed_nodes(status)
+    ranks: dict[str, list[int]] = {node.name: [] for node in nodes}
+    for rank in status.ranks.values():
+        if rank.node in ranks:
+            ranks[rank.node].append(rank.rank)
+    return [(node.name, node_state(node), _rank_text(node, ranks[node.name])) for node in nodes]
+
+
+def warning_lines(status: JobStatus) -> list[str]:
+    """Return a line per warning: the newest MAX_LISTED_WARNINGS, and one that counts the others."""
+    older = len(status.warnings) - MAX_LISTED_WARNINGS
+    lines = [escape_text(text) for text in status.warnings[-MAX_LISTED_WARNINGS:]]
+    if older > 0:
+        lines.insert(0, f"{older} older ones are in the event log")
+    return lines
 
 
 def failed_lines(status: JobStatus) -> list[str]:
@@ -210,17 +223,13 @@ def _make_row(status: JobStatus, now: float) -> tuple[str, ...]:
     )
 
 
-def list_present(status: JobStatus) -> list[NodeStatus]:
-    """Return the nodes without those that were lost or left before the last generation."""
-    return [
-        node
-        for node in status.nodes.values()
-        if node.index >= 0 or node.state not in ("lost", "left")
-    ]
+def is_present(node: NodeStatus) -> bool:
+    """Return False for a node that was lost or left before the last generation."""
+    return node.index >= 0 or node.state not in ("lost", "left")
 
 
 def _format_node_count(status: JobStatus) -> str:
-    count = len(list_present(status))
+    count = sum(map(is_present, status.nodes.values()))
     if status.expected:
         return f"{count} of {status.expected}"
     if status.nodes:
@@ -232,13 +241,12 @@ def _format_counts(states: Counter[str]) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.most_common())
 
 
-def _rank_text(status: JobStatus, node: NodeStatus) -> str:
-    ranks = sorted(rank.rank for rank in status.ranks.values() if rank.node == node.name)
+def _rank_text(node: NodeStatus, ranks: list[int]) -> str:
     if not ranks:
         return plural(node.workers, "worker")
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {min(ranks)}-{max(ranks)}"
 
 
 def _failed_text(rank: RankStatus) -> str:

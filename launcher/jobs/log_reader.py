@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from pdrun.errors import UsageError
-from pdrun.eventlog import JobStatus
 from pdrun.launcher.common.rank_lists import RankSet, format_ranks
 from pdrun.launcher.jobs.registry import JobRecord
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.output.formatting import PrefixFormatter
 from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
+from pdrun.ui.job_status import JobStatus
 
 POLL_SECONDS = 0.2
 """Time between two reads of growing files."""
@@ -37,7 +37,7 @@ class LogReader:
     def __init__(
         self,
         job: JobRecord,
-        read_status: Callable[[JobRecord], JobStatus],
+        read_status: Callable[[], JobStatus],
         console: Console,
         *,
         ranks: str,
@@ -80,7 +80,7 @@ class LogReader:
             return self._show_new_lines()
 
     def _show_new_lines(self) -> bool:
-        status = self._read_status(self._job)
+        status = self._read_status()
         is_running = status.state not in ("done", "dead")
         known = _list_generations(self._folder)
         is_first = self._generation < 0

@@ -9,7 +9,7 @@ from pdrun.errors import EXIT_OK, UsageError
 from pdrun.launcher.jobs.log_reader import LogReader
 from pdrun.launcher.jobs.lookup import find_newest_job
 from pdrun.launcher.jobs.registry import JobRecord, is_alive, list_jobs
-from pdrun.launcher.jobs.status import read_status
+from pdrun.launcher.jobs.status import StatusReader
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 
 
@@ -47,7 +47,7 @@ def print_logs(
     console = console or Console()
     reader = LogReader(
         job,
-        read_status,
+        StatusReader(job).read_status,
         console,
         ranks=ranks,
         lines=lines,

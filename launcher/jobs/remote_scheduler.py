@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pdrun import eventlog
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.eventlog import JobStatus
+from pdrun.ui.job_status import JobStatus
+from pdrun.ui.replay import replay_lines
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.clients.viewer import Viewer
@@ -63,5 +63,5 @@ def replay_status(viewer: Viewer, lines: list[str]) -> JobStatus:
 
     Of a long job only the newest lines arrive, without its names: the viewer knows those.
     """
-    found = eventlog.replay_events(eventlog.parse_events(lines))
+    found = replay_lines(lines)
     return replace(found, job=found.job or viewer.job, run=found.run or viewer.run)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdrun import eventlog, process_setup
+from pdrun import process_setup
 from pdrun.errors import EXIT_OK, RendezvousError
-from pdrun.eventlog import JobStatus
 from pdrun.launcher.jobs.lookup import find_newest_job, print_note
 from pdrun.launcher.jobs.registry import JobRecord, is_alive, is_on_this_host, list_jobs
 from pdrun.launcher.jobs.remote_scheduler import (
@@ -24,6 +23,8 @@ from pdrun.launcher.jobs.remote_scheduler import (
     open_viewer,
     replay_status,
 )
+from pdrun.ui.event_reader import EventLogReader
+from pdrun.ui.job_status import JobStatus
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.clients.viewer import Viewer
@@ -68,11 +69,10 @@ def show_status(
                 return _follow_statuses(poller.poll)
             _print_statuses([poller.first], as_json=as_json)
             return EXIT_OK
-    found = list_statuses(name, all_jobs=all_jobs)
+    readers = [StatusReader(job) for job in choose_jobs(name, all_jobs=all_jobs)]
     if follow:
-        runs = [one.run for one in found]
-        return _follow_statuses(lambda: [one for run in runs for one in list_statuses(run)])
-    _print_statuses(found, as_json=as_json)
+        return _follow_statuses(lambda: [reader.read_status() for reader in readers])
+    _print_statuses([reader.read_status() for reader in readers], as_json=as_json)
     return EXIT_OK
 
 
@@ -101,12 +101,22 @@ def list_statuses(name: str | None, *, all_jobs: bool = False) -> list[JobStatus
     Raises:
         UsageError: no job has this name.
     """
+    return [read_status(job) for job in choose_jobs(name, all_jobs=all_jobs)]
+
+
+def choose_jobs(name: str | None, *, all_jobs: bool = False) -> list[JobRecord]:
+    """
+    Return the registered jobs that `show_status` shows.
+
+    Raises:
+        UsageError: no job has this name.
+    """
     known = list_jobs()
     if name is not None:
-        return [read_status(find_newest_job(name, known))]
+        return [find_newest_job(name, known)]
     running = [job for job in known if is_alive(job)]
     if len(running) == 1 and not all_jobs:
-        return [read_status(running[0])]
+        return running
     shown = [
         job
         for index, job in enumerate(known)
@@ -114,33 +124,50 @@ def list_statuses(name: str | None, *, all_jobs: bool = False) -> list[JobStatus
     ]
     if len(shown) < len(known):
         print_note(f"{len(known) - len(shown)} older job(s) are not listed; --all lists them")
-    return [read_status(job) for job in shown]
+    return shown
 
 
 def read_status(job: JobRecord) -> JobStatus:
-    """
-    Return the status of a registered job from its event log, completed from its registry entry.
+    """Return the status of a registered job; see `StatusReader.read_status`."""
+    return StatusReader(job).read_status()
 
-    A job that ended without a verdict has the state ``dead``. If the event log cannot be read, the
-    state is ``unknown`` while the job runs, and ``dead`` afterwards.
-    """
-    found = JobStatus()
-    problem = ""
-    if not job.events:
-        problem = "no event log"
-    else:
-        try:
-            found = eventlog.replay_events(eventlog.read_events(Path(job.events)))
-        except OSError as error:
-            problem = f"event log {job.events}: {error.strerror}"
+
+class StatusReader:
+    """Reads the status of a registered job, again and again if needed."""
+
+    def __init__(self, job: JobRecord) -> None:
+        self._job = job
+        self._log = EventLogReader(Path(job.events))
+
+    def read_status(self) -> JobStatus:
+        """
+        Return the status from the event log, completed from the registry entry.
+
+        A job that ended without a verdict has the state ``dead``. If the event log cannot be read,
+        the state is ``unknown`` while the job runs, and ``dead`` afterwards.
+        """
+        found = JobStatus()
+        problem = ""
+        if not self._job.events:
+            problem = "no event log"
+        else:
+            try:
+                found = self._log.read_status()
+            except OSError as error:
+                problem = f"event log {self._job.events}: {error.strerror}"
+        return _complete_status(self._job, found, problem)
+
+
+def _complete_status(job: JobRecord, found: JobStatus, problem: str) -> JobStatus:
     if problem:
         found = replace(found, state="unknown", reason=problem)
-    found = replace(
-        found,
-        job=found.job or job.job,
-        run=found.run or job.run,
-        started_at=found.started_at or job.made,
-    )
+    if not (found.job and found.run and found.started_at):
+        found = replace(
+            found,
+            job=found.job or job.job,
+            run=found.run or job.run,
+            started_at=found.started_at or job.made,
+        )
     if found.state == "done" or is_alive(job) or not is_on_this_host(job):
         return found
     if problem:
@@ -160,9 +187,9 @@ def _last_write_time(events: str) -> float | None:
 
 def encode_status(found: JobStatus) -> str:
     """Return a status as one line of JSON; nodes and ranks are lists."""
-    data = asdict(found)
-    data["nodes"] = list(data["nodes"].values())
-    data["ranks"] = list(data["ranks"].values())
+    data = {item.name: getattr(found, item.name) for item in fields(found)}
+    data["nodes"] = [vars(node) for node in found.nodes.values()]
+    data["ranks"] = [rank._asdict() for rank in found.ranks.values()]
     return json.dumps(data)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pdrun import eventlog
+from pdrun.ui.replay import replay_events
 from tests.chaos.jobs import Bed
 
 OVERLAP = 0.3
@@ -45,7 +45,7 @@ def violations(bed: Bed, thawed: Mapping[str, Sequence[float]], *, ended: bool) 
         yield f"the restart count fell: {counts}"
     if ended and len(bed.events("verdict")) != 1:
         yield f"{len(bed.events('verdict'))} verdicts"
-    if ended and (state := eventlog.replay_events(bed.events()).state) != "done":
+    if ended and (state := replay_events(bed.events()).state) != "done":
         yield f"the log ends with a job that is {state}"
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from pdrun.async_file import BackgroundFileWriter
-from pdrun.eventlog import EVENT_KINDS, EventLog, JobStatus, LogEvent, read_events, replay_events
+from pdrun.eventlog import EVENT_KINDS, EventLog, LogEvent, read_events
 from pdrun.launcher.jobs.status import encode_status
+from pdrun.ui.job_status import JobStatus
+from pdrun.ui.replay import replay_events
 from pdrun.ui.status import format_plain
 from tests.e2e.conftest import until
 

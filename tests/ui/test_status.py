@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.eventlog import JobStatus, LogEvent, NodeStatus, RankStatus, apply_event, replay_events
+from pdrun.eventlog import LogEvent
 from pdrun.ui import live, status
+from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
+from pdrun.ui.replay import replay_events
 
 
-def job(**changes: object) -> JobStatus:
+def job(*more: LogEvent, **changes: object) -> JobStatus:
     events = [
         LogEvent("created", 1000.0, {"job": "demo", "run": "demo-1", "nodes": 2}),
         LogEvent("joined", 1001.0, {"node": "node0", "workers": 2}),
@@ -23,6 +25,7 @@ def job(**changes: object) -> JobStatus:
             "assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}
         ),
         LogEvent("started", 1002.0, {"generation": 0}),
+        *more,
     ]
     return replace(replay_events(events), **changes)  # type: ignore[arg-type]
 
@@ -82,10 +85,7 @@ def test_a_job_that_failed_names_the_ranks_that_did() -> None:
         LogEvent("warning", 1010.0, {"text": "clock differs"}),
         LogEvent("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
     ]
-    found = job()
-    for event in ended:
-        found = apply_event(found, event)
-    text = plain(found)
+    text = plain(job(*ended))
     assert "state     failed, exit code 1\n" in text
     assert "reason    rank 2 failed\n" in text
     assert "time      0:00:12\n" in text
@@ -118,7 +118,7 @@ def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:
         status.job_state(job(state="done", code=124, reason="the time limit of 5 s has passed"))
         == "stopped"
     )
-    left = apply_event(job(), LogEvent("left", 1010.0, {"node": "node0"}))
+    left = job(LogEvent("left", 1010.0, {"node": "node0"}))
     assert "nodes     2 of 2: 1 ended, 1 running\n" in plain(left)
     assert "node      node0  ended    ranks 0-1\n" in plain(left)
 
@@ -131,21 +131,16 @@ def test_who_came_and_went_is_told_apart_from_who_is_there() -> None:
         LogEvent("joined", 1013.0, {"node": "node2", "workers": 1}),
         LogEvent("standby", 1013.0, {"node": "node2"}),
     ]
-    found = job()
-    found = apply_event(found, events[0])
-    assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(found), (
+    assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(job(*events[:1])), (
         "until there is another generation"
     )
-    for event in events[1:]:
-        found = apply_event(found, event)
-    assert "nodes     2 of 2: 1 running, 1 standby; gone: 1 lost\n" in plain(found)
-    for event in (
+    assert "nodes     2 of 2: 1 running, 1 standby; gone: 1 lost\n" in plain(job(*events))
+    events += [
         LogEvent("left", 1020.0, {"node": "node2"}),
         LogEvent("left", 1021.0, {"node": "node0"}),
         LogEvent("verdict", 1021.0, {"code": 0, "reason": "done"}),
-    ):
-        found = apply_event(found, event)
-    assert "nodes     1 of 2: 1 ended; gone: 1 lost, 1 ended\n" in plain(found)
+    ]
+    assert "nodes     1 of 2: 1 ended; gone: 1 lost, 1 ended\n" in plain(job(*events))
 
 
 def test_a_dead_job_grows_no_older() -> None:

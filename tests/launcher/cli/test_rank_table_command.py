@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.eventlog import JobStatus, NodeStatus
 from pdrun.launcher.jobs import status as job_status
+from pdrun.ui.job_status import JobStatus, NodeStatus
 from tests.launcher.cli.conftest import Outcome
 from tests.launcher.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.launcher.ranktables.test_verdicts import GOOD, REFUSED, TABLES

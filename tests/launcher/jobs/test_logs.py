@@ -18,7 +18,7 @@ from pdrun.launcher.jobs.log_reader import LogReader
 from pdrun.launcher.jobs.logs import print_logs
 from pdrun.launcher.jobs.lookup import find_job
 from pdrun.launcher.jobs.status import (
-    read_status,
+    StatusReader,
 )
 from pdrun.launcher.output.console import Console
 from tests.launcher.jobs.helpers import TERM_ONCE, ended, register, show, write
@@ -134,10 +134,11 @@ def test_following_ends_with_its_reader_and_not_with_the_job(home: Path) -> None
 def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
     register(home, os.getpid())
     write(home, 0, "rank_0.out", b"first\n")
+    job = find_job("demo", registry.list_jobs())
     with (home / "shown").open("wb") as file:
         reader = LogReader(
-            find_job("demo", registry.list_jobs()),
-            read_status,
+            job,
+            StatusReader(job).read_status,
             Console(file.fileno(), file.fileno()),
             ranks="all",
             lines=None,

@@ -20,7 +20,6 @@ import pytest
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, UsageError
-from pdrun.eventlog import JobStatus
 from pdrun.launcher.jobs.remote_scheduler import RemoteScheduler
 from pdrun.launcher.jobs.status import show_status
 from pdrun.launcher.jobs.stop import stop_job
@@ -30,6 +29,7 @@ from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Ver
 from pdrun.rendezvous.protocol.security import Secret, format_token, load_cookie
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.ui import live
+from pdrun.ui.job_status import JobStatus
 from tests.rendezvous.helpers import Agent, agents, start_all, until
 
 

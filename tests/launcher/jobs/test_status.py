@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.eventlog import JobStatus, LogEvent
+from pdrun.eventlog import LogEvent
 from pdrun.launcher.jobs import registry
 from pdrun.launcher.jobs.status import (
     MAX_LISTED_JOBS,
@@ -19,6 +19,7 @@ from pdrun.launcher.jobs.status import (
 )
 from pdrun.launcher.jobs.stop import stop_job
 from pdrun.ui import status as screen
+from pdrun.ui.job_status import JobStatus
 from tests.launcher.jobs.helpers import VERDICT, ended, register, show, write
 
 

@@ -52,6 +52,7 @@ from pdrun.rendezvous.protocol.events import (
 )
 from pdrun.rendezvous.scheduler.service import Service
 from pdrun.rendezvous.transport.base import MemoryHub
+from pdrun.ui.replay import replay_events
 from tests.rendezvous.helpers import cause, config, hello, until
 
 EVENTS: list[MembershipEvent] = [
@@ -675,7 +676,7 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
         again = Service(
             config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=found
         )
-        status = eventlog.replay_events(eventlog.read_events(log))
+        status = replay_events(eventlog.read_events(log))
         kinds = [event.kind for event in eventlog.read_events(log)]
         assert status.state == "running" and kinds[:3] == ["created", "joined", "assigned"]
         assert kinds.count("started") == 1 and kinds[-1] == "resumed"

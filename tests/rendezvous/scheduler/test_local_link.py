@@ -32,6 +32,7 @@ from pdrun.rendezvous.protocol.messages import (
 from pdrun.rendezvous.scheduler.local_link import LocalLink
 from pdrun.rendezvous.scheduler.service import MAX_STATUS_CHARS, Service
 from pdrun.rendezvous.transport.base import MemoryHub
+from pdrun.ui.replay import replay_events
 from tests.rendezvous.helpers import cause, config
 
 ALONE = """
@@ -66,7 +67,7 @@ def test_a_job_of_one_node_loads_no_zeromq(tmp_path: Path) -> None:
     said, loaded = done.stdout.splitlines()
     assert said == "['Welcome', 'Assign', 'Start', 'StopWorkers', 'Verdict']"
     assert loaded == ""
-    assert eventlog.replay_events(eventlog.read_events(events)).code == 5
+    assert replay_events(eventlog.read_events(events)).code == 5
 
 
 def test_a_whole_conversation() -> None:

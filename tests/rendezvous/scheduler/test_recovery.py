@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pdrun import eventlog
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
 from pdrun.rendezvous.protocol.messages import (
@@ -46,6 +45,7 @@ from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.local_link import LocalLink, ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
+from pdrun.ui.replay import replay_events
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
@@ -201,7 +201,7 @@ def test_killed_at_every_commit_of_a_job_with_a_restart(
             assert "after 1 restart" in verdicts[0].reason
             assert [player.started for player in players] == [1, 1]
             until(partial(gone, child), "it leaves when all have left", 15.0)
-        status = eventlog.replay_events(child.events())
+        status = replay_events(child.events())
         kinds = [event.kind for event in child.events()]
         assert (status.state, status.code, status.generation, status.restarts) == (
             "done",
@@ -324,6 +324,9 @@ def test_a_damaged_journal_ends_the_waiting_with_its_place(
             revived(child, agent)
         assert caught.value.exit_code == 69
         assert child.deadline() is None and child.fileno() == -1
+        verdict = agent.expect(Verdict)
+        assert verdict.code == 69 and "damaged at byte" in verdict.reason
+        child.close()
         with pytest.raises(ConnectionRefusedError):  # nobody is to wait in its queue
             connect(child.endpoint)
 

@@ -42,6 +42,7 @@ from pdrun.rendezvous.transport import zmq_server
 from pdrun.rendezvous.transport.base import TransportEvent
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
+from pdrun.ui.replay import replay_events
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
@@ -71,7 +72,7 @@ def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -
             agent.link.close()
     until(lambda: child.returncode is not None, "the scheduler leaves when all have left", 2.5)
     assert child.returncode == 0 and time.monotonic() - started < 2.5
-    status = eventlog.replay_events(child.events())
+    status = replay_events(child.events())
     assert (status.state, status.code, status.expected, len(status.ranks)) == ("done", 0, 3, 4)
 
 

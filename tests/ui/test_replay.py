@@ -1,0 +1,222 @@
+"""The replay of an event log: fast, and the same as line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.eventlog import LogEvent
+from pdrun.ui import event_reader, replay
+from pdrun.ui.event_fields import MAX_RANKS
+from pdrun.ui.event_reader import EventLogReader
+from pdrun.ui.job_status import JobStatus
+from pdrun.ui.replay import MAX_WARNINGS, StatusReplay, replay_events, replay_lines
+from pdrun.ui.status import format_plain
+
+NODES = st.sampled_from(["n0", "n1", "n2", 'n", "', "", 'a"b'])
+SMALL = st.integers(0, 3)
+
+
+def line(kind: str, **data: object) -> bytes:
+    return LogEvent(kind, 1.0, data).to_line().encode()
+
+
+EVENTS = st.one_of(
+    st.builds(
+        line, st.sampled_from(["joined"]), node=NODES, workers=SMALL, host=st.just("h"), pid=SMALL
+    ),
+    st.builds(line, st.sampled_from(["suspect", "recovered"]), node=NODES, silent=SMALL),
+    st.builds(line, st.sampled_from(["recovered", "lost", "left", "standby"]), node=NODES),
+    st.builds(
+        line,
+        st.just("exited"),
+        generation=SMALL,
+        rank=SMALL,
+        node=NODES,
+        code=SMALL,
+        how=st.sampled_from(["exit", "stopped"]),
+        cause=st.just("c"),
+    ),
+    st.builds(line, st.just("progress"), generation=SMALL, step=SMALL, saved=SMALL),
+    st.builds(
+        line,
+        st.just("assigned"),
+        generation=SMALL,
+        restarts=SMALL,
+        nodes=st.lists(st.tuples(NODES, SMALL, SMALL), max_size=3),
+    ),
+    st.builds(line, st.sampled_from(["started", "resumed"]), generation=SMALL),
+    st.builds(line, st.sampled_from(["stopping", "restarting", "gathering"]), reason=NODES),
+    st.builds(line, st.just("warning"), text=NODES),
+    st.builds(line, st.just("hang"), generation=SMALL, rank=SMALL, node=NODES, reason=NODES),
+    st.builds(line, st.just("created"), job=NODES, run=NODES, nodes=SMALL),
+    st.builds(line, st.just("verdict"), code=SMALL, reason=NODES),
+    # damaged, or of another writer
+    st.sampled_from(
+        [
+            b"",
+            b"{",
+            b'{"kind": "progress", "time": 1.0, "step": [',
+            b'{"kind": "progress", "time": 1.0, "step": "x"}',
+            b'{"kind": "suspect", "time": 1.0, "node": "n0"',
+            b'{"kind": "recovered", "time": NaN, "node": "n0"}',
+            b'{"kind": "lost", "time": 1.0, "node": "n0"} {}',
+            b'{"time": 1.0, "kind": "lost", "node": "n1"}',
+            b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 1, "node": "n0"}',
+            b'{"kind": "exited", "time": 1.0, "rank": 2, "code": 3}',
+            b'{"kind": "joined", "time": 1.0, "node": "n2", "workers": {}}',
+            b'{"kind": "assigned", "time": 1.0, "generation": 1, "nodes": [["n0", 0]]}',
+            b'{"kind": "refused", "time": 1.0, "node": "n0"}',
+            b'{"kind": "warning", "time": 1.0, "text": "\xff"}',
+            b"[" * 3000,
+        ]
+    ),
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_deferring_changes_no_status(lines: list[bytes]) -> None:
+    one_by_one = StatusReplay()
+    for each in lines:
+        one_by_one.feed_lines([each])
+        one_by_one.make_status()
+    together = StatusReplay()
+    together.feed_lines(lines)
+    assert together.make_status() == one_by_one.make_status()
+    assert [*together.make_status().nodes] == [*one_by_one.make_status().nodes]
+
+
+def test_many_deferred_lines_are_applied_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_DEFERRED_LINES", 3)
+    texts = [LogEvent("progress", 1.0, {"step": step}).to_line() for step in range(20)]
+    assert replay_lines(texts).step == 19
+
+
+def test_a_status_keeps_the_newest_warnings() -> None:
+    texts = [str(number) for number in range(MAX_WARNINGS + 10)]
+    events = [LogEvent("warning", 1.0, {"text": text}) for text in texts]
+    for status in (
+        replay_lines(event.to_line() for event in events),
+        replay_events(events),
+    ):
+        assert status.warnings == tuple(texts[10:])
+        lines = [text for text in format_plain([status], 2.0) if text.startswith("warning")]
+        assert lines[0] == "warning   950 older ones are in the event log" and len(lines) == 51
+
+
+def test_an_event_with_absurd_numbers_costs_nothing() -> None:
+    huge = LogEvent("assigned", 1.0, {"generation": 0, "nodes": [["n", 0, 10**15]]})
+    many = LogEvent("assigned", 1.0, {"generation": 0, "nodes": [["n", 0, MAX_RANKS]] * 2})
+    assert replay_events([huge, many]) == JobStatus()
+
+
+def write_large_log(path: Path, nodes: int, events: int) -> None:
+    """Write a log with restarts, silent nodes, failed ranks and progress."""
+    draw = random.Random(7)
+    lines = [line("created", job="big", run="big-1", nodes=nodes)]
+    lines += [line("joined", node=f"n{i}", workers=8, host="h", pid=i) for i in range(nodes)]
+    placed = [[f"n{i}", 8 * i, 8] for i in range(nodes)]
+    lines += [line("assigned", generation=0, restarts=0, nodes=placed), line("started")]
+    while len(lines) < events:
+        node = draw.randrange(nodes)
+        kind = draw.choice(
+            ["progress", "progress", "suspect", "recovered", "exited", "warning", "resumed"]
+        )
+        match kind:
+            case "exited":
+                rank = 8 * node + draw.randrange(8)
+                data = {"rank": rank, "node": f"n{node}", "code": 1, "how": "exit", "cause": "c"}
+                lines.append(line(kind, generation=0, **data))
+            case "progress":
+                lines.append(line(kind, generation=0, step=len(lines), saved=7))
+            case "warning":
+                lines.append(line(kind, text=f"rank {node} is slow"))
+            case "resumed" if draw.random() > 0.01:
+                continue
+            case _:
+                lines.append(line(kind, node=f"n{node}"))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def test_the_time_is_linear_in_the_size_of_the_log(tmp_path: Path) -> None:
+    seconds = []
+    for factor in (1, 10):
+        path = tmp_path / f"{factor}.jsonl"
+        write_large_log(path, 500 * factor, 2000 * factor)
+        best = 1e9
+        for _ in range(3):
+            began = time.process_time()
+            status = EventLogReader(path).read_status()
+            assert format_plain([status], 2.0)
+            best = min(best, time.process_time() - began)
+        seconds.append(best)
+        assert len(status.nodes) == 500 * factor and len(status.ranks) == 4000 * factor
+    assert seconds[1] < 40 * seconds[0], seconds
+
+
+def test_following_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line("created", job="j", run="r") + b"\n" + line("progress", step=1)[:-9])
+    reader = EventLogReader(path)
+    assert (reader.read_status().run, reader.read_status().step) == ("r", -1)
+    monkeypatch.setattr(event_reader, "MAX_READ_BYTES", 7)
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[2]) or pread(*args))
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(line("progress", step=1)[-9:])
+    assert reader.read_status().step == 1, "a last line without its end counts when it is complete"
+    assert read[0] == size
+    with path.open("ab") as file:
+        file.write(b"\n" + line("progress", step=2) + b"\n")
+    assert reader.read_status().step == 2
+    assert reader.read_status() is reader.read_status()
+    path.write_bytes(line("progress", step=3) + b"\n")
+    assert (reader.read_status().step, reader.read_status().run) == (3, ""), "it was cut"
+    other = tmp_path / "other"
+    other.write_bytes(line("progress", step=4) * 50 + b"\n" + line("progress", step=5) + b"\n" * 99)
+    other.replace(path)
+    assert reader.read_status().step == 5, "it was replaced"
+
+
+def test_a_line_without_an_end_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_reader, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"x" * 1000)
+    reader = EventLogReader(path)
+    assert reader.read_status() == JobStatus()
+    with path.open("ab") as file:
+        file.write(b"\n" + line("progress", step=1) + b"\n")
+    assert reader.read_status().step == 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_only_a_file_is_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "events.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is not a regular file"):
+        EventLogReader(path).read_status()
+
+
+def test_status_as_json_has_the_fields_of_nodes_and_ranks() -> None:
+    from pdrun.launcher.jobs.status import encode_status
+
+    status = replay_events([LogEvent("assigned", 1.0, {"generation": 0, "nodes": [["n", 0, 1]]})])
+    data = json.loads(encode_status(status))
+    assert data["nodes"] == [{"name": "n", "state": "joined", "index": 0, "workers": 1}]
+    assert data["ranks"] == [
+        {"rank": 0, "node": "n", "state": "running", "code": None, "cause": ""}
+    ]

@@ -1,0 +1,69 @@
+"""The fields of each kind of event that a status depends on, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdrun.ui.job_status import RankStatus
+
+MAX_RANKS = 1 << 20
+"""Ranks of a generation. An event with more is damaged."""
+
+
+def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
+    """
+    Return the fields of an event; None: the kind changes no status.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: they do not fit the kind.
+    """
+    match kind:
+        case "suspect" | "recovered" | "lost" | "left" | "standby":
+            return str(data["node"])
+        case "joined":
+            return str(data["node"]), int(data.get("workers", 0))
+        case "exited":
+            return _read_exit(data)
+        case "progress":
+            return int(data.get("step", -1)), int(data.get("saved", -1))
+        case "assigned":
+            return _read_assignment(data)
+        case "started" | "resumed":
+            return ()
+        case "stopping" | "restarting" | "gathering":
+            return str(data.get("reason", ""))
+        case "warning":
+            return str(data.get("text", ""))
+        case "hang":
+            return f"rank {data.get('rank')} on {data.get('node')} hangs: {data.get('reason', '')}"
+        case "created":
+            return str(data.get("job", "")), str(data.get("run", "")), int(data.get("nodes", 0))
+        case "verdict":
+            return int(data["code"]), str(data.get("reason", ""))
+    return None
+
+
+def _read_exit(data: Mapping[str, Any]) -> RankStatus:
+    code = int(data["code"])
+    if not code:
+        state = "done"
+    elif data.get("how") == "stopped":
+        state = "stopped"
+    else:
+        state = "failed"
+    return RankStatus(
+        int(data["rank"]), str(data.get("node", "")), state, code, str(data.get("cause", ""))
+    )
+
+
+def _read_assignment(data: Mapping[str, Any]) -> tuple[int, int, list[tuple[str, int, int]]]:
+    """
+    Return the generation, the restarts so far, and its nodes: name, first rank, workers.
+
+    ``nodes`` is a list of ``[name, first rank, workers]`` in node order.
+    """
+    nodes = [(str(name), int(first), int(workers)) for name, first, workers in data["nodes"]]
+    if sum(max(0, workers) for _, _, workers in nodes) > MAX_RANKS:
+        raise ValueError("too many ranks")
+    return int(data["generation"]), int(data.get("restarts", 0)), nodes

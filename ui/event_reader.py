@@ -1,0 +1,83 @@
+"""Reads the event log of a job, once or as it grows: only what is new is read and replayed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdrun.ui.job_status import JobStatus
+from pdrun.ui.replay import StatusReplay
+
+MAX_READ_BYTES = 1 << 24
+"""Bytes that are read at a time."""
+MAX_LINE_BYTES = 1 << 26
+"""A longer line is damaged; its bytes are dropped."""
+
+
+@contextmanager
+def _pause_collector() -> Iterator[None]:
+    """Pause Python's cycle collector: a replay makes many objects, and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class EventLogReader:
+    """The status of a job from its event log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the file that was read."""
+        self._offset = 0
+        self._partial_line = b""
+        self._replay = StatusReplay()
+
+    def read_status(self) -> JobStatus:
+        """
+        Read what is new in the log; return the status.
+
+        A file that was replaced or cut is read again from its start.
+
+        Raises:
+            OSError: the log cannot be read, or is not a regular file.
+        """
+        # A pipe that has no writer would block, and a device may never end.
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(0, "is not a regular file", str(self._path))
+            if self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset:
+                self._file = (found.st_dev, found.st_ino)
+                self._offset = 0
+                self._partial_line = b""
+                self._replay = StatusReplay()
+            with _pause_collector():
+                self._read_until(fd, found.st_size)
+        finally:
+            os.close(fd)
+        if self._partial_line.rstrip().endswith(b"}"):  # its writer may have been killed
+            self._replay.feed_lines([self._partial_line])
+            self._partial_line = b""
+        return self._replay.make_status()
+
+    def _read_until(self, fd: int, end: int) -> None:
+        while self._offset < end:
+            size = min(MAX_READ_BYTES, end - self._offset)
+            data = os.pread(fd, size, self._offset)
+            if not data:
+                return
+            self._offset += len(data)
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            self._replay.feed_lines(lines)
+            if len(self._partial_line) > MAX_LINE_BYTES:
+                self._partial_line = b""

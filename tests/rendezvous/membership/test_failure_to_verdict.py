@@ -212,6 +212,7 @@ def test_what_cannot_help_is_not_tried_again() -> None:
     machine.fail("a", 0, code=1, retry=False)
     machine.finish("a", "b")
     assert machine.verdict.code == 1 and machine.membership.generation.number == 0
+    assert "stopping" in machine.kinds() and "restarting" not in machine.kinds()
 
 
 def test_a_hopeless_first_cause_that_arrives_late_ends_the_restart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdrun.rendezvous.protocol.events import PeerDisconnected
 from pdrun.rendezvous.protocol.messages import Heartbeat, Refuse, Welcome
 from tests.rendezvous.helpers import Machine, config, hello
 
@@ -48,3 +49,13 @@ def test_an_older_connection_is_refused_after_the_newer_one_was_cut() -> None:
     assert machine.to("b4", Refuse) and not machine.to("b4", Welcome)
     machine.say("b6", hello("b", incarnation=6))
     assert machine.to("b6", Welcome) and not machine.to("b6", Refuse)
+
+
+def test_the_end_of_a_relay_tells_nothing_about_its_nodes() -> None:
+    machine = running("a", "b")
+    machine.beat(2.0, "a", "b")
+    machine.step(PeerDisconnected("b", between=True))
+    machine.beat(9.0, "a")
+    assert "lost" not in machine.kinds()
+    machine.beat(2.0, "a")
+    assert "lost" in machine.kinds()

@@ -178,3 +178,12 @@ def test_a_book_says_which_reports_must_not_be_forgotten() -> None:
     assert not book.add_report("a", Progress(0, (Step(0, 2),)), range(1))
     assert book.add_report("a", Progress(0, (), 2), range(1))
     assert not book.add_report("a", Progress(0, (), 2), range(1))
+
+
+def test_nobody_falls_behind_while_there_is_no_scheduler() -> None:
+    tracker = ProgressTracker(0.0)
+    tracker.add_report("a", Progress(0, (Step(0, 100), Step(1, 100), Step(2, 1)), -1), range(3))
+    assert tracker.find_stragglers(2.0) == []
+    tracker.shift_times(60.0)
+    assert tracker.find_stragglers(70.0) == []
+    assert [rank for rank, _ in tracker.find_stragglers(73.0)] == [2]

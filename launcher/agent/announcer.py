@@ -328,7 +328,10 @@ class Announcer:
         if first.cause.kind == "hang":
             return bool(first.cause.traceback) and first.cause.traceback in self._last_notice
         plan = self._local_plan(first)
-        return plan is not None and first.rank not in RankSet(plan.spec.output.show_ranks)
+        if plan is None:
+            return False
+        output = plan.spec.output
+        return first.rank not in RankSet(output.show_stderr or output.show_ranks)
 
     def announce_exit(self, code: int) -> None:
         """Print the exit code of a node that ends without a verdict; the reason was printed."""

@@ -7,13 +7,14 @@ belongs to ``run``. To run a script named like a command, use ``pdrun run status
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
 
-from pdrun.errors import UsageError, did_you_mean
+from pdrun.errors import PdrunError, UsageError, did_you_mean
 from pdrun.launcher.cli import help as cli_help
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import files, parsers
@@ -25,7 +26,7 @@ class PdrunGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``run`` in front of arguments that do not start with a command."""
         if args and args[0] not in LOADERS and args[0] not in ("-h", "--help", "--version"):
-            _check_typing_error(args[0], LOADERS)
+            _check_typing_error(args, LOADERS)
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -51,11 +52,54 @@ class PdrunGroup(click.Group):
         return [*super().shell_complete(ctx, incomplete), *more]
 
 
-def _check_typing_error(word: str, commands: Iterable[str]) -> None:
-    """Report a mistyped command instead of looking for a script of that name."""
-    suggestion = did_you_mean(word, commands)
-    if suggestion and word.isalpha() and not files.path_exists(word):
-        raise UsageError(f"no such command or file {parsers.quote_text(word)}", hint=suggestion)
+COMMAND_HINTS = {
+    **dict.fromkeys(("submit", "sbatch", "queue"), "use pdrun slurm submit"),
+    **dict.fromkeys(("list", "ls", "ps", "jobs", "show", "squeue", "top"), "use pdrun status"),
+    **dict.fromkeys(("cancel", "kill", "abort", "delete", "scancel", "end"), "use pdrun stop"),
+    **dict.fromkeys(("log", "tail", "output"), "use pdrun logs"),
+    **dict.fromkeys(("launch", "start", "exec"), "use pdrun [OPTIONS] SCRIPT"),
+    **dict.fromkeys(("info", "explain", "detect", "check"), "use pdrun env"),
+    **dict.fromkeys(("ranktable", "hccl", "rank_table"), "use pdrun rank-table"),
+    **dict.fromkeys(("plan", "dryrun", "dry-run"), "use pdrun --dry-run SCRIPT"),
+    "version": "use pdrun --version",
+    "help": "for help use pdrun --help, or pdrun COMMAND --help",
+    "convert": "use pdrun translate, or pdrun checkpoint",
+    "srun": "use pdrun --launcher srun, or pdrun slurm render",
+}
+"""Commands that pdrun does not have, as other programs call them, and what to use."""
+
+
+def _check_typing_error(args: Sequence[str], commands: Iterable[str]) -> None:
+    """Report a mistyped or foreign command instead of looking for a script of that name."""
+    word = args[0]
+    if word.startswith("-") or "." in word or "/" in word or files.path_exists(word):
+        return
+    what = f"no such command or file {parsers.quote_text(word)}"
+    if word in FOREIGN_LAUNCHERS:
+        raise UsageError(what, hint=_hint_at_translation(args))
+    hint = COMMAND_HINTS.get(word)
+    if hint is None and word.isalpha():
+        hint = did_you_mean(word, commands)
+    if hint:
+        raise UsageError(what, hint=hint)
+
+
+FOREIGN_LAUNCHERS = frozenset(
+    (
+        *("torchrun", "msrun", "accelerate", "deepspeed", "horovodrun", "mpiexec", "colossalai"),
+        "orterun",
+    )
+)
+"""Launchers that are not commands of pdrun (``pdrun mpirun`` is one)."""
+
+
+def _hint_at_translation(args: Sequence[str]) -> str:
+    from pdrun.launcher.translate.command_line import translate_command_line
+
+    try:
+        return f"use {translate_command_line(args, os.environ).format_line()}"
+    except PdrunError as error:
+        return f"for pdrun's line use pdrun translate -- {args[0]} ...: {error}"
 
 
 def build_command_line() -> PdrunGroup:
@@ -154,6 +198,12 @@ def _load_env() -> click.Command:
     return env_command()
 
 
+def _load_translate() -> click.Command:
+    from pdrun.launcher.cli.env import translate_command
+
+    return translate_command()
+
+
 def _load_rank_table() -> click.Command:
     from pdrun.launcher.cli.rank_table import rank_table_group
 
@@ -216,6 +266,7 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "warm": _load_warm,
     "token": _load_token,
     "env": _load_env,
+    "translate": _load_translate,
     "rank-table": _load_rank_table,
     "checkpoint": _load_checkpoint,
     "slurm": _load_slurm,

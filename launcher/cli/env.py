@@ -1,7 +1,8 @@
 """
-``pdrun env``: what pdrun finds on this machine and in its environment.
+``pdrun env`` and ``pdrun translate``: what pdrun finds on this machine and in its environment, and
+its own line for another launcher's command.
 
-The command starts and changes nothing.
+The commands start and change nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +51,38 @@ LAUNCHER_ROWS = (
     ("ends at", "ends_at"),
 )
 """Label and field of what a launcher's environment contains."""
+
+
+def translate_command() -> click.Command:
+    """Return ``pdrun translate``."""
+
+    def print_translation(words: tuple[str, ...]) -> int:
+        from pdrun.launcher.cli.run import parse_arguments
+        from pdrun.launcher.translate.command_line import translate_command_line
+
+        found = translate_command_line(words, os.environ)
+        parse_arguments(found.words)  # an option that pdrun refuses
+        click.echo(found.format_line())
+        for note in found.notes:
+            print(f"pdrun: note: {note}", file=sys.stderr)
+        return 0
+
+    return click.Command(
+        "translate",
+        callback=print_translation,
+        help=(
+            "Print pdrun's command line for one of torchrun, torch.distributed.launch, msrun,"
+            " accelerate launch, deepspeed, horovodrun, mpirun, mpiexec or colossalai run."
+            " An option without a counterpart is refused with the reason."
+            " Example: pdrun translate -- torchrun --nproc-per-node 8 train.py"
+        ),
+        params=[
+            click.Argument(
+                ["words"], nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND..."
+            )
+        ],
+        context_settings={**CONTEXT_SETTINGS, "allow_interspersed_args": False},
+    )
 
 
 def env_command() -> click.Command:

@@ -19,7 +19,7 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 {options}
 
 Commands: run (the default), join, scheduler, relay, status, logs, stop, warm,
-token, env, rank-table, slurm, mpirun, checkpoint, completion; see
+token, env, translate, rank-table, slurm, mpirun, checkpoint, completion; see
 pdrun COMMAND --help. All options: pdrun run --help, torchrun's and msrun's too.
 
 Examples:
@@ -63,6 +63,17 @@ def write_run_help(formatter: click.HelpFormatter) -> None:
 def _write_section(formatter: click.HelpFormatter, title: str, rows: Sequence[Option]) -> None:
     with formatter.section(title):
         formatter.write_dl(help_records(rows), col_max=34)
+
+
+def own_names() -> dict[str, str]:
+    """Return pdrun's own option for each one of torchrun and msrun that has the same meaning."""
+    own = {name for row in RUN_OPTIONS for name in row.names}
+    found: dict[str, str] = {}
+    for row in (*TORCHRUN_OPTIONS, *MSRUN_OPTIONS):
+        first = row.help.replace(";", " ").split(" ")[0]
+        if first in own:
+            found |= dict.fromkeys(row.names, first)
+    return found
 
 
 def help_records(rows: Iterable[Option]) -> list[tuple[str, str]]:

@@ -20,6 +20,11 @@ from typing import Any
 from pdrun.launcher.common.exit import discard_output, print_message, report_fault
 from pdrun.sys_path import put_standard_library_first
 
+OTHER_MEANING = {"--join": "msrun", "--include": "deepspeed", "--exclude": "deepspeed"}
+"""
+Options that other launchers have too, and the one whose users give them. An error has pdrun's line.
+"""
+
 
 def main(argv: Sequence[str]) -> int:
     """
@@ -62,26 +67,69 @@ def _run_command(argv: list[str]) -> int:
     except click.exceptions.Exit as exit:
         return exit.exit_code
     except PdrunError as error:
-        print_message(f"error: {error}")
+        launcher = OTHER_MEANING.get(error.where)
+        hint = _translate_for_hint(argv, (launcher,)) if launcher else ""
+        print_message(f"error: {error}{hint}")
         return error.exit_code
     except click.ClickException as error:
-        print_message(f"error: {_format_click_error(error)}")
+        print_message(f"error: {_format_click_error(error, argv)}")
         return 2
 
 
-def _format_click_error(error: Any) -> str:
+def _format_click_error(error: Any, argv: Sequence[str]) -> str:
     """Return an error of click in pdrun's style: one line, lower case, with a hint."""
     import click
 
-    from pdrun.errors import did_you_mean
-
     if isinstance(error, click.NoSuchOption):
-        name = error.option_name
+        name = _find_typed_name(error.option_name, argv)
         command = error.ctx.command if error.ctx else None
-        known = [spelling for param in command.params for spelling in param.opts] if command else []
-        hint = did_you_mean(name, known)
-        if not hint:
-            hint = "see pdrun --help; options of the script go after it"
-        return f"no such option {name}; {hint}"
+        if command is None or command.name != "run":
+            return f"no such option {name}; {_hint_at_names(name, command)}"
+        line = _translate_for_hint(argv, ())
+        return f"no such option {name}{line or '; ' + _hint_at_names(name, command)}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return text[:1].lower() + text[1:]
+
+
+def _find_typed_name(option: str, argv: Sequence[str]) -> str:
+    """Return the option as typed: click names only ``-n`` of ``-np``."""
+    if option.startswith("--"):
+        return option
+    names = (word.partition("=")[0] for word in argv if word.startswith("-"))
+    return next((name for name in names if name.startswith(option)), option)
+
+
+def _hint_at_names(name: str, command: Any) -> str:
+    """Return a hint at the options that resemble a name; those of torchrun under pdrun's name."""
+    from pdrun.launcher.cli.help import own_names
+    from pdrun.launcher.common.name_distance import similar_names
+
+    known = [spelling for param in command.params for spelling in param.opts] if command else []
+    own = own_names() if command is not None and command.name == "run" else {}
+    names: dict[str, str] = {}
+    for found in similar_names(name, (text for text in known if text.startswith("--"))):
+        first = own.get(found, found)
+        names.setdefault(first, "" if first == found else f" ({found})")
+    if not names:
+        return "see pdrun --help; options of the script go after it"
+    texts = [f"'{found}'{more}" for found, more in names.items()]
+    return f"did you mean {' or '.join(texts)}?"
+
+
+def _translate_for_hint(argv: Sequence[str], launchers: Sequence[str]) -> str:
+    """
+    Return pdrun's line for options of another launcher, as the end of a message; empty: none fits.
+
+    Args:
+        argv: the command line.
+        launchers: which launchers to try; empty: those whose options pdrun does not have.
+    """
+    from pdrun.launcher.translate.command_line import translate_options
+
+    words = list(argv)
+    if words[:1] == ["run"]:
+        words = words[1:]
+    found = translate_options(words, os.environ, launchers)
+    if found is None:
+        return ""
+    return f"; as options of {found.launcher}, this line does it: {found.format_line()}"

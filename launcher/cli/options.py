@@ -39,6 +39,37 @@ def option_parameter_name(spelling: str) -> str:
     return "o" + spelling.replace("_", "_u").replace("-", "_d")
 
 
+def complete_names(words: Sequence[str], rows: Iterable[Option]) -> list[str]:
+    """
+    Return the words with abbreviated options of torchrun and msrun completed: ``--nnode 2``.
+
+    As with argparse, an abbreviation must be the beginning of one name only.
+    """
+    row_of_name = {name: row for row in rows for name in row.names}
+    completed = list(words)
+    index = 0
+    while index < len(completed):
+        word = completed[index]
+        if word in ("-", "--") or not word.startswith("-"):
+            break
+        name, equals, value = word.partition("=")
+        if name not in row_of_name and len(name) > 3 and name.startswith("--"):
+            found = [known for known in row_of_name if known.startswith(name)]
+            if len(found) == 1 and _may_be_abbreviated(row_of_name[found[0]]):
+                name = found[0]
+                completed[index] = name + equals + value
+        row = row_of_name.get(name)
+        index += 1
+        if row is not None and row.metavar and not equals:
+            index += 1
+    return completed
+
+
+def _may_be_abbreviated(row: Option) -> bool:
+    """Return whether torchrun or msrun have the option."""
+    return row.origin != "pdrun" or any(name.startswith("PET_") for name in row.env)
+
+
 def settings_from_options(
     rows: Iterable[Option], params: Mapping[str, Any]
 ) -> tuple[list[Setting], list[str]]:

@@ -20,7 +20,12 @@ from pdrun.errors import UsageError
 from pdrun.launcher.adapters.model import Probes
 from pdrun.launcher.adapters.probes import make_probes
 from pdrun.launcher.cli import help as cli_help
-from pdrun.launcher.cli.options import CONTEXT_SETTINGS, click_options, settings_from_options
+from pdrun.launcher.cli.options import (
+    CONTEXT_SETTINGS,
+    click_options,
+    complete_names,
+    settings_from_options,
+)
 from pdrun.launcher.config import detected
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
@@ -32,6 +37,7 @@ from pdrun.launcher.config.settings import (
     read_environment,
     unknown_variables,
 )
+from pdrun.launcher.config.torchrun_settings import ignore_master_beside_endpoint
 from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 
@@ -57,6 +63,10 @@ Prefixes of the variables of launchers that start all nodes and show their outpu
 
 class RunCommand(click.Command):
     """``pdrun run``: the tables of options make its help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Complete abbreviated options, then parse."""
+        return super().parse_args(ctx, complete_names(args, (*RUN_OPTIONS, *ALIAS_OPTIONS)))
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the complete help."""
@@ -138,7 +148,8 @@ def parse_request(
         raise UsageError(
             "prints the plan as JSON and requires --dry-run", where="--json", hint="add --dry-run"
         )
-    settings = read_hostfiles([*settings, *variables])
+    settings, ignored = ignore_master_beside_endpoint([*settings, *variables])
+    settings = read_hostfiles(settings)
     launcher_settings, why, warnings = detected.detect_settings(
         settings, environ, probes or Probes()
     )
@@ -148,7 +159,8 @@ def parse_request(
 
         settings, table_notes = apply_rank_table(settings, environ)
         why = (*why, *table_notes)
-    resolved = resolve_spec(settings, (*notes, *variable_notes, *why, *warnings))
+    all_notes = (*notes, *variable_notes, *ignored, *why, *warnings)
+    resolved = resolve_spec(settings, all_notes)
     return RunRequest(
         resolved,
         dry_run="ask.dry_run" in modes,
@@ -196,7 +208,39 @@ def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[
         return _job_file_settings(target, args, source)
     if not target:
         raise UsageError("the script's name is empty")
+    paths = {setting.path for setting in settings}
+    if "program.kind" not in paths and (found := _python_settings(words, paths, source)):
+        return found
     return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
+
+
+def _python_settings(words: Sequence[str], paths: set[str], source: Source) -> list[Setting]:
+    """
+    Return the settings of ``python [-m] PROGRAM``, which msrun and mpirun start; empty: the words
+    are no such command.
+    """
+    name = words[0].rpartition("/")[2]
+    is_pytest = name == "pytest" and bool({"msrun.workers", "msrun.local_workers"} & paths)
+    if not is_pytest and not name.startswith("python"):
+        return []
+    if "/" not in words[0] and os.path.lexists(words[0]):
+        return []  # a script with that name
+    from pdrun.launcher.common.python_command import PythonCommand, read_python_command
+
+    found = read_python_command(words)
+    if is_pytest:
+        found = PythonCommand("command", words[0], tuple(words[1:]))
+    if found is None:
+        return []
+    settings = [
+        Setting("program.target", found.target, source),
+        Setting("program.args", found.args, source),
+    ]
+    if found.kind != "script":
+        settings.append(Setting("program.kind", found.kind, source))
+    if found.python and "program.python" not in paths:
+        settings.append(Setting("program.python", found.python, source))
+    return settings
 
 
 def _job_file_settings(path: str, args: Sequence[str], source: Source) -> list[Setting]:

@@ -238,6 +238,18 @@ def parse_log_name(text: str, where: str) -> str:
     return text
 
 
+def parse_option_name(text: str, where: str) -> str:
+    """Return the name of a long option with its dashes; they may be left out."""
+    name = text.lstrip("-")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,60}", name):
+        raise UsageError(
+            f"{quote_text(text)} is not the name of an option",
+            where=where,
+            hint="write local-rank or local_rank",
+        )
+    return f"--{name}"
+
+
 def parse_node_range(text: str, where: str) -> tuple[int, int]:
     """Return (minimum, maximum) of ``N`` or ``MIN:MAX``; minimum is 0 if both are equal."""
     if ":" not in text:

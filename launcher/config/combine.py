@@ -6,23 +6,25 @@ Options that depend on each other. Each resolver reads the settings and returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from pdrun.endpoint import Endpoint, port_beside_store
 from pdrun.errors import UsageError
-from pdrun.launcher.common.rank_lists import format_ranks
 from pdrun.launcher.config.msrun_options import MSRUN_PORT
 from pdrun.launcher.config.settings import (
     Priority,
     Setting,
     SettingsByPath,
-    Source,
     conflict_error,
     node_count,
     value_of,
 )
 from pdrun.launcher.config.torchrun_options import TORCHRUN_PORT
+from pdrun.launcher.config.torchrun_settings import (
+    check_store_port,
+    resolve_local_rank_arg,
+    resolve_shown_ranks,
+)
 from pdrun.launcher.hosts import selection
 from pdrun.launcher.hosts.selection import Host
 
@@ -260,77 +262,6 @@ def _resolve_binding(settings: SettingsByPath) -> DerivedSettings:
     return enabled or disabled, ()
 
 
-def _resolve_shown_ranks(settings: SettingsByPath) -> DerivedSettings:
-    """
-    Compute the shown ranks from torchrun's ``--redirects``, ``--tee`` and ``--local-ranks-filter``.
-
-    With torchrun, a stream that is redirected and not teed is only written to its file. pdrun
-    writes both streams of every worker to files, and shows both streams of a worker or none.
-    """
-    parts = [
-        settings[path]
-        for path in ("torchrun.redirects", "torchrun.tee", "torchrun.shown")
-        if path in settings
-    ]
-    if not parts:
-        return (), ()
-    redirects = value_of(settings, "torchrun.redirects", {"all": 0})
-    tee = value_of(settings, "torchrun.tee", {"all": 0})
-    source = parts[0].source
-    files = [
-        Setting("output.files", True, part.source)
-        for part in parts
-        if part.path != "torchrun.shown"
-    ]
-    named = sorted(({*redirects} | {*tee}) - {"all"})
-    hidden = {key: _is_hidden(redirects, tee, key, source) for key in (*named, "all")}
-    chosen = value_of(settings, "torchrun.shown", None)
-    per_node = value_of(settings, "resources.devices", "auto")
-    if chosen is None and not any(hidden.values()):
-        return files, ()
-    if chosen is None and not hidden["all"] and not isinstance(per_node, int):
-        raise source.make_error(
-            "requires the number of workers per node", "set --nproc-per-node to a number"
-        )
-    candidates = chosen
-    if chosen is None:
-        candidates = named if hidden["all"] else range(per_node)
-    local = [rank for rank in candidates if not hidden.get(rank, hidden["all"])]
-    ranks = _format_global_ranks(local, per_node, node_count(settings), source)
-    return [*files, Setting("output.show_ranks", ranks, source)], ()
-
-
-def _is_hidden(
-    redirects: Mapping[Any, int], tee: Mapping[Any, int], rank: object, source: Source
-) -> bool:
-    redirected = redirects.get(rank, redirects.get("all", 0))
-    teed = tee.get(rank, tee.get("all", 0))
-    hidden = redirected & ~teed
-    if hidden in (1, 2):
-        stream = "stdout" if hidden == 1 else "stderr"
-        raise source.make_error(
-            f"hiding only {stream} is not supported: both streams of a worker are shown or hidden",
-            "use 3 for both streams, or --show-ranks",
-        )
-    return hidden == 3
-
-
-def _format_global_ranks(local: Sequence[int], per_node: object, nodes: int, source: Source) -> str:
-    """Return the global ranks of these local ranks on all nodes, as text for ``show_ranks``."""
-    if not local:
-        return "none"
-    if nodes == 1:
-        return format_ranks(tuple(local))
-    if not isinstance(per_node, int):
-        raise source.make_error(
-            "names local ranks of several nodes, which requires the number of workers per node",
-            "set --nproc-per-node to a number, or use --show-ranks",
-        )
-    return format_ranks(
-        tuple(node * per_node + rank for node in range(nodes) for rank in local if rank < per_node)
-    )
-
-
 RESOLVERS: tuple[Callable[[SettingsByPath], DerivedSettings], ...] = (
     _resolve_hosts,
     _resolve_msrun_counts,
@@ -339,5 +270,7 @@ RESOLVERS: tuple[Callable[[SettingsByPath], DerivedSettings], ...] = (
     _resolve_store,
     _resolve_scheduler,
     _resolve_binding,
-    _resolve_shown_ranks,
+    resolve_shown_ranks,
+    resolve_local_rank_arg,
+    check_store_port,
 )

@@ -49,6 +49,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "python": parsers.parse_path,
         "start": parsers.choice_parser("auto", "fork", "exec"),
         "warm": _parse_true_false,
+        "local_rank_arg": parsers.parse_option_name,
     },
     "resources": {
         "nodes": parsers.parse_node_range,
@@ -77,6 +78,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "log_name": parsers.parse_log_name,
         "files": _parse_true_false,
         "show_ranks": rank_lists.parse_ranks,
+        "show_stderr": rank_lists.parse_ranks,
         "prefix": parsers.choice_parser("auto", "rank", "none"),
     },
     "place": {

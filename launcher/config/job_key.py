@@ -41,6 +41,8 @@ def format_command(spec: JobSpec) -> str:
 
     program = spec.program
     kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
+    if program.local_rank_arg:
+        kind = ["--local-rank-arg", program.local_rank_arg, *kind]
     text = shlex.join(
         ["pdrun", "--nodes", spec.resources.node_range, *kind, program.target, *program.args]
     )

@@ -87,6 +87,22 @@ RUN_OPTIONS = (
         off_values={"program.warm": True},
     ),
     Option(
+        ("--launch-compat",),
+        "give the script --local-rank=N, as torch.distributed.launch does",
+        store_value("torchrun.launch_compat", True),
+        HELP_GROUPS[0],
+        env=("PDRUN_LAUNCH_COMPAT",),
+        off_values={"torchrun.launch_compat": False},
+    ),
+    Option(
+        ("--local-rank-arg",),
+        "give each worker --NAME=LOCAL_RANK as its first argument (deepspeed: local_rank)",
+        store_parsed("program.local_rank_arg", parsers.parse_option_name),
+        HELP_GROUPS[0],
+        "NAME",
+        ("PDRUN_LOCAL_RANK_ARG",),
+    ),
+    Option(
         ("--env",),
         "set a variable in every worker; can be repeated",
         _read_env,

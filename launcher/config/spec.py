@@ -155,6 +155,8 @@ class Output:
     Ranks that the terminal shows: ``all``, ``none`` or ``0,7-9``. The output of a failed rank is
     always shown.
     """
+    show_stderr: str = ""
+    """Ranks whose stderr the terminal shows; empty: ``show_ranks`` applies to both streams."""
     prefix: Literal["auto", "rank", "none"] = "auto"
     """auto: ``host:rank|`` before each line, no prefix if the job has one worker."""
     files: bool = True

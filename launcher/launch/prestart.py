@@ -44,6 +44,8 @@ EXCLUDING_OPTIONS = frozenset(
         "--start",
         "--env",
         "--chdir",
+        "--launch-compat",
+        "--local-rank-arg",
         "--local",
         "--hosts",
         "--hostfile",

@@ -77,7 +77,10 @@ class OutputRouter:
         self.console = console or Console()
         self.log_folder = Path(cwd, settings.log_dir)
         self._settings = settings
-        self._shown_ranks = RankSet(settings.show_ranks)
+        self._shown_ranks = {
+            STDOUT: RankSet(settings.show_ranks),
+            STDERR: RankSet(settings.show_stderr or settings.show_ranks, where="--show-stderr"),
+        }
         self._template = check_template(settings.log_name)
         self._name_fields = {"node": node, "ip": ip, "hostname": hostname}
         self._log_writer = log_writer or LogWriter()
@@ -133,12 +136,12 @@ class OutputRouter:
         """
         self._close_worker(rank)
         prefix = self._line_prefix(rank)
-        worker = WorkerStreams(rank, is_hidden=rank not in self._shown_ranks, prefix=prefix)
+        worker = WorkerStreams(rank, is_hidden=rank not in self._shown_ranks[STDERR], prefix=prefix)
         ends: list[int] = []
         for number, suffix in ((STDOUT, OUT_SUFFIX), (STDERR, ERR_SUFFIX)):
             read = self._open_pipe(rank, ends)
             formatter = None
-            if not worker.is_hidden:
+            if rank in self._shown_ranks[number]:
                 formatter = self._make_formatter(number, prefix, rank)
             log_file = self._open_log(rank, local_rank, generation, suffix)
             stream = WorkerStream(number, read, formatter, log_file)

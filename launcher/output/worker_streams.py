@@ -54,7 +54,7 @@ class WorkerStreams:
 
     rank: int
     is_hidden: bool
-    """Whether --show-ranks hides the rank."""
+    """Whether the rank's stderr is hidden, and so the reason of its failure."""
     prefix: str
     streams: list[WorkerStream] = field(default_factory=list)
     """stdout, stderr."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import machinery
 from pathlib import Path
+from typing import Literal
 
 from pdrun.errors import did_you_mean
 from pdrun.launcher.common import files
@@ -43,13 +44,25 @@ class ProgramCheck:
     """Why the program cannot be forked, or empty."""
 
 
-def program_argv(program: Program, python: str) -> tuple[str, ...]:
-    """Return a worker's command line: the interpreter, then exactly what the user typed."""
+def program_argv(
+    program: Program, python: str, local_rank: int | Literal["N"] = "N"
+) -> tuple[str, ...]:
+    """
+    Return a worker's command line: the interpreter, then exactly what the user typed.
+
+    Args:
+        program: what the user typed.
+        python: the interpreter, unless the user named one.
+        local_rank: for ``--local-rank-arg``. N: of any worker, to print it.
+    """
     python = program.python or python
+    args = program.args
+    if program.local_rank_arg:
+        args = (f"{program.local_rank_arg}={local_rank}", *args)
     if program.kind == "command":
-        return (program.target, *program.args)
+        return (program.target, *args)
     if program.kind == "module":
-        return (python, "-m", program.target, *program.args)
+        return (python, "-m", program.target, *args)
     if program.kind == "function":
         return (
             python,
@@ -60,7 +73,7 @@ def program_argv(program: Program, python: str) -> tuple[str, ...]:
             *program.args,
         )
     target = f"./{program.target}" if program.target.startswith("-") else program.target
-    return (python, target, *program.args)
+    return (python, target, *args)
 
 
 def check_program(program: Program, cwd: str, environ: Mapping[str, str]) -> ProgramCheck:

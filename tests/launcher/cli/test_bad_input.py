@@ -72,7 +72,10 @@ WORDS = [
     ),
     (["--node-rank", "-1"], "'-1' is below 0"),
     # addresses
-    (["--master-addr", "h", "--master-port", "0"], "--master-port: '0' is not a port"),
+    (
+        ["--nnodes", "2", "--master-addr", "h", "--master-port", "0"],
+        "--master-port: 0 is a different port on every node",
+    ),
     (["--master-addr", "h", "--master-port", "65536"], "'65536' is not a port"),
     (["--master-addr", "h", "--master-port", "-1"], "'-1' is not a port"),
     (["--master-addr", "h", "--master-port", "abc"], "'abc' is not a port"),
@@ -97,7 +100,6 @@ WORDS = [
     (["--rdzv-backend", "etcd"], "pdrun has its own rendezvous"),
     (["--tee", "4"], "must be LOCAL_RANK:0-3, got '4'"),
     (["--tee", "0:3,0:1"], "local rank 0 is given twice"),
-    (["--redirects", "1"], "hiding only stdout is not supported"),
     (["--redirects", "1:3"], "set --nproc-per-node to a number"),
     (["--run-path"], "is not supported: a script always runs"),
     (["--logs-specs", "x"], "is not supported"),

@@ -37,7 +37,7 @@ OPTIONS = words("""
     --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
     --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
     --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
-    --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
+    --launch-compat --local-rank-arg --show-stderr --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
     --stdin
 """)
 TORCHRUNS = words("""
@@ -47,7 +47,7 @@ TORCHRUNS = words("""
     --local-ranks-filter --local_ranks_filter --local-addr --local_addr --shutdown-timeout --shutdown_timeout
     --numa-binding --numa_binding --event-log-handler --event_log_handler --run-path --run_path --logs-specs
     --logs_specs --duplicate-stdout-filters --duplicate_stdout_filters --duplicate-stderr-filters
-    --duplicate_stderr_filters --signals-to-handle --signals_to_handle --virtual-local-rank --virtual_local_rank
+    --duplicate_stderr_filters --signals-to-handle --signals_to_handle --use-env --use_env --virtual-local-rank --virtual_local_rank
 """)
 MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
@@ -64,6 +64,7 @@ COMMANDS = {
     "warm",
     "token",
     "env",
+    "translate",
     "rank-table",
     "slurm",
     "mpirun",
@@ -77,6 +78,7 @@ VARIABLES = words("""
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
     PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
     PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH
+    PDRUN_LAUNCH_COMPAT PDRUN_LOCAL_RANK_ARG PDRUN_SHOW_STDERR
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN
 """)
 PUBLIC = words("""
@@ -96,7 +98,7 @@ WORKER_VARIABLES = words("""
     PDRUN_COLLECTIVE
 """)
 FIELDS = words("""
-    program.kind program.target program.args program.python program.start program.warm program.stdin resources.nodes
+    output.show_stderr program.local_rank_arg program.kind program.target program.args program.python program.start program.warm program.stdin resources.nodes
     resources.devices resources.min_nodes resources.spares resources.indices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
@@ -205,6 +207,9 @@ def test_every_path_that_an_option_gives_is_known() -> None:
         "torchrun.shown",
         "torchrun.standalone",
         "torchrun.grow",
+        "torchrun.launch_compat",
+        "torchrun.use_env",
+        "torchrun.any_port",
         "torchrun.gather",
         "hosts.all",
         "hosts.file",

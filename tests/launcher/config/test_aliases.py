@@ -69,6 +69,11 @@ SAME = [
     ("--tee 3 x", "x"),
     ("--redirects 3 x", "--show-ranks none x"),
     ("-r 3 -t 3 x", "x"),
+    ("-r 2 x", "--show-stderr none x"),
+    ("-r 1 x", "--show-ranks none --show-stderr all x"),
+    ("-r 3 -t 2 x", "--show-ranks none --show-stderr all x"),
+    ("-r 3 -t 0:1 --nproc-per-node 2 x", "--devices 2 --show-ranks 0 --show-stderr none x"),
+    ("-r 0:1,1:2 --nproc-per-node 3 x", "--devices 3 --show-ranks 1-2 --show-stderr 0,2 x"),
     ("-r 3 -t 0:3,11:3 x", "--show-ranks 0,11 x"),
     ("-r 1:3 --nproc-per-node 3 x", "--devices 3 --show-ranks 0,2 x"),
     ("-r 3 -t 0:3 --nnodes 2 --nproc-per-node 4 x", "--nodes 2 --devices 4 --show-ranks 0,4 x"),
@@ -102,7 +107,6 @@ def test_an_alias_gives_the_same_job(theirs: str, ours: str) -> None:
 
 
 REFUSED = [
-    ("-r 3 -t 0:1 x", "hiding only stderr is not supported"),
     ("-r 3 -t 0:3 --nnodes 2 x", "names local ranks of several nodes"),
     ("--worker_num 8 --local_worker_num 4 --nodes 3 x", "--worker_num 8 contradicts --nodes 3"),
     (
@@ -129,6 +133,7 @@ def test_every_option_is_accepted_or_refused_with_a_reason() -> None:
         "h",
         "True",
         "node",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "c10d",
         "spawn",
         "null",

@@ -1,0 +1,153 @@
+"""
+Recognise a launcher's command line and translate it.
+
+In front of the launcher may be variables (``CUDA_VISIBLE_DEVICES=0 torchrun ...``), ``env`` and
+``nohup``. A launcher may be called by its path, or as a module of Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from pdrun.errors import PdrunError, UsageError, did_you_mean
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.common.python_command import read_python_command
+from pdrun.launcher.translate.model import Translation
+
+Translator = Callable[[Sequence[str], Mapping[str, str]], Translation]
+
+LAUNCHERS = ("torchrun", "msrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "colossalai")
+_OTHER_NAMES = {
+    "torchrun-script": "torchrun",
+    "mpiexec": "mpirun",
+    "mpiexec.hydra": "mpirun",
+    "mpirun.openmpi": "mpirun",
+    "mpirun.mpich": "mpirun",
+    "mpiexec.mpich": "mpirun",
+    "orterun": "mpirun",
+    "prterun": "mpirun",
+    "ds": "deepspeed",
+}
+_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "torch.distributed.launcher": "torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "accelerate": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed": "deepspeed",
+    "mindspore.parallel.cluster.run": "msrun",
+    "horovod.runner.launch": "horovodrun",
+}
+_SUBCOMMANDS = {"accelerate": "launch", "colossalai": "run"}
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def is_launcher(word: str) -> bool:
+    """Return whether a word is the name of a launcher that can be translated."""
+    return _launcher_of(word) != ""
+
+
+def _launcher_of(word: str) -> str:
+    name = word.rpartition("/")[2]
+    if name in LAUNCHERS:
+        return name
+    return _OTHER_NAMES.get(name, "")
+
+
+def translate_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
+    """
+    Translate a command line of another launcher.
+
+    Args:
+        words: the command line, as the shell splits it.
+        environ: the environment in which it would run.
+
+    Raises:
+        PdrunError: pdrun has no line with the same meaning; the message has what comes closest.
+    """
+    rest = list(words)
+    variables: dict[str, str] = {}
+    in_background = False
+    while rest:
+        if match := _VARIABLE.fullmatch(rest[0]):
+            variables[match[1]] = match[2]
+        elif rest[0] == "nohup":
+            in_background = True
+        elif rest[0] not in ("env", "exec", "time"):
+            break
+        rest = rest[1:]
+    if rest and rest[-1] == "&":
+        in_background = True
+        rest = rest[:-1]
+    launcher, rest = _split_launcher(rest)
+    result = _translators()[launcher](rest, {**environ, **variables})
+    result.environment = {**variables, **result.environment}
+    result.runs_in_background = result.runs_in_background or in_background
+    return result
+
+
+def _split_launcher(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the launcher, and the words behind it."""
+    if not words:
+        raise UsageError("no command line", hint="write pdrun translate -- torchrun ...")
+    launcher = _launcher_of(words[0])
+    rest = list(words[1:])
+    if not launcher:
+        python = read_python_command(words)
+        if python is not None and python.kind == "module":
+            launcher = _MODULES.get(python.target, "")
+            rest = list(python.args)
+    if not launcher:
+        known = (*LAUNCHERS, *_OTHER_NAMES)
+        raise UsageError(
+            f"{quote_text(words[0])} is not a launcher that pdrun translates",
+            hint=did_you_mean(words[0], known) or f"it translates {', '.join(LAUNCHERS)}",
+        )
+    command = _SUBCOMMANDS.get(launcher)
+    if command is None:
+        return launcher, rest
+    if rest[:1] != [command]:
+        raise UsageError(
+            f"only {launcher} {command} is translated", hint=f"write {launcher} {command} ..."
+        )
+    return f"{launcher} {command}", rest[1:]
+
+
+def _translators() -> Mapping[str, Translator]:
+    from pdrun.launcher.translate import accelerate, deepspeed, mpi, msrun, torchrun
+
+    return {
+        "torchrun": torchrun.translate_torchrun,
+        "torch.distributed.launch": torchrun.translate_launch,
+        "msrun": msrun.translate_msrun,
+        "accelerate launch": accelerate.translate_accelerate,
+        "deepspeed": deepspeed.translate_deepspeed,
+        "mpirun": mpi.translate_mpirun,
+        "horovodrun": mpi.translate_horovodrun,
+        "colossalai run": torchrun.translate_colossalai,
+    }
+
+
+def translate_options(
+    words: Sequence[str], environ: Mapping[str, str], launchers: Sequence[str] = ()
+) -> Translation | None:
+    """
+    Return the translation of options without a launcher's name; None: they fit no launcher.
+
+    Args:
+        words: the options, the program and its arguments.
+        environ: the environment.
+        launchers: which ones to try; empty: those whose options pdrun does not have.
+    """
+    for launcher, translate in _translators().items():
+        is_known = launcher in ("torchrun", "torch.distributed.launch", "msrun")
+        if launcher not in launchers and (launchers or is_known):
+            continue
+        try:
+            return translate(words, environ)
+        except PdrunError:
+            continue
+    return None

@@ -1,0 +1,170 @@
+"""
+Read the options of another launcher as that launcher does: from a table of its options.
+
+A table has one option per line: its names, then one capital word per value.
+
+    --nproc-per-node --nproc_per_node N
+    --standalone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.launcher.common.parsers import Parser, int_parser, quote_text
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ForeignOption:
+    """An option of another launcher."""
+
+    names: tuple[str, ...]
+    key: str
+    """Its longest name with underscores and without dashes in front."""
+    values: int
+
+
+@dataclass(frozen=True)
+class UsedOption:
+    """One use of an option."""
+
+    key: str
+    name: str
+    """As typed, or completed."""
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ForeignCommand:
+    """A command line of another launcher: its options, then the program and its arguments."""
+
+    launcher: str
+    options: tuple[UsedOption, ...]
+    words: tuple[str, ...]
+
+    def has(self, key: str) -> bool:
+        """Return whether the option is used."""
+        return any(one.key == key for one in self.options)
+
+    def last_use(self, key: str) -> UsedOption | None:
+        """Return the last use, which counts; None: it is not used."""
+        return next((one for one in reversed(self.options) if one.key == key), None)
+
+    def text_of(self, key: str, default: str = "") -> str:
+        """Return the value of an option."""
+        used = self.last_use(key)
+        return used.values[0] if used else default
+
+    def all_of(self, key: str) -> list[tuple[str, ...]]:
+        """Return the values of each use of an option."""
+        return [one.values for one in self.options if one.key == key]
+
+    def parse(self, key: str, parser: Callable[[str, str], Value], default: Value) -> Value:
+        """Return the parsed value of an option. An error names the option."""
+        used = self.last_use(key)
+        if used is None:
+            return default
+        return parser(used.values[0], used.name)
+
+    def count_of(self, key: str, default: int = 0, least: int = 1) -> int:
+        """Return the value of an option that is a whole number."""
+        return self.parse(key, int_parser(least), default)
+
+    def make_error(self, key: str, what: str, hint: str = "") -> UsageError:
+        """Return an error about an option."""
+        used = self.last_use(key)
+        return UsageError(what, where=used.name if used else self.launcher, hint=hint)
+
+
+def parse_table(text: str) -> tuple[ForeignOption, ...]:
+    """Return the options of a table."""
+    found = []
+    for line in text.splitlines():
+        names = tuple(word for word in line.split() if word.startswith("-"))
+        if names:
+            key = max((name.lstrip("-") for name in names), key=len).replace("-", "_")
+            found.append(ForeignOption(names, key, len(line.split()) - len(names)))
+    return tuple(found)
+
+
+def read_command(
+    launcher: str, table: Sequence[ForeignOption], words: Sequence[str], *, abbreviates: bool = True
+) -> ForeignCommand:
+    """
+    Read options up to the first word that is not one, as argparse does.
+
+    Args:
+        launcher: its name, for errors.
+        table: its options.
+        words: the command line behind the launcher's name.
+        abbreviates: whether the launcher accepts the beginning of a long name.
+
+    Raises:
+        UsageError: an option is unknown, ambiguous, or has no value.
+    """
+    by_name = {name: option for option in table for name in option.names}
+    used: list[UsedOption] = []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            index += 1
+            break
+        if not word.startswith("-") or word == "-":
+            break
+        name, equals, attached = word.partition("=")
+        if name not in by_name and abbreviates and name.startswith("--"):
+            name = _complete_name(launcher, name, by_name)
+        elif name not in by_name and _is_short_with_value(word, by_name):
+            name, equals, attached = word[:2], "=", word[2:].removeprefix("=")
+        if name not in by_name:
+            raise UsageError(
+                f"{launcher} has no option {quote_text(name)}", hint=did_you_mean(name, by_name)
+            )
+        option = by_name[name]
+        index += 1
+        if equals:
+            if option.values != 1:
+                raise UsageError("takes no value", where=name)
+            values: tuple[str, ...] = (attached,)
+        else:
+            values = tuple(words[index : index + option.values])
+            index += option.values
+            if len(values) < option.values or any(value in by_name for value in values):
+                raise UsageError("needs a value", where=name)
+        used.append(UsedOption(option.key, name, values))
+    return ForeignCommand(launcher, tuple(used), tuple(words[index:]))
+
+
+def _is_short_with_value(word: str, by_name: dict[str, ForeignOption]) -> bool:
+    """Return whether a word is ``-r3``: a short option and its value."""
+    option = by_name.get(word[:2])
+    return option is not None and option.values == 1 and not word.startswith("--")
+
+
+def _complete_name(launcher: str, name: str, by_name: dict[str, ForeignOption]) -> str:
+    """Return the only option that begins with ``name``; ``name`` itself if there is none."""
+    names = [known for known in by_name if known.startswith(name)]
+    if len({by_name[known].key for known in names}) > 1:
+        raise UsageError(
+            f"{quote_text(name)} is ambiguous for {launcher}", hint=f"it can be {', '.join(names)}"
+        )
+    return names[0] if names else name
+
+
+def choice_of(*known: str) -> Parser:
+    """Return a parser of one of these texts, in any case."""
+
+    def parse(text: str, where: str) -> str:
+        if text.lower() not in known:
+            raise UsageError(
+                f"must be one of {', '.join(known)}, got {quote_text(text)}", where=where
+            )
+        return text.lower()
+
+    return parse

@@ -1,14 +1,15 @@
 """
 `pdrun.init()`: this worker's rank, device and process group, for any way of starting a job.
 
-The environment decides between five situations; the innermost launcher wins:
+The environment decides between six situations; the innermost launcher wins:
 
 1. under pdrun, 2. under torchrun (or anything that sets RANK and WORLD_SIZE as it does): the
 variables are read; 3. a dynamic cluster (PDRUN_ROLE or MS_ROLE): the process registers with the
 scheduler and gets its rank; a process with the scheduler's role serves until the job ends and exits
 with its exit code; 4. one of several tasks of mpirun, srun or another launcher: the tasks
-rendezvous (`pdrun.parallel.startup.mpi_tasks`); 5. a single process: a world of one, without a
-launcher and without a network.
+rendezvous (`pdrun.parallel.startup.mpi_tasks`); 5. one rank of an Ascend rank table (RANK_ID and
+RANK_TABLE_FILE, `pdrun.parallel.startup.rank_table`); 6. a single process: a world of one, without
+a launcher and without a network.
 
 Limits: one context per process. The default group is torch's own: a script that has made it already
 keeps it.
@@ -174,6 +175,7 @@ def _build_context(
         worker = (
             _join_dynamic_cluster(environ, group)
             or _join_mpi_tasks(environ, group)
+            or _join_by_rank_table(environ, group)
             or _single_process()
         )
     table = _find_backend(backend or worker.device_kind, group)
@@ -228,6 +230,15 @@ def _join_mpi_tasks(environ: Mapping[str, str], group: bool) -> WorkerEnv | None
         from pdrun.parallel.startup.mpi_tasks import join_tasks
 
         _process.member, _process.worker = join_tasks(environ, lambda: _import_torch(group))
+    return _process.worker
+
+
+def _join_by_rank_table(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
+    """Join the other ranks of an Ascend rank table, if RANK_ID says that this process is one."""
+    if _process.worker is None and any(name in environ for name in ("RANK_ID", "RANK_SIZE")):
+        from pdrun.parallel.startup.rank_table import join_by_table
+
+        _process.member, _process.worker = join_by_table(environ, lambda: _import_torch(group))
     return _process.worker
 
 

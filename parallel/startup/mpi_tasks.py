@@ -88,7 +88,7 @@ def join_tasks(
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
         )
     prepare()
-    return _join_scheduler(launcher, environ, probes)
+    return join_as_task(launcher, environ)
 
 
 def scheduler_endpoint(
@@ -129,13 +129,24 @@ def job_name_of(launcher: LauncherInfo) -> str:
     return launcher.job_name or f"{launcher.launcher}-{launcher.world}"
 
 
-def _join_scheduler(
-    launcher: LauncherInfo, environ: Mapping[str, str], probes: Probes
+def join_as_task(
+    launcher: LauncherInfo, environ: Mapping[str, str]
 ) -> tuple[DynamicMember, WorkerEnv]:
+    """
+    Join the other tasks; rank 0 runs their scheduler.
+
+    Args:
+        launcher: has this task's rank and the number of ranks.
+        environ: can have PDRUN_SCHEDULER.
+
+    Raises: see `join_tasks`.
+    """
+    from pdrun.launcher.adapters.probes import make_probes
     from pdrun.parallel.startup.dynamic_cluster import worker_env_of
     from pdrun.rendezvous.clients.member import join_scheduler
     from pdrun.rendezvous.protocol.security import find_secret
 
+    probes = make_probes()
     scheduler = scheduler_endpoint(launcher, environ, probes)
     job = job_name_of(launcher)
     secret = find_secret()[0]

@@ -31,7 +31,7 @@ from pdrun.launcher.agent.helpers import HelperProcesses
 from pdrun.launcher.agent.interfaces import AgentDeps, Link, WorkerOutput
 from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.agent.monitor import PROGRESS_SECONDS, WorkerMonitor
-from pdrun.launcher.agent.shutdown import NodeStopper, ShutdownState
+from pdrun.launcher.agent.shutdown import KILL_MARGIN_SECONDS, NodeStopper, ShutdownState
 from pdrun.launcher.common.signals import FORWARDED_SIGNALS, STOP_SIGNALS, SignalReceiver
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import (
@@ -102,7 +102,12 @@ class Agent:
             event_log=deps.event_log,
             print_early=deps.print_line,
         )
-        self._helpers = HelperProcesses(deps, self._announcer.print_line)
+        self._helpers = HelperProcesses(
+            deps,
+            self._announcer.print_line,
+            self._find_fence,
+            lambda: self._stopper.on_workers_fenced(),
+        )
         self._monitor = WorkerMonitor(self._clock, self._send, self._announcer.print_line)
         self._generation = GenerationRunner(
             self._helpers, self._monitor, self._announcer, deps, self._send
@@ -213,17 +218,24 @@ class Agent:
         """Take the next step that follows from the state of the workers and from time."""
         shutdown = self._shutdown
         self._generation.report_finished(self._plan)
+        now = self._clock.monotonic()
         if self._helpers.is_scheduler_restarting():
             shutdown.extend_answer_deadline()
-        if shutdown.is_answer_overdue(self._clock.monotonic()):
-            self._stopper.stop_without_scheduler()
+        if shutdown.is_answer_overdue(now):
+            self._helpers.replace_silent_scheduler()
+            silence, cut_off = self._link.silent_for(), self._link.cut_off_for()
+            if self._has_joined and shutdown.may_be_answered(silence, cut_off, now):
+                self._stopper.wait_for_answer(now)
+            else:
+                self._stopper.stop_without_scheduler()
         if self._generation.is_running:
             if shutdown.is_lease_over(self._link.cut_off_for()):
                 self._announcer.print_line(
                     f"no message from the scheduler for {shutdown.lease:.1f} s: stopping the"
                     " workers of this node, because the others may continue without it"
                 )
-                self._stopper.stop_and_rejoin(shutdown.grace_after_lease)
+                left = self._link.fence_at() - now - KILL_MARGIN_SECONDS
+                self._stopper.stop_and_rejoin(max(0.0, left))
         elif shutdown.is_rejoining:
             self._rejoin()
         elif shutdown.is_departing and shutdown.exit_code is None:
@@ -233,6 +245,10 @@ class Agent:
             self._exit_code = shutdown.exit_code
             if not shutdown.has_verdict:
                 self._announcer.announce_exit(self._exit_code)
+
+    def _find_fence(self) -> float | None:
+        """Return the time at which the supervisor ends the workers unless it is moved."""
+        return self._shutdown.fence_at(self._link.fence_at(), self._clock.monotonic())
 
     def _rejoin(self) -> None:
         """Join as a new node: nothing of the old one is left."""

@@ -116,6 +116,7 @@ class GenerationRunner:
         self._announcer.announce_start(self._assign)
         self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
+        self._helpers.send_ping()  # no worker runs without a fence
         group.start_workers()
         self._announcer.stdin_rank = group.stdin_rank
         if not plan.spec.can_restart:

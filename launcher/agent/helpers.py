@@ -20,13 +20,26 @@ from pdrun.launcher.agent.store import StorePair
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import fork_server_command
-from pdrun.launcher.supervisor.events import ForkServerStatus
+from pdrun.launcher.supervisor.events import ForkServerStatus, WorkersFenced
 
 
 class HelperProcesses:
     """Starts, watches and ends the helper processes. Called from the agent's loop only."""
 
-    def __init__(self, deps: AgentDeps, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        deps: AgentDeps,
+        print_line: Callable[[str], None],
+        find_fence: Callable[[], float | None],
+        on_fenced: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            find_fence: returns the time of `SupervisorHandle.send_ping`.
+            on_fenced: called when the supervisor has ended the workers at that time.
+        """
+        self._find_fence = find_fence
+        self._on_fenced = on_fenced
         self._deps = deps
         self._clock = deps.clock
         self._print_line = print_line
@@ -85,8 +98,11 @@ class HelperProcesses:
                         )
                 elif group is not None:
                     group.handle_event(event)
-            is_running = group is not None and group.has_started and not group.is_done
-            self._next_ping = self.supervisor.send_ping() if is_running else None
+            if group is not None and group.has_started and not group.is_done:
+                self.send_ping()
+            elif self._next_ping is not None:
+                self._next_ping = None
+                self.supervisor.lift_fence()
         except PdrunError as error:
             self.supervisor.close()
             self.supervisor = None
@@ -94,7 +110,14 @@ class HelperProcesses:
             if group is None or not group.has_started:
                 raise
             self._print_line(str(error))
+            if isinstance(error, WorkersFenced):
+                self._on_fenced()
             group.mark_lost(error.what)
+
+    def send_ping(self) -> None:
+        """Send the supervisor a ping, with the time until which the workers may run."""
+        if self.supervisor is not None:
+            self._next_ping = self.supervisor.send_ping(self._find_fence())
 
     def start_store(self, plan: LaunchPlan) -> None:
         """Start the process of torch's store on the socket that is announced."""
@@ -114,10 +137,19 @@ class HelperProcesses:
     def is_scheduler_restarting(self) -> bool:
         """Return whether the scheduler process of this node has died and is not back yet."""
         process = self._deps.scheduler_process
-        return process is not None and process.deadline() is not None
+        return process is not None and process.is_restarting()
+
+    def replace_silent_scheduler(self) -> None:
+        """Kill the scheduler process of this node early if it stands still: a stop waits for it."""
+        if self._deps.scheduler_process is not None:
+            self._deps.scheduler_process.kill_if_silent()
 
     def restart_dead_scheduler(self, ready: set[int]) -> None:
-        """Restart the scheduler process of this node if it died. The workers run on meanwhile."""
+        """
+        Restart the scheduler process of this node if it died or stands still.
+
+        The workers continue meanwhile.
+        """
         process = self._deps.scheduler_process
         if process is None:
             return

@@ -68,6 +68,15 @@ class Link(Protocol):
         """
         ...
 
+    def fence_at(self) -> float:
+        """
+        Return the monotonic time by which the workers must have ended without a newer contact.
+
+        It is a margin before the time at which the scheduler may mark this node lost, whatever
+        happens to this process from now on.
+        """
+        ...
+
     def renew(self) -> None:
         """
         Start as a new agent after a Refuse with `rejoin`; nothing sent before is repeated.
@@ -141,18 +150,27 @@ class SupervisorHandle(Protocol):
         Return the events since the last call.
 
         Raises:
+            WorkersFenced: it ended with all workers at the time of the last `send_ping`.
             PdrunError: the supervisor died, or did not answer for too long (see `send_ping`) and
                 was killed. All workers die with it.
         """
         ...
 
-    def send_ping(self) -> float | None:
+    def send_ping(self, fence_at: float | None = None) -> float | None:
         """
-        Check that the supervisor is alive.
+        Check that the supervisor is alive, and show it that this agent is.
+
+        Args:
+            fence_at: monotonic time at which the supervisor ends all workers if no later ping moves
+                it; None: never.
 
         Returns:
             When to call again (monotonic seconds), or None for no need.
         """
+        ...
+
+    def lift_fence(self) -> None:
+        """Cancel the ``fence_at`` of the last `send_ping`: no workers run."""
         ...
 
     def close(self) -> None:
@@ -268,9 +286,17 @@ class SchedulerProcess(Protocol):
         """Return the monotonic time at which `restart_if_dead` is due in any case, or None."""
         ...
 
+    def is_restarting(self) -> bool:
+        """Return whether it has died, or was killed, and its successor does not listen yet."""
+        ...
+
+    def kill_if_silent(self) -> None:
+        """Kill it early if it does not answer: a stop waits for it."""
+        ...
+
     def restart_if_dead(self) -> str:
         """
-        Restart it if it died; never waits.
+        Check that it is alive; restart it if it died or stands still; never waits.
 
         Returns:
             A line for the user, or an empty string.

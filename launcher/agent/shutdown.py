@@ -7,9 +7,11 @@ How a node ends its workers and itself: on a signal, on the scheduler's order, o
 | SIGTERM in an elastic job | only this node leaves (its machine is withdrawn) |
 | a second signal | kill all workers of this node |
 | the scheduler is silent for the lease | stop the workers, then rejoin as a new node |
+| the supervisor has ended the workers at the fence | rejoin as a new node |
 
 After the lease the other nodes may form a generation without this node. So its workers must have
-ended before that. The scheduler's node never leaves alone: the job would end with it.
+ended before that, by the time of the fence. The supervisor ends them then if this agent stands
+still. The scheduler's node never leaves alone: the job would end with it.
 
 `ShutdownState` is data: flags and times. `NodeStopper` acts.
 """
@@ -34,6 +36,7 @@ from pdrun.rendezvous.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pdrun.rendezvous.transport.timeouts import fence_margin
 
 STOP_ANSWER_SECONDS = 2.0
 """Time that the scheduler of a running job has to answer a stop, before this node acts alone."""
@@ -41,8 +44,17 @@ FORMING_ANSWER_SECONDS = 0.7
 """The same while the nodes of the job are still joining."""
 RESTART_ANSWER_SECONDS = 10.0
 """The same, from the first stop on, while the scheduler process is being restarted."""
-LEASE_MARGIN_SECONDS = 0.5
-"""The workers of a cut-off node end this long before the others may continue without it."""
+MAX_CUT_SECONDS = 5.0
+"""
+A stop waits up to RESTART_ANSWER_SECONDS for a scheduler whose machine has accepted a connection
+within this time: its process may stand still, and is replaced.
+"""
+SILENT_SECONDS = 0.5
+"""A scheduler that has sent nothing for so long, not even this answer, may stand still."""
+ANSWER_RETRY_SECONDS = 0.25
+"""Time between two decisions whether to wait any longer."""
+KILL_MARGIN_SECONDS = 0.3
+"""This agent ends the workers so long before the fence, at which the supervisor ends itself too."""
 
 
 @dataclass
@@ -60,6 +72,8 @@ class ShutdownState:
     """Monotonic time until which the scheduler has to answer a stop."""
     exit_code: int | None = None
     """Exit code once all workers have ended; set if the verdict does not give it."""
+    is_answer_awaited: bool = False
+    """The user was informed that a stop waits for a silent scheduler."""
     has_verdict: bool = False
     is_departing: bool = False
     """This node leaves the job alone."""
@@ -70,13 +84,27 @@ class ShutdownState:
     """
     lease: float = 0.0
     """Seconds without the scheduler for which the workers may continue; 0: no limit."""
-    grace_after_lease: float = 0.0
-    """Seconds between the end of the lease and the end of the workers."""
+    own_stall: float = 0.0
+    """Seconds for which this agent may stand still if it has no lease; 0: no limit."""
 
     def set_lease(self, welcome: Welcome, *, is_scheduler_node: bool) -> None:
         """Take the lease of this run. The scheduler's own node has none: nothing can cut it off."""
         self.lease = 0.0 if is_scheduler_node else welcome.lease
-        self.grace_after_lease = max(0.0, welcome.dead - welcome.lease - LEASE_MARGIN_SECONDS)
+        if welcome.heartbeat:
+            # The last heartbeat may be one interval old, and so may its answer.
+            stall = welcome.dead - 2 * welcome.heartbeat - fence_margin(welcome.dead)
+            self.own_stall = max(0.0, stall)
+
+    def fence_at(self, link_fence_at: float, now: float) -> float | None:
+        """
+        Return the time at which the supervisor ends the workers unless this agent moves it.
+
+        With a lease the last contact with the scheduler decides: the others may start after it.
+        Otherwise only this agent's own standstill counts. After the verdict no others start.
+        """
+        if self.lease and not self.has_verdict:
+            return link_fence_at
+        return now + self.own_stall if self.own_stall else None
 
     def should_depart(self, number: int) -> bool:
         """Return whether a first signal to stop means this node alone."""
@@ -100,11 +128,24 @@ class ShutdownState:
 
     def extend_answer_deadline(self) -> None:
         """
-        Give a scheduler process that is being restarted the time to start and to learn of the stop.
+        Give a scheduler process that is being replaced the time to start and to learn of the stop.
         """
         if self.answer_deadline is not None:
-            restarted_at = self.first_stop_at + RESTART_ANSWER_SECONDS
-            self.answer_deadline = max(self.answer_deadline, restarted_at)
+            replaced_at = self.first_stop_at + RESTART_ANSWER_SECONDS
+            self.answer_deadline = max(self.answer_deadline, replaced_at)
+
+    def may_be_answered(self, silence: float, cut_off: float, now: float) -> bool:
+        """
+        Return whether a stop that is overdue should wait for a scheduler that may be replaced.
+
+        Args:
+            silence: seconds since the scheduler's last message.
+            cut_off: seconds since the scheduler's machine has shown a sign of life.
+            now: monotonic time.
+        """
+        is_frozen = silence > SILENT_SECONDS and cut_off < MAX_CUT_SECONDS
+        is_late = now >= self.first_stop_at + RESTART_ANSWER_SECONDS
+        return self.stop_count == 1 and is_frozen and not is_late
 
     def is_answer_overdue(self, now: float) -> bool:
         """Return whether the scheduler has not answered in time."""
@@ -214,7 +255,7 @@ class NodeStopper:
             self._announcer.print_line(
                 f"the scheduler had given this node up: {refuse.reason}; {first}it rejoins"
             )
-            self.stop_and_rejoin(plan.spec.policy.grace)
+            self.stop_and_rejoin(0.0)  # others may run in its place already
             return
         if is_running:
             self._announcer.print_line(
@@ -242,6 +283,22 @@ class NodeStopper:
         self._state.answer_deadline = None
         self._generation.stop_workers(number, self.grace)
 
+    def wait_for_answer(self, now: float) -> None:
+        """
+        Give a silent scheduler more time to answer the user's stop: its node replaces it.
+
+        `ShutdownState.may_be_answered` limits this.
+        """
+        state = self._state
+        if not state.is_answer_awaited:
+            state.is_answer_awaited = True
+            left = state.first_stop_at + RESTART_ANSWER_SECONDS - now
+            self._announcer.print_line(
+                f"the scheduler does not answer: waiting up to {left:.0f} s for it; a second signal"
+                " kills the workers of this node"
+            )
+        state.answer_deadline = now + ANSWER_RETRY_SECONDS
+
     def stop_without_scheduler(self) -> None:
         """Stop the workers because the scheduler has not answered the user's stop."""
         number = self._state.last_signal
@@ -252,6 +309,20 @@ class NodeStopper:
         is_forced = self._state.stop_count > 1
         self.stop_and_exit(128 + number, signal.SIGKILL if is_forced else number)
         self._link.send(Leave(f"stopped by {signal.Signals(number).name}"))
+
+    def on_workers_fenced(self) -> None:
+        """
+        Decide what follows after the supervisor has ended the workers and itself.
+
+        With a lease this node has been given up, or is about to be. Otherwise the end of the
+        workers is reported as a failure.
+        """
+        state = self._state
+        if state.exit_code is None and state.lease and not state.stop_count:
+            state.is_rejoining = True
+        elif state.exit_code is None and state.stop_count:
+            state.exit_code = 128 + state.last_signal
+        state.answer_deadline = None
 
     def stop_and_rejoin(self, grace: float) -> None:
         """Stop the workers, whose results no longer count; the agent then rejoins."""

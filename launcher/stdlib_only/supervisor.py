@@ -10,6 +10,9 @@ job.
 * If the supervisor is killed, workers die by PR_SET_PDEATHSIG. Their descendants move to the agent,
   which kills them.
 * If both are killed at the same moment, the `watchdog` kills every process with their marker.
+* If the agent stands still, the supervisor kills all descendants at the time that the agent's last
+  ping contains, and exits: other nodes may start the same ranks soon after. If both stand still,
+  the watchdog does it.
 
 No root and no cgroup is needed. Workers are executed (`worker_exec`), or forked from a process that
 has imported torch (`fork_client`). `leftovers` kills what a worker leaves behind.
@@ -72,12 +75,15 @@ class Supervisor:
         children: running processes by pid, the fork server included.
         slot_by_pid: slots of workers, also of ended ones until their cleanup.
         watchdog_pid: 0 if there is no watchdog.
+        watchdog_pipe: passes the fence on to the watchdog; -1 if there is none.
     """
 
     def __init__(self, agent: socket.socket, token: str) -> None:
         self.agent = agent
         self.token = token
         self.watchdog_pid = 0
+        self.watchdog_pipe = -1
+        self.fence = watchdog.Fence()
         self.own_process = process_tree.find_process(os.getpid())
         self.children: dict[int, worker_exec.ChildProcess] = {}
         self.slot_by_pid: dict[int, int] = {}
@@ -95,7 +101,7 @@ class Supervisor:
         process_tree.prctl(process_tree.PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serve the agent until its end of the socket closes, then kill all descendants."""
+        """Serve the agent until its end closes or the fence is over; then kill all descendants."""
         try:
             while self.run_once():
                 pass
@@ -107,7 +113,7 @@ class Supervisor:
         return [*self.children.values(), *self.forks.pending]
 
     def run_once(self) -> bool:
-        """Wait for events and handle them; return False when the agent is gone."""
+        """Wait for events and handle them; return False when all workers must end."""
         poll = select.poll()
         agent_events = select.POLLIN | select.POLLOUT if self.outbox else select.POLLIN
         poll.register(self.agent, agent_events)
@@ -118,8 +124,10 @@ class Supervisor:
         link = self.forks.link
         if link is not None:
             poll.register(link.socket, select.POLLIN)
-        timeout = process_tree.RETRY_SECONDS * 1000 if self.cleanups else None
-        for number, event in poll.poll(timeout):
+        wait = self.fence.wait_seconds(time.monotonic())
+        if self.cleanups:
+            wait = process_tree.RETRY_SECONDS
+        for number, event in poll.poll(None if wait is None else wait * 1000):
             if number == self.agent.fileno():
                 if event & select.POLLOUT:
                     self.flush_outbox()
@@ -134,7 +142,7 @@ class Supervisor:
         self.cleanups = [
             cleanup for cleanup in self.cleanups if not leftovers.step_cleanup(self, cleanup)
         ]
-        return True
+        return not self.fence.is_over(time.monotonic())
 
     # Messages
     # ----------------------------------------------------------------------------------------------
@@ -173,6 +181,8 @@ class Supervisor:
         elif operation == "sweep":
             self.cleanups.append(leftovers.Cleanup(message["slot"], time.monotonic()))
         elif operation == "ping":
+            self.fence.move(message["fence"])
+            watchdog.write_fence(self.watchdog_pipe, message["fence"])
             self.send_event(ev="pong")
 
     def send_event(self, **event: Any) -> None:
@@ -352,8 +362,9 @@ def main(argv: list[str]) -> NoReturn:
     os.closerange(3, number)
     os.closerange(number + 1, 1 << 20)
     # Before the supervisor's own handlers and descriptors exist: the watchdog must have none.
-    watchdog_pid = watchdog.start_watchdog((number,), token)
+    watchdog_pid, watchdog_pipe = watchdog.start_watchdog((number,), token)
     supervisor = Supervisor(socket.socket(fileno=number), token)
     supervisor.watchdog_pid = watchdog_pid
+    supervisor.watchdog_pipe = watchdog_pipe
     supervisor.run()
     os._exit(0)

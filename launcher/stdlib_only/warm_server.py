@@ -342,10 +342,13 @@ class WarmServer:
         agent: int,
     ) -> None:
         """Run the supervisor until the agent has closed its end."""
-        watchdog_pid = self.watchdog.start_watchdog((client.fileno(), ours.fileno()), mark, agent)
+        watchdog_pid, watchdog_pipe = self.watchdog.start_watchdog(
+            (client.fileno(), ours.fileno()), mark, agent
+        )
         os.close(agent)
         supervisor = self.supervisor.Supervisor(client, mark)
         supervisor.watchdog_pid = watchdog_pid
+        supervisor.watchdog_pipe = watchdog_pipe
         supervisor.forks.adopt_fork_server(fork_server_pid, ours)
         myself = os.pidfd_open(os.getpid())
         self.send_reply(client, {"keeper": os.getpid(), "mark": mark}, (myself,))

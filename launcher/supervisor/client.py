@@ -7,6 +7,10 @@ The agent is a sub-reaper, too. If the supervisor is killed, its workers die wit
 Every wait is bounded. The supervisor gets a ping every PING_SECONDS (`send_ping`). If it leaves
 MAX_UNANSWERED_PINGS unanswered, it is killed. Unanswered pings are counted instead of time, so that
 a stall of the agent itself kills nothing.
+
+A ping also contains the time at which the supervisor ends all workers if no later ping moves it: so
+an agent that stands still does not keep workers beyond their lease. If agent and supervisor stand
+still, the watchdog ends them.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from pdrun.launcher.supervisor.events import (
     SupervisorEvent,
     Swept,
     WorkerCommand,
+    WorkersFenced,
 )
 
 if TYPE_CHECKING:
@@ -43,8 +48,8 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = process_tree.KILL_SECONDS + 1.0
 """Time that the supervisor has to kill all descendants and exit."""
-PING_SECONDS = 2.0
-MAX_UNANSWERED_PINGS = 5
+PING_SECONDS = 1.0
+MAX_UNANSWERED_PINGS = 6
 MAX_PACKET_BYTES = 1 << 17
 PONG_PACKET = json.dumps({"ev": "pong"}).encode()
 ENDED_PACKET = json.dumps({"ev": "ended"}).encode()
@@ -83,6 +88,7 @@ class SupervisorProcess:
         self._death_reason: str = ""
         self._unanswered = 0
         self._ping_at = 0.0
+        self._fence_at: float | None = None
         self._is_frozen = False
         self._borrowed = borrowed
         self._has_fork_server = borrowed is not None or prestart is not None
@@ -172,6 +178,8 @@ class SupervisorProcess:
         Return the events since the last call.
 
         Raises:
+            WorkersFenced: it has ended at the time of the last ping (`send_ping`), or was killed
+                then by its watchdog.
             PdrunError: the supervisor died. Its workers and their descendants have been killed.
         """
         found: list[SupervisorEvent] = []
@@ -197,22 +205,34 @@ class SupervisorProcess:
             raise PdrunError(self._death_reason)
         return found
 
-    def send_ping(self) -> float:
+    def send_ping(self, fence_at: float | None = None) -> float:
         """
         Send a ping if one is due; return when the next one is due (monotonic seconds).
 
         Call it after `read_events`, which counts the answers.
+
+        Args:
+            fence_at: monotonic time at which the supervisor ends all workers if no later ping moves
+                it; None: never.
         """
         now = time.monotonic()
-        if now >= self._ping_at and not self._is_frozen:
+        is_due = now >= self._ping_at or (fence_at is not None and self._fence_at is None)
+        if is_due and not self._is_frozen:
             self._is_frozen = self._unanswered >= MAX_UNANSWERED_PINGS
             if not self._is_frozen:
                 self._unanswered += 1
                 self._ping_at = now + PING_SECONDS
-                self._send_message({"op": "ping"})
+                self._fence_at = fence_at
+                self._send_message({"op": "ping", "fence": fence_at})
         if self._is_frozen:
             return now
         return self._ping_at
+
+    def lift_fence(self) -> None:
+        """Cancel the ``fence_at`` of the last `send_ping`: no workers run."""
+        if self._fence_at is not None:
+            self._fence_at = None
+            self._send_message({"op": "ping", "fence": None})
 
     def close(self) -> None:
         """
@@ -289,6 +309,12 @@ class SupervisorProcess:
         code = os.waitstatus_to_exitcode(self._wait_for_exit(0.0 if self._is_frozen else 1.0))
         self._kill_orphans()
         self._close_handle()
+        if self._fence_at is not None and time.monotonic() >= self._fence_at:
+            self._death_reason = (
+                "the workers of this node were ended because its agent did not show in time that"
+                " they may run (was it stopped?): the other nodes may continue without them"
+            )
+            return WorkersFenced(self._death_reason)
         how = self._describe_death(code)
         self._death_reason = (
             f"the supervisor process {self.pid} {how}; all workers on this node were killed"

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pdrun.errors import PdrunError
+
 
 @dataclass(frozen=True)
 class WarmProcess:
@@ -105,6 +107,10 @@ class ForkServerStatus:
 
     slot: int
     why: str
+
+
+class WorkersFenced(PdrunError):
+    """The workers were ended because their agent did not show in time that they may run."""
 
 
 SupervisorEvent = Spawned | SpawnFailed | Exited | Swept | ForkServerStatus

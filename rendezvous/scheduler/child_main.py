@@ -32,6 +32,7 @@ RELAY_CHECK_SECONDS = 0.5
 FAREWELL_SECONDS = 0.9
 """Time for the last messages after the agent of this node has died."""
 JOURNAL_LOST = {"journal": "lost"}
+ALIVE = {"alive": True}
 
 
 @dataclass
@@ -59,11 +60,11 @@ def main() -> int:
     """
     Serve as an agent's child.
 
-    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}. Its end means that
-    the agent has died.
+    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}, then a line now and
+    then that asks whether this process stands still. Its end means that the agent has died.
 
-    stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}. Later, if the
-    journal is given up, {"journal": "lost"}.
+    stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}. Later
+    {"alive": true} as the answer to lines, and {"journal": "lost"} if the journal is given up.
 
     If there is a journal already, this process resumes from it.
     """
@@ -164,7 +165,11 @@ def _serve_until_done(scheduler: _RunningScheduler, config: SchedulerConfig) -> 
             check_relays_at = clock.monotonic() + RELAY_CHECK_SECONDS
             if died := relays.restart_dead():
                 service.warn(died)
-        if service.ready_fds and not os.read(0, 4096):
+        if not service.ready_fds:
+            continue
+        if os.read(0, 4096):
+            _send_answer(ALIVE)
+        else:
             scheduler.transport.unwatch_fd(0)
             if service.machine.shutdown.verdict is None:
                 host = f" ({config.host})" if config.host else ""

@@ -107,6 +107,10 @@ class LocalLink:
         """Return 0: a scheduler in this process is never cut off."""
         return 0.0
 
+    def fence_at(self) -> float:
+        """Return infinity: a scheduler in this process knows when this node stands still."""
+        return float("inf")
+
     def renew(self) -> None:
         """Start again as a new agent, after this one was marked lost."""
         self._connection.close()

@@ -7,6 +7,8 @@ sends the present state again. Each side ignores what it knows. So no acknowledg
 
 from __future__ import annotations
 
+from collections import deque
+
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.messages import (
     Assign,
@@ -30,6 +32,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
+from pdrun.rendezvous.transport.timeouts import fence_margin
 
 
 class ResendBuffer:
@@ -141,6 +144,50 @@ class StaleGuard:
         self._held = []
         self._beat_number = 0
         return held
+
+
+class FenceTimer:
+    """
+    The time by which the workers of this node must have ended if no newer contact moves it.
+
+    The scheduler marks a node lost ``dead`` seconds after the last heartbeat that it can count as
+    answered. So contact dates from when such a heartbeat was *sent*, not from when its answer was
+    read: neither slow links nor messages that were read late make the time too long.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._contact_at = now
+        self._hello_at = now
+        self._grant_until = now
+        self._sent_beats: deque[tuple[int, float]] = deque()
+        """Unanswered heartbeats: number, and the contact that their answer proves."""
+
+    def on_hello(self, now: float) -> None:
+        """A connection was opened with Hello; what an earlier one sent may be lost."""
+        self._hello_at = now
+        self._sent_beats.clear()
+
+    def on_welcome(self) -> None:
+        """The scheduler has answered Hello."""
+        self._contact_at = max(self._contact_at, self._hello_at)
+
+    def on_heartbeat(self, beat: Heartbeat, interval: float, now: float) -> None:
+        """A heartbeat was sent; the scheduler dates it back by what is unanswered in it."""
+        behind = max(0, beat.number - 1 - beat.echo) * interval
+        self._sent_beats.append((beat.number, now - behind))
+
+    def on_echo(self, number: int) -> None:
+        """The scheduler has answered a heartbeat, and read all before it."""
+        while self._sent_beats and self._sent_beats[0][0] <= number:
+            self._contact_at = max(self._contact_at, self._sent_beats.popleft()[1])
+
+    def on_connected(self, until: float) -> None:
+        """The scheduler's machine has accepted a connection: a moment for Hello and Welcome."""
+        self._grant_until = until
+
+    def fence_at(self, dead: float) -> float:
+        """Return the time for a scheduler that waits ``dead`` seconds."""
+        return max(self._contact_at + dead - fence_margin(dead), self._grant_until)
 
 
 class Conversation:

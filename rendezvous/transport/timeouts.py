@@ -1,5 +1,5 @@
 """
-Limits of connections in a large job: handshakes of a crowd, and probes of silent connections. Pure.
+Limits of connections: handshakes of a crowd, probes of silent connections, the fence. Pure.
 
 One process accepts about 400 connections per second with CURVE, on one core. A handshake limit for
 a few nodes would end most handshakes of ten thousand before their turn, and these nodes would try
@@ -25,6 +25,16 @@ MAX_PROBED_NODES = 1000
 """Largest job with ZeroMQ's probes."""
 KEEPALIVE_SECONDS = 15
 """Time between the kernel's probes of a silent connection; three without an answer end it."""
+FENCE_MARGIN_SECONDS = 1.0
+"""
+Time for the kernel to end the workers of a silent node before the others may start. At most a tenth
+of the silence after which a node is lost.
+"""
+
+
+def fence_margin(dead: float) -> float:
+    """Return the seconds between the end of a node's workers and its loss."""
+    return min(FENCE_MARGIN_SECONDS, dead / 10)
 
 
 def handshake_seconds(crowd: int) -> float:

@@ -38,13 +38,20 @@ from pdrun.rendezvous.transport.reconnect import (
     ReconnectPolicy,
 )
 from pdrun.rendezvous.transport.relay_frames import STANDALONE_RELAY_SENDER
-from pdrun.rendezvous.transport.resend import Conversation, StaleGuard
+from pdrun.rendezvous.transport.resend import Conversation, FenceTimer, StaleGuard
+from pdrun.rendezvous.transport.timeouts import handshake_seconds
 from pdrun.rendezvous.transport.zmq_connection import (
     RETRY_SECONDS,
     ConnectionEvent,
     Connector,
     LinkStage,
 )
+
+GRANT_MARGIN_SECONDS = 1.5
+"""
+Time for Hello and Welcome, and for the next attempt, beyond the limit of a handshake. While only
+the scheduler's process is absent, each accepted connection gives the workers so much more time.
+"""
 
 
 class ZmqLink:
@@ -97,6 +104,8 @@ class ZmqLink:
             endpoint, start_timeout, on_status, now, hint, crowd, min_patience=patience
         )
         self._beat_at = now
+        self._fence = FenceTimer(now)
+        self._grant_seconds = handshake_seconds(crowd) + GRANT_MARGIN_SECONDS
         self._connector = Connector(
             endpoint,
             secret,
@@ -137,7 +146,9 @@ class ZmqLink:
             self._open_connection(now)
         welcome = self._conversation.welcome
         if self._connector.stage is LinkStage.UP and welcome and now >= self._beat_at:
-            self._send_message(self._conversation.next_heartbeat())
+            beat = self._conversation.next_heartbeat()
+            self._fence.on_heartbeat(beat, welcome.heartbeat, now)
+            self._send_message(beat)
             self._beat_at = now + (welcome.heartbeat or 1.0)
             self._read_socket(now)
         is_up = self._connector.stage is LinkStage.UP
@@ -156,6 +167,11 @@ class ZmqLink:
         """Return the seconds since the scheduler's machine last sent or accepted anything."""
         return self._reconnect_policy.cut_off_for(self._clock.monotonic())
 
+    def fence_at(self) -> float:
+        """Return the time by which the workers must have ended without a newer contact."""
+        welcome = self._conversation.welcome
+        return self._fence.fence_at(welcome.dead if welcome else 0.0)
+
     def renew(self) -> None:
         """
         Start again as a new agent, after this one was marked lost: a new name, nothing to repeat.
@@ -166,6 +182,7 @@ class ZmqLink:
         now = self._clock.monotonic()
         self._agent = secrets.token_hex(16)
         self._conversation = self._conversation.restart()
+        self._fence = FenceTimer(now)
         self._connector.restart(now)
 
     def request_confirmation(self) -> None:
@@ -211,6 +228,7 @@ class ZmqLink:
     def _open_connection(self, now: float) -> None:
         self._connector.open_connection(now)
         self._conversation.stale_guard = StaleGuard()
+        self._fence.on_hello(now)
         self._send_message(
             Hello(
                 PROTOCOL,
@@ -254,6 +272,8 @@ class ZmqLink:
             if event is ConnectionEvent.DISCONNECTED and is_open:
                 # What the scheduler sent before the end is still in the socket.
                 self._read_socket(now)
+            if event is ConnectionEvent.CONNECTED:
+                self._fence.on_connected(now + self._grant_seconds)
             connector.handle_event(event, now)
 
     def _read_socket(self, now: float) -> None:
@@ -287,6 +307,10 @@ class ZmqLink:
     def _on_message(self, message: Message, now: float) -> None:
         conversation = self._conversation
         conversation.take_message(message)
+        if isinstance(message, Echo):
+            self._fence.on_echo(message.number)
+        elif isinstance(message, Welcome):
+            self._fence.on_welcome()
         if conversation.is_over:
             self._connector.stage = LinkStage.OVER
         elif isinstance(message, Welcome) and self._connector.stage is not LinkStage.UP:

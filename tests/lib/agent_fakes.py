@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 
 from pdrun.endpoint import Endpoint
@@ -23,6 +24,8 @@ class FakeSupervisor:
         self.closed = False
         self.prepared: list[WorkerCommand] = []
         self.dismissed = False
+        self.fences: list[float | None] = []
+        self.failure: Exception | None = None
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -57,13 +60,19 @@ class FakeSupervisor:
         self.sweeps.append(slot)
 
     def read_events(self) -> Iterable[SupervisorEvent]:
+        if self.failure is not None:
+            raise self.failure
         if self.queue:
             os.eventfd_read(self._event_fd)
         found, self.queue = self.queue, []
         return found
 
-    def send_ping(self) -> float | None:
+    def send_ping(self, fence_at: float | None = None) -> float | None:
+        self.fences.append(fence_at)
         return None
+
+    def lift_fence(self) -> None:
+        self.fences.append(None)
 
     def close(self) -> None:
         if not self.closed:
@@ -161,6 +170,9 @@ class FakeLink:
 
     def cut_off_for(self) -> float:
         return self.silence
+
+    def fence_at(self) -> float:
+        return time.monotonic() + 9.0 - self.silence
 
     def renew(self) -> None:
         self.renewed += 1

@@ -24,6 +24,29 @@ from tests.lib.agent_fakes import FakeLink, FakeOutput, FakeSupervisor, make_ass
 WELCOME = m.Welcome("demo", "demo-run", "", "s" * 32, 1.0, 10.0)
 
 
+class FakeScheduler:
+    """A scheduler process that runs."""
+
+    due: float | None = None
+    is_away = False
+    hurried = 0
+
+    def fileno(self) -> int:
+        return -1
+
+    def deadline(self) -> float | None:
+        return self.due
+
+    def is_restarting(self) -> bool:
+        return self.is_away
+
+    def kill_if_silent(self) -> None:
+        self.hurried += 1
+
+    def restart_if_dead(self) -> str:
+        return ""
+
+
 class AgentHarness:
     """An agent that is turned by hand."""
 
@@ -150,12 +173,9 @@ def test_a_link_lost_while_leaving_does_not_spin(harness):
 def test_a_dead_scheduler_process_is_noticed_at_once():
     read, write = os.pipe()
 
-    class Child:
+    class Child(FakeScheduler):
         def fileno(self) -> int:
             return read
-
-        def deadline(self) -> float | None:
-            return None
 
         def restart_if_dead(self) -> str:
             raise RendezvousError("the scheduler process on this node has died")
@@ -172,14 +192,8 @@ def test_a_dead_scheduler_process_is_noticed_at_once():
 
 
 def test_a_scheduler_process_that_is_started_again_disturbs_nobody():
-    class Child:
+    class Child(FakeScheduler):
         due: float | None = 0.0
-
-        def fileno(self) -> int:
-            return -1
-
-        def deadline(self) -> float | None:
-            return self.due
 
         def restart_if_dead(self) -> str:
             self.due = None
@@ -239,19 +253,9 @@ def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkey
     """Else the other nodes would wait in vain: its scheduler goes with it. Not for ever."""
     monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.0)
 
-    class Child:
-        due: float | None = time.monotonic() + 1000
-
-        def fileno(self) -> int:
-            return -1
-
-        def deadline(self) -> float | None:
-            return self.due
-
-        def restart_if_dead(self) -> str:
-            return ""
-
-    with AgentHarness(scheduler_process=Child()) as harness:
+    scheduler = FakeScheduler()
+    scheduler.is_away = True
+    with AgentHarness(scheduler_process=scheduler) as harness:
         started(harness)
         harness.agent._on_signal(signal.SIGTERM)
         harness.turn()
@@ -259,7 +263,7 @@ def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkey
             harness.supervisor.signals == []
             and harness.agent._shutdown.answer_deadline > time.monotonic() + 5.0
         )
-        Child.due = None  # it is back, and is told again by the link
+        scheduler.is_away = False  # it is back, and is told again by the link
         harness.turn()
         assert harness.supervisor.signals == []
         harness.agent._shutdown.answer_deadline = time.monotonic()
@@ -484,20 +488,11 @@ def test_a_departure_that_nobody_answers_is_carried_out_alone(flexible, monkeypa
 def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
     read, write = os.pipe()
 
-    class Child:
-        def fileno(self) -> int:
-            return -1
-
-        def deadline(self) -> float | None:
-            return None
-
-        def restart_if_dead(self) -> str:
-            return ""
-
     plan = make_plan(1, nodes=2) if how == "fixed size" else elastic_plan()
-    deps = {"scheduler here": {"scheduler_process": Child()}, "for all": {"lifeline": read}}.get(
-        how, {}
-    )
+    deps = {
+        "scheduler here": {"scheduler_process": FakeScheduler()},
+        "for all": {"lifeline": read},
+    }.get(how, {})
     with AgentHarness(plan=plan, **deps) as harness:
         started(harness)
         if how == "for all":
@@ -512,7 +507,7 @@ def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
 def test_a_node_that_was_given_up_ends_its_workers_and_joins_as_a_new_one(flexible):
     started(flexible)
     flexible.turn(m.Refuse(69, "node0 was given up: silent for 10 s", rejoin=True))
-    assert flexible.supervisor.signals == [(0, signal.SIGTERM, True)]
+    assert flexible.supervisor.signals == [(0, signal.SIGKILL, True)]  # others run in its place
     first = flexible.sent(m.Join)[0].store
     flexible.turn(events=ended(signal.SIGTERM))
     assert not flexible.sent(m.WorkerExit) and not flexible.sent(

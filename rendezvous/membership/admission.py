@@ -95,6 +95,7 @@ def _send_welcome(job: Job, peer: Peer) -> None:
             times.dead,
             lease_seconds(job.config, times.dead),
             job.config.patience,
+            job.config.keeps_port,
         ),
     )
 

@@ -71,6 +71,8 @@ class SchedulerConfig:
     """
     patience: float = 60.0
     """Sent in Welcome: seconds that agents wait for a lost scheduler; 0: they do not wait."""
+    keeps_port: bool = False
+    """Sent in Welcome: an agent holds the scheduler's listening socket as long as it lives."""
     time_limit: float | None = None
     """Counted from the first Start, with restarts."""
     command: str = ""

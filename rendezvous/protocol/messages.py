@@ -142,6 +142,11 @@ class Welcome:
     """
     patience: float = 60.0
     """Seconds that a node waits for a lost scheduler before it ends the job."""
+    keeps_port: bool = False
+    """
+    The agent of the scheduler's node holds the listening socket while the scheduler is restarted.
+    So a refused connection means that this agent has ended, and the job with it.
+    """
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,6 @@ inherits the socket and reads the secret from stdin. The end of stdin means that
 
 If the child dies, another one is started on the same socket, which stays open here meanwhile:
 agents that reconnect wait in its queue. The successor resumes from the journal.
-
-A child that stands still is killed, if a successor can resume: it gets a line every second and
-answers each one (`PingCounter`).
-
 `SchedulerChild.restart_if_dead` does all this and never blocks.
 """
 
@@ -23,18 +19,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pdrun.disk import BackgroundCall
 from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.protocol.codec import to_plain
 from pdrun.rendezvous.protocol.events import FAREWELL_SECONDS, SchedulerConfig
+from pdrun.rendezvous.protocol.messages import Verdict
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.scheduler.ping_counter import PingCounter
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.scheduler.farewell import Farewell
 
 START_SECONDS = 30.0
 """Time for the child to listen: a process start and two imports, on a machine that may be busy."""
@@ -45,7 +45,6 @@ BACKOFF_SECONDS = (0.0, 0.2, 0.5)
 """Seconds before the first, second and third restart within RESTART_WINDOW_SECONDS."""
 DISK_SECONDS = 2.0
 """Time for the journal's disk to answer whether the file exists."""
-PING_LINE = b"ping\n"
 REAP_SECONDS = 1.0
 """Time for a process to exit after the end of its output; then it is killed."""
 
@@ -95,6 +94,10 @@ class SchedulerChild:
             raise ValueError("give either an endpoint or a listening descriptor")
         self.on_start: Callable[[int], object] = lambda pid: None
         """Called with the pid of each process that is started later."""
+        config = replace(config, keeps_port=True)
+        self._config = config
+        self._secret = secret
+        self._farewell: Farewell | None = None
         self._listener = bind_listener(endpoint).detach() if endpoint else os.dup(listen_fd or 0)
         self._journal = Path(journal) if journal else None
         self._timeout = timeout
@@ -112,17 +115,12 @@ class SchedulerChild:
         self._answer_deadline: float | None = None
         """While a process starts: time by which it must report that it listens."""
         self._line = b""
-        self._pings = PingCounter(config.nodes)
-        self._is_frozen = False
         try:
             self._start_process()
             self.endpoint: Endpoint = self._await_endpoint(timeout) or self._start_second(timeout)
         except BaseException:
             self.close(0.0)
             raise
-        if self._journal is None:
-            # Without a successor, the port of a dead scheduler must refuse connections.
-            self._close_listener()
 
     @property
     def pid(self) -> int:
@@ -147,43 +145,12 @@ class SchedulerChild:
         Return the monotonic time at which `restart_if_dead` is due even if nothing is readable, or
         None.
         """
-        if self._restart_at is not None:
-            return self._restart_at
-        if self._answer_deadline is not None:
-            return self._answer_deadline
-        return self._pings.next_ping if self._can_ping() else None
-
-    def is_restarting(self) -> bool:
-        """Return whether it has died, or was killed, and its successor does not listen yet."""
-        has_none = self._restart_at is not None or self._answer_deadline is not None
-        return has_none or self._is_frozen
-
-    def kill_if_silent(self) -> None:
-        """Kill it early if it does not answer and has a journal: a stop waits for it."""
-        if self._can_ping() and self._pings.is_frozen(is_hurried=True):
-            self._kill_frozen()
-
-    def _can_ping(self) -> bool:
-        """Return whether there is a process to ping: it runs, and a successor could resume."""
-        is_up = self.fileno() >= 0 and self._restart_at is None and self._answer_deadline is None
-        return is_up and not self._is_frozen and self._journal is not None
-
-    def _send_ping(self, now: float) -> None:
-        if self._pings.is_frozen():
-            self._kill_frozen()
-            return
-        self._pings.on_ping(now)
-        assert self._process.stdin is not None
-        write_order(self._process.stdin.fileno(), PING_LINE)
-
-    def _kill_frozen(self) -> None:
-        self._is_frozen = True
-        self._process.kill()  # `fileno` reports its end
+        return self._restart_at if self._restart_at is not None else self._answer_deadline
 
     def restart_if_dead(self) -> str:
         """
-        Handle a death, a standstill, or the answer of a successor. Never blocks. Return a line for
-        the user, or "".
+        Handle a death, or the answer of a successor. Never blocks. Return a line for the user, or
+        "".
 
         A successor that cannot be started, because no process or descriptor is left, counts like
         one that died.
@@ -206,8 +173,6 @@ class SchedulerChild:
         if self._answer_deadline is not None and now >= self._answer_deadline:
             self._process.kill()  # `fileno` reports its end
             self._answer_deadline = None
-        if self._can_ping() and now >= self._pings.next_ping:
-            self._send_ping(now)
         return ""
 
     def close(self, timeout: float = FAREWELL_SECONDS + 2.0) -> None:
@@ -222,14 +187,15 @@ class SchedulerChild:
         self._close_listener()
         if hasattr(self, "_process"):
             self._reap_process(timeout)
+        if self._farewell is not None:
+            self._farewell.close(timeout)
+            self._farewell = None
 
     # One process
     # -----------
 
     def _start_process(self) -> None:
         self._line = b""
-        self._pings.reset()
-        self._is_frozen = False
         self._answer_deadline = time.monotonic() + self._timeout
         self._process = subprocess.Popen(
             self.COMMAND,
@@ -287,8 +253,6 @@ class SchedulerChild:
         for answer in map(_parse_answer, lines):
             if "journal" in answer:
                 self._journal = None  # the file, if it is still there, is out of date
-            elif "alive" in answer:
-                self._pings.on_answer()
             elif answer:
                 found = answer
         return found
@@ -344,13 +308,9 @@ class SchedulerChild:
     def _on_exit(self, now: float) -> str:
         status = self._reap_process(REAP_SECONDS)
         died = f"the scheduler process on this node has died ({_describe_status(status)})"
-        if self._is_frozen:
-            died = (
-                f"the scheduler process on this node did not answer for"
-                f" {self._pings.silence:g} s (was it stopped?) and was killed"
-            )
         if status == 0:
-            self._give_up("the scheduler process on this node has ended")
+            self._close_listener()  # the job is over, and each node had the time to hear it
+            raise RendezvousError("the scheduler process on this node has ended")
         if self._journal is None:
             self._give_up(died)
         journal = self._journal
@@ -377,9 +337,29 @@ class SchedulerChild:
         return f"{why}: restarting it; the workers continue"
 
     def _give_up(self, why: str) -> NoReturn:
-        self._close_listener()
         self._reap_process(REAP_SECONDS)
+        self._tell_others(why)
         raise RendezvousError(why)
+
+    def _tell_others(self, why: str) -> None:
+        """Tell the other agents. If that is impossible, the port refuses them, and they leave."""
+        from pdrun.rendezvous.scheduler.farewell import Farewell
+
+        listener = self._listener
+        self._listener = -1
+        events = self._order["events"]
+        host = f"on {self._config.host}" if self._config.host else "on the first node"
+        try:
+            self._farewell = Farewell(
+                self._config,
+                self._secret,
+                listener,
+                Verdict(69, why.replace("on this node", host)),
+                Path(events) if events else None,
+                is_insecure=self._order["insecure"],
+            )
+        except Exception:  # no descriptor, thread or memory is left; the port is closed
+            self._farewell = None
 
     def _close_listener(self) -> None:
         if self._listener >= 0:
@@ -402,7 +382,7 @@ def _parse_answer(line: bytes) -> dict[str, Any]:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    if isinstance(answer, dict) and answer.keys() & {"endpoint", "error", "journal", "alive"}:
+    if isinstance(answer, dict) and answer.keys() & {"endpoint", "error", "journal"}:
         return answer
     return {}
 

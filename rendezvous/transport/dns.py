@@ -1,6 +1,6 @@
 """
-Whether a host's name can be resolved. libzmq resolves names itself and never reports that it
-failed.
+Why a host cannot be reached: its name cannot be resolved, or it refuses connections. libzmq
+resolves and connects itself, and only reports that it failed.
 
 The resolver may take longer than a caller should wait, so each look-up runs in a thread.
 """
@@ -10,17 +10,24 @@ from __future__ import annotations
 import socket
 import threading
 
+from pdrun.endpoint import Endpoint
+
+PROBE_SECONDS = 2.0
+"""Time for a host to answer a connection."""
+
 
 class NameLookup:
     """
-    The look-up of one host name. `start_lookup` may be called often; one look-up runs at a time.
+    The look-up of one endpoint. `start_lookup` may be called often; one look-up runs at a time.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._thread: threading.Thread | None = None
         self.fault = ""
         """Why the name cannot be resolved, by the last answer; empty: no answer yet, or it can."""
+        self.is_refused = False
+        """Whether the host refused a connection, by the last answer."""
 
     def start_lookup(self) -> None:
         """Start a look-up without waiting for the answer."""
@@ -31,7 +38,19 @@ class NameLookup:
             self._thread.start()
 
     def _resolve_name(self) -> None:
-        self.fault = name_fault(self._host)
+        self.fault = name_fault(self._endpoint.host)
+        self.is_refused = not self.fault and refuses_connections(self._endpoint)
+
+
+def refuses_connections(endpoint: Endpoint) -> bool:
+    """Return whether the host answers that no process listens; False: it accepts, or is silent."""
+    try:
+        socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, UnicodeError):
+        return False
+    return False
 
 
 def name_fault(host: str) -> str:

@@ -40,6 +40,11 @@ RECHECK_SECONDS = 1.5
 After a stall of this process: time to hear from the scheduler before the lease counts, as without
 the stall.
 """
+REFUSED_SECONDS = 5.0
+"""
+Time for which a host must refuse connections, until its agent has ended for certain. A firewall
+that rejects packets for a moment looks the same.
+"""
 STALL_SECONDS = 1.5
 """A longer time between two calls is a stall of this process."""
 
@@ -86,6 +91,8 @@ class ReconnectPolicy:
         self._silent_since: float | None = None
         self.no_listener_since: float | None = None
         """Time since which no process listens at the port."""
+        self._refused_since: float | None = None
+        """Time since which the host refuses connections."""
         self.is_through_relay = False
         """Whether the other side is a relay."""
 
@@ -100,6 +107,8 @@ class ReconnectPolicy:
             self._stall_ended_at = now
             if self._lost_since is not None:
                 self._lost_since += late
+            if self._refused_since is not None:
+                self._refused_since += late
 
     def on_message(self, now: float, *, is_certain: bool = True) -> None:
         """
@@ -135,10 +144,16 @@ class ReconnectPolicy:
         """
         return bool(lease) and now - self._certain_at > lease
 
-    def on_no_listener(self, now: float) -> None:
+    def on_no_listener(self, now: float, *, is_refused: bool = False) -> None:
         """
         No process listens or can be reached. Refused handshakes before that do not count any more.
+
+        ``is_refused``: the host itself has answered that no process listens.
         """
+        if not is_refused:
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = now
         self.no_listener_since = self.no_listener_since or now
         self._refusals = 0
         self._first_refusal = None
@@ -147,6 +162,7 @@ class ReconnectPolicy:
         """A connection was accepted."""
         self._certain_at = now
         self.no_listener_since = None
+        self._refused_since = None
 
     def on_handshake(self) -> None:
         """The handshake succeeded: the token is right."""
@@ -188,6 +204,12 @@ class ReconnectPolicy:
         if self._lost_since is None:
             return
         gone = now - self._lost_since
+        if self._is_host_without_agent(welcome, now):
+            raise RendezvousError(
+                f"{self._describe_lost_peer()}: its host has refused connections for "
+                f"{REFUSED_SECONDS:g} s, so pdrun on the first node has ended",
+                where=str(self._endpoint),
+            )
         if gone > max(welcome.patience, self._min_patience):
             raise RendezvousError(
                 f"{self._describe_lost_peer()}: it sent nothing for {now - self._alive_at:.1f} s",
@@ -199,6 +221,12 @@ class ReconnectPolicy:
             "return; the workers continue",
             now,
         )
+
+    def _is_host_without_agent(self, welcome: Welcome, now: float) -> bool:
+        """Whether the scheduler cannot return, because the agent that restarts it has ended."""
+        if self._refused_since is None or self.is_through_relay or not welcome.keeps_port:
+            return False
+        return now - self._refused_since >= REFUSED_SECONDS
 
     def _describe_lost_peer(self) -> str:
         if not self.is_through_relay:

@@ -227,7 +227,7 @@ class Connector:
         self._policy = policy
         self._crowd = crowd
         self._connect_timeout = connect_timeout
-        self._name_lookup = NameLookup(endpoint.host)
+        self._name_lookup = NameLookup(endpoint)
         self._attempt_at = 0.0
         self._context = zmq.Context()
         self._epoll = select.epoll()
@@ -317,7 +317,7 @@ class Connector:
         self.connection = None
 
     def _on_no_listener(self, event: ConnectionEvent, now: float) -> None:
-        self._policy.on_no_listener(now)
+        self._policy.on_no_listener(now, is_refused=self._name_lookup.is_refused)
         self._name_lookup.start_lookup()
         if self.is_known:
             wait = RETRY_WELCOMED_SECONDS

@@ -9,8 +9,11 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
+from tests.lib.tiers import thorough
 
 
 def kill_scheduler(job: NodeJob) -> float:
@@ -69,15 +72,48 @@ def test_a_scheduler_killed_in_a_restart_counts_it_once(bed: Bed) -> None:
 
 
 def test_a_scheduler_that_dies_again_and_again_is_given_up(bed: Bed) -> None:
-    jobs = bed.job("--on-scheduler-loss", "wait=20")
+    """The others are told at once, and do not wait for a minute."""
+    jobs = bed.job("--grace", "3")
     bed.running()
     deadline = time.monotonic() + 90
     while jobs[0].process.poll() is None and time.monotonic() < deadline:
         if pid := jobs[0].scheduler():
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-    assert bed.codes(timeout=90) == [69] * 3, bed.said()
+    assert bed.codes(timeout=10) == [69] * 3, bed.said()
     assert len(bed.notes("signal")) == 3
+    assert "after 3 restarts in 60 s" in jobs[1].err and "scheduler process on h1" in jobs[1].err
+    assert bed.event("verdict").data["code"] == 69
+    bed.clean()
+
+
+@pytest.mark.parametrize("journal", ["missing", "empty", thorough("damaged")])
+def test_a_scheduler_that_cannot_be_resumed_ends_the_job_everywhere(bed: Bed, journal: str) -> None:
+    jobs = bed.job("--grace", "3")
+    bed.running()
+    (path,) = bed.folder.rglob("scheduler.journal")
+    os.kill(jobs[0].scheduler(), signal.SIGSTOP)  # it must not write what is damaged
+    if journal == "missing":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes(b"" if journal == "empty" else data[:40] + b"~" + data[41:])
+    os.kill(jobs[0].scheduler(), signal.SIGKILL)
+    assert bed.codes(timeout=15) == [69] * 3, bed.said()
+    assert bed.event("verdict").data["code"] == 69
+    bed.clean()
+
+
+def test_the_first_agent_killed_with_its_scheduler_is_not_waited_for(bed: Bed) -> None:
+    """Nobody is left to tell the others: the host refuses their connections."""
+    jobs = bed.job("--grace", "3")
+    bed.running()
+    scheduler = jobs[0].scheduler()
+    os.kill(jobs[0].pid, signal.SIGSTOP)  # so that neither sees the other's end
+    os.kill(scheduler, signal.SIGKILL)
+    os.kill(jobs[0].pid, signal.SIGKILL)
+    assert bed.codes(*jobs[1:], timeout=30) == [69] * 2, bed.said()
+    assert "refused connections for 5 s" in jobs[1].err
     bed.clean()
 
 

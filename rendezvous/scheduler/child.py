@@ -6,6 +6,10 @@ inherits the socket and reads the secret from stdin. The end of stdin means that
 
 If the child dies, another one is started on the same socket, which stays open here meanwhile:
 agents that reconnect wait in its queue. The successor resumes from the journal.
+
+A child that stands still is killed, if a successor can resume: it gets a line every second and
+answers each one (`PingCounter`).
+
 `SchedulerChild.restart_if_dead` does all this and never blocks.
 """
 
@@ -30,6 +34,7 @@ from pdrun.rendezvous.protocol.codec import to_plain
 from pdrun.rendezvous.protocol.events import FAREWELL_SECONDS, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Verdict
 from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.ping_counter import PingCounter
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
@@ -45,6 +50,7 @@ BACKOFF_SECONDS = (0.0, 0.2, 0.5)
 """Seconds before the first, second and third restart within RESTART_WINDOW_SECONDS."""
 DISK_SECONDS = 2.0
 """Time for the journal's disk to answer whether the file exists."""
+PING_LINE = b"ping\n"
 REAP_SECONDS = 1.0
 """Time for a process to exit after the end of its output; then it is killed."""
 
@@ -115,6 +121,8 @@ class SchedulerChild:
         self._answer_deadline: float | None = None
         """While a process starts: time by which it must report that it listens."""
         self._line = b""
+        self._pings = PingCounter(config.nodes)
+        self._is_frozen = False
         try:
             self._start_process()
             self.endpoint: Endpoint = self._await_endpoint(timeout) or self._start_second(timeout)
@@ -145,12 +153,43 @@ class SchedulerChild:
         Return the monotonic time at which `restart_if_dead` is due even if nothing is readable, or
         None.
         """
-        return self._restart_at if self._restart_at is not None else self._answer_deadline
+        if self._restart_at is not None:
+            return self._restart_at
+        if self._answer_deadline is not None:
+            return self._answer_deadline
+        return self._pings.next_ping if self._can_ping() else None
+
+    def is_restarting(self) -> bool:
+        """Return whether it has died, or was killed, and its successor does not listen yet."""
+        has_none = self._restart_at is not None or self._answer_deadline is not None
+        return has_none or self._is_frozen
+
+    def kill_if_silent(self) -> None:
+        """Kill it early if it does not answer and has a journal: a stop waits for it."""
+        if self._can_ping() and self._pings.is_frozen(is_hurried=True):
+            self._kill_frozen()
+
+    def _can_ping(self) -> bool:
+        """Return whether there is a process to ping: it runs, and a successor could resume."""
+        is_up = self.fileno() >= 0 and self._restart_at is None and self._answer_deadline is None
+        return is_up and not self._is_frozen and self._journal is not None
+
+    def _send_ping(self, now: float) -> None:
+        if self._pings.is_frozen():
+            self._kill_frozen()
+            return
+        self._pings.on_ping(now)
+        assert self._process.stdin is not None
+        write_order(self._process.stdin.fileno(), PING_LINE)
+
+    def _kill_frozen(self) -> None:
+        self._is_frozen = True
+        self._process.kill()  # `fileno` reports its end
 
     def restart_if_dead(self) -> str:
         """
-        Handle a death, or the answer of a successor. Never blocks. Return a line for the user, or
-        "".
+        Handle a death, a standstill, or the answer of a successor. Never blocks. Return a line for
+        the user, or "".
 
         A successor that cannot be started, because no process or descriptor is left, counts like
         one that died.
@@ -173,6 +212,8 @@ class SchedulerChild:
         if self._answer_deadline is not None and now >= self._answer_deadline:
             self._process.kill()  # `fileno` reports its end
             self._answer_deadline = None
+        if self._can_ping() and now >= self._pings.next_ping:
+            self._send_ping(now)
         return ""
 
     def close(self, timeout: float = FAREWELL_SECONDS + 2.0) -> None:
@@ -196,6 +237,8 @@ class SchedulerChild:
 
     def _start_process(self) -> None:
         self._line = b""
+        self._pings.reset()
+        self._is_frozen = False
         self._answer_deadline = time.monotonic() + self._timeout
         self._process = subprocess.Popen(
             self.COMMAND,
@@ -253,6 +296,8 @@ class SchedulerChild:
         for answer in map(_parse_answer, lines):
             if "journal" in answer:
                 self._journal = None  # the file, if it is still there, is out of date
+            elif "alive" in answer:
+                self._pings.on_answer()
             elif answer:
                 found = answer
         return found
@@ -308,6 +353,11 @@ class SchedulerChild:
     def _on_exit(self, now: float) -> str:
         status = self._reap_process(REAP_SECONDS)
         died = f"the scheduler process on this node has died ({_describe_status(status)})"
+        if self._is_frozen:
+            died = (
+                f"the scheduler process on this node did not answer for"
+                f" {self._pings.silence:g} s (was it stopped?) and was killed"
+            )
         if status == 0:
             self._close_listener()  # the job is over, and each node had the time to hear it
             raise RendezvousError("the scheduler process on this node has ended")
@@ -382,7 +432,7 @@ def _parse_answer(line: bytes) -> dict[str, Any]:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    if isinstance(answer, dict) and answer.keys() & {"endpoint", "error", "journal"}:
+    if isinstance(answer, dict) and answer.keys() & {"endpoint", "error", "journal", "alive"}:
         return answer
     return {}
 

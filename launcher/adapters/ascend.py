@@ -75,14 +75,19 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
     )
 
 
-def _read_ascend(environ: Environ, probes: Probes) -> LauncherInfo:
-    """Return the path of the rank table. `pdrun.launcher.ranktables` reads the table."""
+def check_no_rank(environ: Environ) -> None:
+    """Raise ConfigError if this process is already one rank of the table."""
     if "RANK_ID" in environ:
         raise ConfigError(
             f"is {environ['RANK_ID'][:20]!r}: this process is already one rank of RANK_TABLE_FILE",
             where="RANK_ID",
             hint="run pdrun once per server, or use --launcher none for a job on this node only",
         )
+
+
+def _read_ascend(environ: Environ, probes: Probes) -> LauncherInfo:
+    """Return the path of the rank table. `pdrun.launcher.ranktables` reads the table."""
+    check_no_rank(environ)
     return LauncherInfo(
         "ascend",
         "a rank table of Ascend (RANK_TABLE_FILE)",

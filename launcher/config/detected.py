@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from pdrun.endpoint import port_beside_store, port_for_job
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters import detect, mpi
+from pdrun.launcher.adapters import ascend, detect, mpi
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
@@ -102,6 +102,13 @@ def detect_settings(
         derived = _allocation_settings(found, given)
     else:
         derived = _task_settings(found, given, probes)
+    if found.launcher == "mindspore" and found.workers_per_node is None:
+        derived = _with_table_nodes(derived, found, environ)
+    if table := _table_settings(found, environ, launcher):
+        derived = [*derived, *table]
+        notes = tuple(
+            note for note in notes if not note.startswith(f"{ascend.ASCEND_ADAPTER.name} ")
+        )
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
     return (*derived, *store), notes, found.notes
@@ -129,6 +136,36 @@ def _refuse_lost_count(environ: Mapping[str, str], given: SettingsByPath) -> Non
             hint="set --nodes, --node-rank and --scheduler, or --nodes 1"
             " for a job on this node only",
         )
+
+
+def _with_table_nodes(
+    derived: list[Setting], found: LauncherInfo, environ: Mapping[str, str]
+) -> list[Setting]:
+    """
+    Without MS_LOCAL_WORKER, MindSpore's variables do not have the number of nodes. A rank table has
+    it, and MS_WORKER_NUM must be the number of its ranks.
+    """
+    if "RANK_TABLE_FILE" not in environ:
+        return derived
+    left = [setting for setting in derived if setting.path != "resources.nodes"]
+    return [*left, _make_setting("msrun.workers", found.world, found, "world")]
+
+
+def _table_settings(
+    found: LauncherInfo, environ: Mapping[str, str], launcher: str
+) -> list[Setting]:
+    """
+    Return the rank table that is set beside the variables of another launcher.
+
+    Raises:
+        ConfigError: this process is already a rank of the table.
+    """
+    path = environ.get("RANK_TABLE_FILE", "")
+    is_chosen = launcher_to_detect(launcher) not in ("", "ascend")
+    if not path or is_chosen or found.launcher in ("ascend", *_WORKER_NAMES):
+        return []
+    ascend.check_no_rank(environ)
+    return [Setting("place.rank_table", path, Source("RANK_TABLE_FILE", Priority.DETECTED, path))]
 
 
 def _store_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:

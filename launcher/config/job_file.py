@@ -83,6 +83,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
     },
     "place": {
         "scheduler": parsers.endpoint_parser(),
+        "store": parsers.endpoint_parser(),
         "node_rank": parsers.int_parser(0),
         "node_name": parsers.parse_node_name,
         "local": _parse_true_false,

@@ -8,17 +8,20 @@ are those of ``--hosts`` in the same order. A table with one server is a job on 
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.launcher.config.settings import Priority, Setting, Source
+from pdrun.launcher.config.settings import Priority, Setting, Source, conflict_error
 from pdrun.launcher.config.spec import Policy
 from pdrun.launcher.hosts.selection import Host, check_host_name
 from pdrun.launcher.ranktables import files
 from pdrun.launcher.ranktables.model import RankTable, Server, TableDevice
+from pdrun.text import plural
 
 
 def apply_rank_table(
@@ -50,6 +53,7 @@ def apply_rank_table(
     except UsageError as error:
         raise chosen.source.convert_file_error(error) from None
     source = replace(chosen.source, text=Path(path).name)
+    _check_rank_count(len(table.devices), source, environ)
     derived = [Setting("place.rank_table", path, source)]
     # the lowest priority, so that --backend cpu can try the table on any machine
     derived.append(Setting("resources.backend", "npu", replace(source, priority=Priority.DETECTED)))
@@ -66,6 +70,7 @@ def apply_rank_table(
         hosts = _match_hosts(listed[0], servers, chosen.source)
         derived.append(Setting("hosts.all", hosts, listed[0].source))
     elif len(servers) == 1:
+        others = _drop_other_nodes(others)
         ids = tuple(device.device_id for device in _devices_by_rank(servers[0]))
         derived += [
             Setting("resources.devices", len(ids), source),
@@ -73,10 +78,42 @@ def apply_rank_table(
             Setting("resources.nodes", 1, source),
         ]
     else:
-        hosts = tuple(_make_host(server, chosen.source) for server in servers)
+        _check_node_count(others, len(servers), source)
+        hosts = _make_hosts(servers, chosen.source)
         derived.append(Setting("hosts.all", hosts, source))
         derived += _node_rank_settings(servers, environ)
     return [*others, *derived], (f"{source.describe()}: {_summarize_table(table)}",)
+
+
+def _drop_other_nodes(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings without another launcher's scheduler: one server needs none."""
+    paths = ("place.serve", "place.node_rank", "scheduler.host", "scheduler.port")
+    return [
+        setting
+        for setting in settings
+        if setting.path not in paths or setting.source.priority < Priority.DETECTED
+    ]
+
+
+def _check_rank_count(ranks: int, source: Source, environ: Mapping[str, str]) -> None:
+    """Refuse a RANK_SIZE that is not the number of the table's ranks."""
+    text = environ.get("RANK_SIZE", "")
+    if source.priority is Priority.COMMAND or not re.fullmatch("[0-9]{1,9}", text):
+        return
+    if int(text) != ranks:
+        raise ConfigError(
+            f"is {text}, but {source.describe()} has {plural(ranks, 'rank')}",
+            where="RANK_SIZE",
+            hint="unset one of them",
+        )
+
+
+def _check_node_count(settings: Sequence[Setting], servers: int, source: Source) -> None:
+    """Refuse another launcher's number of nodes that differs from the table's servers."""
+    for setting in settings:
+        is_detected = setting.source.priority is Priority.DETECTED
+        if setting.path == "resources.nodes" and is_detected and setting.value != servers:
+            raise conflict_error(Setting(setting.path, servers, source), setting)
 
 
 def _summarize_table(table: RankTable) -> str:
@@ -93,10 +130,31 @@ def _devices_by_rank(server: Server) -> list[TableDevice]:
     return sorted(server.devices, key=lambda device: device.rank)
 
 
-def _make_host(server: Server, source: Source) -> Host:
+_NAME_KEYS = ("host_ip", "server_ip", "server_id", "pod_ip", "container_ip")
+"""Entries of a server with its name for ssh. The first one that no other server has counts."""
+
+
+def _make_hosts(servers: Sequence[Server], source: Source) -> tuple[Host, ...]:
+    counts = Counter(
+        (key, value)
+        for server in servers
+        for key in _NAME_KEYS
+        if (value := server.first_text(key))
+    )
+    return tuple(
+        _make_host(
+            server,
+            [key for key in _NAME_KEYS if counts[key, server.first_text(key)] == 1],
+            source,
+        )
+        for server in servers
+    )
+
+
+def _make_host(server: Server, name_keys: Sequence[str], source: Source) -> Host:
     """Return a host with the address for ssh and, if it differs, the address for the rendezvous."""
-    name = server.first_text("host_ip", "server_ip", "server_id", "pod_ip", "container_ip")
-    meet = server.first_text("container_ip", "pod_ip", "host_ip", "server_ip")
+    name = server.first_text(*name_keys)
+    meet = server.meeting_address
     try:
         check_host_name(name, source.label)
     except PdrunError:

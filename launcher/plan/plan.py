@@ -292,6 +292,8 @@ def _visibility_by_rank(placement: WorkerPlacement) -> dict[int, Mapping[str, st
 def _base_environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the environment that workers inherit, and the names of the removed variables."""
     base, removed = remove_launcher_variables(facts.environ)
+    if not spec.place.rank_table and base.pop("RANK_TABLE_FILE", ""):
+        removed = tuple(sorted((*removed, "RANK_TABLE_FILE")))  # its ranks are not this job's
     if isinstance(spec.resources.threads, int):
         base.pop("OMP_NUM_THREADS", None)  # an explicit --threads overrides the variable
     return base, removed

@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Hashable, Iterable, Sequence
 
 from pdrun.launcher.ranktables.jsontext import JsonPath, format_path
-from pdrun.launcher.ranktables.model import Fault, RankTable, TableDevice
+from pdrun.launcher.ranktables.model import MEETING_KEYS, Fault, RankTable, TableDevice
 
 MAX_RANKS_SHOWN = 20
 _SUPER_PODS: JsonPath = ("super_pod_list",)
@@ -20,7 +20,7 @@ def check_table(table: RankTable) -> list[Fault]:
     if table.status == "initializing":
         what = "initializing: the table is not complete yet"
         return [Fault(("status",), what, "wait until it is completed")]
-    faults = _check_ranks(table) + _check_ids(table)
+    faults = _check_ranks(table) + _check_ids(table) + _check_meeting_addresses(table)
     if table.dialect != "2.0":
         faults += _check_addresses(table)
     if table.dialect == "1.2" or table.super_pods:
@@ -52,6 +52,8 @@ def _check_ranks(table: RankTable) -> list[Fault]:
     for expected, (rank, path) in enumerate(ranks):
         if rank != expected:
             what = f"{rank} follows {expected - 1}: rank {expected} is missing"
+            if expected == 0:
+                what = f"the lowest rank is {rank}: rank 0 is missing"
             return [Fault(path, what, "ranks must be 0 to n-1")]
     next_rank = 0
     for server in table.servers_by_rank:
@@ -78,6 +80,34 @@ def _check_ids(table: RankTable) -> list[Fault]:
         )
         faults += _find_duplicates(device_ids, "a device of a server")
     return faults
+
+
+def _check_meeting_addresses(table: RankTable) -> list[Fault]:
+    """The addresses of several servers are unique, and none is a loopback address."""
+    if len(table.servers) < 2:
+        return []
+    addresses = []
+    for server in table.servers:
+        address = server.meeting_address
+        key = next(
+            (key for key in MEETING_KEYS if address and server.extra.get(key) == address), ""
+        )
+        path = (*server.path, key)
+        if key and _is_loopback(address):
+            what = f"{address} is a loopback address, but there are {len(table.servers)} servers"
+            return [Fault(path, what, "write the address at which the others reach this server")]
+        if key:
+            addresses.append((address, path))
+    return _find_duplicates(addresses, "the address of a server")
+
+
+def _is_loopback(text: str) -> bool:
+    """Whether text is an address that only its own machine reaches, or ``localhost``."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def _check_addresses(table: RankTable) -> list[Fault]:

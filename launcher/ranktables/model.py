@@ -22,6 +22,10 @@ DIALECTS: tuple[Dialect, ...] = ("1.0", "1.1", "1.2", "2.0", "group", "lab")
 WRITABLE_DIALECTS: tuple[Dialect, ...] = ("1.0", "1.2", "2.0", "group", "lab")
 
 
+MEETING_KEYS = ("container_ip", "pod_ip", "host_ip", "server_ip")
+"""Entries of a server with the address at which the others reach it. The first one counts."""
+
+
 @dataclass(frozen=True)
 class TableDevice:
     """One device of a server."""
@@ -55,6 +59,11 @@ class Server:
             if isinstance(value, str) and value:
                 return value
         return ""
+
+    @property
+    def meeting_address(self) -> str:
+        """Address at which the other servers reach this one; empty: the table has none."""
+        return self.first_text(*MEETING_KEYS)
 
     @property
     def names(self) -> tuple[str, ...]:

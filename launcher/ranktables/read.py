@@ -262,15 +262,27 @@ def _split_into_servers(devices: list[TableDevice]) -> tuple[Server, ...]:
     """
     Return servers without names.
 
-    A new server starts where the device id does not increase from one rank to the next.
+    A new server starts where the device id does not increase from one rank to the next, and where
+    the instance of layer 0 changes, which is the network inside of a server.
     """
     groups: list[list[TableDevice]] = []
     for device in sorted(devices, key=lambda device: device.rank):
-        if groups and device.device_id > groups[-1][-1].device_id:
+        last = groups[-1][-1] if groups else None
+        is_same_instance = last is not None and _first_instance(last) == _first_instance(device)
+        if last is not None and is_same_instance and device.device_id > last.device_id:
             groups[-1].append(device)
         else:
             groups.append([device])
     return tuple(Server("", tuple(group)) for group in groups)
+
+
+def _first_instance(device: TableDevice) -> str:
+    """Return the instance of layer 0 of a device; empty: none is named."""
+    layers = device.extra.get("level_list")
+    for layer in layers if isinstance(layers, list) else ():
+        if isinstance(layer, dict) and layer.get("net_layer") == 0:
+            return str(layer.get("net_instance_id", ""))
+    return ""
 
 
 def _check_layers(data: Mapping[str, Any], path: JsonPath, reader: ValueReader) -> None:

@@ -100,7 +100,7 @@ class ValueReader:
         if "*" in value:
             what = f"{value!r} contains a *: a sample value that was not filled in"
             self.add_fault((*path, key), what)
-        elif re.fullmatch(r"\{.*\}|\$\{?\w+\}?", value):
+        elif re.fullmatch(r"\{.*\}|\$\{?\w+\}?|<.*>|[xX]{1,3}(?:\.[xX]{1,3}){3}", value):
             self.add_fault((*path, key), f"{value!r} is a placeholder that was not filled in")
         return value
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from pdrun.errors import PdrunError
@@ -90,3 +93,42 @@ def test_several_nodes_never_become_a_job_of_one(environ: dict[str, str], messag
         resolve_line("x", environ)
     assert raised.value.exit_code == 78
     assert "--" in raised.value.hint
+
+
+def write_table(folder: Path, addresses: list[dict[str, str]]) -> str:
+    """Write a rank table with one rank per server; return its path."""
+    servers = [
+        {
+            "server_id": f"s{at}",
+            **address,
+            "device": [{"device_id": "0", "device_ip": f"10.1.0.{at}", "rank_id": str(at)}],
+        }
+        for at, address in enumerate(addresses)
+    ]
+    data = {
+        "version": "1.0",
+        "status": "completed",
+        "server_count": str(len(servers)),
+        "server_list": servers,
+    }
+    path = folder / "table.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def test_the_size_of_a_job_is_that_of_its_rank_table(tmp_path: Path) -> None:
+    path = write_table(tmp_path, [{}])
+    assert resolve_line("x", {"RANK_TABLE_FILE": path, "RANK_SIZE": "1"}).spec.place.rank_table
+    with pytest.raises(
+        PdrunError, match=r"RANK_SIZE: is 8, but RANK_TABLE_FILE \(table.json\) has 1"
+    ):
+        resolve_line("x", {"RANK_TABLE_FILE": path, "RANK_SIZE": "8"})
+
+
+def test_two_pods_of_one_host_are_two_nodes(tmp_path: Path) -> None:
+    pods = [{"host_ip": "10.0.0.9", "pod_ip": f"172.16.0.{at}"} for at in range(2)]
+    environ = {"RANK_TABLE_FILE": write_table(tmp_path, pods), "XDL_IP": "172.16.0.1"}
+    place = resolve_line("x", environ).spec.place
+    assert [host.peer_address for host in place.hosts] == ["172.16.0.0", "172.16.0.1"]
+    assert len({host.name for host in place.hosts}) == 2
+    assert place.node_rank == 1

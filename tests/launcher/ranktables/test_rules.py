@@ -120,6 +120,11 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
     ),
     ("no devices", set_to("server_list", 0, "device", []), "server_list[0].device: is empty"),
     ("rank missing", set_to(*D, "rank_id", None), "server_list[1].device[0].rank_id: is missing"),
+    (
+        "no rank 0",
+        set_to("server_list", 0, "device", 0, "rank_id", "9"),
+        "rank_id: the lowest rank is 1: rank 0 is missing",
+    ),
     ("rank gap", set_to(*D, "rank_id", "7"), "rank_id: 3 follows 1: rank 2 is missing"),
     (
         "rank twice",
@@ -162,6 +167,21 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
         "device_ip: 10.1.0.1 is listed twice",
     ),
     ("port zero", set_to(*D, "device_port", "0"), "device_port: must be a port"),
+    (
+        "sample value",
+        set_to("server_list", 0, "server_id", "xx.xx.xx.xx"),
+        "'xx.xx.xx.xx' is a placeholder",
+    ),
+    (
+        "pod address of the machine itself",
+        set_to("server_list", 1, "pod_ip", "127.0.0.1"),
+        "server_list[1].pod_ip: 127.0.0.1 is a loopback address, but there are 2 servers",
+    ),
+    (
+        "host address localhost",
+        set_to("server_list", 0, "host_ip", "localhost"),
+        "server_list[0].host_ip: localhost is a loopback address",
+    ),
     ("placeholder", set_to("server_list", 0, "server_id", "${HOST}"), "'${HOST}' is a placeholder"),
 ]
 
@@ -174,6 +194,26 @@ def test_a_fault_is_named_with_its_path(
     change(data)
     assert words in faults_of(data)
     assert bool(words) == bool(faults_of(data))
+
+
+def test_two_servers_with_one_address_are_refused() -> None:
+    data = table()
+    for server in data["server_list"]:
+        server["pod_ip"] = "10.9.9.9"
+    assert "server_list[1].pod_ip: 10.9.9.9 is listed twice" in faults_of(data)
+
+
+def test_two_pods_of_one_host_have_addresses_of_their_own() -> None:
+    data = table()
+    for at, server in enumerate(data["server_list"]):
+        server |= {"host_ip": "10.9.9.9", "pod_ip": f"172.16.0.{at}"}
+    assert faults_of(data) == ""
+
+
+def test_the_address_of_a_single_server_is_not_used() -> None:
+    data = table(1, 2)
+    data["server_list"][0]["pod_ip"] = "127.0.0.1"
+    assert faults_of(data) == ""
 
 
 def test_ranks_of_a_server_are_consecutive() -> None:
@@ -265,6 +305,16 @@ def flat(**changes: Any) -> Data:
     ]
     ranks[1].update(changes)
     return {"version": "2.0", "rank_count": 2, "rank_list": ranks}
+
+
+def test_a_server_of_dialect_2_ends_with_its_instance_of_layer_0() -> None:
+    data = flat()
+    found, _ = read_table(data)
+    assert found is not None and len(found.servers) == 1
+    data["rank_list"][1]["level_list"][0]["net_instance_id"] = "r1"
+    found, _ = read_table(data)
+    assert found is not None
+    assert [[one.rank for one in server.devices] for server in found.servers] == [[0], [1]]
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,15 @@ def test_the_cookie_is_made_private(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["cookie"]
 
 
+def test_a_cookie_that_another_process_has_just_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_cookie(tmp_path / "cookie")
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # as it was a moment ago
+    assert load_cookie(tmp_path / "cookie") == first
+    assert [path.name for path in tmp_path.iterdir()] == ["cookie"]
+
+
 def test_processes_that_race_get_one_cookie(tmp_path: Path) -> None:
     code = (
         "import sys, hashlib; from pathlib import Path; from pdrun.rendezvous.protocol.security import load_cookie\n"

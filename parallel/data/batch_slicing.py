@@ -135,8 +135,12 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
             tuple of counts per dim, ``(4, 1)``.
         world: degree of the data axis.
 
+    Counts slice rows, which are dim 0: each rank computes its slice alone, and slices of images or
+    of sequences would be another model. Rows on another dim are named by dims.
+
     Raises:
-        UsageError: another value, counts that are neither 1 nor ``world``, or two sliced dims.
+        UsageError: another value, counts that are neither 1 nor ``world``, two sliced dims, or
+            counts that slice another dim than 0.
     """
     if value is None or value == "sliced":
         return BatchSlicing()
@@ -150,7 +154,18 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
             where=DATASET_STRATEGY,
             hint="use 'sliced', 'data_parallel', 'full_batch' or dims",
         )
-    return BatchSlicing(tuple(_parse_entry(entry, world) for entry in value))
+    dims = tuple(_parse_entry(entry, world) for entry in value)
+    for index, (entry, dim) in enumerate(zip(value, dims, strict=True)):
+        if dim and isinstance(entry, Sequence):
+            hint = "shard images by operators (docs/operators.md), sequences by a cp axis"
+            if None not in dims:
+                hint = f"if these are rows, name their dims: {dims}; {hint}"
+            raise UsageError(
+                f"{value!r} slices dim {dim} of tensor {index}; counts can slice rows (dim 0) only",
+                where=DATASET_STRATEGY,
+                hint=hint,
+            )
+    return BatchSlicing(dims)
 
 
 def _parse_entry(entry: Any, world: int) -> int | None:

@@ -9,13 +9,14 @@ happened.
 A run and one process with the same slices also agree if a loss looks across rows, as a contrastive
 loss does, or has a weight penalty that each slice adds. With another number of ranks the result
 would differ. Therefore two slices are also computed as one; the report shows if that changes the
-loss.
+loss. If `dataset_strategy` slices another dim than 0, the whole batch is computed as well, and
+another loss is an error: the slices are not rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -254,8 +255,43 @@ def _compute_reference(state: RunState, batch: Any) -> _Reference:
                 joint = float(state.compute_objective(model, load_rows(both), both, 0)[0])
             separate = totals[0] + totals[1]
             row_dependence = abs(joint - separate) / max(abs(separate), 1e-6)
+        if any(slicing.dims or ()):
+            _check_slices_are_rows(state, model, slices, load_rows)
     grads, norm = _divide_and_clip(state, model, sum(counts))
     return _Reference(sum(totals) / sum(counts), norm, grads, row_dependence)
+
+
+def _check_slices_are_rows(
+    state: RunState, model: nn.Module, slices: list[range], load_rows: Callable[[range], Any]
+) -> None:
+    """
+    Compare the loss of the whole batch with that of its slices, without random numbers.
+
+    Raises:
+        ConfigError: they differ: the batch is sliced along a dim that has no rows.
+    """
+    was_training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole = _join_ranges(slices)
+            sums = [
+                [float(each) for each in state.compute_objective(model, load_rows(rows), rows, 0)]
+                for rows in (whole, *slices)
+            ]
+    finally:
+        for part in was_training:
+            part.training = True
+    whole_loss = sums[0][0] / sums[0][1]
+    loss = sum(total for total, _ in sums[1:]) / sum(count for _, count in sums[1:])
+    tolerance = max(_tolerances(state)[1], ROW_DEPENDENCE_TOLERANCE)
+    if not abs(loss - whole_loss) <= tolerance * max(abs(whole_loss), 1e-6):
+        raise ConfigError(
+            f"the slices of a batch have loss {loss:.9g}, the whole batch has {whole_loss:.9g}: "
+            f"they are sliced along dims {state.batch_slicing.dims}, which are not all rows",
+            where="pdrun.Run.verify",
+            hint="name the dims of the rows in dataset_strategy",
+        )
 
 
 def _order_slices(state: RunState, rows: int, is_joined: bool) -> list[tuple[int, range]]:

@@ -19,6 +19,7 @@ from torch.utils.data import (
 import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.data import loader
+from pdrun.parallel.data.batch_slicing import parse_batch_slicing
 from pdrun.parallel.data.loader import Loader, Position
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
@@ -265,3 +266,18 @@ def test_a_loop_whose_position_another_one_has_moved_ends() -> None:
     with pytest.raises(UsageError, match="another loop over training data"):
         for _ in run.data(loader):
             list(run.data(loader))
+
+
+@pytest.mark.parametrize(
+    ("value", "dims"),
+    [
+        (((1, 1, 1, 4), (1,)), ""),
+        (((1, 4), (1, 4)), "(1, 1)"),
+        (((1, 4, 1), (4,)), "(1, 0)"),
+    ],
+)
+def test_counts_slice_rows_only(value: Any, dims: str) -> None:
+    with pytest.raises(UsageError, match="slices dim") as caught:
+        parse_batch_slicing(value, 4)
+    assert f"name their dims: {dims}" in caught.value.hint or not dims
+    assert "shard images by operators" in caught.value.hint

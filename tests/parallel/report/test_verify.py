@@ -56,6 +56,36 @@ class Rows(Ranked):
         return self.out(x - x.mean(0))
 
 
+class TimeFirst(Ranked):
+    """A model with rows on dim 1; with ``mixes`` each place on dim 1 sees those before it."""
+
+    mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mixes:
+            x = x + x.cumsum(1)
+        return self.out(x).mean(0)
+
+
+class TimeFirstMixed(TimeFirst):
+    mixes = True
+
+
+def sliced_on_dim_1(kind: Any) -> float:
+    torch.manual_seed(3)
+    batch = torch.randn(3, 8, 6), torch.randn(8, 1)
+    run = parallelize(kind(), sgd, square_loss, dataset_strategy=(1, 0))
+    return run.verify([batch]).steps[0].reference_loss
+
+
+def test_slices_along_another_dim_are_held_against_the_whole_batch(worlds: Worlds) -> None:
+    assert worlds(2).run(sliced_on_dim_1, TimeFirst)[0] > 0
+    for kind, text in worlds(2).failures(sliced_on_dim_1, TimeFirstMixed):
+        assert kind == "ConfigError"
+        assert "the whole batch has" in text
+        assert "dims (1, 0)" in text
+
+
 def unequal(kind: Any) -> None:
     parallelize(kind(), sgd, square_loss).verify([pair(12)])
 

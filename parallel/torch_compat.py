@@ -7,6 +7,7 @@ Differences between torch 2.11 and 2.14, in one place.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -158,6 +159,9 @@ _group_counts: Counter[tuple[int, ...]] = Counter()
 _naming_lock = threading.Lock()
 _unused_groups: list[Any] = []
 """Groups whose owners are gone, until `destroy_unused_groups`."""
+_owned_groups: dict[int, weakref.finalize[Any, Any]] = {}
+"""What happens to groups when their owners are garbage collected."""
+_group_numbers = itertools.count()
 
 
 def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
@@ -187,8 +191,16 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
             )
         finally:
             distributed_c10d._hash_ranks_to_str = usual
-    weakref.finalize(owner, _unused_groups.append, made).atexit = False
+    _owned_groups[next(_group_numbers)] = weakref.finalize(owner, _unused_groups.append, made)
     return made
+
+
+def forget_groups() -> None:
+    """Drop the references to all groups of `new_group`, which are about to be destroyed."""
+    for finalizer in _owned_groups.values():
+        finalizer.detach()
+    _owned_groups.clear()
+    _unused_groups.clear()
 
 
 def destroy_unused_groups() -> None:
@@ -197,6 +209,8 @@ def destroy_unused_groups() -> None:
 
     Groups of accelerators are left to torch: destroying one waits for the other ranks.
     """
+    for number in [one for one, finalizer in _owned_groups.items() if not finalizer.alive]:
+        del _owned_groups[number]
     while _unused_groups:
         group = _unused_groups.pop()
         if group in distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":

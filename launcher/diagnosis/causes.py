@@ -112,6 +112,8 @@ _PIPE_ERRORS = (
 )
 _PIPE_FILES = re.compile(r"/torch/distributed/|/torch/multiprocessing/|/multiprocessing/")
 _ABORTED = re.compile(r"^terminate called|c10::|std::|what\(\):", re.MULTILINE)
+_ENDED_THREAD = re.compile(r"^terminate called without an active exception$", re.MULTILINE)
+"""C++'s last words when Python, at its end, ends a thread that C++ still uses."""
 _NOT_FOUND = re.compile(
     r"can't open file .*\[Errno \d+\]|: No module named \S+$|can't find '__main__' module"
 )
@@ -279,6 +281,11 @@ def _cause_of_signal(
         )
     if number in (signal.SIGKILL, signal.SIGTERM):
         plain += ", not by pdrun"
+    if number == signal.SIGABRT and _ENDED_THREAD.search(_abort_text(evidence).rstrip()):
+        plain += (
+            " at its end: a thread (of torch.distributed, as a rule) still ran when Python ended;"
+            " end the script with torch.distributed.destroy_process_group(), or use pdrun.init()"
+        )
     return _make_cause(
         evidence, "signal", code, plain, number=number, at=since[0], traceback=since[1]
     )

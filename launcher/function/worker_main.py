@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
         text = format_user_traceback(error)
         write_failure(path.parent, rank, world_size, error, text, 1)
         sys.stderr.write(text)
+        sys.last_value = error  # as the interpreter does: `pdrun.init` leaves groups differently
         return 1
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
 
 class AxisMembers:
@@ -39,12 +40,18 @@ class AxisMembers:
         self.names = names
         self.ranks = ranks
         self.index = index
-        self.group = group
+        self.group: Any = group
         self.device = device
         self.grid = grid
         self.rank = rank
         self.size = len(ranks)
         self.is_sorted = sorted(ranks) == list(ranks)
+        register_holder(self)
+
+    def drop_groups(self) -> None:
+        """Drop the process group: the job is left."""
+        if self.group is not None:
+            self.group = ClosedGroup()
 
 
 _counter = itertools.count()

@@ -91,7 +91,7 @@ class CollectiveState:
             self.deferred = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingTensor:
     """
     The result of a collective that has been started.
@@ -119,6 +119,8 @@ class PendingTensor:
             self.state.yield_turn()
             for work in self.works:
                 self.state.watchdog.wait(work, self.label)
+            self.works = ()  # torch's handles refer to the tensors
+            self.sent = None
         return self.out
 
 

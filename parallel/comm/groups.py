@@ -25,6 +25,7 @@ from pdrun.parallel.comm.axis_transport import CollectiveCount, CollectiveState
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.startup.group_exit import register_holder
 
 
 class MeshGroups:
@@ -51,6 +52,11 @@ class MeshGroups:
         self._axis_groups: dict[tuple[str, ...], AxisGroup] = {}
         self._process_groups: dict[tuple[int, ...], Any] = {}
         self._views: dict[Grid, MeshGroups] = {}
+        register_holder(self)
+
+    def drop_groups(self) -> None:
+        """Drop the process groups: the job is left."""
+        self._process_groups.clear()
 
     @property
     def watchdog(self) -> CollectiveWatchdog:

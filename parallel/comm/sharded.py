@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
 
 class PendingResult:
@@ -80,10 +81,18 @@ class ShardedGroup:
         """Collectives started so far, by name."""
         self.nbytes: dict[str, int] = {}
         """Bytes that this rank gave to sums and gathers, by name."""
-        self.group = self._make_group(self.ranks) if own and self.world > 1 else axis.group
+        self.group: Any = axis.group
+        if own and self.world > 1:
+            self.group = self._make_group(self.ranks)
         self._shard_group, self._copy_group = self._make_subgroups()
         config = dist.get_backend_config() if self.world > 1 else ""
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
+        register_holder(self)
+
+    def drop_groups(self) -> None:
+        """Drop the process groups: the job is left."""
+        if self.world > 1:
+            self.group = self._shard_group = self._copy_group = ClosedGroup()
 
     def _make_subgroups(self) -> tuple[Any, Any]:
         """Return the groups of this rank's shards and of its replicas; None for a single rank."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.pipeline.metadata import BoundaryRecord
+from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
 PIPELINE_AXIS = "pp"
 
@@ -56,6 +57,12 @@ class P2PLinks:
                 for way in ((low, high), (high, low)):
                     self._groups[way] = torch_compat.new_group(ranks, axes.watchdog.seconds, self)
         self._connect_pairs()
+        register_holder(self)
+
+    def drop_groups(self) -> None:
+        """Drop the process groups: the job is left."""
+        self._groups = dict.fromkeys(self._groups, ClosedGroup())
+        self._sending.clear()
 
     def _connect_pairs(self) -> None:
         """
@@ -108,6 +115,7 @@ class P2PLinks:
         """Wait for the tensors and return them."""
         for work in arriving.works:
             self.axes.watchdog.wait(work, label)
+        arriving.works.clear()  # torch's handles refer to the tensors
         return arriving.tensors
 
     def send_record(self, record: BoundaryRecord, place: int, label: str) -> None:

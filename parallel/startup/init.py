@@ -327,11 +327,9 @@ def _close_context() -> None:
     _process.owns_group = False
     _process.interfaces = []
     if owns:
-        from pdrun.backends.collectives import import_torch
+        from pdrun.parallel.startup import group_exit
 
-        dist = import_torch().distributed
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        group_exit.destroy_groups()
 
 
 def _close_at_exit() -> None:
@@ -340,6 +338,11 @@ def _close_at_exit() -> None:
     """
     if _process.pid != os.getpid():
         return
-    if getattr(sys, "last_value", None) is not None:
+    failed = getattr(sys, "last_value", None) is not None
+    if failed:
         _process.owns_group = False
     _close_context()
+    if "torch" in sys.modules:
+        from pdrun.parallel.startup import group_exit
+
+        group_exit.secure_exit(failed)

@@ -305,6 +305,16 @@ def test_an_abort_about_a_peer_is_communication():
     assert find_cause(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
 
 
+def test_an_abort_at_the_end_of_a_finished_script_says_what_it_was():
+    tail = ("step 10 loss 0.3", "terminate called without an active exception")
+    cause = find_cause(Evidence(signal.SIGABRT, 9.0, tail=tail))
+    assert cause.kind == "signal"
+    assert "a thread (of torch.distributed, as a rule) still ran when Python" in cause.summary
+    assert "destroy_process_group()" in cause.summary
+    other = find_cause(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",)))
+    assert "thread" not in other.summary
+
+
 def test_a_victim_of_the_parallel_runtime_says_so_in_one_line():
     said = f"step 3: the losses cannot end: {PeerLost.SIGN} (Broken pipe)"
     cause = find_cause(Evidence(69 << 8, 9.0, tail=("step 2", f"pdrun: error: {said}")))

@@ -15,6 +15,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def escape_text(text: str) -> str:
+    """Return a text with control characters escaped, for a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def check_name(name: str, *, where: str) -> str:
     """
     Return ``name`` if it may be a part of a path, else raise UsageError.

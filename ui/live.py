@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdrun import async_writer
+from pdrun.text import escape_text
 from pdrun.ui.job_status import JobStatus
-from pdrun.ui.status import escape_text, failed_lines, list_facts, render_status
+from pdrun.ui.status import failed_lines, list_facts, render_status
 
 REFRESH_SECONDS = 0.5
 """Time between two readings of the log."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdrun.text import plural
+from pdrun.text import escape_text, plural
 from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
 
 if TYPE_CHECKING:
@@ -204,11 +204,6 @@ def format_age(status: JobStatus, now: float) -> str:
     seconds = max(0, round((status.ended_at or now) - status.started_at))
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
-
-
-def escape_text(text: str) -> str:
-    """Return a text with control characters escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _make_row(status: JobStatus, now: float) -> tuple[str, ...]:

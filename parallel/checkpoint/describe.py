@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdrun.parallel.checkpoint.index import check_run
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.transform import (
     find_checkpoint,
@@ -17,6 +18,7 @@ from pdrun.parallel.checkpoint.transform import (
     transform_checkpoint,
 )
 from pdrun.parallel.layouts.mindspore import to_mindspore
+from pdrun.text import escape_text
 
 
 def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
             "ranks": sorted({rank_of_piece(piece) for piece in pieces}),
         }
     run = reader.run_json
+    check_run(run, reader.folder)
     return {
         "folder": str(reader.folder),
         "format": run["format"],
@@ -74,7 +77,9 @@ def show_checkpoint(source: str, mesh: str = "", strategy: str = "", as_json: bo
     rows = [("tensor", "type", "shape", "parts", "in the files of ranks")]
     for name, one in summary["tensors"].items():
         shape = " x ".join(map(str, one["shape"])) or "-"
-        rows.append((name, one["type"], shape, str(one["parts"]), format_ranks(one["ranks"])))
+        rows.append(
+            (escape_text(name), one["type"], shape, str(one["parts"]), format_ranks(one["ranks"]))
+        )
     parts = [head, format_table(rows)]
     if lists is not None:
         parts.append(format_needed_ranks(lists))

@@ -15,11 +15,13 @@ import torch
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.compatibility import check_compatible
+from pdrun.parallel.checkpoint.index import check_run
 from pdrun.parallel.checkpoint.plain_values import decode_value
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.save import region_of
 from pdrun.parallel.zero.full_tensors import LocalRange, local_ranges
+from pdrun.text import escape_text
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -65,11 +67,14 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
     failure: PdrunError | None = None
     try:
         reader = CheckpointReader(folder)
+        check_run(reader.run_json, folder)
         check_compatible(state, reader)
         state.guard.torn_checkpoint = str(folder)
         plain = _read_state(state, reader)
     except PdrunError as error:
         failure = error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        failure = ConfigError(f"is damaged ({escape_text(str(error))})", where=str(folder))
     barrier.report("read", str(failure or ""))
     try:
         barrier.finish("read")
@@ -106,7 +111,7 @@ def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
     same = plain["world"] == state.context.world_size
     return {
         **plain,
-        "groups": [decode_value(group) for group in plain["groups"]],
+        "groups": [dict(decode_value(group)) for group in plain["groups"]],
         "scheduler": decode_value(plain["scheduler"]),
         "rng": reader.read_tensor(f"rng/{state.context.rank}") if same else None,
     }

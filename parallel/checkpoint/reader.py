@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import zlib
 from io import BufferedReader
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.regions import DimRanges, Region, SpanCopy, full_region
+from pdrun.parallel.checkpoint.index import open_regular, read_index
+from pdrun.parallel.checkpoint.regions import Region, SpanCopy, full_region
 from pdrun.parallel.checkpoint.storage import (
     BLOCK_BYTES,
     DTYPES,
-    READABLE_VERSIONS,
     TensorPiece,
     byte_view,
     find_sources,
 )
+from pdrun.text import escape_text
+
+MAX_MISSING = 1024
+"""A tensor whose pieces have fewer than one of so many elements is damaged."""
 
 
 class CheckpointReader:
@@ -34,32 +38,12 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self.run_json: dict[str, Any] = json.loads(
-                (folder / "run.json").read_text(encoding="utf-8")
-            )
-            indices = [
-                json.loads((folder / name).read_text(encoding="utf-8"))
-                for name in self.run_json["indices"]
-            ]
-            found = [_parse_piece(entry) for index in indices for entry in index]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"is not a complete checkpoint ({error})", where=str(folder)
-            ) from None
-        if self.run_json.get("format") not in READABLE_VERSIONS:
-            readable = " and ".join(map(str, READABLE_VERSIONS))
-            what = f"has format {self.run_json.get('format')!r}, this pdrun reads {readable}"
-            raise ConfigError(what, where=str(folder))
+        self.run_json, found = read_index(folder)
         self._pieces: dict[str, list[TensorPiece]] = {}
         for piece in found:
-            if Path(piece.file).name != piece.file:
-                raise ConfigError(f"{piece.name} is outside of the folder", where=str(folder))
-            if piece.dtype not in DTYPES:
-                raise ConfigError(
-                    f"{piece.name} has the unknown type {piece.dtype}", where=str(folder)
-                )
             self._pieces.setdefault(piece.name, []).append(piece)
+        self._checked: set[str] = set()
+        """Names of tensors whose pieces fit together and fit into their files."""
 
     def tensor_names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -86,11 +70,33 @@ class CheckpointReader:
     def _find_pieces(self, name: str) -> list[TensorPiece]:
         if name not in self._pieces:
             raise ConfigError(
-                f"has no {name}",
+                f"has no {escape_text(name)}",
                 where=str(self.folder),
                 hint="the model differs from the one that was saved",
             )
-        return self._pieces[name]
+        pieces = self._pieces[name]
+        if name not in self._checked:
+            self._check_pieces(escape_text(name), pieces)
+            self._checked.add(name)
+        return pieces
+
+    def _check_pieces(self, name: str, pieces: list[TensorPiece]) -> None:
+        """Check that the pieces of a tensor agree, and that their bytes can exist."""
+        first = pieces[0]
+        if any((piece.shape, piece.dtype) != (first.shape, first.dtype) for piece in pieces):
+            raise ConfigError(f"{name} has several shapes or types", where=str(self.folder))
+        for piece in pieces:
+            nbytes = (piece.stop - piece.start) * DTYPES[piece.dtype].itemsize
+            try:
+                size = (self.folder / piece.file).stat().st_size
+            except OSError as error:  # files may be on other nodes; checksums prove the size
+                if piece.crcs is None:
+                    self._refuse_file(piece, error.strerror)
+                continue
+            if size < piece.offset + nbytes:
+                raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
+        if prod(first.shape) > MAX_MISSING * sum(piece.stop - piece.start for piece in pieces):
+            raise ConfigError(f"lacks nearly all elements of {name}", where=str(self.folder))
 
     def read_tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         """
@@ -105,7 +111,14 @@ class CheckpointReader:
         pieces = self._find_pieces(name)
         if region is None:
             region = full_region(pieces[0].shape)
-        out = torch.empty(region.numel, dtype=DTYPES[pieces[0].dtype])
+        try:
+            out = torch.empty(region.numel, dtype=DTYPES[pieces[0].dtype])
+        except RuntimeError:  # torch has no other for this
+            size = region.numel * DTYPES[pieces[0].dtype].itemsize
+            raise ConfigError(
+                f"there is no memory for the {size:,} bytes of {escape_text(name)}",
+                where=str(self.folder),
+            ) from None
         got: list[tuple[int, int]] = []
         for piece, copies in find_sources(pieces, region):
             self._copy_from_piece(out, region.start, piece, copies)
@@ -117,7 +130,8 @@ class CheckpointReader:
             covered = max(covered, high)
         if covered < region.stop:
             raise ConfigError(
-                f"lacks elements {covered} to {region.stop} of {name}", where=str(self.folder)
+                f"lacks elements {covered} to {region.stop} of {escape_text(name)}",
+                where=str(self.folder),
             )
         return out
 
@@ -160,11 +174,14 @@ class CheckpointReader:
 
     def _open_piece(self, piece: TensorPiece) -> BufferedReader:
         try:
-            return open(self.folder / piece.file, "rb")
+            return open_regular(self.folder / piece.file)
         except OSError as error:
-            raise ConfigError(
-                f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)
-            ) from None
+            self._refuse_file(piece, error.strerror)
+
+    def _refuse_file(self, piece: TensorPiece, reason: str | None) -> NoReturn:
+        raise ConfigError(
+            f"{piece.file} cannot be read ({reason})", where=str(self.folder)
+        ) from None
 
     def _check_blocks(
         self, piece: TensorPiece, data: memoryview, parts: list[tuple[int, int]]
@@ -191,29 +208,5 @@ class CheckpointReader:
                 for block in sorted(blocks)
             )
         if not right:
-            what = f"{piece.name} has a wrong checksum"
+            what = f"{escape_text(piece.name)} has a wrong checksum"
             raise ConfigError(what, where=str(self.folder), hint="load an older checkpoint")
-
-
-def _parse_piece(entry: Any) -> TensorPiece:
-    """
-    Return the piece of an index entry.
-
-    Raises:
-        TypeError, KeyError, ValueError: it is not an entry.
-    """
-    crcs = None if entry.get("crcs") is None else tuple(entry["crcs"])
-    return TensorPiece(
-        **{
-            **entry,
-            "shape": tuple(entry["shape"]),
-            "ranges": _parse_ranges(entry.get("ranges")),
-            "crcs": crcs,
-        }
-    )
-
-
-def _parse_ranges(value: Any) -> tuple[DimRanges, ...] | None:
-    if value is None:
-        return None
-    return tuple(tuple((low, high) for low, high in dim) for dim in value)

@@ -16,6 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from pdrun.errors import ConfigError
+
+MAX_ROWS = 1 << 27
+"""Rows of a region that is not contiguous. Each of them costs a step of Python."""
 DimRanges = tuple[tuple[int, int], ...]
 
 
@@ -81,6 +85,9 @@ def iter_spans(region: Region) -> Iterator[Span]:
     row = sum(count for _, count in last)
     if not row or region.numel <= 0:
         return
+    rows_count = prod(sum(high - low for low, high in dim) for dim in region.ranges[: inner - 1])
+    if rows_count > MAX_ROWS:
+        raise ConfigError(f"a tensor of shape {region.shape} has too many rows for a layout")
     outer = [
         [place for low, high in dim for place in range(low, high)]
         for dim in region.ranges[: inner - 1]

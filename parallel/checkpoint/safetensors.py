@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from pdrun.errors import ConfigError
+from pdrun.parallel.checkpoint.index import open_regular
 from pdrun.parallel.checkpoint.storage import byte_view
+from pdrun.text import escape_text
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -37,6 +39,11 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(RuntimeError, OverflowError, RecursionError),
+)
+"""Errors that a damaged header raises here or in torch."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the header's size, as in the library."""
 
@@ -82,8 +89,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = path.stat().st_size
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
                     raise ValueError(f"a header of {length} bytes")
@@ -94,15 +101,19 @@ class SafetensorsFile:
                 for name, value in header.items()
                 if name != "__metadata__"
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"is not a safetensors file ({error})", where=str(path)) from None
+        except DAMAGE as error:
+            reason = escape_text(str(error))
+            raise ConfigError(f"is not a safetensors file ({reason})", where=str(path)) from None
 
     def _parse_entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
         dtype = DTYPES[value["dtype"]]
-        shape = tuple(int(count) for count in value["shape"])
+        shape = tuple(value["shape"])
         low, high = value["data_offsets"]
+        if not all(type(number) is int for number in (*shape, low, high)):
+            raise ValueError("a shape or an offset is not an integer")
         if (
-            high - low != torch.Size(shape).numel() * dtype.itemsize
+            min(shape, default=0) < 0
+            or high - low != torch.Size(shape).numel() * dtype.itemsize
             or not 0 <= low <= high <= size - self._start
         ):
             raise ValueError("offsets and shape differ")
@@ -116,10 +127,10 @@ class SafetensorsFile:
             ConfigError: the file has no tensor of that name, or is too short.
         """
         if name not in self.entries:
-            raise ConfigError(f"has no {name}", where=str(self.path))
+            raise ConfigError(f"has no {escape_text(name)}", where=str(self.path))
         dtype, shape, offset = self.entries[name]
         out = torch.empty(shape, dtype=dtype)
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._start + offset)
             if file.readinto(byte_view(out)) != out.numel() * out.element_size():
                 raise ConfigError("is too short", where=str(self.path))

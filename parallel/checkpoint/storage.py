@@ -236,6 +236,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_turn(path: Path) -> int:
     """Return the sequence number of a checkpoint in its folder; 0 if it has none."""
     try:
-        return int(json.loads((path / "run.json").read_text(encoding="utf-8")).get("turn", 0))
+        return int(json.loads((path / "run.json").read_bytes()).get("turn", 0))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return 0

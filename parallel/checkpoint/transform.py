@@ -8,7 +8,6 @@ own file has what that rank would save, so that files can be distributed.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.index import check_run, read_json
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, count_elements, full_region
 from pdrun.parallel.checkpoint.storage import TensorPiece
@@ -62,8 +62,8 @@ def read_placement(path: Path) -> Placement:
         ConfigError: it cannot be read, or is neither.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read as JSON ({error})", where=str(path)) from None
     if is_mindspore(value):
         return from_mindspore(value, str(path))
@@ -248,6 +248,7 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
         UsageError: the target has one of that name.
     """
     reader = CheckpointReader(find_checkpoint(source))
+    check_run(reader.run_json, reader.folder)
     final = target / reader.folder.name.removeprefix(".old-")
     if final.exists():
         raise UsageError(f"{final} exists", hint="use another folder, or remove it")

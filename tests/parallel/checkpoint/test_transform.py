@@ -460,6 +460,7 @@ def test_a_target_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "target").touch()
     folder = tmp_path / "source" / "step-00000001"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"format": 2, "indices": []}')
+    plain = {"format": 2, "indices": [], "steps": 1, "position": [0, 0], "seed": 1, "world": 1}
+    (folder / "run.json").write_text(json.dumps(plain))
     with pytest.raises(ConfigError, match="cannot create a folder"):
         offline.transform_checkpoint(folder, tmp_path / "target", offline.placement_for("tp=2", ""))

@@ -147,17 +147,17 @@ def _add_hosts(command: ForeignCommand, result: Translation, hosts: tuple[Host, 
     """Add the hosts that deepspeed would use."""
     nodes = command.count_of("num_nodes", -1, least=-1)
     workers = command.count_of("num_accelerators", -1, least=-1)
-    if workers > 0:
+    if workers > 0 or nodes > 0:
         # --num_gpus counts on every host, whatever its slots are
         used = hosts[:nodes] if nodes > 0 else hosts
-        result.add("--hosts", ",".join(_format_host(host, workers) for host in used))
+        counts = [workers if workers > 0 else host.devices or 1 for host in used]
+        items = map(_format_host, used, counts)
+        result.add("--hosts", ",".join(items))
     else:
         result.add("--hostfile", command.text_of("hostfile", DEFAULT_HOSTFILE))
         for key in ("include", "exclude"):
             if chosen := command.text_of(key):
                 result.add(f"--{key}", chosen)
-        if nodes > 0:
-            result.add("--nodes", str(min(nodes, len(hosts))))
     _add_meeting(command, result)
 
 

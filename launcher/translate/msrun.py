@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pdrun.endpoint import parse_endpoint
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.common.python_command import is_python_name
 from pdrun.launcher.translate.model import Translation
@@ -48,18 +49,16 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
     if nodes > 1:
         host = command.text_of("master_addr", "127.0.0.1")
         port = command.text_of("master_port", DEFAULT_PORT)
-        result.add("--master-addr", host, "--master-port", port)
+        result.add("--scheduler", str(parse_endpoint(f"{host}:{port}", where="msrun")))
         rank = command.count_of("node_rank", -1, least=-1)
         if rank >= 0:
             result.add("--node-rank", str(rank))
-    elif port := command.text_of("master_port"):
-        result.add("--master-port", port)
     _add_logs(command, result)
-    if seconds := command.count_of("cluster_time_out", least=-(1 << 31)):
-        if seconds < 0:
-            raise command.make_error(
-                "cluster_time_out", "an unlimited wait is not supported", "set a time"
-            )
+    if command.text_of("cluster_time_out").startswith("-"):
+        raise command.make_error(
+            "cluster_time_out", "an unlimited wait is not supported", "set a time"
+        )
+    if seconds := command.count_of("cluster_time_out"):
         result.add("--start-timeout", f"{seconds}s")
     for key, how in (("bind_core", "cores"), ("bind_numa", "numa")):
         if command.parse(key, choice_of("true", "false"), "false") == "true":

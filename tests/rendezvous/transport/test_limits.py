@@ -1,4 +1,4 @@
-"""The limits of a connection: how many messages it may send, and how long one may be."""
+"""What a connection may do: messages per second, bytes of a message, the role of its key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import zmq
@@ -14,8 +15,13 @@ import zmq
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, Heartbeat
+from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.relay import RelayUplink
-from pdrun.rendezvous.transport.base import ProtocolViolation
+from pdrun.rendezvous.transport.base import (
+    EnvelopeArrived,
+    ProtocolViolation,
+    TransportEvent,
+)
 from pdrun.rendezvous.transport.relay_frames import MAX_FRAME_BYTES
 from pdrun.rendezvous.transport.zmq_client import ZmqLink
 from pdrun.rendezvous.transport.zmq_router import (
@@ -29,6 +35,8 @@ from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 BURST = int(BURST_MESSAGES)
 RATE = int(MESSAGES_PER_SECOND)
+REFUSAL_SECONDS = 2.5
+"""Less than the time after which ZeroMQ's own probes end a connection that does not answer them."""
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 
 
@@ -114,7 +122,7 @@ def test_a_scheduler_refuses_a_frame_that_is_too_long_before_it_has_come() -> No
             address = (server.endpoint.host, server.endpoint.port)
             with socket.create_connection(address, timeout=10) as sock:
                 sock.sendall(GREETING + ready_command(b"DEALER") + long_frame(size))
-                assert is_closed(sock, 5.0 if refused else 0.3) == refused
+                assert is_closed(sock, REFUSAL_SECONDS if refused else 0.3) == refused
 
 
 @contextlib.contextmanager
@@ -137,7 +145,7 @@ def test_an_agent_refuses_a_frame_that_is_too_long_before_it_has_come() -> None:
             link = ZmqLink(endpoint, None, insecure=True)
             try:
                 with answer(sock, size) as inner:
-                    assert is_closed(inner, 5.0 if refused else 0.3) == refused
+                    assert is_closed(inner, REFUSAL_SECONDS if refused else 0.3) == refused
             finally:
                 link.close(0.0)
 
@@ -148,13 +156,52 @@ def test_a_relay_refuses_a_frame_that_is_too_long_before_it_has_come() -> None:
             uplink = RelayUplink(endpoint, None)
             try:
                 with answer(sock, size) as inner:
-                    assert is_closed(inner, 5.0 if refused else 0.3) == refused
+                    assert is_closed(inner, REFUSAL_SECONDS if refused else 0.3) == refused
             finally:
                 uplink.close()
 
 
-# The end of a connection
-# -----------------------
+def test_a_message_has_one_frame() -> None:
+    data = encode(Envelope("f", 0, 0, Heartbeat(1, 0)))
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    try:
+        with insecure_server() as server:
+            peer.connect(server.endpoint.zmq_url)
+            found: list[TransportEvent] = []
+            for frames in ([data], [data, b"more"]):
+                peer.send_multipart(frames)
+                found.clear()
+                deadline = time.monotonic() + 10.0
+                while not found and time.monotonic() < deadline:
+                    found += server.poll(0.1)
+                if len(frames) == 1:
+                    assert isinstance(found[0], EnvelopeArrived)
+            assert isinstance(found[0], ProtocolViolation) and "one frame" in found[0].text
+    finally:
+        peer.close(linger=0)
+        context.term()
+
+
+# Roles and the end of a connection
+# ---------------------------------
+
+
+@pytest.mark.parametrize("role", ["agent", "view"])
+def test_a_key_proves_its_role(role: Literal["agent", "view"]) -> None:
+    secret = Secret.random()
+    server = ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))
+    link = ZmqLink(server.endpoint, secret, role=role)
+    try:
+        found: list[TransportEvent] = []
+        deadline = time.monotonic() + 10.0
+        while not found and time.monotonic() < deadline:
+            link.poll()
+            found += server.poll(0.05)
+        assert isinstance(found[0], EnvelopeArrived) and found[0].role == role
+    finally:
+        link.close(0.0)
+        server.close(0.0)
 
 
 @pytest.mark.parametrize("is_own", [True, False])

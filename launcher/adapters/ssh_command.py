@@ -136,17 +136,17 @@ _FAILURES = (
     (
         r"identification has changed|host key for .* has changed",
         "its host key has changed",
-        "check that it is the same host, then run: ssh-keygen -R {host}",
+        "check that it is the same host, then run: ssh-keygen -R {key}",
     ),
     (
         r"host key verification failed|no .*host key is known",
         "its host key is unknown on this machine",
-        "log in once with: ssh {host}",
+        "log in once with: {ssh}",
     ),
     (
         r"permission denied|too many authentication failures",
         "it refuses the key",
-        "check that this works without a password: ssh -o BatchMode=yes {host} true",
+        "check that this works without a password: {batch} true",
     ),
     (r"connection refused", "its ssh port is closed", "check that sshd runs on this host"),
     (
@@ -166,34 +166,46 @@ _FAILURES = (
         "check --ssh-opts and ~/.ssh/config",
     ),
 )
-"""Pattern of ssh's stderr, cause, and what to do. {host} is replaced."""
+"""
+Pattern of ssh's stderr, cause, and what to do. {ssh} is the command that reaches the host, {batch}
+the same without questions, {key} the host's name in known_hosts.
+"""
 
 
-def explain_failure(host: Host, code: int | None, stderr: str, python: str) -> tuple[str, str]:
+def explain_failure(
+    host: Host, code: int | None, stderr: str, python: str, ssh: Sequence[str] = ("ssh",)
+) -> tuple[str, str]:
     """
     Return why a connection failed, and a hint.
 
     Args:
+        host: the host.
         code: exit status of ssh; None: it did not answer in time.
         stderr: what ssh and the remote side wrote to stderr.
         python: the interpreter to start on the host.
+        ssh: the program and the user's options.
     """
+    target = host.name
+    if host.user:
+        target = f"{host.user}@{host.name}"
+    port = ["-p", str(host.port)] if host.port is not None else []
+    login = shlex.join([*ssh, *port, target])
+    batch = shlex.join([*ssh, *port, "-o", "BatchMode=yes", target])
+    key = f"'[{host.name}]:{host.port}'" if host.port not in (None, 22) else host.name
     low = " ".join(stderr.lower().split())
     last = _last_line(stderr)
     if code is None:
         return (
             "it did not answer in time",
-            "check that the interpreter starts on this host: a file system may hang",
+            f"see whether this ends: {login} true. If not, a start-up file there (~/.bashrc) reads"
+            " standard input or waits; if it does, a file system may hang",
         )
     if code != 255:
         return _explain_remote_failure(code, low, last, python)
-    target = host.name
-    if host.user:
-        target = f"{host.user}@{host.name}"
     for pattern, what, hint in _FAILURES:
         if re.search(pattern, low):
-            return f"{what} ({last})", hint.format(host=target)
-    return f"ssh failed ({last or 'no message'})", f"try: ssh -o BatchMode=yes {target} true"
+            return f"{what} ({last})", hint.format(ssh=login, batch=batch, key=key)
+    return f"ssh failed ({last or 'no message'})", f"try: {batch} true"
 
 
 def _explain_remote_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
@@ -205,7 +217,12 @@ def _explain_remote_failure(code: int, low: str, last: str, python: str) -> tupl
         )
     if "no module named" in low and "pdrun" in low:
         return f"{python} has no pdrun there", "install pdrun on this host, or add --ship"
-    if code in (126, 127) or "not found" in low or "no such file" in low:
+    if code == 126:
+        return (
+            f"{python} cannot be executed on this host ({last or 'exit code 126'})",
+            "check its permissions and its file system, or set another one with --python",
+        )
+    if code == 127 or "not found" in low or "no such file" in low:
         return f"there is no {python} on this host", "set the interpreter with --python"
     if "unknown option" in low:
         return f"{python} on this host is older than Python 3.11", "set a newer one with --python"

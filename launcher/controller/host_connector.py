@@ -17,8 +17,10 @@ import pdrun
 from pdrun.errors import RendezvousError
 from pdrun.launcher.adapters import ssh_command
 from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
+from pdrun.launcher.hosts.nodelist import compress_names
 from pdrun.launcher.plan.hosts import MAX_PARALLEL_CONNECTIONS
 from pdrun.launcher.plan.model import HostLaunch, LaunchPlan
+from pdrun.text import plural
 
 HELLO_SECONDS = 60.0
 """
@@ -29,6 +31,9 @@ DISCONNECT_SECONDS = 3.0
 """Time for remote servers that are not needed to exit."""
 POLL_SECONDS = 0.5
 MAX_NAMES_SHOWN = 10
+MAX_NAMES_CHARACTERS = 200
+MIN_HOSTS_TOGETHER = 4
+"""From this number on, hosts with the same failure share one message."""
 
 
 @dataclass
@@ -155,6 +160,7 @@ class HostConnector:
             code,
             connection.agent.stderr.decode("utf-8", "replace"),
             self._remote_python(),
+            (self.plan.spec.reach.ssh, *self.plan.spec.reach.ssh_opts),
         )
 
     def _remote_python(self) -> str:
@@ -164,10 +170,18 @@ class HostConnector:
     def _raise_failures(self) -> None:
         """Print every host that failed, then raise."""
         failed = []
+        alike: dict[tuple[str, str], list[HostConnection]] = {}
         for connection in self.connections:
             if connection.failure is not None:
-                failed.append(connection.launch.host.name)
-                _print_failure(connection, *connection.failure)
+                name = connection.launch.host.name
+                failed.append(name)
+                what, hint = connection.failure
+                key = what.replace(name, "{host}"), hint.replace(name, "{host}")
+                alike.setdefault(key, []).append(connection)
+        for connections in alike.values():
+            together = len(connections) >= MIN_HOSTS_TOGETHER
+            for group in [connections] if together else [[one] for one in connections]:
+                _print_failure(group)
         if failed:
             names = ", ".join(failed[:MAX_NAMES_SHOWN])
             if len(failed) > MAX_NAMES_SHOWN:
@@ -178,11 +192,20 @@ class HostConnector:
             )
 
 
-def _print_failure(connection: HostConnection, what: str, hint: str) -> None:
-    host = connection.launch.host
+def _print_failure(connections: Sequence[HostConnection]) -> None:
+    """Print the failure that these hosts have in common, with the words of the first one."""
+    first = connections[0]
+    assert first.failure is not None
+    what, hint = first.failure
+    host = first.launch.host
     name = host.name
     if host.where not in ("", "--hosts"):
         name += f" ({host.where})"
+    if len(connections) > 1:
+        names = compress_names([other.launch.host.name for other in connections[1:]])
+        if len(names) > MAX_NAMES_CHARACTERS:
+            names = names[:MAX_NAMES_CHARACTERS] + "..."
+        name += f" and {plural(len(connections) - 1, 'more host')} ({names})"
     if hint:
         what += f"; {hint}"
     print(f"pdrun: {name}: {what}", file=sys.stderr, flush=True)

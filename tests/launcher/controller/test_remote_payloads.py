@@ -218,7 +218,7 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (255, "command-line: line 0: Bad configuration option: foo", "refuses the options"),
         (255, "", "no message"),
         (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python on this host"),
-        (126, "permission denied: /x/python", "there is no /x/python on this host"),
+        (126, "permission denied: /x/python", "/x/python cannot be executed on this host (perm"),
         (
             1,
             (
@@ -242,9 +242,28 @@ def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
     assert what in sshcommand.explain_failure(Host("x"), code, said, "/x/python")[0]
 
 
-def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "said", "hint"),
+    [
+        (255, "", "try: ssh -i k -p 2222 -o BatchMode=yes me@x true"),
+        (255, "Host key verification failed.", "log in once with: ssh -i k -p 2222 me@x"),
+        (255, "REMOTE HOST IDENTIFICATION HAS CHANGED", "ssh-keygen -R '[x]:2222'"),
+        (None, "", "ssh -i k -p 2222 me@x true. If not, a start-up file there"),
+    ],
+)
+def test_hints_have_the_command_that_reaches_the_host(
+    code: int | None, said: str, hint: str
+) -> None:
+    host = Host("x", user="me", port=2222)
+    assert hint in sshcommand.explain_failure(host, code, said, "python", ("ssh", "-i", "k"))[1]
+
+
+def test_not_more_connections_at_once_than_the_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """
     A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4.
+    All fail alike, which is one message.
     """
     from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, RemoteOptions
     from pdrun.launcher.controller.host_connector import HostConnector
@@ -275,6 +294,8 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
         at_once += 1 if mark == "+" else -1
         most = max(most, at_once)
     assert most == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pdrun: n0 and 29 more hosts (n[1-29]): ssh failed (no); try: ")
 
 
 # Variables

@@ -18,6 +18,8 @@ SCHEDULER_PORTS = range(20000, 30000)
 The port of a scheduler is one of these if the user names none. Linux takes the ports of outgoing
 connections from a higher range.
 """
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
+"""What inet_aton reads as a part of an IPv4 address."""
 _PORT_DISTANCE = 10000
 """Distance between the ports of store and scheduler."""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
@@ -69,6 +71,7 @@ def check_host(host: str, *, where: str) -> str:
     Return ``host`` if it is an IP address or a host name, else raise UsageError.
 
     Numbers such as ``127.1`` and ``0177.0.0.1`` are refused: resolvers interpret them differently.
+    A label of hex digits, as in Docker's host names (``4c01db0b3391``), is no number.
     """
     address, percent, zone = host.partition("%")
     try:
@@ -76,14 +79,12 @@ def check_host(host: str, *, where: str) -> str:
     except ValueError:
         pass
     labels = host.rstrip(".").split(".")
-    looks_numeric = (
-        bool(re.fullmatch(r"[0-9.xXa-fA-F]*[0-9]", host)) and labels[-1][:1] in "0123456789"
-    )
+    is_numeric = all(_NUMBER.fullmatch(label) for label in labels)
     if (
         host
         and len(host) <= 253
         and all(_LABEL.fullmatch(label) for label in labels)
-        and not looks_numeric
+        and not is_numeric
     ):
         return host
     raise UsageError(f"{host!r} is neither a host name nor an IP address", where=where)

@@ -98,8 +98,29 @@ def _read_lsf_hosts(environ: Environ, probes: Probes) -> tuple[tuple[AllocatedHo
     return tuple(AllocatedHost(host, int(count)) for host, count in pairs), name
 
 
+def _drop_launch_node(hosts: tuple[AllocatedHost, ...]) -> tuple[AllocatedHost, ...]:
+    """
+    Return the hosts without the one that only runs the batch script.
+
+    On IBM's clusters LSF lists it first, with one slot (``batch2 1 h36n12 42``).
+    """
+    if len(hosts) < 2 or not re.match(r"(batch|login|launch)", hosts[0].name):
+        return hosts
+    is_apart = hosts[0].slots == 1 and not re.match(r"(batch|login|launch)", hosts[1].name)
+    return hosts[1:] if is_apart else hosts
+
+
 def _read_lsf(environ: Environ, probes: Probes) -> LauncherInfo:
     hosts, name = _read_lsf_hosts(environ, probes)
+    left = _drop_launch_node(hosts)
+    if len(left) == 1 and left != hosts and probes.is_here(hosts[0].name):
+        raise ConfigError(
+            f"has one host, {left[0].name}, but this machine is {hosts[0].name},"
+            " which only runs the batch script",
+            where=name,
+            hint=f"start pdrun by jsrun, or use --hosts {left[0].name}",
+        )
+    hosts = left
     kind: LauncherKind = "allocation"
     title = "an allocation of LSF"
     node_rank = None

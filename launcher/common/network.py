@@ -18,6 +18,10 @@ from pdrun.errors import RendezvousError
 LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
 RESOLVE_SECONDS = 0.5
 """Time between two attempts to resolve a name."""
+LOOKUP_SECONDS = 2.0
+"""Time in which the names of all listed hosts are looked up."""
+MAX_COMPARED_NAMES = 256
+"""Number of listed hosts whose addresses are compared."""
 NOTICE_SECONDS = 5.0
 """Time between two messages about a name that does not resolve yet."""
 _DOCUMENTATION_ADDRESSES = (("192.0.2.1", 9), ("2001:db8::1", 9))
@@ -132,6 +136,36 @@ def find_own_names(hosts: Iterable[tuple[str, str]], hostname: str) -> tuple[str
         return is_this_machine(name, hostname, own)
 
     return tuple(name for name, address in hosts if is_own(name) or is_own(address))
+
+
+def find_same_machine(names: Iterable[str], wait: float = LOOKUP_SECONDS) -> tuple[str, ...]:
+    """
+    Return two of the names, and the address to which both resolve; empty: there are none.
+
+    All names are looked up at the same time. A name that does not resolve within ``wait`` seconds
+    is not compared: ssh may know it by another address.
+    """
+    import threading
+
+    found: dict[str, tuple[str, ...]] = {}
+
+    def look_up(name: str) -> None:
+        found[name] = resolve_host(name)
+
+    listed = list(names)[:MAX_COMPARED_NAMES]
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in listed]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + wait
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    first: dict[str, str] = {}
+    for name in listed:
+        for address in found.get(name, ()):
+            before = first.setdefault(address, name)
+            if before != name:
+                return before, name, address
+    return ()
 
 
 def _is_address(host: str) -> bool:

@@ -3,13 +3,15 @@ Host files, in all common grammars, line by line; a file may mix them.
 
     node1 slots=8 max_slots=8   Open MPI, DeepSpeed, Horovod; blanks around = are allowed; also cpu,
                                 cpus, count, gpus
-    node[01-16,20]:8            HOST:N of MPICH and Intel MPI, with Slurm's ranges
+    node[01-16,20]:8            HOST:N of MPICH and Intel MPI, with Slurm's ranges; several lines of
+                                a host add up; binding= is accepted, see --bind
     node1 4 node2 8             pairs of LSF
     node1 4 all.q@node1 UNDEFINED
-                                PE_HOSTFILE of SGE
+                                PE_HOSTFILE of SGE; several queues of a host add up
     node1                       one slot per line if a host has several lines (PBS_NODEFILE), else
                                 all its devices
-    rank 0=node1 slot=0-3       the host part of a rankfile
+    rank 0=node1 slot=0-3       the host part of a rankfile: ranks are counted per host, and pdrun
+                                numbers them host by host
     ^node3                      removes a host (PRRTE)
     user@node4 devices=0,2 port=2222 addr=10.0.0.4
                                 devices, the port of ssh, the address for the other hosts
@@ -21,6 +23,7 @@ the job on this machine instead.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -38,7 +41,11 @@ MAX_LINE_CHARACTERS = 1 << 16
 MAX_ERRORS = 20
 _COUNT_KEYS = ("slots", "cpu", "cpus", "count", "gpus")
 _MAX_COUNT_KEYS = ("max_slots", "max-slots", "slots-max", "slots_max")
-_KEYS = (*_COUNT_KEYS, *_MAX_COUNT_KEYS, "devices", "port", "user", "username", "addr")
+_KEYS = (
+    *_COUNT_KEYS,
+    *_MAX_COUNT_KEYS,
+    *("devices", "port", "user", "username", "addr", "binding"),
+)
 
 
 def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tuple[Host, ...]:
@@ -68,6 +75,8 @@ class HostEntry:
     """Its lines without a count."""
     count_where: str = ""
     """The line with its count; empty: no such line."""
+    adds_up: bool = False
+    """Whether lines with a count are added: in the grammars of MPICH and SGE."""
 
 
 @dataclass
@@ -144,6 +153,7 @@ def _parse_line(line: str, where: str, state: HostfileState) -> None:
             where=where,
             hint="write the hosts' names",
         )
+    _check_no_address_line(line, where)
     if line.startswith("-"):
         selection.check_host_name(line.split()[0], where)
     words = re.sub(r"\s*=\s*", "=", line).split()
@@ -155,7 +165,8 @@ def _parse_line(line: str, where: str, state: HostfileState) -> None:
     settings = _parse_settings([word for word in words if "=" in word], where)
     for word in plain:
         for host in selection.parse_host_item(word, where):
-            _add_host(_apply_settings(host, settings, where), where, state)
+            adds_up = host.devices is not None
+            _add_host(_apply_settings(host, settings, where), where, state, adds_up=adds_up)
     if not plain:
         raise UsageError(f"{quote_text(line)} names no host", where=where)
     return None
@@ -165,7 +176,8 @@ def _parse_pairs(words: list[str], plain: list[str], where: str, state: Hostfile
     """LSF's ``h n h n``, or SGE's ``h n queue cores``."""
     if plain != words:
         raise UsageError("a count after the name and key=value exclude each other", where=where)
-    if len(words) == 4 and not words[3].isdigit():
+    is_queue_line = len(words) == 4 and not words[3].isdigit()
+    if is_queue_line:
         words = words[:2]
     if len(words) % 2:
         raise UsageError(
@@ -183,7 +195,27 @@ def _parse_pairs(words: list[str], plain: list[str], where: str, state: Hostfile
             ),
             where,
             state,
+            adds_up=is_queue_line,
         )
+
+
+def _check_no_address_line(line: str, where: str) -> None:
+    """
+    Refuse a line of /etc/hosts, an address and the names of one host: it is no list of hosts.
+    """
+    address, *names = line.split()
+    if not names or any(re.search(r"[=:@\[]|^[0-9]+$", name) for name in names):
+        return
+    try:
+        ipaddress.ip_address(address)
+        ipaddress.ip_address(names[0])
+    except ValueError:
+        if re.fullmatch(r"[0-9.]+|[0-9A-Fa-f:.%]*:[0-9A-Za-z:.%]*", address):
+            raise UsageError(
+                f"{quote_text(line)} looks like a line of /etc/hosts",
+                where=where,
+                hint=f"write {names[0]}, or {names[0]} addr={address}",
+            ) from None
 
 
 def _parse_settings(words: list[str], where: str) -> dict[str, str]:
@@ -243,9 +275,20 @@ def _apply_settings(host: Host, settings: dict[str, str], where: str) -> Host:
     return replace(host, devices=count, indices=indices, address=address, user=user, port=port)
 
 
-def _add_host(host: Host, where: str, state: HostfileState) -> None:
-    """Add a line of a host: lines without a count are counted, a count allows no other line."""
-    entry = state.entries.setdefault(host.name, HostEntry(host))
+def _add_host(host: Host, where: str, state: HostfileState, *, adds_up: bool = False) -> None:
+    """
+    Add a line of a host.
+
+    Lines without a count are counted. A count allows no other line, unless the counts of the
+    grammar add up.
+    """
+    entry = state.entries.setdefault(host.name, HostEntry(host, adds_up=adds_up))
+    if entry.count_where and entry.adds_up and adds_up and _is_same_line(entry.host, host):
+        devices = (entry.host.devices or 0) + (host.devices or 0)
+        if devices > selection.MAX_DEVICES:
+            raise UsageError(f"{host.name} has {devices} devices in total", where=where)
+        entry.host = replace(entry.host, devices=devices)
+        return
     if len(state.entries) > nodelist.MAX_HOSTS:
         raise UsageError(f"more than {nodelist.MAX_HOSTS} hosts", where=where)
     if host.devices is None:
@@ -259,6 +302,11 @@ def _add_host(host: Host, where: str, state: HostfileState) -> None:
         )
     if host.devices is not None:
         entry.count_where = where
+
+
+def _is_same_line(one: Host, other: Host) -> bool:
+    """Whether two lines of a host differ at most in their counts."""
+    return one.indices is None and replace(other, devices=one.devices, where=one.where) == one
 
 
 def _add_rank(rank: int, name: str, where: str, state: HostfileState) -> None:
@@ -276,6 +324,7 @@ def _collect_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
     for gone, where in state.removed.items():
         if gone not in known:
             raise UsageError(f"^{gone} removes a host that is not listed", where=where)
+    selection.check_addresses(left)
     if not left:
         what = "leaves no host" if found else "names no host"
         raise UsageError(what, where=name, hint="write one host per line")
@@ -299,25 +348,21 @@ def _list_hosts(state: HostfileState) -> tuple[Host, ...]:
 
 
 def _rank_hosts(state: HostfileState, name: str) -> tuple[Host, ...]:
-    """Return the hosts of a rankfile: ranks 0 to n-1, those of a host consecutive."""
+    """
+    Return the hosts of a rankfile with ranks 0 to n-1, in the order of their first ranks.
+
+    A rankfile may place the ranks in turn on the hosts. The ranks of a job are host by host.
+    """
     if state.entries:
         where = next(iter(state.entries.values())).host.where
         raise UsageError("a host without a rank among lines with ranks", where=where)
     found: dict[str, Host] = {}
-    last = ""
     for expected, rank in enumerate(sorted(state.ranks)):
         host, where = state.ranks[rank]
         if rank != expected:
             raise UsageError(f"rank {expected} is missing", where=where)
-        if host in found and host != last:
-            raise UsageError(
-                f"rank {rank} returns to {host}: the ranks of a host must be consecutive",
-                where=where,
-                hint="number the ranks host by host",
-            )
         if host in found:
             found[host] = replace(found[host], devices=(found[host].devices or 0) + 1)
         else:
             found[host] = Host(host, 1, None, where)
-        last = host
     return tuple(found.values())

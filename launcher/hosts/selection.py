@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pdrun.endpoint import check_host
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.common import parsers, rank_lists
+from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts import nodelist
 
@@ -154,6 +155,30 @@ def check_distinct(found: Sequence[Host]) -> tuple[Host, ...]:
                 hint="write each host once",
             )
     return tuple(found)
+
+
+def check_addresses(hosts: Sequence[Host]) -> None:
+    """
+    Refuse an address (``addr=``) that cannot be that of one host among several: a loopback address,
+    or the address of another host.
+    """
+    if len(hosts) < 2:
+        return
+    first: dict[str, Host] = {}
+    for host in hosts:
+        if host.address and is_loopback(host.address):
+            raise UsageError(
+                f"addr={host.address} is a loopback address, which other hosts cannot reach",
+                where=host.where,
+                hint=f"write the address at which the others reach {host.name}",
+            )
+        before = first.setdefault(host.peer_address, host)
+        if before is not host and (host.address or before.address):
+            raise UsageError(
+                f"{host.peer_address} is the address of {before.name}, too ({before.where})",
+                where=host.where,
+                hint="write each host once, with its own address",
+            )
 
 
 HostChoice = dict[str, tuple[int, ...]]

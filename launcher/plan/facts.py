@@ -65,6 +65,7 @@ def gather_facts(
     check = program.check_program(spec.program, cwd, {**environ, **spec.env})
     script_digest = ""
     torch_path = _torch_search_path(spec)
+    same_machine = ""
     is_store_local = None
     is_store_loopback = False
     store_host = spec.place.store.host if spec.place.store else ""
@@ -76,6 +77,7 @@ def gather_facts(
     if spec.place.hosts:
         names = ((host.name, host.address) for host in spec.place.hosts)
         local_hosts = network.find_own_names(names, hostname)
+        same_machine = _find_same_machine(spec, local_hosts)
     if is_networked(spec):
         addresses = network.list_addresses()
         route = _find_route(spec, local_hosts)
@@ -106,6 +108,7 @@ def gather_facts(
         local_hosts=local_hosts,
         script_digest=script_digest,
         is_scheduler_local=is_scheduler_local,
+        same_machine=same_machine,
         is_store_local=is_store_local,
         is_store_loopback=is_store_loopback,
         route_address=route,
@@ -160,6 +163,23 @@ def _find_route(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:
         if address := network.find_local_address(other):
             return address
     return network.find_local_address(None)
+
+
+def _find_same_machine(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:
+    """
+    Return which two of the listed hosts are one machine; empty: none are known to be.
+
+    Hosts with a port of ssh or with ``addr=`` are not compared: containers may share an address.
+    """
+    if spec.place.simulated is not None or len(spec.place.hosts) < 2:
+        return ""
+    names = [host.name for host in spec.place.hosts if host.port is None and not host.address]
+    own = [name for name in names if name in local_hosts]
+    if len(own) > 1:
+        return f"{own[0]} and {own[1]} are both this machine"
+    if pair := network.find_same_machine(names):
+        return f"{pair[0]} and {pair[1]} are one machine ({pair[2]})"
+    return ""
 
 
 def _scheduler_name_error(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:

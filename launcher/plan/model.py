@@ -83,6 +83,8 @@ class Facts:
     """Exit code for ``program_error``: 2, 126 or 127."""
     log_error: str = ""
     """Why the log folder cannot be used, or empty."""
+    same_machine: str = ""
+    """Which two of ``place.hosts`` are one machine, or empty."""
     is_store_local: bool | None = None
     """Whether the host of ``place.store`` is this machine. None: unknown, or it has no host."""
     is_store_loopback: bool = False

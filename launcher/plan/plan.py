@@ -47,6 +47,12 @@ def make_plan(
             exit code of a shell.
         ConfigError: this machine cannot run the job.
     """
+    if facts.same_machine:
+        raise UsageError(
+            f"{facts.same_machine}, but each host is another node",
+            where=source_of(sources, "place.hosts", "--hosts"),
+            hint="list it once, with the number of its devices (NAME:N)",
+        )
     launcher = external.external_launcher_for(spec, sources)
     members = max(spec.resources.max_members, len(spec.place.hosts))
     if launcher or members > 1 or spec.place.serve is not None:

@@ -54,6 +54,22 @@ def test_bad_endpoints_are_refused_by_name(text: str, words: str) -> None:
     assert str(caught.value).startswith("--scheduler: ")
 
 
+@pytest.mark.parametrize(
+    "name", ["4c01db0b3391", "302x23", "1e5", "0a", "12ab.34cd", "a.1", "1x.2"]
+)
+def test_hex_digits_are_a_name(name: str) -> None:
+    assert check_host(name, where="x") == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["127.1", "2130706433", "0x7f000001", "0x", "0177.0.0.1", "10.0.0.256", "1.2.3.4.5", "0x7f.1"],
+)
+def test_numbers_that_a_resolver_may_take_for_an_address_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="neither a host name nor an IP address"):
+        check_host(text, where="x")
+
+
 def test_a_default_port_lets_the_port_be_left_out() -> None:
     assert parse_endpoint("node1", where="x", default_port=29400) == Endpoint("node1", 29400)
     assert parse_endpoint("fe80::1", where="x", default_port=29400) == Endpoint("fe80::1", 29400)

@@ -31,6 +31,15 @@ GRAMMARS = {
     "pbs": ("n1\nn2\nn1\n", ["n1:2", "n2:1"]),
     "lsf": ("hA 2 hB 4", ["hA:2", "hB:4"]),
     "sge": ("node1 4 all.q@node1 UNDEFINED\nnode2 4 all.q@node2 0,0:0,1\n", ["node1:4", "node2:4"]),
+    "sge, two queues": (
+        "c12 16 all.q@c12 UNDEFINED\nc13 16 all.q@c13 UNDEFINED\nc12 4 short.q@c12 UNDEFINED\n",
+        ["c12:20", "c13:16"],
+    ),
+    "hydra, a host again": ("a:2\nb:2\na:1\n", ["a:3", "b:2"]),
+    "hydra, binding": ("a:4 binding=user:0,1\nb binding=cores\n", ["a:4", "b"]),
+    "hex digits": ("4c01db0b3391:2\n302x23:1\n1e5:1\n", ["4c01db0b3391:2", "302x23:1", "1e5:1"]),
+    "addresses in a line": ("10.0.0.1 10.0.0.2", ["10.0.0.1", "10.0.0.2"]),
+    "rankfile in turn": ("rank 0=a\nrank 1=b\nrank 2=a\nrank 3=b\n", ["a:2", "b:2"]),
     "slurm": (
         "rack[0-1]n[2-3]\ngpu-[01-02]-ib:4\na,b slots=2\n",
         ["rack0n2", "rack0n3", "rack1n2", "rack1n3", "gpu-01-ib:4", "gpu-02-ib:4", "a:2", "b:2"],
@@ -114,7 +123,15 @@ BROKEN = {
     "/* a": "hosts:1: a comment /* is not closed",
     "rank 0=a\nrank 2=b": "hosts:2: rank 1 is missing",
     "rank 0=a\nrank 0=b": "hosts:2: rank 0 is listed twice (first in hosts:1)",
-    "rank 0=a\nrank 1=b\nrank 2=a": "hosts:3: rank 2 returns to a",
+    "a:2\na slots=2": "hosts:2: a has a line already (hosts:1)",
+    "a 2 q@a x\na 2": "hosts:2: a has a line already (hosts:1)",
+    "a:4000\na:4000": "hosts:2: a has 8000 devices in total",
+    "127.0.0.1 localhost": "hosts:1: '127.0.0.1 localhost' looks like a line of /etc/hosts",
+    "a\n10.0.0.1\tn1 n1.net": "hosts:2: '10.0.0.1\\tn1 n1.net' looks like a line of /etc/hosts",
+    "::1 localhost": "looks like a line of /etc/hosts; write localhost, or localhost addr=::1",
+    "a addr=127.0.0.1\nb": "hosts:1: addr=127.0.0.1 is a loopback address",
+    "a addr=10.0.0.1\nb addr=10.0.0.1": "hosts:2: 10.0.0.1 is the address of a, too (hosts:1)",
+    "a addr=b\nb": "hosts:2: b is the address of a, too (hosts:1)",
     "rank 0=a\nb": "hosts:2: a host without a rank among lines with ranks",
 }
 

@@ -98,6 +98,7 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         program_error_code=code,
         log_error=data.get("log_error", ""),
         local_hosts=tuple(data.get("hosts_here", ())),
+        same_machine=data.get("same_machine", ""),
         external_launcher=_external_launcher(data["starter"]) if "starter" in data else None,
     )
 

@@ -111,7 +111,8 @@ def launch(
         env: environment variables of the workers.
         grace: seconds for the workers to exit when another failed or the call was interrupted.
         timeout: seconds after which the job is stopped.
-        log_dir: folder for the workers' output. Default: the output is not kept.
+        log_dir: folder for the workers' output. Default: the output is not kept, or with
+            ``quiet=False`` in pdrun-logs, as by the command.
         quiet: False: the workers' output is also written to this process's standard output.
 
     Raises:
@@ -129,7 +130,11 @@ def launch(
         call = folder / f"{make_name(getattr(fn, '__name__', 'function'))}.call"
         search_path = [str(Path(entry).absolute()) for entry in sys.path]
         write_call(call, fn, args, kwargs or {}, search_path)
-        logs = Path(folder / "logs" if log_dir is None else log_dir)
+        logs = folder / "logs"
+        if log_dir is not None:
+            logs = Path(log_dir)
+        elif not quiet:
+            logs = Path(Output.log_dir)  # the messages name it
         spec = JobSpec(
             program=Program("function", str(call), python=sys.executable),
             resources=Resources(nodes=nodes, devices=devices, backend=backend),

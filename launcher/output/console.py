@@ -19,6 +19,7 @@ from pdrun.launcher.output.formatting import escape_controls
 
 STDOUT = 1
 STDERR = 2
+OPENMPI_TASK = "OMPI_COMM_WORLD_RANK"
 MERGER_WAIT_SECONDS = 30.0
 """An agent waits this long at its end for the process that merges its output."""
 
@@ -43,13 +44,15 @@ class Console:
             err: descriptor of stderr.
             tty: whether (stdout, stderr) are terminals; None: ask the system.
             colour: whether prefixes are coloured; None: on a terminal, unless NO_COLOR or TERM=dumb
-                forbids it.
-            environ: contains NO_COLOR and TERM.
+                forbids it, or the terminal is one that Open MPI made for its task: mpirun's own
+                output may be a file.
+            environ: contains NO_COLOR, TERM and the variables of Open MPI.
         """
         if tty is None:
             tty = (_is_terminal(out), _is_terminal(err))
         if colour is None:
             colour = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+            colour = colour and OPENMPI_TASK not in environ
         self._terminals = tty
         self._wants_colour = colour
         self._min_close_seconds = 0.0

@@ -85,7 +85,8 @@ class OutputRouter:
         self._name_fields = {"node": node, "ip": ip, "hostname": hostname}
         self._log_writer = log_writer or LogWriter()
         self._run_name = ""
-        self._world_size = 0
+        self._has_been_several = False
+        """Whether ``--prefix auto`` gives lines a prefix: there were several workers."""
         self._stdin = stdin
         self._stdin_rank = stdin_rank
         self._terminal_reader: int | None = None
@@ -114,7 +115,8 @@ class OutputRouter:
             world_size: decides whether lines need a prefix.
         """
         self._run_name = run
-        self._world_size = world_size
+        # Lines keep their prefix when an elastic job shrinks to one worker.
+        self._has_been_several = self._has_been_several or world_size > 1
         if self._stdin is not None and self._stdin.is_terminal:
             self._terminal_reader = self._stdin.choose_rank(
                 self._stdin_rank, self._settings.show_ranks, world_size
@@ -305,7 +307,7 @@ class OutputRouter:
 
     def _line_prefix(self, rank: int) -> str:
         kind = self._settings.prefix
-        if kind == "none" or (kind == "auto" and self._world_size == 1):
+        if kind == "none" or (kind == "auto" and not self._has_been_several):
             return ""
         if kind == "rank":
             return str(rank)
@@ -313,7 +315,7 @@ class OutputRouter:
 
     def _make_formatter(self, number: int, prefix: str, rank: int) -> StreamFormatter:
         tty = self.console.is_terminal(number)
-        if (self._world_size == 1 and not prefix) or (tty and rank == self._terminal_reader):
+        if (not self._has_been_several and not prefix) or (tty and rank == self._terminal_reader):
             return RawFormatter(tty=tty)
         colour = rank if self.console.has_colour(number) else None
         return PrefixFormatter(prefix, tty=tty, colour=colour)

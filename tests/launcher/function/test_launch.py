@@ -226,13 +226,18 @@ def test_it_works_from_a_thread_and_keeps_the_callers_signal_handlers() -> None:
 
 
 def test_output_is_shown_when_asked_and_kept_where_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     pdrun.launch(print, "hello", log_dir=tmp_path / "logs")
     assert capsys.readouterr().out == ""
     assert [path.read_text() for path in (tmp_path / "logs").rglob("*.out")] == ["hello\n"]
+    assert not (tmp_path / "pdrun-logs").exists()
     pdrun.launch(print, "hello", quiet=False)
-    assert "hello\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "hello\n" in shown
+    named = shown.rpartition("logs in ")[2].strip()
+    assert [path.read_text() for path in Path(named).rglob("*.out")] == ["hello\n"]
 
 
 ECHO = """
@@ -257,6 +262,7 @@ def test_an_echo_that_fails_does_not_keep_the_workers(tmp_path: Path, case: str)
         [sys.executable, str(tmp_path / "script.py"), case],
         capture_output=True,
         timeout=60,
+        cwd=tmp_path,
         check=False,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )

@@ -82,6 +82,8 @@ def test_no_color_and_dumb_terminals_are_respected(terminal: tuple[int, int]) ->
     assert not Console(end, end, environ={"NO_COLOR": "1"}).has_colour(STDOUT)
     assert not Console(end, end, environ={"TERM": "dumb"}).has_colour(STDOUT)
     assert Console(end, end, environ={"NO_COLOR": ""}).has_colour(STDOUT)
+    # a terminal that Open MPI makes for its task: mpirun may write to a file
+    assert not Console(end, end, environ={"OMPI_COMM_WORLD_RANK": "0"}).has_colour(STDOUT)
 
 
 def test_what_another_process_knows_of_its_terminal_is_believed() -> None:

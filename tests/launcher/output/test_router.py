@@ -287,6 +287,36 @@ def test_prefixes(
     assert screen[0].read_text() == expected
 
 
+def test_the_prefix_stays_when_a_job_shrinks_to_one_worker(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
+    output = make_output(tmp_path, screen[1], screen[1], world_size=2)
+    output.begin_generation("run1", 1)
+    pump(output, [start_worker(output, 0, "print('hi')")])
+    output.close()
+    assert screen[0].read_text() == "node0:0| hi\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({"show_stderr": "none"}, "node0:0| out\n"),
+        ({"show_ranks": "none", "show_stderr": "0"}, "node0:0| err\n"),
+        ({"show_stderr": "1"}, "node0:0| out\n"),
+    ],
+)
+def test_each_stream_can_be_shown_alone(
+    tmp_path: Path, screen: tuple[Path, int], shown: dict[str, str], expected: str
+) -> None:
+    output = make_output(tmp_path, screen[1], screen[1], **shown)
+    code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
+    pump(output, [start_worker(output, 0, code)])
+    output.close()
+    assert screen[0].read_text() == expected
+    files = {path.suffix: path.read_text() for path in (tmp_path / "logs").rglob("rank_0.*")}
+    assert files == {".out": "out\n", ".err": "err\n"}
+
+
 def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(
     tmp_path: Path, screen: tuple[Path, int]
 ) -> None:

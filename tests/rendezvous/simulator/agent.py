@@ -2,8 +2,9 @@
 An agent as `pdrun.launcher.agent.agent` behaves, over the simulated network, with workers that are
 only numbers.
 
-It uses the product's own `Memory` and `Filter`, so that what is repeated after a cut is what real
-agents repeat.
+It uses the product's own `ResendBuffer` and `DuplicateFilter`, so that what is repeated after a cut
+is what real agents repeat, and its own `FenceTimer`: a supervisor that goes on while its agent
+stands still ends the workers when that says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdrun.launcher.agent.shutdown import ShutdownState
+from pdrun.launcher.stdlib_only.watchdog import FENCE_DELAY_SECONDS, RECHECK_SECONDS
+from pdrun.launcher.supervisor.client import MAX_UNANSWERED_PINGS, PING_SECONDS
 from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
     Assign,
@@ -41,7 +45,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.transport.resend import DuplicateFilter, ResendBuffer
+from pdrun.rendezvous.transport.resend import DuplicateFilter, FenceTimer, ResendBuffer
 
 from .network import Connection, Network
 from .world import World
@@ -53,6 +57,8 @@ ASK = 1.5
 """
 Seconds in which an agent that stood still must hear the scheduler again, should its lease be over.
 """
+GRANT = 4.5
+"""Seconds that an accepted connection gives: as `ZmqLink`, a handshake and the next attempt."""
 
 
 @dataclass
@@ -85,6 +91,8 @@ class Run:
     stopping: bool = False
     hung: set[int] = field(default_factory=set)
     saved: int = -1
+    fenced: tuple[int, ...] | None = None
+    """The ranks that the supervisor or the watchdog has ended, until the agent knows."""
 
 
 class SimAgent:
@@ -104,6 +112,13 @@ class SimAgent:
         self.node, self.workers, self.node_rank = node, workers, node_rank
         self.told = told
         self.frozen = self.dead = False
+        self.whole = True
+        """While frozen: every process of the node stands still, not the agent alone."""
+        self.still_until = 0.0
+        """Until when the supervisor stands still."""
+        self.until: float | None = None
+        """The fence that the supervisor was shown last."""
+        self.recheck_until = 0.0
         self.code: int | None = None
         self.verdict: Verdict | None = None
         self.fenced = self.departing = False
@@ -138,6 +153,8 @@ class SimAgent:
         self.welcome: Welcome | None = None
         self.assign: Assign | None = None
         self.started = self.finished = False
+        self.fence = FenceTimer(self.world.now)
+        self.shutdown = ShutdownState()
         self.echo = self.beats = 0
         self.answered = self.read_at = self.world.now
         self.doubt = 0
@@ -167,14 +184,37 @@ class SimAgent:
     def freeze(self, seconds: float) -> None:
         """Every process of the node stands still."""
         if self.alive and not self.frozen:
-            self.frozen, self.frozen_at = True, self.world.now
+            self.frozen, self.whole, self.frozen_at = True, True, self.world.now
             self.network.watch(self.node)
             self.world.after(seconds, self._thaw)
+
+    def stop_agent(self, seconds: float) -> None:
+        """The agent alone stands still (SIGSTOP); its supervisor and workers go on."""
+        if self.alive and not self.frozen:
+            self.freeze(seconds)
+            self.whole = False
+            self._watch_fence(self.run)
+
+    def stop_supervisor(self, seconds: float) -> None:
+        """The supervisor stands still; the agent gives it up after so many unanswered pings."""
+        self.still_until = self.world.now + seconds
+        patience = MAX_UNANSWERED_PINGS * PING_SECONDS + self.world.random.random() * PING_SECONDS
+        self.later(patience, self._give_supervisor_up, self.run)
+
+    def _give_supervisor_up(self, run: Run | None) -> None:
+        if run and run.ended is None and self.world.now < self.still_until:
+            self._end_at_once(run)
+            self._report_lost(run)
 
     def _thaw(self) -> None:
         self.frozen = False
         if not self.alive:
             return
+        if self.whole:
+            self.recheck_until = self.world.now + RECHECK_SECONDS
+        self._watch_fence(self.run)
+        if self.run and self.run.fenced:
+            self.later(0.0, self._learn_of_fence, self.run)
         if self.welcome:  # its lease has run on; a moment to ask whether it is still in
             self.answered = max(self.answered, self.world.now - self.welcome.lease + ASK)
         paused, self._paused = self._paused, []
@@ -212,6 +252,8 @@ class SimAgent:
                 return self._give_up()
             return self.later(RETRY, self._connect)
         self.lost_at = None
+        self.fence.on_connected(self.world.now + GRANT)
+        self.fence.on_hello(self.world.now)
         self.connection, self.up, self.sequence = connection, False, 0
         self.doubt, self.held = 0, []
         self.incarnation += 1
@@ -254,7 +296,9 @@ class SimAgent:
     def _beat(self, connection: Connection) -> None:
         if connection is self.connection and connection.here and self.welcome:
             self.beats += 1
-            self._put(Heartbeat(self.beats, self.echo))
+            beat = Heartbeat(self.beats, self.echo)
+            self.fence.on_heartbeat(beat, self.welcome.heartbeat or 1.0, self.world.now)
+            self._put(beat)
             lease = self.welcome.lease
             if lease and self.world.now - self.answered > lease:
                 self._lease_ends()
@@ -282,6 +326,7 @@ class SimAgent:
         if not self.doubt or (isinstance(message, Echo) and message.number >= self.doubt):
             self.answered = self.world.now
         if isinstance(message, Echo):
+            self.fence.on_echo(message.number)
             self.echo = max(self.echo, message.number)
             if self.doubt and self.echo >= self.doubt:
                 self.doubt = 0
@@ -295,6 +340,8 @@ class SimAgent:
         if isinstance(message, Welcome):
             if not self.up:
                 self.up = True
+                self.fence.on_welcome()
+                self.shutdown.set_lease(message, is_scheduler_node=False)
                 first, self.welcome = self.welcome is None, message
                 if first:
                     self._watch_lease()
@@ -326,6 +373,7 @@ class SimAgent:
                 self._refused(code, rejoin)
             case Verdict():
                 self.verdict = message
+                self.shutdown.has_verdict = True
                 self._stop_run(self.job.grace)
                 self._leave_when_done(message.code)
             case _:
@@ -370,6 +418,7 @@ class SimAgent:
         begin = assign.agreed_step + 1
         run = Run(self, assign, self.world.now, living=dict.fromkeys(ranks, begin))
         self.runs.append(run)
+        self._ping(run)
         self.told(run)
         left = max(1, self.job.work - begin)
         for rank in ranks:
@@ -423,16 +472,71 @@ class SimAgent:
             self._all_ended(run)
 
     def _all_ended(self, run: Run) -> None:
-        run.ended = self.world.now
+        run.ended = self.world.now if run.ended is None else run.ended
         self.finished = True
         self.say(Finished(run.assign.generation, f"{self.node}:{run.assign.generation + 2}"))
         if self.departing:
             self.say(Leave("departed"))
             self.later(0.05, self._exit, 143)
 
+    # The supervisor
+    # --------------
+
+    def _ping(self, run: Run) -> None:
+        """Show the supervisor until when the workers may run."""
+        if run is not self.run or run.ended is not None or self.welcome is None:
+            return
+        at = self.shutdown.fence_at(self.fence.fence_at(self.welcome.dead), self.world.now)
+        if self.world.now >= self.still_until:
+            self.until = at
+        if at is not None and at < self.world.now + PING_SECONDS:
+            self._watch_fence(run)
+        self.later(PING_SECONDS, self._ping, run)
+
+    def _watch_fence(self, run: Run | None) -> None:
+        """Look at the fence when it may be over: a process of its own, whatever the agent does."""
+        if run is None or run.ended is not None or self.until is None or self.dead:
+            return
+        at = max(self.until, self.recheck_until)
+        if self.world.now < self.still_until:
+            at += FENCE_DELAY_SECONDS
+        if self.world.now < at - 1e-6:
+            self.world.after(at - self.world.now, self._watch_fence, run)
+        elif run is self.run and self.code is None and not (self.frozen and self.whole):
+            self._end_at_once(run)
+            self.later(0.05, self._learn_of_fence, run)
+
+    def _end_at_once(self, run: Run) -> None:
+        """Every worker of the node is killed, and nothing of it is reported yet."""
+        run.fenced = tuple(run.living)
+        run.ended = self.world.now + KILL
+        run.living.clear()
+
+    def _learn_of_fence(self, run: Run) -> None:
+        if not run.fenced or run is not self.run:
+            return
+        if self.welcome and self.welcome.lease and not self.departing and self.verdict is None:
+            run.fenced = None
+            self.up = False
+            if self.connection:
+                self.network.client_gone(self.connection)
+            self.later(0.05, self._rejoin)
+        else:
+            self._report_lost(run)
+
+    def _report_lost(self, run: Run) -> None:
+        ranks, run.fenced = run.fenced or (), None
+        for rank in ranks:
+            run.exits[rank] = Cause("lost", 137, 9, at=self.world.now)
+            self.say(WorkerExit(run.assign.generation, rank, run.exits[rank]))
+        self._all_ended(run)
+
     def _stop_run(self, grace: float) -> None:
         run = self.run
         if run is None or run.ended is not None:
+            return
+        if self.world.now < self.still_until:  # nobody passes the signal on before that
+            self.later(self.still_until - self.world.now, self._stop_run, grace)
             return
         first = not run.stopping
         run.stopping = True

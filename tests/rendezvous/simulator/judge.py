@@ -49,7 +49,9 @@ class Judge:
         for other in self.runs:
             if other.ended is not None and other.ended <= now:
                 continue
-            if other.assign.generation == generation or other.agent.frozen:
+            if other.assign.generation == generation:
+                continue
+            if other.agent.frozen and other.agent.whole:
                 continue
             if (
                 now - self.thawed.get(other.agent.node, float("-inf")) < THAW

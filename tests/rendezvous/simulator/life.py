@@ -6,6 +6,7 @@ One life: a job of many nodes, and what goes wrong in it, all drawn from one see
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +46,10 @@ class Life:
 class Play:
     """The scene: scheduler, network, agents, and the hand that breaks things."""
 
-    def __init__(self, seed: int, nodes: int, folder: Path, *, traced: bool = False) -> None:
+    def __init__(
+        self, seed: int, nodes: int, folder: Path, *, traced: bool = False, still: bool = True
+    ) -> None:
+        self.still = still
         self.world = world = World(seed)
         rng = world.random
         self.config = draw_config(world, nodes)
@@ -91,6 +95,11 @@ class Play:
         for _ in range(severity):
             name, act = rng.choice(FAULTS)
             world.after(rng.random() * TROUBLE, self._fault, name, act)
+        if self.still:  # drawn apart: without them, a seed leads to the life that it always had
+            own = random.Random(f"{world.seed} stands still")
+            for _ in range(own.choice((0, 1, 2, 4))):
+                name, act = own.choice(STANDSTILLS)
+                world.after(own.random() * TROUBLE, self._fault, name, act)
         world.after(TROUBLE + 60.0, self._heal_all)
 
     def join(self, node: str) -> None:
@@ -303,6 +312,35 @@ def _unready(play: Play) -> str | None:
     return agent.node
 
 
+def _stands_still(agent: bool, supervisor: bool) -> Callable[[Play], str | None]:
+    def act(play: Play) -> str | None:
+        one = play.some()
+        if one is None or one.frozen or play.world.now < one.still_until:
+            return None
+        seconds = play.world.random.choice((3.0, 7.5, 9.5, 12.0, 30.0))
+        if supervisor:
+            one.stop_supervisor(seconds)
+        if agent:
+            one.stop_agent(seconds)
+        return f"{one.node} for {seconds} s"
+
+    return act
+
+
+def _scheduler_stands_still(play: Play) -> str | None:
+    return play.scheduler.stand_still(play.world.random.choice((4.0, 9.0, 40.0)))
+
+
+STANDSTILLS: tuple[tuple[str, Callable[[Play], str | None]], ...] = (
+    ("agent stops", _stands_still(True, False)),
+    ("agent stops", _stands_still(True, False)),
+    ("supervisor stops", _stands_still(False, True)),
+    ("both stop", _stands_still(True, True)),
+    ("scheduler stops", _scheduler_stands_still),
+    ("cut", _cut),
+)
+"""Single processes that are stopped (SIGSTOP), not whole machines; with a cut now and then."""
+
 FAULTS: tuple[tuple[str, Callable[[Play], str | None]], ...] = (
     ("worker", _worker_fails),
     ("worker", _worker_fails),
@@ -323,9 +361,9 @@ FAULTS: tuple[tuple[str, Callable[[Play], str | None]], ...] = (
 )
 
 
-def life(seed: int, nodes: int, *, traced: bool = False) -> Life:
+def life(seed: int, nodes: int, *, traced: bool = False, still: bool = True) -> Life:
     """
-    Let one job live and return what happened.
+    Let one job live and return what happened; ``still``: processes are stopped in it, too.
 
     Raises:
         AssertionError: a rule was broken; the text begins with the seed, the notes say what had
@@ -333,7 +371,7 @@ def life(seed: int, nodes: int, *, traced: bool = False) -> Life:
     """
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, quick_disk():
-        return _lived(Play(seed, nodes, Path(folder), traced=traced), seed, nodes)
+        return _lived(Play(seed, nodes, Path(folder), traced=traced, still=still), seed, nodes)
 
 
 def _lived(play: Play, seed: int, nodes: int) -> Life:

@@ -17,6 +17,7 @@ from pdrun.rendezvous.membership.invariants import check_invariants
 from pdrun.rendezvous.membership.machine import Membership
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Heartbeat, Verdict
+from pdrun.rendezvous.scheduler.ping_counter import MAX_UNANSWERED_PINGS, PING_SECONDS
 from pdrun.rendezvous.scheduler.service import Service
 from pdrun.rendezvous.transport.base import EnvelopeArrived
 
@@ -134,6 +135,19 @@ class SimScheduler:
             return None
         self._paused_until = self.world.now + seconds
         return f"for {seconds} s"
+
+    def stand_still(self, seconds: float) -> str | None:
+        """Its process is stopped; its agent ends it after so many unanswered pings."""
+        if self.pause(seconds) is None:
+            return None
+        patience = MAX_UNANSWERED_PINGS * PING_SECONDS + self.world.random.random() * PING_SECONDS
+        self.world.after(patience, self._given_up, self._life)
+        return f"for {seconds} s"
+
+    def _given_up(self, life: int) -> None:
+        if life == self._life and not self.over and self.world.now < self._paused_until:
+            self._paused_until = 0.0
+            self._died()
 
     def wake(self) -> None:
         """Something came in."""

@@ -10,7 +10,12 @@ import subprocess
 import pytest
 
 from pdrun.launcher.stdlib_only import worker_exec
-from pdrun.launcher.stdlib_only.process_tree import find_process, kill_process, list_children
+from pdrun.launcher.stdlib_only.process_tree import (
+    descendants,
+    find_process,
+    kill_process,
+    list_children,
+)
 from pdrun.launcher.supervisor.events import Exited
 from tests.lib.supervisor_driver import python, supervisor_driver, wait_until
 
@@ -43,6 +48,17 @@ def test_a_worker_whose_keeper_died_before_it_asked_for_its_death_does_not_start
     assert not (tmp_path / "ran").exists()
 
 
+def test_descendants_are_found_in_all_generations():
+    with subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 600 & wait' & wait"]) as first:
+        root = find_process(first.pid)
+        found = wait_until(lambda: (all_of := list(descendants([root])))[2:] and all_of)
+        assert found[0].pid == first.pid
+        assert [member.ppid for member in found[1:]] == [member.pid for member in found[:-1]]
+        for member in found:
+            kill_process(member)
+        assert first.wait(10) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("has_descriptor", [True, False])
 def test_a_process_that_has_taken_over_a_pid_is_left_alone(monkeypatch, has_descriptor):
     def refuse(pid):
@@ -59,9 +75,10 @@ def test_a_process_that_has_taken_over_a_pid_is_left_alone(monkeypatch, has_desc
 
 
 def test_a_process_that_has_taken_over_a_pid_has_no_children_to_kill():
-    with subprocess.Popen(["/bin/sh", "-c", "cat & wait"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 600 & wait"]) as other:
         parent = find_process(other.pid)
-        wait_until(lambda: list_children(parent))
+        (child,) = wait_until(lambda: list_children(parent))
         parent.start = b"1"
         assert list_children(parent) == []
-        other.kill()
+        kill_process(child)
+        assert other.wait(10) == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdrun.rendezvous.membership.nodes import Member
+from pdrun.rendezvous.membership.nodes import CutKind, Member
 from pdrun.rendezvous.protocol.events import LostNode, NodesLost, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Heartbeat
 
@@ -105,9 +105,33 @@ class FailureDetector:
         )
         talking = talking and not between
         member.cut_at = now
+        member.cut_kind = self._classify_cut(member, between, time)
         member.lost_at = max(
             time + self._reconnect_seconds, 0.0 if talking else member.answered_at + self.times.dead
         )
+
+    def _classify_cut(self, member: Member, between: bool, time: float) -> CutKind:
+        if between:
+            return CutKind.RELAY
+        usual = 2.5 * self.times.heartbeat
+        if not usual or time - member.answered_at < usual:
+            return CutKind.CLOSED
+        return CutKind.SILENT if time - member.alive_at >= usual else CutKind.UNANSWERED
+
+    def _describe_cut(self, member: Member, time: float) -> str:
+        """Return what was seen of a node that has not reconnected in time."""
+        away = time - (member.cut_at - self._stalled_seconds)
+        match member.cut_kind:
+            case CutKind.SILENT:
+                silent = time - member.alive_at
+                return f"no message for {silent:.1f} s, {member.cut_kind.value}"
+            case CutKind.UNANSWERED:
+                unanswered = time - member.answered_at
+                return (
+                    f"{member.cut_kind.value}, no answer of the scheduler has reached it for"
+                    f" {unanswered:.1f} s"
+                )
+        return f"{member.cut_kind.value}, and it did not connect again for {away:.1f} s"
 
     def reset_members(self, members: Iterable[Member], now: float) -> None:
         """
@@ -118,6 +142,7 @@ class FailureDetector:
         for member in members:
             member.is_suspect = False
             member.cut_at = now
+            member.cut_kind = CutKind.RESUMED
             member.alive_at = now - self._stalled_seconds
             member.answered_at = member.alive_at
             member.lost_at = member.alive_at + self.times.dead
@@ -139,22 +164,19 @@ class FailureDetector:
             unanswered = time - member.answered_at
             if member.peer is None:
                 if time >= member.lost_at:
-                    lost.append(
-                        LostNode(
-                            member.hello.agent,
-                            "its agent ended or its connection was cut",
-                            member.cut_at,
-                        )
-                    )
+                    why = self._describe_cut(member, time)
+                    lost.append(LostNode(member.hello.agent, why, member.cut_at))
             elif not limits.heartbeat:
                 continue
             elif silent > limits.dead:
                 cut_at = now - silent + 2 * limits.heartbeat
-                lost.append(
-                    LostNode(member.hello.agent, f"it sent nothing for {silent:.1f} s", cut_at)
-                )
+                why = f"no message for {silent:.1f} s"
+                lost.append(LostNode(member.hello.agent, why, cut_at))
             elif unanswered > limits.dead:
-                why = f"it received nothing from the scheduler for {unanswered:.1f} s"
+                why = (
+                    "its messages arrive, but no answer of the scheduler has reached it for"
+                    f" {unanswered:.1f} s"
+                )
                 lost.append(
                     LostNode(member.hello.agent, why, now - unanswered + 2 * limits.heartbeat)
                 )

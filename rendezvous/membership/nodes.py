@@ -39,6 +39,17 @@ class Phase(Enum):
     """
 
 
+class CutKind(Enum):
+    """How the connection of a node ended, as far as the scheduler sees it."""
+
+    CLOSED = "its connection was closed"
+    """While messages were exchanged: by the end of its agent, or by a network that resets it."""
+    SILENT = "the probes of its connection were not answered"
+    UNANSWERED = "it closed a connection on which it received nothing"
+    RELAY = "its relay ended"
+    RESUMED = "the scheduler was started again"
+
+
 @dataclass(eq=False)
 class Member:
     """A node of the job. Only the membership machine changes it."""
@@ -59,6 +70,8 @@ class Member:
     phase: Phase = Phase.JOINED
     cut_at: float = 0.0
     """While cut: time of the cut, on the scheduler's clock."""
+    cut_kind: CutKind = CutKind.CLOSED
+    """While cut: what was seen of the cut."""
     lost_at: float = 0.0
     """While cut: time at which it is lost, on the detector's clock."""
     is_suspect: bool = False

@@ -173,7 +173,7 @@ def _serve_until_done(scheduler: _RunningScheduler, config: SchedulerConfig) -> 
             scheduler.transport.unwatch_fd(0)
             if service.machine.shutdown.verdict is None:
                 host = f" ({config.host})" if config.host else ""
-                service.on_agent_lost(f"the node of the scheduler{host} was lost")
+                service.on_agent_lost(f"the agent of the scheduler's node{host} has ended")
                 leave_at = clock.monotonic()
                 if service.has_peers:
                     leave_at += FAREWELL_SECONDS

@@ -15,6 +15,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
 from pdrun.rendezvous.transport.timeouts import HANDSHAKE_SECONDS, handshake_seconds
+from pdrun.text import quote_command
 
 MAX_REFUSALS = 3
 REFUSAL_SECONDS = 1.5
@@ -212,15 +213,26 @@ class ReconnectPolicy:
             )
         if gone > max(welcome.patience, self._min_patience):
             raise RendezvousError(
-                f"{self._describe_lost_peer()}: it sent nothing for {now - self._alive_at:.1f} s",
+                f"{self._describe_lost_peer()}: no message for {now - self._alive_at:.1f} s"
+                f"{self._describe_attempts()}",
                 where=str(self._endpoint),
             )
         left = welcome.patience - gone
         self.report_status(
-            f"{self._describe_lost_peer()} at {self._endpoint}: waiting {left:.0f} s more for its "
-            "return; the workers continue",
+            f"{self._describe_lost_peer()} at {self._endpoint}{self._describe_attempts()}: waiting"
+            f" {left:.0f} s more for its return; the workers continue",
             now,
         )
+
+    def _describe_attempts(self) -> str:
+        """Return what the attempts to connect have met, to follow other words; may be empty."""
+        if self._lost_since is None:
+            return ""
+        if self._refused_since is not None:
+            return ", its host refuses connections"
+        if self.no_listener_since is not None:
+            return ", its host does not answer"
+        return ", its host accepts connections, but no scheduler answers"
 
     def _is_host_without_agent(self, welcome: Welcome, now: float) -> bool:
         """Whether the scheduler cannot return, because the agent that restarts it has ended."""
@@ -283,7 +295,7 @@ class ReconnectPolicy:
                 f"no node brought the job's command within {self._start_timeout:g} s",
                 where=str(self._endpoint),
                 hint="start one node with the script: "
-                f"pdrun --scheduler {self._endpoint} --no-serve SCRIPT",
+                + quote_command("pdrun", "--scheduler", self._endpoint, "--no-serve", "SCRIPT"),
             )
         self.report_status(
             f"the scheduler at {self._endpoint} does not know the job's command yet: "

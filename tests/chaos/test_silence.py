@@ -29,6 +29,7 @@ def node_crash(bed: Bed) -> None:
     bed["h2"].crash()
     lost = bed.event("lost")
     assert lost.data["node"] == "h2"
+    assert lost.data["reason"].startswith("its connection was closed, and it did not connect")
     assert bed.codes(jobs[0], jobs[2]) == [69] * 2, bed.said()
     assert bed.notes("signal")[-1].at - crashed < 8, "one second on a quiet machine"
     bed.clean()
@@ -43,17 +44,42 @@ def power_off(bed: Bed) -> None:
     assert bed.codes(jobs[0], jobs[2]) == [69] * 2, bed.said()
     assert bed.notes("signal")[-1].at - gone < BOUND
     assert all("h2" in job.err and "lost" in job.err for job in (jobs[0], jobs[2])), bed.said()
+    assert_silence(bed)
+    bed.clean()
+
+
+def assert_silence(bed: Bed) -> None:
+    """The reason is what was seen, not what may have happened."""
+    reason = bed.event("lost").data["reason"]
+    assert reason.startswith("no message for 10."), reason
+    assert reason.endswith("s, the probes of its connection were not answered"), reason
+
+
+def agent_that_stands_still(bed: Bed) -> None:
+    """Its kernel accepts what is sent, and nothing answers."""
+    jobs = bed.job()
+    bed.running()
+    os.kill(jobs[1].pid, signal.SIGSTOP)
+    assert bed.codes(jobs[0], jobs[2]) == [69] * 2, bed.said()
+    assert_silence(bed)
+    os.kill(jobs[1].pid, signal.SIGCONT)
+    jobs[1].process.send_signal(signal.SIGCONT)  # nsenter stops with its child
+    assert bed.codes(jobs[1], timeout=90) == [69], bed.said()
     bed.clean()
 
 
 def one_way_to_the_scheduler(bed: Bed) -> None:
     """The scheduler no longer hears h2, which still hears it: both come to the same end."""
     _cut_off(bed, "h2", "h1")
+    assert_silence(bed)
 
 
 def one_way_from_the_scheduler(bed: Bed) -> None:
-    """h2 no longer hears the scheduler, which still hears it."""
+    """h2 no longer hears the scheduler. Without acknowledgements its messages stop soon, too."""
     _cut_off(bed, "h1", "h2")
+    reason = bed.event("lost").data["reason"]
+    seen = ("no message for 10.", "it closed a connection on which it received nothing")
+    assert reason.startswith(seen), reason
 
 
 def _cut_off(bed: Bed, sender: str, receiver: str) -> None:
@@ -87,6 +113,7 @@ def partition_of_thirty_seconds(bed: Bed) -> None:
     bed.running()
     bed.cluster.cut("h1", "h2")
     bed.event("lost", timeout=30)
+    assert_silence(bed)
     assert bed.codes(bed.jobs[0], bed.jobs[2]) == [69] * 2, bed.said()
     time.sleep(15)
     bed.cluster.heal()
@@ -230,6 +257,7 @@ FAULTS = (
     power_off_of_the_first_node,
     link_that_flaps,
     power_off,
+    agent_that_stands_still,
     one_way_to_the_scheduler,
     one_way_from_the_scheduler,
     scheduler_that_stands_still,

@@ -434,6 +434,7 @@ OF_THE_MOMENT = {
     "alive_at",
     "answered_at",
     "lost_at",
+    "cut_kind",
     "is_suspect",  # the failure detector's: reset by SchedulerResumed
     "outbox",
     "journal_events",

@@ -376,8 +376,8 @@ def test_no_replacement_comes() -> None:
     machine.beat(11.0, "a")
     assert machine.verdict.code == 69
     assert machine.verdict.reason == (
-        "node b (host host-b) was lost: its agent ended or its connection was cut; "
-        "1 more node did not join within 10 s, after 1 restart"
+        "node b (host host-b) was lost: its connection was closed, and it did not connect again"
+        " for 0.8 s; 1 more node did not join within 10 s, after 1 restart"
     )
 
 

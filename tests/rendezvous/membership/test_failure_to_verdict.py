@@ -12,6 +12,7 @@ import pytest
 
 from pdrun.rendezvous.membership.machine import AgentLost, JobState, LocalStop
 from pdrun.rendezvous.policies.verdict import ReportedFailure, find_first_cause, make_verdict
+from pdrun.rendezvous.protocol.events import PeerDisconnected
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
@@ -276,7 +277,55 @@ def test_silence_is_suspect_then_lost() -> None:
     machine.beat(1.0, "a")
     assert "lost" in machine.kinds() and machine.to("b", Refuse)[0].code == 69
     machine.finish("a")
-    assert machine.verdict.code == 69 and "it sent nothing for" in machine.verdict.reason
+    assert machine.verdict.code == 69 and "no message for" in machine.verdict.reason
+
+
+def talk(machine: Machine, seconds: float, *peers: str, deaf: str = "") -> None:
+    """Heartbeats; no echo reaches the ``deaf`` node."""
+    for beat in range(1, int(seconds) + 1):
+        for peer in peers:
+            machine.say(peer, Heartbeat(beat, 0 if peer == deaf else beat - 1))
+        machine.tick(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("closed", "its connection was closed, and it did not connect again for 0.8 s"),
+        ("silent", "no message for 10.0 s, the probes of its connection were not answered"),
+        (
+            "one way",
+            "it closed a connection on which it received nothing, no answer of the scheduler has"
+            " reached it for 10.",
+        ),
+        ("deaf", "its messages arrive, but no answer of the scheduler has reached it for 10."),
+        ("mute", "no message for 10."),
+        ("relay", "its relay ended, and it did not connect again for"),
+        ("resumed", "the scheduler was started again, and it did not connect again for 10."),
+    ],
+)
+def test_the_reason_of_a_loss_is_what_was_seen(how: str, reason: str) -> None:
+    machine = running("a", "b")
+    talk(machine, 3.0, "a", "b")
+    if how == "closed":
+        machine.cut("b")
+    elif how in ("silent", "mute"):
+        machine.beat(4.0, "a")
+        if how == "silent":
+            machine.cut("b")
+    elif how == "one way":
+        talk(machine, 4.0, "a", "b", deaf="b")
+        machine.cut("b")
+    elif how == "relay":
+        machine.step(PeerDisconnected("b", between=True))
+    elif how == "resumed":
+        machine.succeed(away=0.0)
+        machine.say("a2", hello("a", incarnation=1))
+    if how == "deaf":
+        talk(machine, 10.0, "a", "b", deaf="b")
+    machine.beat(12.0, "a", "a2")
+    (lost,) = [record for record in machine.records if record.kind == "lost"]
+    assert lost.data["node"] == "b" and lost.data["reason"].startswith(reason)
 
 
 def test_the_scheduler_does_not_take_its_own_sleep_for_the_nodes_silence() -> None:

@@ -228,7 +228,7 @@ def test_killed_at_every_commit_of_a_job_with_a_restart(
 
 def gone(child: SchedulerChild) -> bool:
     """Tend the child until its end in good order, which after the verdict is no loss."""
-    if child.returncode not in (None, 0) or child.deadline() is not None:
+    if child.returncode not in (None, 0) or child.is_restarting():
         tend(child)
     return child.returncode == 0
 

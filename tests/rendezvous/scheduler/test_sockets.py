@@ -389,7 +389,10 @@ def test_the_scheduler_does_not_outlive_its_agent(scheduler: Start, secret: Secr
         assert child._process.stdin is not None
         child._process.stdin.close()
         verdict = pair[0].expect(Verdict)
-        assert verdict.code == 69 and "node of the scheduler (head) was lost" in verdict.reason
+        assert (
+            verdict.code == 69
+            and "agent of the scheduler's node (head) has ended" in verdict.reason
+        )
         assert pair[1].expect(Verdict) == verdict
         until(lambda: child.returncode is not None, "the scheduler leaves", 2.0)
         assert time.monotonic() - died < 2.0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdrun.endpoint import Endpoint
+from pdrun.errors import RendezvousError
+from pdrun.rendezvous.protocol.messages import Welcome
 from pdrun.rendezvous.transport.reconnect import RECHECK_SECONDS, ReconnectPolicy
 
 
@@ -54,3 +58,32 @@ def test_what_lay_there_for_longer_than_the_lease_is_stale() -> None:
     assert patience.cut_off_for(110.0) == 10.0
     patience.on_message(107.0)
     assert not patience.is_stale(6.0, 108.0)
+
+
+@pytest.mark.parametrize(
+    ("is_refused", "connected", "seen"),
+    [
+        (True, False, ", its host refuses connections"),
+        (False, False, ", its host does not answer"),
+        (False, True, ", its host accepts connections, but no scheduler answers"),
+    ],
+)
+def test_the_reason_of_a_loss_is_what_the_attempts_have_met(
+    is_refused: bool, connected: bool, seen: str
+) -> None:
+    lines: list[str] = []
+    policy = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, lines.append, 100.0)
+    welcome = Welcome("job", "r", "", "s", 1.0, 10.0, patience=20.0)
+    policy.on_disconnect(100.0)
+    with pytest.raises(RendezvousError) as caught:
+        for second in range(101, 130):
+            policy.on_turn(float(second))
+            policy.on_no_listener(float(second), is_refused=is_refused)
+            if connected:
+                policy.on_connected(float(second))
+            policy.check_lost(welcome, float(second))
+    assert caught.value.what == f"lost the scheduler: no message for 21.0 s{seen}"
+    assert lines[0] == (
+        f"lost the scheduler at 10.0.0.1:1{seen}: waiting 15 s more for its return;"
+        " the workers continue"
+    )

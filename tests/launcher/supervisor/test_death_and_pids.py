@@ -1,11 +1,14 @@
-"""Workers die with their keeper, by the kernel; and a pid is no process."""
+"""Workers die with their keeper, by the kernel; a pid is no process; a full socket blocks nobody."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import socket
 import subprocess
+import threading
+from collections import deque
 
 import pytest
 
@@ -16,6 +19,7 @@ from pdrun.launcher.stdlib_only.process_tree import (
     kill_process,
     list_children,
 )
+from pdrun.launcher.stdlib_only.supervisor import Supervisor
 from pdrun.launcher.supervisor.events import Exited
 from tests.lib.supervisor_driver import python, supervisor_driver, wait_until
 
@@ -82,3 +86,20 @@ def test_a_process_that_has_taken_over_a_pid_has_no_children_to_kill():
         assert list_children(parent) == []
         kill_process(child)
         assert other.wait(10) == 0
+
+
+def test_a_full_socket_does_not_block_the_keeper():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper = object.__new__(Supervisor)  # its signal handlers are not for this process
+    keeper.agent = ours
+    keeper.outbox = deque([b"x" * 1000] * 10_000)
+    with ours, theirs:
+        thread = threading.Thread(target=keeper.flush_outbox, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        waiting = len(keeper.outbox)
+        assert 0 < waiting < 10_000
+        assert theirs.recv(2000) == b"x" * 1000
+        keeper.flush_outbox()
+        assert len(keeper.outbox) < waiting

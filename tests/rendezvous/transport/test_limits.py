@@ -14,7 +14,7 @@ import zmq
 
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.codec import encode
-from pdrun.rendezvous.protocol.messages import Envelope, Heartbeat
+from pdrun.rendezvous.protocol.messages import Envelope, Heartbeat, Hello, Message, Welcome
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.relay import RelayUplink
 from pdrun.rendezvous.transport.base import (
@@ -181,6 +181,27 @@ def test_a_message_has_one_frame() -> None:
     finally:
         peer.close(linger=0)
         context.term()
+
+
+def test_an_agent_takes_messages_in_their_order_only() -> None:
+    """After a gap it connects again, and the scheduler sends the present state once more."""
+    welcome = Welcome("job", "run", "spec", "s" * 32, 1.0, 10.0)
+    messages: list[Message] = []
+    peers: list[str] = []
+    with insecure_server() as server:
+        link = ZmqLink(server.endpoint, None, insecure=True)
+        try:
+            deadline = time.monotonic() + 10.0
+            while not messages and time.monotonic() < deadline:
+                messages += link.poll()
+                for one in server.poll(0.02):
+                    if isinstance(one, EnvelopeArrived) and isinstance(one.envelope.body, Hello):
+                        peers.append(one.peer)
+                        sequence = 5 if len(peers) == 1 else 0
+                        server.send(one.peer, Envelope("s" * 32, 0, sequence, welcome))
+        finally:
+            link.close(0.0)
+    assert messages == [welcome] and len(peers) == 2
 
 
 # Roles and the end of a connection

@@ -108,7 +108,9 @@ class Agent:
             self._find_fence,
             lambda: self._stopper.on_workers_fenced(),
         )
-        self._monitor = WorkerMonitor(self._clock, self._send, self._announcer.print_line)
+        self._monitor = WorkerMonitor(
+            self._clock, self._send, self._announcer.print_line, is_quiet=deps.is_quiet
+        )
         self._generation = GenerationRunner(
             self._helpers, self._monitor, self._announcer, deps, self._send
         )

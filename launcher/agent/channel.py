@@ -2,6 +2,7 @@
 How workers report to their agent: datagrams through a socket file in a folder of mode 0700.
 
     {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100}
+    {"rank": 3, "generation": 1, "late": ["OMP_NUM_THREADS"]}
 
 A datagram of any other format is counted and dropped: any process of this user may have sent it.
 The kernel names the sender. A worker never waits. A report that does not fit into the socket's
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -49,6 +51,8 @@ class WorkerReport:
     saved: int | None = None
     pid: int = 0
     """The sender's pid, from the kernel; 0: unknown."""
+    late: tuple[str, ...] = ()
+    """Variables that a forked worker has set too late."""
 
 
 def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
@@ -61,7 +65,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         return None
     if not isinstance(found, dict):
         return None
-    if not {"rank", "generation"} <= found.keys() <= {*_INTEGER_FIELDS, "busy"}:
+    if not {"rank", "generation"} <= found.keys() <= {*_INTEGER_FIELDS, "busy", "late"}:
         return None
     for name in _INTEGER_FIELDS:
         if name in found and not (type(found[name]) is int and 0 <= found[name] < MAX_NUMBER):
@@ -69,9 +73,22 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     busy = found.get("busy", 0.0)
     if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # also refuses NaN
         return None
+    late = found.get("late", [])
+    if not isinstance(late, list) or not all(map(_is_variable_name, late)):
+        return None
     return WorkerReport(
-        found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid
+        found["rank"],
+        found["generation"],
+        found.get("step"),
+        float(busy),
+        found.get("saved"),
+        pid,
+        tuple(late),
     )
+
+
+def _is_variable_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\w{1,100}", value, re.ASCII) is not None
 
 
 class WorkerChannel:

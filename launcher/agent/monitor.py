@@ -20,6 +20,7 @@ from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
+from pdrun.launcher.diagnosis.late_variables import LateVariableCounter
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.protocol.messages import Hung, Message, Progress, Stacks, Step
 
@@ -33,8 +34,20 @@ class WorkerMonitor:
     """Watches the workers. One per agent; `begin_generation` is called once per generation."""
 
     def __init__(
-        self, clock: Clock, send: Callable[[Message], None], print_line: Callable[[str], None]
+        self,
+        clock: Clock,
+        send: Callable[[Message], None],
+        print_line: Callable[[str], None],
+        *,
+        is_quiet: bool = False,
     ) -> None:
+        """
+        Args:
+            clock: tells the time.
+            send: sends a message to the scheduler.
+            print_line: prints a line.
+            is_quiet: another agent prints what concerns the whole job.
+        """
         self._clock = clock
         self._send_message = send
         self._print_line = print_line
@@ -46,6 +59,8 @@ class WorkerMonitor:
         Each with its purpose: the suspected ranks and why, or None if the scheduler asked.
         """
         self.progress_seconds = PROGRESS_SECONDS
+        self._late_variables = LateVariableCounter()
+        self._is_quiet = is_quiet
 
     def open_channel(self, *, is_wrapped: bool, hang_timeout: float | None) -> str:
         """
@@ -108,6 +123,8 @@ class WorkerMonitor:
             times.append(self._next_check)
         if self._changed_ranks:
             times.append(self._next_progress)
+        if self._late_variables.print_at is not None:
+            times.append(self._late_variables.print_at)
         return min(times, default=None)
 
     def run_once(self) -> None:
@@ -119,6 +136,9 @@ class WorkerMonitor:
             return
         if self._changed_ranks and now >= self._next_progress:
             self.send_progress()
+        late_at = self._late_variables.print_at
+        if late_at is not None and (now >= late_at or group.is_done):
+            self._print_late_variables()
         if now >= self._next_check and not group.is_stopping:
             self._check_workers(group, now)
         for request, suspects in list(self._stack_requests):
@@ -130,6 +150,7 @@ class WorkerMonitor:
     def close(self) -> None:
         """Cancel all requests and close the channel."""
         self._cancel_requests()
+        self._print_late_variables()
         if self._channel is not None:
             if self._channel.rejected_count:
                 self._print_line(
@@ -150,11 +171,20 @@ class WorkerMonitor:
         if self._channel is None:
             return
         for report in self._channel.read_reports():
-            if self._is_from_worker(report):
+            if self._is_from_worker(report) and report.late and self._group is not None:
+                self._late_variables.add_report(
+                    report.rank, report.late, self._clock.monotonic(), len(self._group.ranks)
+                )
+            elif self._is_from_worker(report):
                 self._last_reports[report.rank] = report
                 self._changed_ranks.add(report.rank)
                 if report.saved is not None:
                     self._saved_steps[report.rank] = report.saved
+
+    def _print_late_variables(self) -> None:
+        line = self._late_variables.take_line()
+        if line and not self._is_quiet:
+            self._print_line(line)
 
     def _is_from_worker(self, report: WorkerReport) -> bool:
         """Return whether a worker of this generation sent a report, not a helper of a worker."""

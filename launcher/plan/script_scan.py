@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pdrun.launcher.common import files
 from pdrun.launcher.stdlib_only.import_env import find_late_assignment
+from pdrun.launcher.stdlib_only.late_variables import is_late_variable
 
 MAX_READ_BYTES = 1 << 20
 """Number of bytes of a file that are scanned."""
@@ -59,7 +60,8 @@ def scan_script(path: Path, text: bytes) -> ScriptInfo:
         if _OPTIMIZER_PATTERN.search(body):
             uses_optimizer = True
         if not late:
-            assignment = find_late_assignment(body.decode("utf-8", "replace"))
+            text_of_file = body.decode("utf-8", "replace")
+            assignment = find_late_assignment(text_of_file, is_late_variable)
             if assignment:
                 line, name = assignment
                 late = f"{file.name}:{line} sets {name}"

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         fast_exit,
         forked_worker,
         import_env,
+        late_variables,
         process_tree,
         watchdog,
         worker_exec,
@@ -325,14 +326,19 @@ class ForkServer:
         forked_worker.renew_process_state()
         forked_worker.set_thread_counts(os.environ)
         forked_worker.register_stacks(os.environ.get("PDRUN_AGENT", ""))
-        forked_worker.warn_late_variables(import_env.is_import_variable)
-        return forked_worker.prepare_program([os.fsdecode(word) for word in argv])
+        program = forked_worker.prepare_program([os.fsdecode(word) for word in argv])
+        agent = os.environ.get("PDRUN_AGENT", "")
+        late_variables.LateVariables(
+            lambda names: late_variables.report_to_agent(agent, names)
+        ).start()
+        return program
 
 
 def load_modules(modules: str, worker_exit: "fast_exit.FastExit") -> str:
     """Import modules and prepare this process for forks; return why that failed, or empty."""
     why = import_modules(modules.split(","))
     forked_worker.patch_destroy_process_group()
+    late_variables.watch_imports()
     worker_exit.freeze_imports()
     return why
 
@@ -424,6 +430,7 @@ if __name__ == "__main__":
     fast_exit = load_sibling("fast_exit")
     forked_worker = load_sibling("forked_worker")
     import_env = load_sibling("import_env")
+    late_variables = load_sibling("late_variables")
     program = main(sys.argv).exec_arguments()
     run_module = vars(importlib.import_module("runpy"))["_run_module_as_main"]
 

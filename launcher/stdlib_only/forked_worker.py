@@ -23,7 +23,7 @@ import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from typing import Any
 
 PR_SET_MM = 35
@@ -241,39 +241,6 @@ def register_stacks(agent: str) -> None:
         faulthandler.register(STACKS_SIGNAL, file=high, all_threads=True)
     except (OSError, ValueError):
         pass  # stacks are then read from outside, as far as possible
-
-
-def _is_called_by_torch() -> bool:
-    """Return whether torch sets the variable for its children, as its compiler does."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "os":
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "torch",
-        "triton",
-    )
-
-
-def warn_late_variables(is_import_variable: Callable[[str], bool]) -> None:
-    """Print a note for each variable that is set after the import; see `import_env`."""
-    put = os.putenv
-    given = dict(os.environ)
-    noted = set()
-
-    def putenv(name: Any, value: Any, /) -> None:
-        put(name, value)
-        text = os.fsdecode(name)
-        if (
-            text not in noted
-            and is_import_variable(text)
-            and given.get(text) != os.fsdecode(value)
-            and not _is_called_by_torch()
-        ):
-            noted.add(text)
-            note = f"pdrun: {text} is set after torch was imported and has no effect on it"
-            os.write(2, f"{note}; use --start exec\n".encode(errors="replace"))
-
-    os.putenv = putenv
 
 
 def prepare_program(argv: list[str]) -> ForkedProgram | None:

@@ -17,7 +17,7 @@ import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 IMPORT_VARIABLES = re.compile(
     r"PYTHON\w*|LD_\w+|MALLOC_\w+|GLIBC_TUNABLES|LANG|LC_\w+|TZ"  # read when a process starts
@@ -100,10 +100,16 @@ def import_environment(environ: dict[str, str]) -> dict[str, str]:
 _SETS_ENVIRON = re.compile(r"environ|putenv")
 
 
-def find_late_assignment(text: str) -> tuple[int, str] | None:
+def find_late_assignment(
+    text: str, is_late_variable: Callable[[str], bool]
+) -> tuple[int, str] | None:
     """
     Return line and name of the first variable that a program sets before it imports torch, although
     a forked worker has torch imported already.
+
+    Args:
+        text: the program.
+        is_late_variable: see `late_variables`.
 
     Returns:
         None if there is no such variable, or the text is not Python.
@@ -124,7 +130,7 @@ def find_late_assignment(text: str) -> tuple[int, str] | None:
         (line, name)
         for node in ast.walk(tree)
         for line, name in _assigned_variables(node)
-        if is_import_variable(name) and line < torch
+        if is_late_variable(name) and line < torch
     ]
     return min(found, default=None)
 

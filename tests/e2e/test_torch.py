@@ -189,3 +189,15 @@ def test_the_example_runs_unchanged_under_torchrun(shell: Shell) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     check_training(done.stdout)
+
+
+def test_a_late_variable_is_named_once_for_all_ranks(shell: Shell) -> None:
+    """Libraries set KMP_* themselves, which changes nothing: no line about those."""
+    (shell.folder / "late.py").write_text(
+        "import os\nfor name in ['TORCH_LOGS', 'KMP_DUPLICATE_LIB_OK']:\n"
+        "    os.environ[name] = 'recompiles'\nimport torch\n"
+    )
+    code, _, err = shell.run("--devices", "3", "late.py")
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "--start exec" in line]
+    assert line.startswith("pdrun: TORCH_LOGS has no effect: set by 3 ranks")

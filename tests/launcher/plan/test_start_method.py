@@ -18,6 +18,7 @@ from pdrun.launcher.stdlib_only.import_env import (
     is_import_variable,
     why_exec_needed,
 )
+from pdrun.launcher.stdlib_only.late_variables import is_late_variable
 from pdrun.topology import CpuSet
 
 FIT = Facts(
@@ -101,8 +102,11 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
             "environ.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn",
             (2, "MKL_NUM_THREADS"),
         ),
-        ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "KMP_X")),
-        ("import os\nos.putenv('LD_LIBRARY_PATH', 'x')\nimport torch", (2, "LD_LIBRARY_PATH")),
+        ("import os\nos.environ.update({'NPY_X': '1'}, TORCH_LOGS='x')\n", (2, "NPY_X")),
+        ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "TORCH_LOGS")),
+        ("import os\nos.putenv('LD_LIBRARY_PATH', 'x')\nimport torch", None),
+        ("import os\nos.environ['PYTHONHASHSEED'] = '1'\nimport torch", None),
+        ("import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = 'x'\nimport torch", None),
         (
             "import os\ndel os.environ['PYTORCH_CUDA_ALLOC_CONF']\nimport torch",
             (2, "PYTORCH_CUDA_ALLOC_CONF"),
@@ -120,7 +124,7 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
     ],
 )
 def test_assignments_before_the_import_are_found(text: str, found: tuple[int, str] | None) -> None:
-    assert find_late_assignment(text) == found
+    assert find_late_assignment(text, is_late_variable) == found
 
 
 def test_imported_names() -> None:

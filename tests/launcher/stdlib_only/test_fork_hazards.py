@@ -119,20 +119,102 @@ def test_isa_choice_is_read_in_the_worker(bench: Bench, script: Path) -> None:
     assert forked.out == executed.out == "DEFAULT\n"
 
 
-def test_late_variables_are_named_once(bench: Bench, script: Path) -> None:
-    script.write_text("""
+SET_LATE = """
 import os
-os.environ['OMP_NUM_THREADS'] = '1'      # what it is already
-os.environ['NCCL_DEBUG'] = 'INFO'        # read at first use
-os.environ['TORCH_SHOW_CPP_STACKTRACES'] = '1'
-os.environ.setdefault('TORCH_SHOW_CPP_STACKTRACES', '1')
-os.environ.update(TORCH_SHOW_CPP_STACKTRACES='0')
-import torch
-exec("import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/x'", {'__name__': 'torch._inductor.runtime'})  # its own
-""")
+values = dict(
+    OMP_DYNAMIC="true", PYTORCH_JIT="0", TORCH_SHOW_CPP_STACKTRACES="1", TORCH_LOGS="recompiles",
+    TORCH_DISTRIBUTED_DEBUG="DETAIL", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1", TQDM_MININTERVAL="9",
+    TORCH_BLAS_PREFER_CUBLASLT="1", TORCH_TRACE=os.getcwd() + "/trace",
+    NPY_PROMOTION_STATE="legacy", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1",
+)
+os.environ.update(values)
+"""
+SHOW_EFFECTS = """
+import ctypes, logging, warnings
+warnings.simplefilter("ignore")
+import torch, numpy, tqdm
+import torch.distributed as dist
+def stack_in_error():
+    try:
+        torch.ones(2).reshape(3)
+    except RuntimeError as error:
+        return len(str(error)) > 200
+gomp = next(line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line)
+print(
+    ctypes.CDLL(gomp).omp_get_dynamic(),
+    torch.jit._state._enabled.enabled,
+    stack_in_error(),
+    logging.getLogger("torch._dynamo.guards").level
+    or bool(torch._logging._internal.log_state.artifact_names),
+    dist.get_debug_level().name,
+    torch._C._get_cublas_allow_tf32(),
+    tqdm.tqdm([], disable=False, file=open("/dev/null", "w")).mininterval,
+    torch._C._get_blas_preferred_backend().name,
+    [bool(getattr(h, "root_dir", None)) for h in logging.getLogger("torch.__trace").handlers],
+    sep="\\n",
+)
+"""
+
+
+def test_late_variables_are_named_if_they_change_something(bench: Bench, script: Path) -> None:
+    """An executed worker shows each effect, a forked one none: only that is worth a line."""
+    script.write_text(SHOW_EFFECTS)
+    without = bench.run(str(script))
+    assert without.code == 0, without.err
+    script.write_text(SET_LATE + SHOW_EFFECTS)
     forked, executed = bench.both(str(script))
-    assert executed.err == ""
-    assert forked.err.count("\n") == 1 and "TORCH_SHOW_CPP_STACKTRACES" in forked.err
+    assert forked.out == without.out
+    pairs = zip(executed.out.splitlines(), without.out.splitlines(), strict=True)
+    assert [one == other for one, other in pairs] == [False] * 9, executed.out
+    (note,) = forked.err.splitlines()
+    names = set(note.partition("pdrun: ")[2].partition(": set")[0].split(", "))
+    assert names == {
+        *("OMP_DYNAMIC", "PYTORCH_JIT", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_LOGS"),
+        *("TORCH_DISTRIBUTED_DEBUG", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TQDM_MININTERVAL"),
+        *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_TRACE", "NPY_PROMOTION_STATE"),
+        "OPENBLAS_NUM_THREADS",  # OMP_NUM_THREADS has that value already
+    }
+
+
+SET_WITHOUT_EFFECT = """
+import os, sys
+for name in ("TZ", "PYTHONHASHSEED", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "MALLOC_ARENA_MAX",
+             "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "NCCL_DEBUG", "LANG",
+             "TORCHDYNAMO_DISABLE", "KINETO_LOG_LEVEL", "TOKENIZERS_PARALLELISM"):
+    os.environ[name] = "1"
+if sys.argv[1] == "after":
+    import torch, tqdm.auto
+    from numpy import random
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+for name in ("OMP_NUM_THREADS", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TQDM_DISABLE", "NPY_X"):
+    os.environ[name] = "4"
+print(os.environ["TZ"])
+"""
+
+
+@pytest.mark.parametrize("when", ["after", "never"])
+def test_variables_that_change_nothing_are_not_named(bench: Bench, script: Path, when: str) -> None:
+    """After the import they are late in every worker; without an import nothing reads them."""
+    script.write_text(SET_WITHOUT_EFFECT)
+    found = bench.run(str(script), when)
+    assert (found.code, found.out, found.err) == (0, "1\n", "")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torch",
+        "import torch.nn as nn",
+        "from torch.utils.data import DataLoader",
+        "from torch import nn",
+        "import importlib; importlib.import_module('torch.optim')",
+        "__import__('torch')",
+    ],
+)
+def test_every_kind_of_import_is_noticed(bench: Bench, script: Path, statement: str) -> None:
+    script.write_text(f"import os\nos.environ['PYTORCH_JIT'] = '0'\n{statement}\n{statement}\n")
+    found = bench.run(str(script))
+    assert (found.code, found.err.count("PYTORCH_JIT")) == (0, 1)
 
 
 def test_no_accelerator_is_touched(bench: Bench, script: Path) -> None:

@@ -91,9 +91,9 @@ MUTANTS = (
     Mutant(
         "variables that come too late go unnoticed",
         "launcher/stdlib_only/fork_server.py",
-        "        forked_worker.warn_late_variables(import_env.is_import_variable)\n",
+        "    late_variables.watch_imports()\n",
         "",
-        f"{HAZARDS}late_variables_are_named_once[cold]",
+        f"{HAZARDS}late_variables_are_named_if_they_change_something[cold]",
     ),
     Mutant(
         "variables set above the import of torch",

@@ -16,6 +16,7 @@ A file is one line of JSON, followed by pickled bytes::
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import json
 import os
@@ -210,9 +211,34 @@ def _pickle_value(value: Any) -> bytes:
             {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
         )
 
+        def reducer_override(self, value: Any) -> Any:
+            """Pickle modules of any class by name."""
+            if isinstance(value, ModuleType) and type(value) is not ModuleType:
+                found = _reduce_module(value)
+                if found is not None:
+                    return found
+            return super().reducer_override(value)
+
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _reduce_module(module: ModuleType) -> tuple[Any, ...] | None:
+    """
+    Return how a worker finds a module whose class is a subclass of ModuleType; None if it cannot.
+
+    cloudpickle pickles only plain modules by name. torch's configurations, and packages that import
+    their parts on first use, replace the class.
+    """
+    names = [module.__name__, *(name for name, its in [*sys.modules.items()] if its is module)]
+    for name in names:
+        if sys.modules.get(name) is module:
+            return importlib.import_module, (name,)
+    parent, _, last = module.__name__.rpartition(".")
+    if getattr(sys.modules.get(parent), last, None) is module:
+        return getattr, (sys.modules[parent], last)
+    return None
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

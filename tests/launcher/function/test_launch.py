@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import pdrun
 from pdrun.errors import ConfigError, DeadlineExceeded, JobFailed, PdrunError, UsageError
+from pdrun.launcher.function.transfer import load_call, read_call, write_call
 from pdrun.launcher.jobs import registry as jobs
 from tests.lib.worker_processes import clean, torch
 
@@ -142,6 +146,21 @@ def test_what_travels_by_value_is_found_in_main(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "[(True, True, True, 3, 6)]\n", done.stderr
+
+
+def test_modules_of_any_class_travel_by_name(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch's configurations and packages with late imports are instances of subclasses."""
+    (tmp_path / "late_module.py").write_text("value = 7\ninner = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = importlib.import_module("late_module")
+    module.__class__ = type("LateModule", (ModuleType,), {})
+    module.inner = type("Inner", (ModuleType,), {})("late_module.inner")
+    inner = module.inner
+    call = tmp_path / "f.call"
+    write_call(call, lambda: (module, inner), (), {}, [])
+    function, _, _ = load_call(read_call(call)[1])
+    assert function()[0] is module
+    assert function()[1] is inner
 
 
 def test_frames_of_closures_keep_their_file() -> None:

@@ -18,6 +18,7 @@ from pdrun.errors import PdrunError, UsageError, did_you_mean
 from pdrun.launcher.cli import help as cli_help
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import files, parsers
+from pdrun.text import quote_command
 
 
 class PdrunGroup(click.Group):
@@ -99,7 +100,8 @@ def _hint_at_translation(args: Sequence[str]) -> str:
     try:
         return f"use {translate_command_line(args, os.environ).format_line()}"
     except PdrunError as error:
-        return f"for pdrun's line use pdrun translate -- {args[0]} ...: {error}"
+        command = quote_command("pdrun", "translate", "--", args[0])
+        return f"for pdrun's line use {command} ...: {error}"
 
 
 def build_command_line() -> PdrunGroup:

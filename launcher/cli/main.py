@@ -70,10 +70,19 @@ def _run_command(argv: list[str]) -> int:
         launcher = OTHER_MEANING.get(error.where)
         hint = _translate_for_hint(argv, (launcher,)) if launcher else ""
         print_message(f"error: {error}{hint}")
+        _report_termination(f"pdrun: error: {error}{hint}")
         return error.exit_code
     except click.ClickException as error:
         print_message(f"error: {_format_click_error(error, argv)}")
         return 2
+
+
+def _report_termination(text: str) -> None:
+    """Write an error that ends this process where Kubernetes reads it."""
+    from pdrun.launcher.common.termination_log import write_termination_log
+
+    if fault := write_termination_log([text]):
+        print_message(fault)
 
 
 def _format_click_error(error: Any, argv: Sequence[str]) -> str:
@@ -109,7 +118,8 @@ def _hint_at_names(name: str, command: Any) -> str:
     names: dict[str, str] = {}
     for found in similar_names(name, (text for text in known if text.startswith("--"))):
         first = own.get(found, found)
-        names.setdefault(first, "" if first == found else f" ({found})")
+        is_spelling = first.replace("-", "_") == found.replace("-", "_")
+        names.setdefault(first, "" if is_spelling else f" ({found})")
     if not names:
         return "see pdrun --help; options of the script go after it"
     texts = [f"'{found}'{more}" for found, more in names.items()]

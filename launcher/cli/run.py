@@ -40,6 +40,8 @@ from pdrun.launcher.config.settings import (
 from pdrun.launcher.config.torchrun_settings import ignore_master_beside_endpoint
 from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
+from pdrun.launcher.translate import notices
+from pdrun.launcher.translate.python_settings import read_python_settings
 
 if TYPE_CHECKING:
     from pdrun.launcher.launch.agent_options import AgentOptions
@@ -209,38 +211,9 @@ def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[
     if not target:
         raise UsageError("the script's name is empty")
     paths = {setting.path for setting in settings}
-    if "program.kind" not in paths and (found := _python_settings(words, paths, source)):
+    if "program.kind" not in paths and (found := read_python_settings(words, paths, source)):
         return found
     return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
-
-
-def _python_settings(words: Sequence[str], paths: set[str], source: Source) -> list[Setting]:
-    """
-    Return the settings of ``python [-m] PROGRAM``, which msrun and mpirun start; empty: the words
-    are no such command.
-    """
-    name = words[0].rpartition("/")[2]
-    is_pytest = name == "pytest" and bool({"msrun.workers", "msrun.local_workers"} & paths)
-    if not is_pytest and not name.startswith("python"):
-        return []
-    if "/" not in words[0] and os.path.lexists(words[0]):
-        return []  # a script with that name
-    from pdrun.launcher.common.python_command import PythonCommand, read_python_command
-
-    found = read_python_command(words)
-    if is_pytest:
-        found = PythonCommand("command", words[0], tuple(words[1:]))
-    if found is None:
-        return []
-    settings = [
-        Setting("program.target", found.target, source),
-        Setting("program.args", found.args, source),
-    ]
-    if found.kind != "script":
-        settings.append(Setting("program.kind", found.kind, source))
-    if found.python and "program.python" not in paths:
-        settings.append(Setting("program.python", found.python, source))
-    return settings
 
 
 def _job_file_settings(path: str, args: Sequence[str], source: Source) -> list[Setting]:
@@ -289,7 +262,10 @@ def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
     if not request.dry_run:
         await_scheduler_name(request.resolved)
         print_warnings(request.warnings)
+        print_warnings(notices.find_misplaced_options(words))
     plan, facts = plan_job(request.resolved)
+    if not request.dry_run:
+        print_warnings(notices.compare_default_workers(request.resolved, len(plan.workers)))
     if request.explain or request.dry_run:
         _print_plan(request, plan, facts)
     if request.dry_run:
@@ -314,10 +290,18 @@ def _agent_options(resolved: ResolvedSpec) -> AgentOptions | None:
 
 
 def await_scheduler_name(resolved: ResolvedSpec) -> None:
-    """Wait until the scheduler's name resolves, at most for the start timeout."""
+    """
+    Wait until the scheduler's name resolves, at most for the start timeout. In Kubernetes also wait
+    for the pods on which this process starts agents.
+    """
     from pdrun.launcher.common import network
     from pdrun.launcher.plan.facts import is_networked
+    from pdrun.launcher.plan.hosts import uses_ssh
 
+    spec = resolved.spec
+    if "KUBERNETES_SERVICE_HOST" in os.environ and uses_ssh(spec):
+        names = [host.peer_address for host in spec.place.hosts]
+        network.wait_for_host_names(names, spec.policy.start_timeout, async_writer.write_message)
     scheduler = resolved.spec.place.scheduler
     if scheduler is not None and is_networked(resolved.spec):
         network.wait_for_name(

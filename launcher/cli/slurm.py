@@ -13,6 +13,7 @@ from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.cli.run import parse_arguments
 from pdrun.launcher.common import parsers
 from pdrun.launcher.jobs import sbatch
+from pdrun.text import quote_command
 
 _DIRECTIVES = (
     ("--time", "time", "LIMIT", "Time limit in Slurm's format: 1:30:00."),
@@ -50,7 +51,8 @@ def slurm_group() -> click.Group:
     def submit(words: tuple[str, ...], **params: Any) -> int:
         job = sbatch.submit_script(_batch_script(words, params))
         print(
-            f"pdrun: submitted job {job}; to see its state: pdrun slurm status {job}",
+            f"pdrun: submitted job {job}; to see its state: "
+            f"{quote_command('pdrun', 'slurm', 'status', job)}",
             file=sys.stderr,
         )
         print(job)

@@ -25,6 +25,7 @@ _SYNONYMS = {
         "env": "environment variable",
         "restarts": "retries retry",
         "log": "logs output",
+        "dir": "folder directory path",
     }.items()
     for word in words.split()
 }

@@ -3,6 +3,6 @@ Command lines of other launchers, written as pdrun's own: torchrun, torch.distri
 accelerate, deepspeed, horovodrun, mpirun, colossalai. It reads the host and configuration files
 that a command line names, and starts nothing.
 
-May import: hosts, common.
+May import: config, hosts, common.
 Start reading here: command_line.py.
 """

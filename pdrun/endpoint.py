@@ -22,6 +22,8 @@ _NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 """What inet_aton reads as a part of an IPv4 address."""
 _PORT_DISTANCE = 10000
 """Distance between the ports of store and scheduler."""
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+"""Linux limits the name of an interface to 15 characters."""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -75,9 +77,17 @@ def check_host(host: str, *, where: str) -> str:
     """
     address, percent, zone = host.partition("%")
     try:
-        return f"{ipaddress.ip_address(address)}{percent}{zone}"
+        found = ipaddress.ip_address(address)
     except ValueError:
         pass
+    else:
+        if percent and (found.version == 4 or not _ZONE.fullmatch(zone)):
+            raise UsageError(
+                f"{zone!r} is not the zone of an IPv6 address",
+                where=where,
+                hint="a zone is the name or number of a network interface: fe80::1%eth0",
+            )
+        return f"{found}{percent}{zone}"
     labels = host.rstrip(".").split(".")
     is_numeric = all(_NUMBER.fullmatch(label) for label in labels)
     if (

@@ -7,6 +7,7 @@ import re
 from pdrun.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:%-]{0,252}")
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -22,6 +23,13 @@ def escape_text(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def quote_command(*words: object) -> str:
+    """Return a command line, for a message, as a shell takes it: words are quoted if needed."""
+    import shlex  # only messages need it
+
+    return shlex.join([escape_text(str(word)) for word in words])
+
+
 def check_name(name: str, *, where: str) -> str:
     """
     Return ``name`` if it may be a part of a path, else raise UsageError.
@@ -35,6 +43,15 @@ def check_name(name: str, *, where: str) -> str:
         where=where,
         hint="use 1 to 63 of A-Z a-z 0-9 . _ -, the first a letter or digit",
     )
+
+
+def is_node_name(name: str) -> bool:
+    """
+    Return whether a node may have this name: as `check_name`, or a host name, or an address.
+
+    Such a name leads to no other folder, and has no character that controls a terminal.
+    """
+    return _NODE_NAME.fullmatch(name) is not None
 
 
 def make_name(text: str) -> str:

@@ -20,9 +20,10 @@ from pdrun.launcher.agent.interfaces import WorkerOutput
 from pdrun.launcher.agent.summary import format_duration, format_summary, sanitize_line
 from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.rank_lists import RankSet
+from pdrun.launcher.common.termination_log import termination_log_path, write_termination_log
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import Assign, Failure, StopWorkers, Verdict, Waiting
-from pdrun.text import plural
+from pdrun.text import plural, quote_command
 
 EVENT_LOG_SECONDS = 0.5
 """Time between two reads of the event log."""
@@ -198,7 +199,7 @@ class Announcer:
 
     def _join_command(self) -> str:
         is_insecure = self._plan is not None and self._plan.spec.place.insecure
-        return f"pdrun join {'--insecure ' * is_insecure}{self._address}"
+        return quote_command("pdrun", "join", *["--insecure"] * is_insecure, self._address)
 
     def announce_start(self, assign: Assign) -> None:
         """Print how many workers start, the first time and whenever the number has changed."""

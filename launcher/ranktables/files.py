@@ -21,6 +21,7 @@ from pdrun.launcher.ranktables import jsontext
 from pdrun.launcher.ranktables.check import check_table
 from pdrun.launcher.ranktables.model import Fault, RankTable
 from pdrun.launcher.ranktables.read import read_table
+from pdrun.text import quote_command
 
 MAX_TABLE_BYTES = 64 << 20
 """65,536 ranks of dialect 1.2 take about 12 MB."""
@@ -200,7 +201,7 @@ def _check_permissions(path: str) -> list[Fault]:
     if not mode & stat.S_IWOTH:
         return []
     what = "every user of this machine can write this file"
-    return [Fault((), what, f"chmod o-w {path}", is_warning=True)]
+    return [Fault((), what, quote_command("chmod", "o-w", path), is_warning=True)]
 
 
 def write_file(path: str, text: str) -> None:

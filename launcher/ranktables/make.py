@@ -18,6 +18,7 @@ from dataclasses import replace
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.ranktables.model import RankTable, Server, SuperPod, TableDevice
+from pdrun.text import quote_command
 
 MERGEABLE_DIALECTS = ("1.0", "1.2", "group", "lab")
 _CONF_LINE = re.compile(r"\s*address_([0-9]{1,3})\s*=\s*(\S*)\s*")
@@ -100,7 +101,8 @@ def make_table(
                     f"the address of device {device_id} of {host.name} is missing",
                     where="--hccn",
                     hint=(
-                        f"add --hccn {host.name}=FILE, with that host's /etc/hccn.conf "
+                        f"add {quote_command('--hccn', f'{host.name}=FILE')}, "
+                        "with that host's /etc/hccn.conf "
                         "or the output of hccn_tool"
                     ),
                 )
@@ -129,7 +131,7 @@ def _device_ids(
             where=host.where,
             hint=(
                 f"write {host.name}:8 or --devices 8, "
-                f"or give its addresses with --hccn {host.name}=FILE"
+                f"or give its addresses with {quote_command('--hccn', f'{host.name}=FILE')}"
             ),
         )
     return ids

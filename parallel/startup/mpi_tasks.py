@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from pdrun.endpoint import Endpoint, parse_endpoint, port_for_job
 from pdrun.errors import ConfigError
+from pdrun.text import quote_command
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def scheduler_endpoint(
         raise ConfigError(
             f"rank 0 runs on {probes.hostname}, but the other ranks connect to {host}",
             where=launcher.sources.get("hosts" if launcher.hosts else "head", ""),
-            hint=f"set PDRUN_SCHEDULER={probes.hostname}:{port} for all ranks",
+            hint=f"set {quote_command(f'PDRUN_SCHEDULER={probes.hostname}:{port}')} for all ranks",
         )
     return Endpoint(host, port)
 
@@ -208,9 +209,9 @@ def _start_scheduler(
         return SchedulerChild(config, secret, endpoint=Endpoint(host, scheduler.port))
     except ConfigError as error:
         if "in use" in error.what:
-            error.hint = (
-                f"another job may use it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
-            )
+            name = f"[{scheduler.host}]" if ":" in scheduler.host else scheduler.host
+            setting = quote_command(f"PDRUN_SCHEDULER={name}:PORT")
+            error.hint = f"another job may use it: set {setting} for all ranks"
         raise
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from pdrun.rendezvous.policies.texts import rank_label, refuse_difference, refuse_same_name
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Join, Refuse
-from pdrun.text import natural_key, plural
+from pdrun.text import is_node_name, natural_key, plural
 
 MAX_WORKERS_PER_NODE = 1 << 16
 """A larger number is a mistake, and would need a table of ranks that does not fit in memory."""
@@ -126,10 +126,11 @@ def find_join_objection(
         namesake: the present node with the same name.
         rival: the present node that asked for the same node rank.
     """
-    if not join.node or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
+    if not is_node_name(join.node) or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
         return Refuse(
             78,
-            f"a {config.unit} must have a name and 1 to {MAX_WORKERS_PER_NODE} workers, "
+            f"a {config.unit} must have a name (letters, digits and . _ - : %) and "
+            f"1 to {MAX_WORKERS_PER_NODE} workers, "
             f"got {join.node!r} with {join.workers}",
         )
     if first is not None and (different := differing_facts(config.must_agree, first, join)):

@@ -8,7 +8,7 @@ from typing import Any
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello, Join, Refuse, Verdict
-from pdrun.text import plural
+from pdrun.text import plural, quote_command
 
 CLEAN_EXIT_TEXT = "had ended before, without an error"
 """Follows the ranks whose absence made another rank fail."""
@@ -150,8 +150,8 @@ def describe_straggler(rank: int, node: str, why: str) -> str:
 
 def start_instructions(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
     """Return how nodes join a scheduler without a job: the first node brings the job's command."""
-    trust = " --insecure" if insecure else ""
-    return (
-        f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} "
-        f"SCRIPT ARGUMENTS; or, after the first node: pdrun join{trust} {endpoint}"
-    )
+    trust = ["--insecure"] if insecure else []
+    place = ("--nodes", config.nodes, "--scheduler", endpoint, "--no-serve")
+    start = quote_command("pdrun", *place, *trust, "SCRIPT", "ARGUMENTS")
+    join = quote_command("pdrun", "join", *trust, endpoint)
+    return f"on each node: {start}; or, after the first node: {join}"

@@ -32,6 +32,8 @@ from typing import Literal, NoReturn
 from pdrun import process_setup
 from pdrun.disk import make_private_folder
 from pdrun.errors import ConfigError
+from pdrun.rendezvous.protocol.mounted_secret import is_in_kubernetes, open_mounted_secret
+from pdrun.text import quote_command
 
 SECRET_BYTES = 32
 """Bytes of a secret."""
@@ -244,7 +246,7 @@ def load_cookie(path: Path) -> Secret:
         raise ConfigError(
             f"must have {SECRET_BYTES} bytes, has {len(data)}",
             where=f"cookie {path}",
-            hint=f"remove it: rm {path}",
+            hint=f"remove it: {quote_command('rm', path)}",
         )
     return Secret(data)
 
@@ -279,15 +281,23 @@ def _make_cookie(path: Path) -> None:
 def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
     """
     Return the bytes of a small regular file that no other user can read or change. Never follows a
-    last symlink.
+    last symlink, except in a Secret volume of Kubernetes.
     """
     place = f"{where} {path}"
+    mounted = open_mounted_secret(path) if allow_root else None
+    if mounted is not None:
+        try:
+            return os.read(mounted, _MAX_FILE_BYTES)
+        finally:
+            os.close(mounted)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(
-                "is a symbolic link", where=place, hint="name the file itself"
+                "is a symbolic link",
+                where=place,
+                hint="mount the Secret read-only" if is_in_kubernetes() else "name the file itself",
             ) from None
         raise ConfigError(f"cannot be read: {error.strerror}", where=place) from None
     try:
@@ -303,7 +313,7 @@ def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
             raise ConfigError(
                 f"other users can access it (mode {mode:04o})",
                 where=place,
-                hint=f"chmod 600 {path}",
+                hint=quote_command("chmod", "600", path),
             )
         return os.read(fd, _MAX_FILE_BYTES)
     finally:

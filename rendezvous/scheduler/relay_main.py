@@ -22,6 +22,7 @@ from pdrun.rendezvous.protocol import codec
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.relay import Relay, RelayServer, RelayUplink
 from pdrun.rendezvous.transport.listen import bind_listener
+from pdrun.text import quote_command
 
 RETRY_SECONDS = 0.2
 """Time between two attempts to reach the scheduler."""
@@ -92,7 +93,8 @@ def serve_standalone_relay(
     """
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
-    show_line(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
+    options = quote_command("--scheduler", here, "--no-serve")
+    show_line(f"relay to {scheduler} on {here}: start the nodes with {options}")
     lost_at = time.monotonic()
     shown_at = lost_at
     with listener:

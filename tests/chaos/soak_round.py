@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pdrun.rendezvous.scheduler.child import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 from tests.chaos.host import Host, words_of
 from tests.chaos.jobs import Bed, NodeJob
 from tests.chaos.processes import BedError
@@ -27,6 +28,19 @@ Seconds within which every node has left after the end was ordered, or the first
 SETTLE = 60.0
 """Seconds within which all nodes are in again, once every fault is healed."""
 FAULTS_A_JOB = (12, 30)
+SCHEDULER_PATIENCE = 3.0
+"""A scheduler that stands still for longer may be ended and started again, which is a loss, too."""
+LOST = 69
+"""The code of a job whose scheduler is lost."""
+
+
+def may_be_given_up(losses: Sequence[float]) -> bool:
+    """Return whether a scheduler that was lost at these times may have been started too often."""
+    times = sorted(losses)
+    return any(
+        last - first <= RESTART_WINDOW_SECONDS
+        for first, last in zip(times, times[MAX_RESTARTS:], strict=False)
+    )
 
 
 class Round:
@@ -41,8 +55,10 @@ class Round:
         self.thawed: dict[str, list[float]] = {}
         self.hit: dict[str, float] = {}
         """Hosts whose agent was made to end, and when."""
+        self.scheduler_losses: list[float] = []
+        """When the scheduler was killed, or stood still for so long that it may have been."""
         self.over = False
-        """Whether the first node was lost, and the job with it."""
+        """Whether the first node, or the scheduler for good, was lost, and the job with it."""
 
     def run(self) -> None:
         """Start, break, heal, end, check."""
@@ -54,7 +70,7 @@ class Round:
                 break
             self._break_something()
         self._heal()
-        code = 69 if self.over else self._end()
+        code = LOST if self.over else self._end()
         self._all_leave(code)
         for text in violations(self.bed, self.thawed, ended=not self.over):
             self._wrong(text)
@@ -82,6 +98,10 @@ class Round:
                 continue
             if host.name not in self.hit:
                 code = self.agents[host.name].process.returncode
+                if code == LOST and may_be_given_up(self.scheduler_losses):
+                    self._log("the scheduler was given up")
+                    self.over = True
+                    return
                 self._wrong(
                     f"the agent of {host.name} left by itself with {code} while the job went on"
                 )
@@ -207,13 +227,17 @@ class Round:
         start.
         """
         if (pid := self.agents["h1"].scheduler()) and self.bed.events("created"):
+            self.scheduler_losses.append(time.monotonic())
             _send(pid, signal.SIGKILL)
 
     def scheduler_stands_still(self, name: str) -> None:
         """As on a machine that is short of memory."""
         if pid := self.agents["h1"].scheduler():
             _send(pid, signal.SIGSTOP)
-            self._later(self.chance.uniform(1, 8), lambda: _send(pid, signal.SIGCONT))
+            seconds = self.chance.uniform(1, 8)
+            if seconds > SCHEDULER_PATIENCE:
+                self.scheduler_losses.append(time.monotonic())
+            self._later(seconds, lambda: _send(pid, signal.SIGCONT))
 
     def _log(self, *words: str) -> None:
         """Keep a diary of the faults beside the traces of the job, in the time of its event log."""

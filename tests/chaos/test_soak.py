@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.jobs import Bed
 from tests.chaos.soak import soak
 from tests.chaos.soak_checks import violations
+from tests.chaos.soak_round import Round, may_be_given_up
 from tests.lib.tiers import by_tier
 
 Story = dict[str, Any]
@@ -120,3 +122,29 @@ def test_a_host_that_was_frozen_has_a_moment_to_end_its_workers(tmp_path: Path) 
     story["lives"]["h2-1-0-10"] = 15.0
     assert found_in(tmp_path / "a", story, {"h2": [12.0]}) == []
     assert len(found_in(tmp_path / "b", story, {"h2": [2.0]})) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "code", "is_wrong"),
+    [
+        ([0.0, 20.0, 40.0, 59.0], 69, False),
+        ([0.0, 20.0, 40.0, 61.0], 69, True),
+        ([0.0, 20.0, 40.0], 69, True),
+        ([0.0, 20.0, 40.0, 59.0], 70, True),
+        ([], 69, True),
+        ([5.0, 0.0, 100.0, 110.0, 120.0, 130.0], 69, False),
+    ],
+)
+def test_a_scheduler_lost_too_often_may_be_given_up(
+    tmp_path: Path, losses: list[float], code: int, is_wrong: bool
+) -> None:
+    found: Any = SimpleNamespace(
+        cluster=[SimpleNamespace(name="h1", up=True)], wrong=[], jobs=1, chance=None
+    )
+    played = Round(found, SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
+    process = SimpleNamespace(poll=lambda: code, returncode=code)
+    played.agents = {"h1": SimpleNamespace(process=process)}  # type: ignore[dict-item]
+    played.scheduler_losses = losses
+    played._revive(131.0)
+    assert (bool(found.wrong), played.over) == (is_wrong, not is_wrong)
+    assert may_be_given_up(losses) or is_wrong

@@ -183,6 +183,9 @@ def test_another_protocol_is_refused() -> None:
         (Join("b", None, 0), ("1 to 65536 workers",)),
         (Join("b", None, 10**9), ("1 to 65536 workers",)),
         (Join("", None, 1), ("must have a name",)),
+        (Join("a/b", None, 1), ("must have a name", "a/b")),
+        (Join("..", None, 1), ("must have a name",)),
+        (Join("a\x1b[31m", None, 1), ("must have a name",)),
         (
             Join("b", None, 1, {"command": "y"}),
             ("the commands differ: `x` on a, `y` on b: use the same command", "another port"),

@@ -58,6 +58,7 @@ FOREIGN_PREFIXES = (
         "PMIX_",
     ),
     *("OMPI_", "I_MPI_", "HYDRA_", "PBS_", "LSB_", "FLUX_", "KUBERNETES_"),
+    *("LWS_", "SKYPILOT_", "DSTACK_", "AWS_BATCH_", "MLP_", "BEAKER_", "DET_", "PADDLE_"),
 )
 FOREIGN_NAMES = frozenset(
     [
@@ -67,6 +68,10 @@ FOREIGN_NAMES = frozenset(
         "LOCAL_WORLD_SIZE",
         "NODE_RANK",
         "GROUP_RANK",
+        "NNODES",
+        "NUM_NODES",
+        "N_NODES",
+        "NODE_COUNT",
         "MASTER_ADDR",
         "MASTER_PORT",
         "RANK_TABLE_FILE",

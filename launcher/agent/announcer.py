@@ -8,6 +8,7 @@ unknown clients are read from the event log.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from pdrun import async_writer
 from pdrun.clock import Clock
 from pdrun.endpoint import parse_endpoint
+from pdrun.errors import EXIT_OK
 from pdrun.launcher.agent.event_tail import EventTail
 from pdrun.launcher.agent.interfaces import WorkerOutput
 from pdrun.launcher.agent.summary import format_duration, format_summary, sanitize_line
@@ -291,17 +293,28 @@ class Announcer:
         """Print the summary of the job."""
         self._delayed_line = None
         self.print_due()
+        self._report_termination(verdict)
         if self._is_quiet:
             return
-        for line in format_summary(
+        for line in self._summarize(verdict, is_already_shown=self._is_already_shown(verdict)):
+            self.print_line(line)
+
+    def _report_termination(self, verdict: Verdict) -> None:
+        """Write the first cause where Kubernetes reads why a container has failed."""
+        if verdict.code == EXIT_OK or not termination_log_path(os.environ):
+            return
+        if fault := write_termination_log(self._summarize(verdict, is_already_shown=False)):
+            self.print_line(fault)
+
+    def _summarize(self, verdict: Verdict, *, is_already_shown: bool) -> list[str]:
+        return format_summary(
             verdict,
             seconds=self._clock.monotonic() - self._began_at,
             log_dir=self._log_dir,
             python=self._worker_python(verdict),
-            is_already_shown=self._is_already_shown(verdict),
+            is_already_shown=is_already_shown,
             stdin_rank=self.stdin_rank,
-        ):
-            self.print_line(line)
+        )
 
     def _local_plan(self, failure: Failure | None) -> LaunchPlan | None:
         """Return the plan if the failure was on this machine: on this node or a simulated one."""

@@ -83,12 +83,28 @@ def find_name_error(host: str) -> str:
     return lookup.name_fault(host)
 
 
-def wait_for_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
+def wait_for_host_names(names: Iterable[str], timeout: float, say: Callable[[str], None]) -> None:
+    """
+    Wait until all host names resolve: the names of pods exist only when the pods have started.
+
+    Raises:
+        RendezvousError: a name did not resolve within ``timeout`` seconds.
+    """
+    end = time.monotonic() + timeout
+    for name in names:
+        left = max(0.0, end - time.monotonic())
+        wait_for_name(Endpoint(name, 0), left, say, name)
+
+
+def wait_for_name(
+    scheduler: Endpoint, timeout: float, say: Callable[[str], None], what: str = ""
+) -> None:
     """
     Wait until the scheduler's host name resolves.
 
     Where DNS names are created together with the machines (a Kubernetes service, a cloud's DNS), a
-    node may start before the name exists.
+    node may start before the name exists. ``what`` is awaited by the message; default: the
+    scheduler.
 
     Raises:
         RendezvousError: the name did not resolve within ``timeout`` seconds.
@@ -98,9 +114,10 @@ def wait_for_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None
     while fault := find_name_error(scheduler.host):
         now = time.monotonic()
         if now >= end:
-            raise RendezvousError(fault, where=str(scheduler), hint="check it, or give the address")
+            where = what or str(scheduler)
+            raise RendezvousError(fault, where=where, hint="check it, or give the address")
         if now >= again:
-            say(f"waiting for the scheduler at {scheduler}: {fault}")
+            say(f"waiting for {what or f'the scheduler at {scheduler}'}: {fault}")
             again = now + NOTICE_SECONDS
         time.sleep(min(RESOLVE_SECONDS, end - now))
 

@@ -89,6 +89,7 @@ def refuse_option(reason: str, hint: str = "leave it out") -> OptionReader:
 OTHER_VARIABLES = (
     "PDRUN_TOKEN",
     "PDRUN_JOURNAL",
+    "PDRUN_TERMINATION_LOG",
     "PDRUN_ROLE",
     "PDRUN_WORKER_NUM",
     "PDRUN_WORKERS",

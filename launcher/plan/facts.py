@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pdrun
 from pdrun.backends import affinity
+from pdrun.disk import foreign_owner
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common import files, network
@@ -73,7 +74,8 @@ def gather_facts(
         is_store_loopback = store_host == "localhost" or network.is_loopback(store_host)
         is_store_loopback = is_store_loopback or network.is_loopback_name(store_host)
         own = () if is_store_loopback else network.list_addresses()
-        is_store_local = network.is_this_machine(store_host, hostname, own)
+        if is_store_loopback or store_host == hostname or network.resolve_host(store_host):
+            is_store_local = network.is_this_machine(store_host, hostname, own)
     if spec.place.hosts:
         names = ((host.name, host.address) for host in spec.place.hosts)
         local_hosts = network.find_own_names(names, hostname)
@@ -301,6 +303,8 @@ def check_log_dir(spec: JobSpec, cwd: str) -> str:
         path = path.parent
     if not files.is_folder(path):
         return f"cannot be created: {path} is not a directory"
+    if path == Path(os.path.realpath(given_path)) and (owner := foreign_owner(path.stat())):
+        return f"{owner}, who could read and replace the logs"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"cannot be written: {path} belongs to another user or is read-only"
     return ""

@@ -167,7 +167,7 @@ def choose_store(
         )
     is_usable = choice.mode in ("single", "local") or not facts.is_store_loopback
     address = choice.listen
-    if host and is_usable and facts.is_store_local is not False:
+    if host and is_usable and (facts.is_store_local or choice.mode in ("head", "join")):
         address = host
     return StoreListener(Endpoint(address, place.store.port), source)
 

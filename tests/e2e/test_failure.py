@@ -90,6 +90,20 @@ def test_the_users_traceback_without_decorator_or_launcher_frames(shell: Shell) 
         assert ours not in summary
 
 
+def test_kubernetes_reads_the_first_cause(shell: Shell) -> None:
+    log = shell.folder / "termination-log"
+    env = {"PDRUN_TERMINATION_LOG": str(log)}
+    script = shell.script(FAILING)
+    local = ("--nodes", "2", "--devices", "1", "--local")
+    assert shell.run(*local, script, "exit", env=env)[0] == 42
+    text = log.read_text()
+    assert "rank 1" in text and "exit code 42" in text
+    assert shell.run("--no-python", "true", env=env)[0] == 0
+    assert log.read_text() == text  # a job that is done has no cause
+    assert shell.run("--nodes", "0", script, env=env)[0] == 2
+    assert log.read_text().startswith("pdrun: error: --nodes: ")
+
+
 def test_a_node_whose_agent_is_killed_leaves_nothing_and_the_others_are_told(shell: Shell) -> None:
     script = shell.script(
         "import os, subprocess, sys, time\n"

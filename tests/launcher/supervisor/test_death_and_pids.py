@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -12,7 +13,7 @@ from collections import deque
 
 import pytest
 
-from pdrun.launcher.stdlib_only import worker_exec
+from pdrun.launcher.stdlib_only import process_tree, watchdog, worker_exec
 from pdrun.launcher.stdlib_only.process_tree import (
     descendants,
     find_process,
@@ -53,14 +54,19 @@ def test_a_worker_whose_keeper_died_before_it_asked_for_its_death_does_not_start
 
 
 def test_descendants_are_found_in_all_generations():
-    with subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 600 & wait' & wait"]) as first:
+    command = ["/bin/sh", "-c", "sh -c 'sleep 600 & wait' & wait"]
+    with subprocess.Popen(command, start_new_session=True) as first:
         root = find_process(first.pid)
-        found = wait_until(lambda: (all_of := list(descendants([root])))[2:] and all_of)
-        assert found[0].pid == first.pid
-        assert [member.ppid for member in found[1:]] == [member.pid for member in found[:-1]]
-        for member in found:
-            kill_process(member)
-        assert first.wait(10) == -signal.SIGKILL
+        try:
+            found = wait_until(lambda: (all_of := list(descendants([root])))[2:] and all_of)
+            assert found[0].pid == first.pid
+            assert [member.ppid for member in found[1:]] == [member.pid for member in found[:-1]]
+            for member in found:
+                kill_process(member)
+            assert first.wait(10) == -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("has_descriptor", [True, False])
@@ -103,3 +109,15 @@ def test_a_full_socket_does_not_block_the_keeper():
         assert theirs.recv(2000) == b"x" * 1000
         keeper.flush_outbox()
         assert len(keeper.outbox) < waiting
+
+
+def test_the_one_that_stands_by_looks_again_after_each_find(monkeypatch):
+    """A process that is just being forked shows a moment later."""
+    rounds = iter(["", "a", "", "", "b", "", "", ""])
+    killed = []
+    monkeypatch.setattr(watchdog, "find_marked", lambda token: iter(next(rounds)))
+    monkeypatch.setattr(process_tree, "kill_process", killed.append)
+    monkeypatch.setattr(process_tree, "RETRY_SECONDS", 0.0)
+    watchdog.kill_marked("token")
+    assert killed == ["a", "b"]
+    assert next(rounds, None) is None, "three rounds without a find are enough, and needed"

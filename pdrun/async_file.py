@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from pdrun.disk import make_private_folder
+from pdrun.disk import open_below
 
 MAX_QUEUE_CHARS = 4 << 20
 """Characters that are queued at most while the disk does not answer."""
@@ -26,7 +26,11 @@ DISK_TIMEOUT_TEXT = "the disk does not answer"
 
 
 class BackgroundFileWriter:
-    """Appends lines to a file. The first line starts the thread, which creates the file."""
+    """
+    Appends lines to a file. The first line starts the thread, which creates the file, mode 0600.
+
+    The folder of the file and the file are those of this user or of root, and no links.
+    """
 
     def __init__(
         self,
@@ -180,11 +184,10 @@ class BackgroundFileWriter:
         """Write a line; return why that failed, or the empty string."""
         try:
             if self._fd < 0:
-                make_private_folder(self._path.parent)
-                self._fd = os.open(
-                    self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+                self._fd = open_below(
+                    self._path.parent.parent, self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND
                 )
-                self._is_mid_line = _ends_mid_line(self._path)  # its writer was killed
+                self._is_mid_line = _ends_mid_line(self._fd)  # its writer was killed
             text = line.encode("ascii") + b"\n"
             if self._is_mid_line:
                 text = b"\n" + text
@@ -211,7 +214,6 @@ class BackgroundFileWriter:
             self._changed.notify_all()
 
 
-def _ends_mid_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        return bool(end) and file.seek(end - 1) >= 0 and file.read(1) != b"\n"
+def _ends_mid_line(fd: int) -> bool:
+    end = os.fstat(fd).st_size
+    return end > 0 and os.pread(fd, 1, end - 1) != b"\n"

@@ -1,5 +1,8 @@
 """
-Disk access: private folders, and calls that may never return.
+Disk access: private folders, files below them, and calls that may never return.
+
+Logs and journals may be in a folder that other users can write. `open_below` therefore follows no
+link there and uses no folder or file of another user (root is trusted).
 
 On a network file system without its server, a call blocks for any length of time.
 `BackgroundCall` makes it in a thread.
@@ -7,6 +10,9 @@ On a network file system without its server, a call blocks for any length of tim
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +31,77 @@ def make_private_folder(folder: Path) -> None:
         if folder.parent != folder:
             make_private_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def foreign_owner(status: os.stat_result) -> str:
+    """Return a description of a file's owner, if it is neither this user nor root; else empty."""
+    if status.st_uid in (0, os.geteuid()):
+        return ""
+    return f"belongs to another user (uid {status.st_uid})"
+
+
+def open_folder(folder: Path) -> int:
+    """
+    Create a folder if it is missing, and return its descriptor. Links in its path are followed.
+
+    Raises:
+        PermissionError: it belongs to another user.
+        OSError: it cannot be created or opened.
+    """
+    make_private_folder(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if reason := foreign_owner(os.fstat(fd)):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"{folder} {reason}")
+    return fd
+
+
+def open_below(root: Path, path: Path, flags: int) -> int:
+    """
+    Open a regular file below a folder, and return its descriptor.
+
+    Missing folders are created with mode 0700, a missing file (with O_CREAT) with 0600. Links are
+    followed in the path of ``root`` only.
+
+    Raises:
+        PermissionError: a folder or the file is a link, or belongs to another user.
+        OSError: it cannot be created or opened, or is not a regular file.
+    """
+    *folders, name = path.relative_to(root).parts
+    here = root
+    fd = open_folder(root)
+    try:
+        for folder in folders:
+            here = here / folder
+            try:
+                os.mkdir(folder, 0o700, dir_fd=fd)
+            except FileExistsError:
+                pass
+            inner = _open_at(fd, folder, here, os.O_RDONLY | os.O_DIRECTORY)
+            os.close(fd)
+            fd = inner
+        found = _open_at(fd, name, path, flags | os.O_NONBLOCK)
+    finally:
+        os.close(fd)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, f"{path} is not a regular file")
+    os.set_blocking(found, True)
+    return found
+
+
+def _open_at(folder: int, name: str, path: Path, flags: int) -> int:
+    more = os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags | more, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK) or not path.is_symlink():
+            raise
+        raise PermissionError(errno.EPERM, f"{path} is a symbolic link") from None
+    if reason := foreign_owner(os.fstat(fd)):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"{path} {reason}")
+    return fd
 
 
 class BackgroundCall(Generic[T]):

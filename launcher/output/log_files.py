@@ -3,6 +3,8 @@ The workers' log files: raw bytes, one pair of files per rank, written by a thre
 
     LOGDIR/RUN/GENERATION/rank_0.out, rank_0.err, ...        folders 0700, files 0600
 
+No link below LOGDIR is followed, and no folder of another user is used (`pdrun.disk.open_below`).
+
 A full or broken disk costs only the bytes that it did not accept; they are counted and reported at
 the end. A slow disk holds the workers back (`is_behind`). A hung disk (a dead NFS server) does so
 once, for HUNG_SECONDS. Afterwards data that does not fit into the queue is dropped until the disk
@@ -19,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrun.disk import make_private_folder
+from pdrun.disk import open_below
 
 MAX_BACKLOG_BYTES = 64 << 20
 HUNG_SECONDS = 2.0
 """A disk without progress for this long counts as hung."""
-_OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
+_OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _MAX_BATCH_BYTES = 1 << 20
 _NO_ANSWER = "the disk does not answer"
 
@@ -34,6 +36,8 @@ class LogFile:
     """One log file. Its descriptor belongs to the writer thread."""
 
     path: Path
+    root: Path
+    """The log folder, which contains it."""
     label: str
     """For messages: ``rank 3's output``."""
     lost_bytes: int = 0
@@ -75,9 +79,13 @@ class LogWriter:
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
-    def open_file(self, path: Path, name: str) -> LogFile:
-        """Add a file; the thread creates it and its folder, even if nothing is ever written."""
-        file = LogFile(path, name)
+    def open_file(self, root: Path, path: Path, name: str) -> LogFile:
+        """
+        Add a file below the log folder ``root``.
+
+        The thread creates it and its folder, even if nothing is ever written.
+        """
+        file = LogFile(path, root, name)
         self._files.append(file)
         self._enqueue_bytes(file, b"")
         return file
@@ -186,8 +194,7 @@ class LogWriter:
     def _write_batch(self, file: LogFile, view: memoryview) -> None:
         try:
             if file.fd < 0 and not file.is_closed:
-                make_private_folder(file.path.parent)
-                file.fd = os.open(file.path, _OPEN_FLAGS, 0o600)
+                file.fd = open_below(file.root, file.path, _OPEN_FLAGS)
             while view:
                 view = view[self._write(file.fd, view) :]
                 self._progress_at = time.monotonic()

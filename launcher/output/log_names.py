@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from pdrun.disk import make_private_folder
+from pdrun.disk import open_folder
 from pdrun.errors import ConfigError, did_you_mean
 
 TEMPLATE_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
@@ -25,14 +25,16 @@ def prepare_log_folder(root: Path) -> None:
     A new folder has mode 0700, and a .gitignore for its content.
 
     Raises:
-        ConfigError: it is not a folder, or cannot be made or written.
+        ConfigError: it is not a folder, belongs to another user, or cannot be made or written.
     """
     try:
         made = not root.is_dir()
-        if made:
-            make_private_folder(root)
-        if made or _is_new_run_folder(root):
-            (root / ".gitignore").write_text("*\n")
+        fd = open_folder(root)
+        try:
+            if made or _is_new_run_folder(root):
+                _write_gitignore(fd)
+        finally:
+            os.close(fd)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except (OSError, ValueError) as error:
@@ -40,6 +42,16 @@ def prepare_log_folder(root: Path) -> None:
         raise ConfigError(
             f"cannot be used for logs: {reason}", where=str(root), hint="use --log-dir FOLDER"
         ) from error
+
+
+def _write_gitignore(folder: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(".gitignore", flags, 0o600, dir_fd=folder)
+    except FileExistsError:
+        return
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write("*\n")
 
 
 def _is_new_run_folder(root: Path) -> bool:

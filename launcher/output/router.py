@@ -328,7 +328,7 @@ class OutputRouter:
         if suffix == ERR_SUFFIX:
             self._error_log_paths[rank] = str(path)
         label = "output" if suffix == OUT_SUFFIX else "errors"
-        return self._log_writer.open_file(path, f"rank {rank}'s {label}")
+        return self._log_writer.open_file(self.log_folder, path, f"rank {rank}'s {label}")
 
     def _read_stream(self, stream: WorkerStream) -> bool:
         """Read one buffer; return False at the end of the stream."""

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdrun.disk import BackgroundCall, make_private_folder
+from pdrun.disk import BackgroundCall, open_below
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.journal.format import (
     MAGIC,
@@ -117,7 +117,6 @@ def create_journal(path: Path, header: JournalHeader) -> Journal:
         OSError: it cannot be written, or it exists already.
         ConfigError: another scheduler has just created it.
     """
-    make_private_folder(path.parent)
     if path.exists() and not is_blank(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     fd = _open_locked(path, os.O_CREAT)
@@ -156,7 +155,9 @@ def reopen_journal(path: Path) -> tuple[Journal, JournalHistory]:
             f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)
         ) from None
     try:
-        parsed = parse_journal(path, path.read_bytes())
+        with open(os.dup(fd), "rb") as file:  # not by its name, which may change
+            file.seek(0)
+            parsed = parse_journal(path, file.read())
         if parsed.history.torn_bytes:
             os.ftruncate(fd, parsed.good_bytes)
             os.fdatasync(fd)
@@ -203,13 +204,13 @@ def _remove_file(
 
 def _open_locked(path: Path, flags: int = 0) -> int:
     """
-    Open a journal and lock it.
+    Open a journal and lock it. A journal of another user could start any program: it is refused.
 
     The last holder of the lock may have removed the file, so this returns the file that has the
     name once the lock is held.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+        fd = open_below(path.parent.parent, path, os.O_RDWR | os.O_APPEND | flags)
         try:
             _lock_file(path, fd)
             if _is_same_file(path, os.fstat(fd)):

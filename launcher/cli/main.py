@@ -134,12 +134,16 @@ def _translate_for_hint(argv: Sequence[str], launchers: Sequence[str]) -> str:
         argv: the command line.
         launchers: which launchers to try; empty: those whose options pdrun does not have.
     """
+    from pdrun.errors import PdrunError
     from pdrun.launcher.translate.command_line import translate_options
 
     words = list(argv)
     if words[:1] == ["run"]:
         words = words[1:]
-    found = translate_options(words, os.environ, launchers)
+    try:
+        found = translate_options(words, os.environ, launchers)
+    except PdrunError as error:
+        return "" if launchers else f"; it is one of another launcher: {error}"
     if found is None:
         return ""
     return f"; as options of {found.launcher}, this line does it: {found.format_line()}"

@@ -14,6 +14,7 @@ from pdrun.errors import PdrunError, UsageError, did_you_mean
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.common.python_command import read_python_command
 from pdrun.launcher.translate.model import Translation
+from pdrun.launcher.translate.option_table import UnreadableOptionError
 
 Translator = Callable[[Sequence[str], Mapping[str, str]], Translation]
 
@@ -141,13 +142,25 @@ def translate_options(
         words: the options, the program and its arguments.
         environ: the environment.
         launchers: which ones to try; empty: those whose options pdrun does not have.
+
+    Raises:
+        PdrunError: they fit one, but have no translation.
     """
+    failure: PdrunError | None = None
     for launcher, translate in _translators().items():
         is_known = launcher in ("torchrun", "torch.distributed.launch", "msrun")
         if launcher not in launchers and (launchers or is_known):
             continue
         try:
-            return translate(words, environ)
-        except PdrunError:
+            found = translate(words, environ)
+        except UnreadableOptionError:
             continue
+        except PdrunError as error:
+            failure = failure or error
+            continue
+        if found.program and found.program[0].endswith(".py") and "--no-python" in found.options:
+            found.options.remove("--no-python")  # without mpirun's name it is a script of pdrun
+        return found
+    if failure is not None:
+        raise failure
     return None

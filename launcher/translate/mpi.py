@@ -17,6 +17,7 @@ from pdrun.launcher.translate.model import Translation
 from pdrun.launcher.translate.option_table import (
     ForeignCommand,
     ForeignOption,
+    UnreadableOptionError,
     parse_table,
     read_command,
 )
@@ -61,6 +62,11 @@ MPIRUN_TABLE = """
 -H -host --host -hosts HOSTS
 -hostfile --hostfile -machinefile --machinefile -f FILE
 -npernode --npernode -N -ppn -perhost PER_NODE
+-pernode --pernode
+-prefix --prefix DIR
+-rf -rankfile --rankfile FILE
+-use-hwthread-cpus --use-hwthread-cpus
+-print-rank-map
 -map-by --map-by HOW
 -rank-by --rank-by HOW
 -bind-to --bind-to HOW
@@ -114,7 +120,7 @@ def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Tr
             )
     total = command.count_of("num_proc")
     if not total:
-        raise command.make_error("num_proc", "-np is required")
+        raise UnreadableOptionError("-np is required", where="horovodrun")
     _add_hosts(command, result, total, 0)
     ssh_options = []
     if port := command.text_of("ssh_port"):
@@ -152,10 +158,10 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             hint="start one program that chooses by its rank",
         )
     result = Translation("mpirun")
-    for key in ("output_filename", "timeout", "launcher", "envlist"):
+    for key in ("output_filename", "timeout", "launcher", "envlist", "rankfile"):
         if command.has(key):
             raise command.make_error(key, "is not translated", _MPIRUN_HINTS[key])
-    per_node = command.count_of(PER_NODE)
+    per_node = command.count_of(PER_NODE, int(command.has("pernode")))
     per_node = _read_mapping(command) or per_node
     _add_hosts(command, result, command.count_of("np"), per_node)
     _add_binding(command, result)
@@ -174,6 +180,7 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
 _MPIRUN_HINTS = {
     "output_filename": "use pdrun --log-dir DIR",
     "timeout": "use pdrun --time-limit S",
+    "rankfile": "use pdrun --hostfile FILE, which reads the hosts of a rankfile",
     "launcher": "use pdrun --ssh PROGRAM, --launcher mpirun or --launcher srun",
     "envlist": "use pdrun --forward NAMES",
 }
@@ -209,7 +216,7 @@ def _add_hosts(command: ForeignCommand, result: Translation, total: int, per_nod
             return
         workers = total or per_node
         if not workers:
-            raise UsageError("-np is required", where=command.launcher)
+            raise UnreadableOptionError("-np is required", where=command.launcher)
         result.add("--nodes", "1", "--devices", str(workers))
         return
     used = _fill_hosts(command, hosts, total, per_node)

@@ -19,6 +19,10 @@ from pdrun.launcher.common.parsers import Parser, int_parser, quote_text
 Value = TypeVar("Value")
 
 
+class UnreadableOptionError(UsageError):
+    """The words are not options of this launcher."""
+
+
 @dataclass(frozen=True)
 class ForeignOption:
     """An option of another launcher."""
@@ -105,7 +109,7 @@ def read_command(
         abbreviates: whether the launcher accepts the beginning of a long name.
 
     Raises:
-        UsageError: an option is unknown, ambiguous, or has no value.
+        UnreadableOptionError: an option is unknown, ambiguous, or has no value.
     """
     by_name = {name: option for option in table for name in option.names}
     used: list[UsedOption] = []
@@ -123,20 +127,20 @@ def read_command(
         elif name not in by_name and _is_short_with_value(word, by_name):
             name, equals, attached = word[:2], "=", word[2:].removeprefix("=")
         if name not in by_name:
-            raise UsageError(
+            raise UnreadableOptionError(
                 f"{launcher} has no option {quote_text(name)}", hint=did_you_mean(name, by_name)
             )
         option = by_name[name]
         index += 1
         if equals:
             if option.values != 1:
-                raise UsageError("takes no value", where=name)
+                raise UnreadableOptionError("takes no value", where=name)
             values: tuple[str, ...] = (attached,)
         else:
             values = tuple(words[index : index + option.values])
             index += option.values
             if len(values) < option.values or any(value in by_name for value in values):
-                raise UsageError("needs a value", where=name)
+                raise UnreadableOptionError("needs a value", where=name)
         used.append(UsedOption(option.key, name, values))
     return ForeignCommand(launcher, tuple(used), tuple(words[index:]))
 
@@ -151,7 +155,7 @@ def _complete_name(launcher: str, name: str, by_name: dict[str, ForeignOption]) 
     """Return the only option that begins with ``name``; ``name`` itself if there is none."""
     names = [known for known in by_name if known.startswith(name)]
     if len({by_name[known].key for known in names}) > 1:
-        raise UsageError(
+        raise UnreadableOptionError(
             f"{quote_text(name)} is ambiguous for {launcher}", hint=f"it can be {', '.join(names)}"
         )
     return names[0] if names else name

@@ -37,6 +37,7 @@ def plans(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
         ("--log-folder d train.py", "did you mean '--log-dir'?"),
         ("--hostsfile d train.py", "did you mean '--hostfile'?"),
         ("--schedular h:1 train.py", "did you mean '--scheduler'?"),
+        ("--verbose train.py", "--verbose; see pdrun --help"),
         ("--lr 3 train.py", "--lr; see pdrun --help; options of the script go after it"),
     ],
 )
@@ -66,6 +67,9 @@ def test_the_distance_of_names() -> None:
         ),
         ("torchrun --nproc_per_node 2 train.py", "use pdrun --nodes 1 --devices 2 train.py"),
         ("accelerate launch --num_processes 2 train.py", "use pdrun --nodes 1 --devices 2 train"),
+        ("-n 4 train.py", "pdrun --nodes 1 --devices 4 train.py"),
+        ("--cpu --num_processes 4 train.py", "pdrun --devices 4 --backend cpu"),
+        ("--tpu train.py", "keep accelerate launch for it"),
     ],
 )
 def test_options_of_other_launchers_are_refused_with_the_line_that_does_it(

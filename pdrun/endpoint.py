@@ -18,6 +18,7 @@ SCHEDULER_PORTS = range(20000, 30000)
 The port of a scheduler is one of these if the user names none. Linux takes the ports of outgoing
 connections from a higher range.
 """
+MAX_PORT = 65535
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 """What inet_aton reads as a part of an IPv4 address."""
 _PORT_DISTANCE = 10000
@@ -45,15 +46,35 @@ class Endpoint:
         return f"tcp://{self}"
 
 
-def port_for_job(job: str) -> int:
+def parse_port_range(text: str, where: str) -> tuple[int, int]:
+    """
+    Return the first and the last port of ``20000-20100``.
+
+    Raises:
+        UsageError: it is not a range of ports.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*[-:]\s*([0-9]{1,5})\s*", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MAX_PORT:
+        raise UsageError(
+            f"{text[:40]!r} is not a range of ports from 1 to {MAX_PORT}, the lower one first",
+            where=where,
+            hint="use 20000-20100",
+        )
+    return int(match[1]), int(match[2])
+
+
+def port_for_job(job: str, ports: tuple[int, int] | None = None) -> int:
     """
     Return the scheduler port of a job: CRC-32 (RFC 1952) of its name, modulo the range.
 
+    Args:
+        job: its name.
+        ports: first and last port of ``--port-range``; None: SCHEDULER_PORTS.
+
     Every node of the job computes the same port.
     """
-    return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(
-        SCHEDULER_PORTS
-    )
+    choice = SCHEDULER_PORTS if ports is None else range(ports[0], ports[1] + 1)
+    return choice[zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(choice)]
 
 
 def port_beside_store(port: int) -> int:

@@ -127,6 +127,12 @@ def split_ssh_options(text: str, where: str) -> tuple[str, ...]:
     return found
 
 
+SSH_FAILED = 255
+"""Exit status of ssh itself, in contrast to that of the remote command."""
+_DROPPED_LOGIN = (
+    r"connection (?:closed|reset)|kex_exchange|ssh_exchange_identification|broken pipe"
+    r"|timeout before authentication|not allowed at this time"
+)
 _FAILURES = (
     (
         r"could not resolve hostname",
@@ -154,11 +160,7 @@ _FAILURES = (
         "it cannot be reached",
         "check the name and the network",
     ),
-    (
-        r"connection (?:closed|reset)|kex_exchange|broken pipe",
-        "it closed the connection",
-        "see the log of its sshd",
-    ),
+    (_DROPPED_LOGIN, "it closed the connection", "see the log of its sshd"),
     (
         r"no such identity|bad configuration option|bad owner or permissions|unknown option"
         r"|usage: ssh",
@@ -172,8 +174,27 @@ the same without questions, {key} the host's name in known_hosts.
 """
 
 
+def is_dropped_login(stderr: str) -> bool:
+    """Return whether an sshd closed a connection during the login, without another reason."""
+    low = " ".join(stderr.lower().split())
+    first = next((pattern for pattern, _, _ in _FAILURES if re.search(pattern, low)), "")
+    return first == _DROPPED_LOGIN
+
+
+def is_behind_proxy(stderr: str) -> bool:
+    """Return whether ssh reached the host through another one: then it knows no address."""
+    return "UNKNOWN port" in stderr
+
+
 def explain_failure(
-    host: Host, code: int | None, stderr: str, python: str, ssh: Sequence[str] = ("ssh",)
+    host: Host,
+    code: int | None,
+    stderr: str,
+    python: str,
+    ssh: Sequence[str] = ("ssh",),
+    *,
+    logins: int = 1,
+    jump: str = "",
 ) -> tuple[str, str]:
     """
     Return why a connection failed, and a hint.
@@ -184,6 +205,8 @@ def explain_failure(
         stderr: what ssh and the remote side wrote to stderr.
         python: the interpreter to start on the host.
         ssh: the program and the user's options.
+        logins: attempts to log in.
+        jump: host through which ssh reached it; empty: none.
     """
     target = host.name
     if host.user:
@@ -202,6 +225,13 @@ def explain_failure(
         )
     if code != 255:
         return _explain_remote_failure(code, low, last, python)
+    if is_dropped_login(stderr) and jump:
+        times = f" {logins} times" if logins > 1 else ""
+        return (
+            f"its jump host, {jump}, or the host closed the connection{times} ({last})",
+            "the sshd of a jump host accepts few logins at the same time (MaxStartups): use a"
+            " smaller --ssh-window, or see its log",
+        )
     for pattern, what, hint in _FAILURES:
         if re.search(pattern, low):
             return f"{what} ({last})", hint.format(ssh=login, batch=batch, key=key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdrun.endpoint import Endpoint, port_beside_store
+from pdrun.endpoint import Endpoint, port_beside_store, port_for_job
 from pdrun.errors import UsageError
 from pdrun.launcher.config.msrun_options import MSRUN_PORT
 from pdrun.launcher.config.settings import (
@@ -147,7 +147,8 @@ def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
                 notes = [f"{host.source.describe()} has no port: {number} is used, as by torchrun"]
             derived.append(Setting("scheduler.host", host.value, host.source))
             if scheduler_port is None:
-                beside = port_beside_store(number)
+                ports = value_of(settings, "place.port_range", None)
+                beside = port_for_job(str(number), ports) if ports else port_beside_store(number)
                 derived.append(Setting("scheduler.port", beside, (port or host).source))
         elif not has_hosts and given.source.priority is not Priority.DETECTED:
             raise given.source.make_error(

@@ -279,7 +279,7 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
             _make_setting("place.serve", False, found, "head")
         )  # the scheduler runs in a separate pod
     if not any(path in given for path in _SCHEDULER_PATHS):
-        derived += _scheduler_settings(found, probes)
+        derived += _scheduler_settings(found, given, probes)
     return derived
 
 
@@ -369,7 +369,9 @@ def _first_host(found: LauncherInfo) -> str:
     return names[0]
 
 
-def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
+def _scheduler_settings(
+    found: LauncherInfo, given: SettingsByPath, probes: Probes
+) -> list[Setting]:
     """
     Return the scheduler's address.
 
@@ -395,8 +397,9 @@ def _scheduler_settings(found: LauncherInfo, probes: Probes) -> list[Setting]:
             hint="set --scheduler HOST:PORT (PDRUN_SCHEDULER) to the same value on all nodes",
         )
     name = found.job_name or f"{found.launcher}-{found.world}"
-    port = found.port if found.port is not None else port_for_job(name)
-    if found.port is not None and found.sources.get("port") == "MASTER_PORT":
+    ports = value_of(given, "place.port_range", None)
+    port = found.port if found.port is not None else port_for_job(name, ports)
+    if ports is None and found.port is not None and found.sources.get("port") == "MASTER_PORT":
         port = port_beside_store(found.port)
     return [
         _make_setting("scheduler.host", host, found, key),

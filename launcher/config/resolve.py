@@ -76,7 +76,8 @@ def _with_default_scheduler(request: ResolvedSpec) -> ResolvedSpec:
     place = request.spec.place
     if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
         return request
-    meeting = Endpoint(place.hosts[0].peer_address, port_for_job(make_job_key(request.spec)))
+    port = port_for_job(make_job_key(request.spec), place.port_range)
+    meeting = Endpoint(place.hosts[0].peer_address, port)
     spec = replace(request.spec, place=replace(place, scheduler=meeting))
     note = f"{meeting} is the first host, with a port derived from the job's name"
     return ResolvedSpec(

@@ -5,6 +5,7 @@ read this table.
 
 from __future__ import annotations
 
+from pdrun.endpoint import parse_port_range
 from pdrun.launcher.adapters.ssh_command import split_options, split_ssh_options
 from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.config.options import (
@@ -276,6 +277,14 @@ RUN_OPTIONS = (
         ("PDRUN_INTERFACE",),
     ),
     Option(
+        ("--port-range",),
+        "ports on which pdrun may listen, for firewalls: 20000-20100",
+        store_parsed("place.port_range", parse_port_range),
+        HELP_GROUPS[2],
+        "LOW-HIGH",
+        ("PDRUN_PORT_RANGE",),
+    ),
+    Option(
         ("--job",),
         "name of the job; nodes of other jobs are refused",
         store_parsed("job", parsers.parse_job_name),
@@ -316,6 +325,14 @@ RUN_OPTIONS = (
         HELP_GROUPS[2],
         "TEXT",
         ("PDRUN_SSH_OPTS",),
+    ),
+    Option(
+        ("--ssh-window",),
+        "ssh logins at the same time (default: 64; fewer after a jump host drops some)",
+        store_parsed("reach.ssh_window", parsers.int_parser(1, 10_000)),
+        HELP_GROUPS[2],
+        "N",
+        ("PDRUN_SSH_WINDOW",),
     ),
     Option(
         ("--mpirun",),

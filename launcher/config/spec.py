@@ -193,6 +193,8 @@ class ClusterOptions:
     """
     interface: str = ""
     """Address or interface name to listen on; empty: the route to the scheduler."""
+    port_range: tuple[int, int] | None = None
+    """First and last port on which pdrun's processes listen; None: the system chooses."""
     serve: bool | None = None
     """Whether this node runs the scheduler; None: the addresses decide."""
     token_file: str = ""
@@ -219,6 +221,8 @@ class RemoteOptions:
     """The program."""
     ssh_opts: tuple[str, ...] = ()
     """Its options, before pdrun's own."""
+    ssh_window: int = 0
+    """Logins at the same time; 0: pdrun's default."""
     forward: tuple[str, ...] = ()
     """
     Names of the environment variables of this process that the agents get; ``*`` and ``?`` match.
@@ -292,7 +296,8 @@ class JobSpec:
 
     def to_shared_json(self) -> str:
         """Return the JSON that other nodes get: the spec without the place of this node."""
-        return replace(self, place=ClusterOptions()).to_json()
+        shared = ClusterOptions(port_range=self.place.port_range)
+        return replace(self, place=shared).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
@@ -302,6 +307,7 @@ class JobSpec:
         scheduler = place.pop("scheduler")
         store = place.pop("store")
         simulated = place.pop("simulated")
+        port_range = place.pop("port_range")
         hosts = place.pop("hosts")
         reach = _lists_to_tuples(data.pop("reach"))
         policy = _lists_to_tuples(data.pop("policy"))
@@ -316,6 +322,7 @@ class JobSpec:
                 scheduler=Endpoint(**scheduler) if scheduler else None,
                 store=Endpoint(**store) if store else None,
                 simulated=(simulated[0], simulated[1]) if simulated else None,
+                port_range=(port_range[0], port_range[1]) if port_range else None,
                 hosts=tuple(
                     Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts
                 ),

@@ -28,7 +28,9 @@ WRITE_BYTES = 1 << 18
 CHECK = b"C"
 """{"folder"}: a folder that must exist; answered by HELLO."""
 LISTEN = b"L"
-"""{"addresses", "interface", "far"}: bind a socket for the scheduler; answered by LISTENING."""
+"""
+{"addresses", "interface", "far", "ports"}: bind a socket for the scheduler; answered by LISTENING.
+"""
 ORDER = b"O"
 """{"node", "agent", "env"}: start the agent."""
 SIGNAL = b"S"

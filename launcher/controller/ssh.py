@@ -70,7 +70,13 @@ def _bind_scheduler(plan: LaunchPlan, agents: Sequence[RemoteAgentHandle]) -> En
     head_name = hosts[0].host.name
     head = agents[0]
     has_remote_hosts = not all(launch.is_local for launch in hosts)
-    head.listen(_head_addresses(plan, agents), plan.spec.place.interface, far=has_remote_hosts)
+    place = plan.spec.place
+    head.listen(
+        _head_addresses(plan, agents),
+        place.interface,
+        far=has_remote_hosts,
+        ports=place.port_range,
+    )
     deadline = time.monotonic() + LISTEN_SECONDS
     while head.listening is None:
         if head.ssh_status is not None or time.monotonic() > deadline:

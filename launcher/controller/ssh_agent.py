@@ -94,9 +94,21 @@ class RemoteAgentHandle:
         """Return the first question, which the remote server answers by its hello."""
         return encode_message(frames.CHECK, {"folder": folder})
 
-    def listen(self, addresses: Sequence[str], interface: str, *, far: bool) -> None:
+    def listen(
+        self,
+        addresses: Sequence[str],
+        interface: str,
+        *,
+        far: bool,
+        ports: tuple[int, int] | None = None,
+    ) -> None:
         """Have the remote server bind the scheduler's socket; ``listening`` gets the answer."""
-        question = {"addresses": list(addresses), "interface": interface, "far": far}
+        question = {
+            "addresses": list(addresses),
+            "interface": interface,
+            "far": far,
+            "ports": ports,
+        }
         self.send_bytes(encode_message(frames.LISTEN, question))
 
     def send_bytes(self, data: bytes) -> None:

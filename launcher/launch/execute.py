@@ -54,6 +54,10 @@ def execute(plan: LaunchPlan, options: AgentOptions | None = None) -> int:
     Raises:
         PdrunError: the job could not be started or reached.
     """
+    if plan.spec.place.port_range is not None:
+        from pdrun.rendezvous.transport.listen import use_port_range
+
+        use_port_range(plan.spec.place.port_range)
     with check_file_limit(plan):
         return _execute_mode(plan, options or AgentOptions())
 
@@ -178,6 +182,12 @@ def _execute_join(plan: LaunchPlan, options: AgentOptions) -> int:
         hint = (
             f"this node is rank 0, but {plan.scheduler.host} is not one of its addresses; "
             "add --serve if that is a service or NAT in front of it"
+        )
+    elif options.run and not cluster.simulated:
+        # the controller has the first host listen before it starts the other agents
+        hint = (
+            "the scheduler listens there, so a firewall between the hosts blocks the port: allow"
+            " it, or set open ports with --port-range LOW-HIGH"
         )
     link = make_zmq_link(
         plan.scheduler,

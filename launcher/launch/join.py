@@ -36,11 +36,13 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
     """
     from pdrun.launcher.plan.facts import gather_facts
     from pdrun.launcher.plan.plan import make_plan
+    from pdrun.rendezvous.transport.listen import use_port_range
 
     def plan_from_welcome(welcome: Welcome) -> LaunchPlan:
         spec = merge_spec(welcome.spec, overrides, endpoint)
         job_sources = dict.fromkeys(list_field_paths(), f"the job at {endpoint}")
         all_sources = {**job_sources, **sources, "place.scheduler": "join"}
+        use_port_range(spec.place.port_range)
         plan = make_plan(spec, gather_facts(spec), all_sources)
         process_setup.require_descriptors(*count_open_files(plan))
         return plan

@@ -223,10 +223,10 @@ def _show_reader_alone(
     """
     if stdin is None or not stdin.is_terminal:
         return plan
-    if not isinstance(plan, LaunchPlan):
-        make_plan = plan
-        return lambda welcome: _show_rank_alone(make_plan(welcome))
-    return _show_rank_alone(plan)
+    if isinstance(plan, LaunchPlan):
+        return _show_rank_alone(plan)
+    make_plan = plan
+    return lambda welcome: _show_rank_alone(make_plan(welcome))
 
 
 def _show_rank_alone(plan: LaunchPlan) -> LaunchPlan:

@@ -217,6 +217,7 @@ class RemoteServer:
                 request["addresses"],
                 request["interface"],
                 has_remote_nodes=request["far"],
+                ports=request["ports"],
             )
         except Exception as error:
             self._writer.put(encode_message(frames.LISTENING, {"error": str(error)}))
@@ -257,7 +258,11 @@ class RemoteServer:
 
 
 def _bind_scheduler(
-    addresses: list[str], interface: str, *, has_remote_nodes: bool
+    addresses: list[str],
+    interface: str,
+    *,
+    has_remote_nodes: bool,
+    ports: tuple[int, int] | None = None,
 ) -> socket.socket:
     """
     Return a listening socket on an address by which the other nodes reach this one.
@@ -268,6 +273,7 @@ def _bind_scheduler(
         interface: the user's choice, a name or an address of this machine; it overrides the
             addresses.
         has_remote_nodes: some nodes are on other machines, which cannot reach loopback.
+        ports: of ``--port-range``.
 
     Raises:
         ConfigError: no address is one of this machine.
@@ -275,8 +281,9 @@ def _bind_scheduler(
     from pdrun.endpoint import Endpoint
     from pdrun.errors import ConfigError
     from pdrun.launcher.common import network
-    from pdrun.rendezvous.transport.listen import bind_listener
+    from pdrun.rendezvous.transport.listen import bind_listener, use_port_range
 
+    use_port_range(ports)
     own = network.list_addresses()
     if interface:
         found = [address for name, address in own if interface in (name, address)]

@@ -197,6 +197,7 @@ def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
         store=plan.spec.place.store,
         serve=False,
         interface=plan.spec.place.interface,
+        port_range=plan.spec.place.port_range,
         insecure=plan.spec.place.insecure,
         hosts=plan.spec.place.hosts,
     )

@@ -181,6 +181,7 @@ def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> 
         node_name=launch.node,
         serve=serve,
         interface=spec.place.interface,
+        port_range=spec.place.port_range,
         insecure=spec.place.insecure,
         rank_table=spec.place.rank_table,
     )

@@ -105,7 +105,9 @@ def scheduler_endpoint(
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
     port = launcher.port
     if port is None:
-        port = port_for_job(f"{job_name_of(launcher)}-tasks")
+        from pdrun.rendezvous.transport.listen import use_port_range_of
+
+        port = port_for_job(f"{job_name_of(launcher)}-tasks", use_port_range_of(environ))
     if launcher.local_size == launcher.world:
         return Endpoint(LOOPBACK, port)
     host = launcher.hosts[0].name if launcher.hosts else launcher.head

@@ -26,6 +26,7 @@ from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret, find_secret
+from pdrun.rendezvous.transport.listen import use_port_range_of
 from pdrun.text import check_name, plural
 
 __all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join_cluster", "run_scheduler"]
@@ -97,6 +98,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
     )
     if role is None:
         raise _missing_variable_error("PDRUN_ROLE" if ours else "MS_ROLE", environ)
+    use_port_range_of(environ)
     scheduler = _merge_values(
         "scheduler",
         _read_pdrun_scheduler(environ),

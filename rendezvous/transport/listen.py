@@ -1,14 +1,24 @@
-"""Listening sockets: bound once, on one address, and passed on. An error names the port's owner."""
+"""
+Listening sockets: bound once, on one address, and passed on. An error names the port's owner.
+
+`PendingHandshakes` bounds the connections that no handshake has proven yet: a process that opens
+connections and sends nothing takes descriptors of the server, but cannot take all of them.
+"""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping
+from typing import Any
 
-from pdrun.endpoint import Endpoint
+from pdrun.endpoint import Endpoint, parse_port_range
 from pdrun.errors import ConfigError
 
+MAX_PENDING_HANDSHAKES = 64
+"""Connections per address without a handshake, in addition to those of the job."""
 MAX_SEGMENT_BYTES = 1220
 """
 Payload of a TCP packet in both directions, for an MTU of 1280, the minimum of IPv6. A path (tunnel,
@@ -16,9 +26,32 @@ overlay) that drops larger packets silently lets the handshake through and then 
 """
 
 
+_port_range: tuple[int, int] | None = None
+
+
+def use_port_range(ports: tuple[int, int] | None) -> None:
+    """
+    Bind further sockets without a fixed port in this range (``--port-range``); None: on any port.
+
+    It applies to this process and to sockets that other machines reach.
+    """
+    global _port_range
+    _port_range = ports
+
+
+def use_port_range_of(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Use the range of PDRUN_PORT_RANGE, if it is set, and return it."""
+    text = environ.get("PDRUN_PORT_RANGE", "")
+    ports = parse_port_range(text, "PDRUN_PORT_RANGE") if text else None
+    use_port_range(ports)
+    return ports
+
+
 def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
     """
-    Return a listening TCP socket on exactly ``endpoint``; port 0 lets the system choose.
+    Return a listening TCP socket on exactly ``endpoint``.
+
+    Port 0: a free port of `use_port_range`, or one that the system chooses.
 
     Raises:
         ConfigError: the address means all interfaces, is not this machine's, or its port is in use
@@ -26,7 +59,10 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
     """
     where = str(endpoint)
     family, address = _resolve_endpoint(endpoint)
-    if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    if endpoint.port == 0 and _port_range is not None and not ip.is_loopback:
+        return _bind_in_range(endpoint, _port_range, backlog)
+    if ip.is_unspecified:
         raise ConfigError(
             "would listen on every interface",
             where=where,
@@ -44,6 +80,23 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
         listener.close()
         raise _listen_error(endpoint, error) from None
     return listener
+
+
+def _bind_in_range(endpoint: Endpoint, ports: tuple[int, int], backlog: int) -> socket.socket:
+    """Return a socket on the first free port of a range."""
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return bind_listener(Endpoint(endpoint.host, port), backlog=backlog)
+        except ConfigError as error:
+            cause = error.__context__
+            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"no port of {first}-{last} is free on {endpoint.host}",
+        where="--port-range",
+        hint="end other jobs there, or use a larger range: three ports per job and node",
+    )
 
 
 def _resolve_endpoint(endpoint: Endpoint) -> tuple[int, tuple[str, int]]:
@@ -91,3 +144,90 @@ def describe_port_holder(port: int) -> str:
     except psutil.Error:
         pass
     return ""
+
+
+# Connections that were accepted
+# --------------------------------------------------------------------------------------------------
+
+
+class PendingHandshakes:
+    """
+    The accepted connections whose handshake has not ended, at most a number per remote address.
+
+    Above it the oldest one of that address is shut down: a handshake takes milliseconds, or a few
+    round trips. The handshake limit of the server bounds them in time.
+    """
+
+    def __init__(self, crowd: int) -> None:
+        """``crowd``: connections that may be opened at the same time, even from one address."""
+        self._limit = crowd + MAX_PENDING_HANDSHAKES
+        self._hosts: dict[int, str] = {}
+        """Descriptor -> remote address."""
+        self._pending: dict[str, dict[int, int]] = {}
+        """Remote address -> descriptor -> inode, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def add_connection(self, fd: int) -> None:
+        """Add an accepted connection, and shut down the oldest one if there are too many."""
+        self.remove_connection(fd)  # the end of an earlier one of this number was not reported
+        address = remote_address(fd)
+        if address is None:  # it has ended already
+            return
+        host = str(address[0])
+        here = self._pending.setdefault(host, {})
+        here[fd] = socket_inode(fd)
+        self._hosts[fd] = host
+        if len(here) > self._limit:
+            oldest, inode = next(iter(here.items()))
+            shut_down_socket(oldest, inode)
+            self.remove_connection(oldest)
+
+    def remove_connection(self, fd: int) -> None:
+        """Forget a connection whose handshake has succeeded, or which has ended."""
+        host = self._hosts.pop(fd, None)
+        if host is None:
+            return
+        here = self._pending[host]
+        here.pop(fd, None)
+        if not here:
+            del self._pending[host]
+
+
+def socket_inode(fd: int) -> int:
+    """Return the inode of a descriptor's socket, unique at a time; 0 if it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
+
+
+def remote_address(fd: int) -> Any:
+    """Return the remote address of a descriptor, or None if it is not a connected socket."""
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        return copy.getpeername()
+    except OSError:
+        return None
+    finally:
+        copy.close()
+
+
+def shut_down_socket(fd: int, inode: int) -> None:
+    """Shut a connection down, unless its number belongs to another one, of another inode, now."""
+    if not inode or socket_inode(fd) != inode:
+        return
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return
+    try:
+        copy.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    finally:
+        copy.close()

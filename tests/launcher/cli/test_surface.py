@@ -38,7 +38,7 @@ OPTIONS = words("""
     --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
     --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
     --launch-compat --local-rank-arg --show-stderr --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
-    --stdin
+    --stdin --port-range --ssh-window
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -107,7 +107,7 @@ FIELDS = words("""
     place.scheduler place.store place.node_rank place.node_name place.local
     place.hosts place.rank_table place.launcher
     reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts
-    place.simulated place.interface place.serve place.token_file place.insecure job env
+    place.simulated place.interface place.port_range reach.ssh_window place.serve place.token_file place.insecure job env
     chdir
 """)
 EVENTS = words("""

@@ -35,6 +35,8 @@ from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts.nodelist import MAX_HOSTS
 
 TASK_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+HET_NODE_LISTS = "SLURM_JOB_NODELIST_HET_GROUP_*"
+"""Source of the hosts of a heterogeneous job."""
 STEP_DAEMONS = ("slurmstepd",)
 _SPECIAL_STEP_IDS = ("4294967290", "4294967291", "4294967292", "4294967293")
 """SLURM_STEP_ID of steps that srun did not start: interactive, batch, extern, pending."""
@@ -166,7 +168,7 @@ def _read_job(environ: Environ, probes: Probes) -> LauncherInfo:
         for group in range(min(groups, 1024)):
             for host in read_host_list(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{group}"):
                 hosts.setdefault(host.name, host)
-        name = "SLURM_JOB_NODELIST_HET_GROUP_*"
+        name = HET_NODE_LISTS
         found = tuple(hosts.values())
     else:
         found = read_host_list(environ, name)
@@ -178,10 +180,6 @@ def _read_job(environ: Environ, probes: Probes) -> LauncherInfo:
             found = tuple(
                 replace(host, slots=count) for host, count in zip(found, counts, strict=True)
             )
-    array = environ.get("SLURM_ARRAY_TASK_ID", "")
-    notes = (
-        (f"element {array} of array job {environ.get('SLURM_ARRAY_JOB_ID', '?')}",) if array else ()
-    )
     return LauncherInfo(
         "slurm-job",
         "an allocation of Slurm",
@@ -192,7 +190,6 @@ def _read_job(environ: Environ, probes: Probes) -> LauncherInfo:
         attempt=read_number(environ, "SLURM_RESTART_COUNT") or 0,
         time_limit=_read_time_limit(environ),
         ends_at=_read_seconds(environ, "SLURM_JOB_END_TIME"),
-        notes=notes,
         sources={
             "nodes": name,
             "hosts": name,

@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
+from pdrun.errors import PdrunError
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
-from pdrun.launcher.cli.run import parse_arguments
+from pdrun.launcher.cli.run import parse_arguments, print_warnings
 from pdrun.launcher.common import parsers
-from pdrun.launcher.jobs import sbatch
+from pdrun.launcher.jobs import sbatch, sbatch_checks
 from pdrun.text import quote_command
 
 _DIRECTIVES = (
@@ -45,11 +46,17 @@ def slurm_group() -> click.Group:
     )
 
     def render(words: tuple[str, ...], **params: Any) -> int:
-        print_bytes(_batch_script(words, params))
+        script, missing = make_batch_script(words, params)
+        if missing:
+            print_warnings([str(missing)])
+        print_bytes(script)
         return 0
 
     def submit(words: tuple[str, ...], **params: Any) -> int:
-        job = sbatch.submit_script(_batch_script(words, params))
+        script, missing = make_batch_script(words, params)
+        if missing:
+            raise missing
+        job = sbatch.submit_script(script)
         print(
             f"pdrun: submitted job {job}; to see its state: "
             f"{quote_command('pdrun', 'slurm', 'status', job)}",
@@ -131,9 +138,11 @@ def _parameter_name(key: str) -> str:
     return f"d_{key.replace('-', '_')}"
 
 
-def _batch_script(words: Sequence[str], params: Mapping[str, Any]) -> str:
+def make_batch_script(
+    words: Sequence[str], params: Mapping[str, Any]
+) -> tuple[str, PdrunError | None]:
     """
-    Return the batch script of a ``pdrun run`` command line.
+    Return the batch script of a ``pdrun run`` command line, and which of its files is missing.
 
     The command line is parsed here, so that its errors appear before the job is queued.
     """
@@ -155,4 +164,7 @@ def _batch_script(words: Sequence[str], params: Mapping[str, Any]) -> str:
         requeue=not params["no_requeue"],
         setup=params["setup"],
     )
-    return sbatch.render_script(batch, [sys.executable, "-m", "pdrun", *words])
+    script = sbatch.render_script(batch, [sys.executable, "-m", "pdrun", *words])
+    resolved = request.resolved
+    sbatch_checks.check_sizes(batch, resolved.spec, resolved.sources)
+    return script, sbatch_checks.find_missing_files(batch, resolved.spec)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from pdrun.endpoint import port_beside_store, port_for_job
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters import ascend, detect, mpi
+from pdrun.launcher.adapters import ascend, detect, mpi, slurm
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
@@ -98,8 +98,10 @@ def detect_settings(
         if launcher != "none":
             _refuse_lost_count(environ, given)
         return store, notes, found.notes
+    warnings = found.notes
     if found.kind == "allocation":
         derived = _allocation_settings(found, given)
+        warnings = (*warnings, *_explain_ssh(found, derived, launcher))
     else:
         derived = _task_settings(found, given, probes)
     if found.launcher == "mindspore" and found.workers_per_node is None:
@@ -111,7 +113,19 @@ def detect_settings(
         )
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
-    return (*derived, *store), notes, found.notes
+    return (*derived, *store), notes, warnings
+
+
+def _explain_ssh(found: LauncherInfo, derived: Iterable[Setting], launcher: str) -> tuple[str, ...]:
+    """Return why srun does not start the agents of a heterogeneous job, or no line."""
+    if found.sources.get("hosts") != slurm.HET_NODE_LISTS or launcher not in ("", "auto"):
+        return ()
+    if not any(setting.path == "hosts.all" for setting in derived):
+        return ()
+    return (
+        "a step of srun has the nodes of one group of a heterogeneous job only: the agents are"
+        " started by ssh (--launcher ssh)",
+    )
 
 
 def _refuse_lost_count(environ: Mapping[str, str], given: SettingsByPath) -> None:
@@ -345,8 +359,12 @@ def _several_tasks_error(found: LauncherInfo) -> ConfigError:
     if found.local_size:
         count = f"{found.local_size} tasks"
     advice = "start one task per node"
-    if found.launcher in _ONE_TASK_COMMANDS:
-        advice += f" ({_ONE_TASK_COMMANDS[found.launcher]})"
+    command = _ONE_TASK_COMMANDS.get(found.launcher, "")
+    if found.launcher == "slurm-step" and found.nodes:
+        # in a batch script, srun takes its number of tasks from SLURM_NTASKS
+        command = f"srun --nodes={found.nodes} --ntasks={found.nodes} --ntasks-per-node=1"
+    if command:
+        advice += f" ({command})"
     return ConfigError(
         f"{found.title} started {count} on this node, but pdrun needs one task per node",
         where=found.sources.get("local_size") or found.sources.get("local_rank", ""),

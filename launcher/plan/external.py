@@ -21,6 +21,7 @@ from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import mpirun_command
+from pdrun.launcher.adapters.slurm import HET_NODE_LISTS
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import Host
@@ -71,6 +72,12 @@ def plan_external(
     assert launcher is not None
     if launcher.error:
         raise ConfigError(launcher.error, where=f"--launcher {launcher.kind}")
+    if launcher.kind == "srun" and sources.get("place.hosts") == HET_NODE_LISTS:
+        raise ConfigError(
+            "a step of srun has the nodes of one group of a heterogeneous job only",
+            where="--launcher srun",
+            hint="use --launcher ssh",
+        )
     nodes = len(spec.place.hosts) or spec.resources.nodes
     where = source_of(sources, "resources.nodes", "")
     if where and spec.resources.nodes != nodes:

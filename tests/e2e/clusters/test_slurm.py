@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
+from pdrun.launcher.cli.slurm import make_batch_script, slurm_group
 from pdrun.launcher.config.spec import JobSpec, Policy, Program
 from pdrun.launcher.jobs import sbatch as slurmjobs
 from pdrun.launcher.jobs.sbatch import BatchJob
+from pdrun.launcher.jobs.sbatch_checks import parse_time_limit
 from pdrun.launcher.plan import external as through
 from tests.e2e.clusters.conftest import Cluster, until
 from tests.lib.slurm_cluster import Slurm
@@ -392,6 +394,77 @@ def test_mistakes_in_pdruns_words_are_told_at_once(tmp_path: Path) -> None:
         and "#SBATCH --signal=TERM@135\n" in out
     )
     assert out.endswith("-m pdrun --grace 2m train.py --nodes 7\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nodes 2 --hosts a,b train.py", "--hosts: Slurm chooses the hosts of the job"),
+        (
+            "--devices 2 --nodes 3 train.py",
+            "--nodes: the job needs 3 nodes, but Slurm is asked for 1",
+        ),
+        ("--nodes 2 --spares 1 train.py", ""),
+        ("--gpus-per-node 4 --devices 8 train.py", "--devices: 8 workers per node need as many"),
+        ("--gpus-per-node a100:4 --devices 8 train.py", "but Slurm is asked for 4"),
+        ("--gpus-per-node a100:4,h100:4 --devices 8 train.py", ""),
+        ("--gpus-per-node 1 --devices 8 --backend cpu train.py", ""),
+        ("--time 0:30 train.py", "--time: 0:30 is 30 s, but SIGTERM is sent 45 s before the end"),
+        ("--time 1 --grace 45 train.py", "--time: 1 is 60 s, but SIGTERM is sent 60 s before"),
+        ("--time 1:00:00 train.py", ""),
+        ("--time 0 train.py", ""),
+        ("--grace 20h train.py", "--grace: must be at most 65520 s in a batch job"),
+    ],
+)
+def test_what_would_fail_in_the_queue_is_refused_before(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    params = slurm_group().commands["render"].make_context("render", words.split()).params
+    if message:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            make_batch_script(params.pop("words"), params)
+    else:
+        script, missing = make_batch_script(params.pop("words"), params)
+        assert script.endswith("train.py\n") and missing is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nope.py", "nope.py"),
+        ("--output logs/%j.out train.py", "--output: the folder 'logs' does not exist"),
+        ("--output logs-%j/out train.py", ""),
+        ("--output out-%j train.py", ""),
+        ("--sbatch error=logs/e train.py", "--sbatch error: the folder 'logs' does not exist"),
+        ("--sbatch chdir=sub train.py", "train.py"),
+        ("--setup pwd nope.py", "nope.py"),
+        ("--no-python nope", ""),
+    ],
+)
+def test_a_missing_file_stops_a_submission(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.setattr(slurmjobs, "submit_script", lambda text: "7")
+    submit = slurm_group().commands["submit"]
+    if message:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            submit.main(words.split(), standalone_mode=False)
+    else:
+        assert submit.main(words.split(), standalone_mode=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("0:30", 30), ("1:00:00", 3600), ("1-0", 86400), ("1-2:03", 93780)],
+)
+def test_slurms_time_limits(text: str, seconds: int) -> None:
+    assert parse_time_limit(text) == seconds
+    assert parse_time_limit("UNLIMITED") is None
 
 
 @pytest.mark.parametrize(

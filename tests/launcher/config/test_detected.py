@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
+from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.config.resolve import ResolvedSpec
 from tests.launcher.config.test_aliases import resolve_line
 
@@ -132,3 +133,36 @@ def test_two_pods_of_one_host_are_two_nodes(tmp_path: Path) -> None:
     assert [host.peer_address for host in place.hosts] == ["172.16.0.0", "172.16.0.1"]
     assert len({host.name for host in place.hosts}) == 2
     assert place.node_rank == 1
+
+
+HET = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "g1",
+}
+ARRAY = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_ARRAY_JOB_ID": "5",
+    "SLURM_ARRAY_TASK_ID": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "warnings"),
+    [
+        ("x", HET, ["a step of srun has the nodes of one group of a heterogeneous job only"]),
+        ("--launcher ssh x", HET, []),
+        ("--nodes 1 x", ARRAY, []),
+        ("x", ARRAY, []),
+    ],
+)
+def test_an_allocation_warns_only_of_what_differs(
+    line: str, environ: dict[str, str], warnings: list[str]
+) -> None:
+    context = run_command().make_context("run", line.split())
+    words = context.params.pop("words")
+    found = parse_request(context.params, words, environ).warnings
+    assert [text.partition(":")[0] for text in found] == warnings

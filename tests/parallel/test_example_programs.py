@@ -111,6 +111,16 @@ def test_digits_are_classified() -> None:
     assert float(text.partition("right: ")[2].split()[0]) > 90
 
 
+def test_weights_sharded_by_hand_train_as_whole_ones() -> None:
+    script = str(ROOT / "examples/manual_parallel.py")
+    losses = [
+        re.findall(r"step \d+: loss (\d\.\d{4})", run(*command, script))
+        for command in ((), ("-m", "pdrun", "--devices", "3", "--backend", "cpu", "--no-files"))
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
 RESTARTED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})

@@ -1,4 +1,4 @@
-"""`pdrun.init()` in a process that is one rank of an Ascend rank table, MindSpore's fourth start-up."""
+"""`pdrun.init()` in a process that is one rank of an Ascend rank table."""
 
 from __future__ import annotations
 

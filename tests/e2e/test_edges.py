@@ -247,3 +247,16 @@ def test_workers_have_the_users_limit_whatever_pdrun_needs(shell: Shell, args: s
     done = in_shell(shell, f"ulimit -Sn 24; ulimit -Hn 4096; pdrun {args} {script}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("24 4096") == 2
+
+
+def test_workers_beyond_the_cores_see_every_cpu(shell: Shell) -> None:
+    """Their libraries count CPUs as without a launcher, a DataLoader among them."""
+    cpus = len(os.sched_getaffinity(0))
+    (shell.folder / "cpus.py").write_text(
+        "import os; print('cpus', len(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])\n"
+    )
+    environ = {name: value for name, value in shell.env.items() if name != "OMP_NUM_THREADS"}
+    shell.env = environ
+    code, out, err = shell.run("--devices", str(min(2 * cpus, cpus + 4)), "cpus.py")
+    assert code == 0, err
+    assert {line.partition("| ")[2] for line in out.splitlines()} == {f"cpus {cpus} 1"}

@@ -92,6 +92,9 @@ def _format_click_error(error: Any, argv: Sequence[str]) -> str:
     if isinstance(error, click.NoSuchOption):
         name = _find_typed_name(error.option_name, argv)
         command = error.ctx.command if error.ctx else None
+        if command is not None and command.name == "mpirun":
+            line = _translate_for_hint(argv[1:], ("mpirun",))
+            return f"no such option {name} of pdrun mpirun{line or '; see pdrun mpirun --help'}"
         if command is None or command.name != "run":
             return f"no such option {name}; {_hint_at_names(name, command)}"
         line = _translate_for_hint(argv, ())

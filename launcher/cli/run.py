@@ -205,13 +205,19 @@ def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[
         return []
     target, *args = words
     source = Source("command line", Priority.COMMAND, target)
+    settings = list(settings)
     has_kind = any(setting.path == "program.kind" for setting in settings)
     if not has_kind and target.endswith((".yaml", ".yml")):
         return _job_file_settings(target, args, source)
     if not target:
         raise UsageError("the script's name is empty")
     paths = {setting.path for setting in settings}
-    if "program.kind" not in paths and (found := read_python_settings(words, paths, source)):
+    kinds = {setting.value for setting in settings if setting.path == "program.kind"}
+    if "module" in kinds and target.startswith(("torch.distributed.", "accelerate.")):
+        from pdrun.launcher.translate.command_line import refuse_launcher
+
+        refuse_launcher(("python", "-m", *words), os.environ)
+    if not kinds and (found := read_python_settings(words, paths, source)):
         return found
     return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
 

@@ -49,6 +49,7 @@ def _read_nproc_per_node(text: str, where: str) -> FieldValues:
         "gpu": {"resources.devices": "accelerators"},
         "cpu": {"resources.devices": "cpus", "resources.backend": "cpu"},
         "xpu": {"resources.devices": "accelerators", "resources.backend": "xpu"},
+        "npu": {"resources.devices": "accelerators", "resources.backend": "npu"},
     }
     if text in modes:
         return modes[text]
@@ -230,7 +231,10 @@ def _torchrun_option(
 TORCHRUN_OPTIONS = (
     _torchrun_option("nnodes", "--nodes; MIN:MAX also sets --grow 30s", _read_nnodes, "N|MIN:MAX"),
     _torchrun_option(
-        "nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _read_nproc_per_node, "N"
+        "nproc-per-node",
+        "--devices; a number, auto, gpu, cpu, xpu or npu",
+        _read_nproc_per_node,
+        "N",
     ),
     _torchrun_option(
         "master-addr",
@@ -274,7 +278,7 @@ TORCHRUN_OPTIONS = (
     _torchrun_option(
         "monitor-interval",
         "not needed",
-        _check_only(parsers.parse_duration),
+        _check_only(parsers.parse_duration_or_zero),
         "S",
         "pdrun watches workers by events, without an interval",
     ),

@@ -174,6 +174,10 @@ def _suggest_name(target: str, cwd: str, environ: Mapping[str, str]) -> str:
     folder, name = os.path.split(target)
     if target == "help":
         return "for help use pdrun --help, or pdrun COMMAND --help"
+    from pdrun.launcher.translate.command_line import is_launcher
+
+    if not folder and is_launcher(name):
+        return f"for pdrun's own line use pdrun translate -- {name} ..."
     if not folder and _is_on_path(name, environ):
         return f"for the command {name} add --no-python"
     try:

@@ -38,7 +38,6 @@ _MODULES = {
     "accelerate": "accelerate",
     "accelerate.commands.accelerate_cli": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
-    "deepspeed": "deepspeed",
     "mindspore.parallel.cluster.run": "msrun",
     "horovod.runner.launch": "horovodrun",
 }
@@ -56,6 +55,30 @@ def _launcher_of(word: str) -> str:
     if name in LAUNCHERS:
         return name
     return _OTHER_NAMES.get(name, "")
+
+
+def refuse_launcher(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """
+    Refuse a program that is a launcher itself: each worker would start a job.
+
+    Args:
+        words: the program and its arguments, with ``python -m`` in front of a module.
+        environ: the environment.
+
+    Raises:
+        UsageError: it is a launcher; the message has pdrun's line.
+    """
+    name = words[0]
+    if not is_launcher(name):
+        python = read_python_command(words)
+        if python is None or python.kind != "module" or python.target not in _MODULES:
+            return
+        name = f"python -m {python.target}"
+    try:
+        hint = f"use {translate_command_line(words, environ).format_line()}"
+    except PdrunError as error:
+        hint = f"pdrun translate -- {name} ... prints pdrun's line: {error}"
+    raise UsageError(f"{name} is a launcher: each worker would start a job", hint=hint)
 
 
 def translate_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Translation:

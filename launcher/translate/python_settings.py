@@ -26,7 +26,9 @@ def read_python_settings(
     if "/" not in words[0] and os.path.lexists(words[0]):
         return []  # a script with that name
     from pdrun.launcher.common.python_command import PythonCommand, read_python_command
+    from pdrun.launcher.translate.command_line import refuse_launcher
 
+    refuse_launcher(words, os.environ)
     found = read_python_command(words)
     if is_pytest:
         found = PythonCommand("command", words[0], tuple(words[1:]))

@@ -223,7 +223,7 @@ def add_shared_options(command: ForeignCommand, result: Translation) -> None:
 
 def _check_ignored(command: ForeignCommand) -> None:
     """Check values that pdrun does not need."""
-    command.parse("monitor_interval", parsers.parse_duration, 0.1)
+    command.parse("monitor_interval", parsers.parse_duration_or_zero, 0.1)
     command.parse("start_method", choice_of("spawn", "fork", "forkserver"), "spawn")
     command.parse("rdzv_backend", choice_of("static", "c10d"), "static")
     if command.text_of("event_log_handler", "null") != "null":

@@ -187,3 +187,18 @@ def test_each_worker_gets_its_local_rank(
 def test_use_env_leaves_the_local_rank_out(pdrun: Call, plans: list[LaunchPlan]) -> None:
     assert pdrun("--launch-compat", "--use_env", "train.py").code == 0
     assert plans[0].workers[0].argv[1:] == ("train.py",)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("python -m torch.distributed.launch --nproc_per_node=2 train.py", "--launch-compat"),
+        ("-m torch.distributed.run --nproc_per_node=2 train.py", "use pdrun --nodes 1 --devices 2"),
+        ("--devices 2 torchrun train.py", "pdrun translate -- torchrun"),
+        ("mpirun -np 2 ./a.out", "pdrun --nodes 1 --devices 2 --no-python ./a.out"),
+    ],
+)
+def test_a_launcher_is_no_program_of_a_worker(pdrun: Call, line: str, hint: str) -> None:
+    outcome = pdrun(*shlex.split(line))
+    assert outcome.code == 2
+    assert hint in outcome.err and outcome.err.count("\n") == 1

@@ -7,6 +7,8 @@ Nothing is computed. Weights can be on the meta device.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,7 +58,12 @@ def export_graph(
 def _export_once(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folded: bool
 ) -> OperatorGraph:
-    with without_hooks(model), _unpatched_torch(), warnings.catch_warnings():
+    with (
+        without_hooks(model),
+        _unpatched_torch(),
+        _without_graph_dump(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):
@@ -92,6 +99,29 @@ def _unpatched_torch() -> Iterator[None]:
     finally:
         for name, function in patched.items():
             setattr(functional, name, function)
+
+
+@contextmanager
+def _without_graph_dump() -> Iterator[None]:
+    """
+    Keep torch from printing the graph so far if a model does not export: the error says why.
+
+    The model's own output stays.
+    """
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    trace: Any = importlib.import_module("torch.export._trace")
+    trace.print = lambda *args, **kwargs: None
+    logger.addFilter(_is_no_remark)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_remark)
+        del trace.print
+
+
+def _is_no_remark(record: logging.LogRecord) -> bool:
+    """Return False for torch's remark that the graph which it prints lacks a line of user code."""
+    return not str(record.msg).startswith("Unable to find user code")
 
 
 def _has_effects(node: torch.fx.Node) -> bool:

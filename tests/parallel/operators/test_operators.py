@@ -449,9 +449,14 @@ class Branching(torch.nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_a_model_that_does_not_export_is_refused() -> None:
+def test_a_model_that_does_not_export_is_refused(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(UsageError, match=r"Branching does not export.*module styles"):
         Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", ""), "torch has printed its graph"
+    assert caplog.text == ""
 
 
 class ByKey(torch.nn.Module):

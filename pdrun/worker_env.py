@@ -50,6 +50,8 @@ class WorkerEnv:
     """The last step that every worker of an earlier generation reported as saved; -1: none."""
     agent: str = ""
     """Path of the agent's datagram socket, in a folder of mode 0700; empty: no agent."""
+    run: str = ""
+    """Unique name of this run, the same in all generations; empty: not known."""
 
     def to_env(self) -> dict[str, str]:
         """Return the variables, as text."""
@@ -83,6 +85,8 @@ class WorkerEnv:
             env["PDRUN_AGREED_STEP"] = str(self.agreed_step)
         if self.agent:
             env["PDRUN_AGENT"] = self.agent
+        if self.run:
+            env["PDRUN_RUN"] = self.run
         return env
 
     @classmethod
@@ -118,6 +122,7 @@ class WorkerEnv:
             collective=environ.get("PDRUN_COLLECTIVE", ""),
             agreed_step=_read_count(environ, "PDRUN_AGREED_STEP", -1),
             agent=environ.get("PDRUN_AGENT", ""),
+            run=environ.get("PDRUN_RUN", ""),
         )
         for low, high, names in (
             (found.rank, found.world_size, "RANK and WORLD_SIZE"),

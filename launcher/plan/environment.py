@@ -196,4 +196,5 @@ def make_worker_identity(
         collective=plan.collective,
         agreed_step=assign.agreed_step,
         agent=channel,
+        run=run,
     )

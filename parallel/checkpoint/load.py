@@ -15,6 +15,7 @@ import torch
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.compatibility import check_compatible
+from pdrun.parallel.checkpoint.fencing import GenerationFence
 from pdrun.parallel.checkpoint.index import check_run
 from pdrun.parallel.checkpoint.plain_values import decode_value
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier
@@ -33,6 +34,9 @@ FOLDER_ITSELF = -2
 
 def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
     """Return the checkpoint that rank 0 finds in a folder, on every rank; None if it has none."""
+    if state.context.rank == 0:
+        is_itself = (folder / "run.json").is_file()
+        GenerationFence.of_worker(folder.parent if is_itself else folder).claim_to_load()
     names = [path.name for path in storage.list_checkpoints(folder)]
     if (folder / "run.json").is_file():
         found = FOLDER_ITSELF

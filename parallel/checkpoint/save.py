@@ -17,7 +17,8 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ import torch
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.compatibility import fingerprint
+from pdrun.parallel.checkpoint.fencing import GenerationFence
 from pdrun.parallel.checkpoint.plain_values import encode_value
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
 from pdrun.parallel.checkpoint.regions import Region, full_region
@@ -169,7 +171,8 @@ def _describe_run(state: RunState) -> dict[str, Any]:
 def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: float) -> PendingSave:
     """Start to save. Tensors are copied before this returns."""
     final = folder / f"{storage.FOLDER_PREFIX}{state.steps:08d}"
-    hidden = folder / f".new-{final.name}"
+    fence = GenerationFence.of_worker(folder)
+    hidden = fence.hidden_folder(final.name)
     _claim_folder(state, final)
     pieces, plain = take_snapshot(state)
     world = state.context.world_size
@@ -178,12 +181,12 @@ def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: fl
 
     def work() -> None:
         if rank == 0:
-            barrier.report("begin", error_of(lambda: _make_folder(folder, hidden)))
+            barrier.report("begin", error_of(lambda: _make_folder(fence, hidden)))
         barrier.wait_for("begin", [0])
-        barrier.report("written", error_of(lambda: _write_pieces(hidden, rank, pieces)))
-        barrier.finish(
-            "written", lambda: _publish_checkpoint(hidden, final, folder, plain, world, keep)
-        )
+        write = partial(_write_pieces, hidden, rank, pieces)
+        publish = partial(_publish_checkpoint, hidden, final, folder, plain, world, keep)
+        barrier.report("written", error_of(lambda: _run_fenced(fence, write)))
+        barrier.finish("written", lambda: _run_fenced(fence, publish))
 
     return PendingSave(work, final)
 
@@ -200,6 +203,15 @@ def _claim_folder(state: RunState, final: Path) -> None:
     _last_savers[key] = state
 
 
+def _run_fenced(fence: GenerationFence, step: Callable[[], None]) -> None:
+    """Run a step of a save; if it fails because a later generation took the folder, say so."""
+    try:
+        step()
+    except (OSError, ConfigError):
+        fence.check()
+        raise
+
+
 def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[TensorPiece, torch.Tensor]]) -> None:
     try:
         storage.write_rank(hidden, rank, pieces)
@@ -207,11 +219,16 @@ def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[TensorPiece, torch
         raise ConfigError(f"cannot be written ({error.strerror})", where=str(hidden)) from None
 
 
-def _make_folder(folder: Path, hidden: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(f".new-{storage.FOLDER_PREFIX}*"):
-        shutil.rmtree(stale, ignore_errors=True)
+def _make_folder(fence: GenerationFence, hidden: Path) -> None:
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    fence.claim()
     hidden.mkdir()
+    try:
+        # A claim before mkdir has left its marker; one after it renames the folder.
+        fence.check()
+    except ConfigError:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 def _publish_checkpoint(

@@ -182,7 +182,12 @@ def publish_folder(hidden: Path, final: Path) -> None:
         old = final.with_name(f".old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-    hidden.rename(final)
+    try:
+        hidden.rename(final)
+    except OSError:  # a later generation has taken the hidden folder away
+        if old is not None:
+            old.rename(final)
+        raise
     _sync_folder(final.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)

@@ -166,8 +166,8 @@ def test_wire_messages() -> None:
 def test_worker_environment() -> None:
     env = WorkerEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1, "run")
     assert set(env.to_env()) == WORKER_VARIABLES
-    told = dataclasses.replace(env, agreed_step=3, agent="/run/agent").to_env()
-    assert set(told) == WORKER_VARIABLES | {"PDRUN_AGREED_STEP", "PDRUN_AGENT"}
+    told = dataclasses.replace(env, agreed_step=3, agent="/run/agent", run="demo-1").to_env()
+    assert set(told) == WORKER_VARIABLES | {"PDRUN_AGREED_STEP", "PDRUN_AGENT", "PDRUN_RUN"}
 
 
 def test_fields_of_a_job() -> None:

@@ -6,6 +6,7 @@ plan time.
 from __future__ import annotations
 
 import functools
+import logging
 from math import prod
 from typing import Any
 
@@ -456,7 +457,7 @@ def test_a_model_that_does_not_export_is_refused(
         Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))
     out, err = capfd.readouterr()
     assert (out, err) == ("", ""), "torch has printed its graph"
-    assert caplog.text == ""
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class ByKey(torch.nn.Module):

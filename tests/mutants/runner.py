@@ -1,5 +1,5 @@
 """
-Tries mutants on copies of the source: each guarding test passes without the edit, and fails with it.
+Tries mutants on copies of the source: the guarding test passes without the edit and fails with it.
 
 A test that fails without an edit, or is skipped here, proves nothing (`NO PROOF`). A run of tests
 that does not end in time counts as noticed: an edit may make the code wait for ever.

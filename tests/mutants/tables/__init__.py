@@ -1,14 +1,38 @@
-"""The tables of mutants, one per room; `ALL` has them in order."""
+"""The tables of mutants, one per room or subject; `ALL` has them in order."""
 
 from __future__ import annotations
 
 from tests.mutants.model import Mutant
 from tests.mutants.tables import (
+    agent,
+    controller,
     fast_start,
+    journal,
+    membership,
+    nodes_lost,
+    output,
+    policies,
+    protocol,
+    ranktables,
+    scheduler,
+    supervisor,
+    transport,
 )
 
 TABLES: dict[str, tuple[Mutant, ...]] = {
+    "membership": membership.MUTANTS,
+    "lost nodes": nodes_lost.MUTANTS,
+    "policies": policies.MUTANTS,
+    "journal": journal.MUTANTS,
+    "protocol": protocol.MUTANTS,
+    "transport": transport.MUTANTS,
+    "scheduler": scheduler.MUTANTS,
+    "supervisor": supervisor.MUTANTS,
     "fast start": fast_start.MUTANTS,
+    "agent": agent.MUTANTS,
+    "output": output.MUTANTS,
+    "controller": controller.MUTANTS,
+    "rank tables": ranktables.MUTANTS,
 }
 """Room -> its mutants."""
 

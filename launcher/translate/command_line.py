@@ -1,8 +1,9 @@
 """
 Recognise a launcher's command line and translate it.
 
-In front of the launcher may be variables (``CUDA_VISIBLE_DEVICES=0 torchrun ...``), ``env`` and
-``nohup``. A launcher may be called by its path, or as a module of Python.
+In front of the launcher may be variables (``CUDA_VISIBLE_DEVICES=0 torchrun ...``), ``env``,
+``nohup``, and a program that starts it (``srun -N 2 torchrun ...``). A launcher may be called by
+its path, or as a module of Python.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ _MODULES = {
     "horovod.runner.launch": "horovodrun",
 }
 _SUBCOMMANDS = {"accelerate": "launch", "colossalai": "run"}
+_WRAPPERS = frozenset(
+    """
+    srun numactl taskset nsys ncu singularity apptainer docker podman sudo timeout stdbuf nice
+    ionice conda mamba micromamba uv poetry pixi pipenv hatch time perf strace
+    """.split()  # noqa: SIM905
+)
+"""Programs that start a launcher."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -100,17 +108,32 @@ def translate_command_line(words: Sequence[str], environ: Mapping[str, str]) -> 
             variables[match[1]] = match[2]
         elif rest[0] == "nohup":
             in_background = True
-        elif rest[0] not in ("env", "exec", "time"):
+        elif rest[0] not in ("env", "exec"):
             break
         rest = rest[1:]
     if rest and rest[-1] == "&":
         in_background = True
         rest = rest[:-1]
-    launcher, rest = _split_launcher(rest)
+    start = _find_launcher(rest)
+    wrapper = rest[:start]
+    launcher, rest = _split_launcher(rest[start:])
     result = _translators()[launcher](rest, {**environ, **variables})
     result.environment = {**variables, **result.environment}
+    result.wrapper = wrapper
     result.runs_in_background = result.runs_in_background or in_background
     return result
+
+
+def _find_launcher(words: Sequence[str]) -> int:
+    """Return the index of the launcher behind a program that starts it, else 0."""
+    if not words or words[0].rpartition("/")[2] not in _WRAPPERS:
+        return 0
+    for index in range(1, len(words)):
+        python = read_python_command(words[index:])
+        is_module = python is not None and python.kind == "module" and python.target in _MODULES
+        if is_module or is_launcher(words[index]):
+            return index
+    return 0
 
 
 def _split_launcher(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -141,7 +164,14 @@ def _split_launcher(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _translators() -> Mapping[str, Translator]:
-    from pdrun.launcher.translate import accelerate, deepspeed, mpi, msrun, torchrun
+    from pdrun.launcher.translate import (
+        accelerate,
+        deepspeed,
+        horovodrun,
+        mpi,
+        msrun,
+        torchrun,
+    )
 
     return {
         "torchrun": torchrun.translate_torchrun,
@@ -150,7 +180,7 @@ def _translators() -> Mapping[str, Translator]:
         "accelerate launch": accelerate.translate_accelerate,
         "deepspeed": deepspeed.translate_deepspeed,
         "mpirun": mpi.translate_mpirun,
-        "horovodrun": mpi.translate_horovodrun,
+        "horovodrun": horovodrun.translate_horovodrun,
         "colossalai run": torchrun.translate_colossalai,
     }
 

@@ -20,6 +20,8 @@ class Translation:
     """The script or command with its arguments."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of pdrun's own environment."""
+    wrapper: list[str] = field(default_factory=list)
+    """The program that starts pdrun, with its options: ``srun -N 2``."""
     notes: list[str] = field(default_factory=list)
     """What the launcher does differently."""
     runs_in_background: bool = False
@@ -75,7 +77,7 @@ class Translation:
     def format_line(self) -> str:
         """Return the command line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        line = " ".join([*variables, shlex.join(["pdrun", *self.words])])
+        line = " ".join([*variables, shlex.join([*self.wrapper, "pdrun", *self.words])])
         if self.runs_in_background:
             return f"nohup {line} &" if not variables else f"nohup env {line} &"
         return line

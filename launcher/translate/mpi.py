@@ -1,7 +1,7 @@
 """
-horovodrun, and mpirun or mpiexec of Open MPI, MPICH and Intel MPI.
+mpirun and mpiexec of Open MPI, MPICH and Intel MPI.
 
-Checked against horovod 0.28 (runner/launch.py), Open MPI 4.1 and 5.0, MPICH 4.0 and Intel MPI 2021.
+Checked against the manuals of Open MPI 4.1 and 5.0, MPICH 4.0 and Intel MPI 2021.
 """
 
 from __future__ import annotations
@@ -22,41 +22,6 @@ from pdrun.launcher.translate.option_table import (
     read_command,
 )
 
-HOROVOD_TABLE = """
--np --num-proc N
--H --hosts HOSTS
--hostfile --hostfile FILE
--p --ssh-port PORT
--i --ssh-identity-file FILE
---start-timeout S
---network-interfaces NAMES
---network-interface NAMES
---output-filename DIR
---verbose
---disable-cache
---gloo
---mpi
---jsrun
---tcp
---mpi-args TEXT
---binding-args TEXT
---config-file FILE
---log-level LEVEL
---log-with-timestamp
---log-without-timestamp
--prefix-timestamp --prefix-output-with-timestamp
---fusion-threshold-mb N
---cycle-time-ms N
---cache-capacity N
---autotune
---timeline-filename FILE
---min-np --min-num-proc N
---max-np --max-num-proc N
---slots-per-host N
---elastic-timeout S
---reset-limit N
---host-discovery-script FILE
-"""
 MPIRUN_TABLE = """
 -n -np --n --np -c N
 -H -host --host -hosts HOSTS
@@ -106,43 +71,6 @@ PER_NODE = "npernode"
 """Key of the options for the number of tasks per node."""
 
 
-def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
-    """Translate ``horovodrun WORDS``."""
-    command = read_command("horovodrun", parse_table(HOROVOD_TABLE), words)
-    result = Translation("horovodrun")
-    for key in ("config_file", "host_discovery_script", "mpi_args", "binding_args"):
-        if command.has(key):
-            raise command.make_error(key, "is not translated", "keep horovodrun for it")
-    for key in ("min_num_proc", "max_num_proc", "slots_per_host", "reset_limit"):
-        if command.has(key):
-            raise command.make_error(
-                key, "counts processes of an elastic job", "use pdrun --nodes MIN:MAX --devices N"
-            )
-    total = command.count_of("num_proc")
-    if not total:
-        raise UnreadableOptionError("-np is required", where="horovodrun")
-    _add_hosts(command, result, total, 0)
-    ssh_options = []
-    if port := command.text_of("ssh_port"):
-        ssh_options.append(f"-p {port}")
-    if path := command.text_of("ssh_identity_file"):
-        ssh_options.append(f"-i {path}")
-    if ssh_options:
-        result.add("--ssh-opts", " ".join(ssh_options))
-    if seconds := command.text_of("start_timeout"):
-        result.add("--start-timeout", f"{seconds}s")
-    names = command.text_of("network_interfaces", command.text_of("network_interface"))
-    if "," in names:
-        raise command.make_error("network_interfaces", "several interfaces are not supported")
-    if names:
-        result.add("--interface", names)
-    if folder := command.text_of("output_filename"):
-        result.add("--log-dir", folder)
-    result.notes.append(SCRIPT_NOTE)
-    result.set_command(command.words)
-    return result
-
-
 def mpirun_table() -> tuple[ForeignOption, ...]:
     """Return the options of mpirun, those of Open MPI with one dash or two."""
     return parse_table(MPIRUN_TABLE)
@@ -163,7 +91,8 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             raise command.make_error(key, "is not translated", _MPIRUN_HINTS[key])
     per_node = command.count_of(PER_NODE, int(command.has("pernode")))
     per_node = _read_mapping(command) or per_node
-    _add_hosts(command, result, command.count_of("np"), per_node)
+    if not _add_allocation(command, result, per_node, environ):
+        add_hosts(command, result, command.count_of("np"), per_node)
     _add_binding(command, result)
     _add_variables(command, result)
     if folder := command.text_of("wdir"):
@@ -206,7 +135,38 @@ def _read_mapping(command: ForeignCommand) -> int:
     )
 
 
-def _add_hosts(command: ForeignCommand, result: Translation, total: int, per_node: int) -> None:
+def _add_allocation(
+    command: ForeignCommand, result: Translation, per_node: int, environ: Mapping[str, str]
+) -> bool:
+    """Add the nodes of an allocation, which mpirun uses; return whether there is one."""
+    if any(command.has(key) for key in ("hosts", "machinefile")):
+        return False
+    total = command.count_of("np")
+    nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    if nodes.isdecimal() and int(nodes) > 1:
+        workers = per_node or total // int(nodes)
+        if not workers or (total and total != workers * int(nodes)):
+            raise UsageError(
+                f"the tasks do not fill the {nodes} nodes of the allocation evenly",
+                where="mpirun",
+                hint="write pdrun --devices N, for N workers on each of its nodes",
+            )
+        result.add("--nodes", nodes, "--devices", str(workers))
+        return True
+    found = next((name for name in _ALLOCATION_FILES if name in environ), "")
+    if found:
+        raise UsageError(
+            f"mpirun uses the hosts of {found}, and their slots",
+            where="mpirun",
+            hint="write pdrun --devices N, for N workers on each host of the allocation",
+        )
+    return False
+
+
+_ALLOCATION_FILES = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+
+
+def add_hosts(command: ForeignCommand, result: Translation, total: int, per_node: int) -> None:
     """Add the hosts, each with the number of workers that the launcher starts there."""
     hosts = _read_hosts(command)
     if not hosts:

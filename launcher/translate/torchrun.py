@@ -118,15 +118,19 @@ def _set_script(command: ForeignCommand, result: Translation) -> None:
 def _translate_options(command: ForeignCommand, environ: Mapping[str, str]) -> Translation:
     result = Translation(command.launcher)
     nodes = _add_counts(command, environ, result)
-    add_meeting(
-        result,
-        nodes,
-        is_static=command.text_of("rdzv_backend", "static").lower() == "static",
-        endpoint=command.text_of("rdzv_endpoint"),
-        host=command.text_of("master_addr"),
-        port=command.text_of("master_port"),
-        is_alone=command.has("standalone"),
-    )
+    keys = ("rdzv_endpoint", "master_addr", "master_port", "rdzv_backend", "standalone")
+    is_typed = any(command.has(key) for key in keys)
+    has_variables = any(f"PET_{key.upper()}" in environ for key in ("nnodes", *keys))
+    if is_typed or not has_variables:  # otherwise pdrun reads the variables
+        add_meeting(
+            result,
+            nodes,
+            is_static=command.text_of("rdzv_backend", "static").lower() == "static",
+            endpoint=command.text_of("rdzv_endpoint"),
+            host=command.text_of("master_addr"),
+            port=command.text_of("master_port"),
+            is_alone=command.has("standalone"),
+        )
     rank = command.text_of("node_rank")
     if rank and nodes != "1":
         result.add("--node-rank", rank)

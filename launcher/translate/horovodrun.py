@@ -1,0 +1,90 @@
+"""
+horovodrun.
+
+Checked against horovod 0.28 (runner/launch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pdrun.launcher.translate.model import Translation
+from pdrun.launcher.translate.mpi import SCRIPT_NOTE, add_hosts
+from pdrun.launcher.translate.option_table import (
+    UnreadableOptionError,
+    parse_table,
+    read_command,
+)
+
+HOROVOD_TABLE = """
+-np --num-proc N
+-H --hosts HOSTS
+-hostfile --hostfile FILE
+-p --ssh-port PORT
+-i --ssh-identity-file FILE
+--start-timeout S
+--network-interfaces NAMES
+--network-interface NAMES
+--output-filename DIR
+--verbose
+--disable-cache
+--gloo
+--mpi
+--jsrun
+--tcp
+--mpi-args TEXT
+--binding-args TEXT
+--config-file FILE
+--log-level LEVEL
+--log-with-timestamp
+--log-without-timestamp
+-prefix-timestamp --prefix-output-with-timestamp
+--fusion-threshold-mb N
+--cycle-time-ms N
+--cache-capacity N
+--autotune
+--timeline-filename FILE
+--min-np --min-num-proc N
+--max-np --max-num-proc N
+--slots-per-host N
+--elastic-timeout S
+--reset-limit N
+--host-discovery-script FILE
+"""
+
+
+def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
+    """Translate ``horovodrun WORDS``."""
+    command = read_command("horovodrun", parse_table(HOROVOD_TABLE), words)
+    result = Translation("horovodrun")
+    for key in ("config_file", "host_discovery_script", "mpi_args", "binding_args"):
+        if command.has(key):
+            raise command.make_error(key, "is not translated", "keep horovodrun for it")
+    for key in ("min_num_proc", "max_num_proc", "slots_per_host", "reset_limit"):
+        if command.has(key):
+            raise command.make_error(
+                key, "counts processes of an elastic job", "use pdrun --nodes MIN:MAX --devices N"
+            )
+    total = command.count_of("num_proc")
+    if not total:
+        raise UnreadableOptionError("-np is required", where="horovodrun")
+    add_hosts(command, result, total, 0)
+    ssh_options = []
+    if port := command.text_of("ssh_port"):
+        ssh_options.append(f"-p {port}")
+    if path := command.text_of("ssh_identity_file"):
+        ssh_options.append(f"-i {path}")
+    if ssh_options:
+        result.add("--ssh-opts", " ".join(ssh_options))
+    if seconds := command.text_of("start_timeout"):
+        result.add("--start-timeout", f"{seconds}s")
+    names = command.text_of("network_interfaces", command.text_of("network_interface"))
+    if "," in names:
+        raise command.make_error("network_interfaces", "several interfaces are not supported")
+    if names:
+        result.add("--interface", names)
+    if folder := command.text_of("output_filename"):
+        result.add("--log-dir", folder)
+    result.notes.append(SCRIPT_NOTE)
+    result.set_command(command.words)
+    return result

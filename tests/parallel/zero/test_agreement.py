@@ -1,4 +1,4 @@
-"""What all ranks must do alike, without ranks: orders of collectives, norms of gradients."""
+"""What all ranks must do alike, without ranks: orders of collectives, norms, random numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdrun.parallel.rng.shard_region import flat_indices
 from pdrun.parallel.zero.bucket_order import BucketOrder
 from pdrun.parallel.zero.gather_order import GatherSchedule
 from pdrun.parallel.zero.grad_norm import clip_factor, square_sum
@@ -78,3 +79,8 @@ def test_the_loss_scale_is_halved_for_a_bad_step_and_doubled_after_many_good_one
     assert scale.value == 4.0
     scale.record_step(finite=True)
     assert scale.value == 8.0
+
+
+def test_the_elements_of_a_shard_have_their_numbers_in_the_full_tensor() -> None:
+    found, whole = flat_indices((2, 2), {1: (((2, 4),), 4)}, torch.device("cpu"))
+    assert (found.tolist(), whole) == ([2, 3, 6, 7], (2, 4))

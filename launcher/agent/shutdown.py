@@ -72,6 +72,8 @@ class ShutdownState:
     """Monotonic time until which the scheduler has to answer a stop."""
     exit_code: int | None = None
     """Exit code once all workers have ended; set if the verdict does not give it."""
+    is_stop_ordered: bool = False
+    """The scheduler stops the job already. It does not answer a request to stop any more."""
     is_answer_awaited: bool = False
     """The user was informed that a stop waits for a silent scheduler."""
     has_verdict: bool = False
@@ -222,7 +224,7 @@ class NodeStopper:
                 self._link.send(StopRequest(number, reason, force=is_repeated))
             wait = answer_seconds(
                 has_started=self._generation.has_started,
-                is_running=self._generation.is_running,
+                is_running=self._generation.is_running and not state.is_stop_ordered,
                 is_repeated=is_repeated,
                 grace=grace,
             )
@@ -239,6 +241,7 @@ class NodeStopper:
         if message.reason.startswith("stopped by"):
             # the job cannot continue without this node: it ends, and there will be a verdict
             self._state.is_departing = False
+            self._state.is_stop_ordered = True
         self._state.answer_deadline = None
 
     def on_refuse(self, refuse: Refuse, plan: LaunchPlan | None) -> None:

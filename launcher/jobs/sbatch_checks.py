@@ -44,8 +44,8 @@ def check_sizes(batch: BatchJob, spec: JobSpec, sources: Sources) -> None:
     directives = dict(batch.directives)
     devices = spec.resources.devices
     gpus = _count_gpus(directives.get("gpus-per-node", ""))
-    needs_gpus = isinstance(devices, int) and spec.resources.backend != "cpu"
-    if needs_gpus and gpus is not None and devices > gpus:
+    wanted = devices if isinstance(devices, int) and spec.resources.backend != "cpu" else 0
+    if gpus is not None and wanted > gpus:
         raise UsageError(
             f"{devices} workers per node need as many accelerators, but Slurm is asked for {gpus}",
             where=source_of(sources, "resources.devices", "--devices"),

@@ -93,9 +93,12 @@ class Supervisor:
         self.is_hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.wake_fd, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(write, False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        watchdog.ignore_batch_signals()
+        self.direct = worker_exec.DirectSignals(is_in_slurm="SLURM_JOB_ID" in os.environ)
+        for number in worker_exec.DIRECT_SIGNALS:
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_direct_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         process_tree.prctl(process_tree.PR_SET_CHILD_SUBREAPER, 1)
@@ -127,6 +130,9 @@ class Supervisor:
         wait = self.fence.wait_seconds(time.monotonic())
         if self.cleanups:
             wait = process_tree.RETRY_SECONDS
+        held = self.direct.wait_seconds(time.monotonic())
+        if held is not None:
+            wait = held if wait is None else min(wait, held)
         for number, event in poll.poll(None if wait is None else wait * 1000):
             if number == self.agent.fileno():
                 if event & select.POLLOUT:
@@ -139,6 +145,8 @@ class Supervisor:
             elif link is not None and link is self.forks.link and number == link.socket.fileno():
                 self.forks.read_fork_server(link)
         self.reap_children()
+        for slot, sent, to_group in self.direct.take_due(time.monotonic()):
+            self.send_to_slot(slot, sent, to_group)
         self.cleanups = [
             cleanup for cleanup in self.cleanups if not leftovers.step_cleanup(self, cleanup)
         ]
@@ -320,7 +328,19 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------
 
     def send_signal(self, slot: int, number: int, to_group: bool) -> None:
+        """Send a signal to the process of a slot, unless a batch system has done so."""
+        if not self.direct.hold(slot, number, to_group, time.monotonic()):
+            self.send_to_slot(slot, number, to_group)
+
+    def on_direct_signal(self, number: int, frame: object) -> None:
+        """Note a signal of a batch system, which all processes that run now have received."""
+        slots = {child.slot for child in self.children.values() if child.report_fd < 0}
+        self.direct.on_signal(number, slots, time.monotonic())
+
+    def send_to_slot(self, slot: int, number: int, to_group: bool) -> None:
         """Send a signal to the process of a slot; until exec only SIGKILL is sent immediately."""
+        if self.direct.is_repetition(slot, number, time.monotonic()):
+            return
         for child in self.processes():
             if child.slot != slot:
                 continue

@@ -90,6 +90,64 @@ class SpawnRequest:
         self.descriptors = []
 
 
+DIRECT_SIGNALS: dict[int, float] = {signal.SIGUSR1: 2.0, signal.SIGUSR2: 2.0, signal.SIGTERM: 10.0}
+"""
+Signals of batch systems, and for how many seconds the same signal from the agent is a repetition.
+The order to stop comes from the scheduler, which may be on another node.
+"""
+HOLD_SECONDS = 0.1
+"""Time in which a signal of Slurm reaches all processes of a step."""
+
+
+class DirectSignals:
+    """
+    Signals that a batch system sends to every process of a job: to the agent, to this process and
+    to the workers. Slurm does so (proctrack/linuxproc and cgroup), and systemd.
+
+    The agent passes its signal on to workers that have it already. This process is signalled like a
+    worker, so it knows which ones those are. In Slurm, whose signals need some milliseconds from
+    the first process to the last, a signal is held back until then.
+    """
+
+    def __init__(self, *, is_in_slurm: bool) -> None:
+        self.hold_seconds = HOLD_SECONDS if is_in_slurm else 0.0
+        self.received: dict[int, tuple[float, set[int]]] = {}
+        """Signal -> when it was received, and the slots that have it and were not passed it."""
+        self.held: list[tuple[float, int, int, bool]] = []
+        """When to send, slot, signal, to the group."""
+
+    def on_signal(self, number: int, slots: set[int], now: float) -> None:
+        """This process has received a signal while the processes of ``slots`` were running."""
+        self.received[number] = (now, slots)
+
+    def hold(self, slot: int, number: int, to_group: bool, now: float) -> bool:
+        """Return whether a signal is held back: `take_due` returns it unless it is a repetition."""
+        if number not in DIRECT_SIGNALS or not self.hold_seconds:
+            return False
+        self.held.append((now + self.hold_seconds, slot, number, to_group))
+        return True
+
+    def is_repetition(self, slot: int, number: int, now: float) -> bool:
+        """Return whether the process of a slot has this signal already. Each counts once."""
+        at, slots = self.received.get(number, (0.0, set()))
+        if slot not in slots or now - at > DIRECT_SIGNALS[number]:
+            return False
+        slots.discard(slot)
+        return True
+
+    def take_due(self, now: float) -> list[tuple[int, int, bool]]:
+        """Return (slot, signal, to the group) of the signals that are not held back any more."""
+        due = [entry[1:] for entry in self.held if entry[0] <= now]
+        self.held = [entry for entry in self.held if entry[0] > now]
+        return due
+
+    def wait_seconds(self, now: float) -> float | None:
+        """Return the time until the next signal is due; None: none is held back."""
+        if not self.held:
+            return None
+        return max(0.0, min(entry[0] for entry in self.held) - now)
+
+
 class ChildProcess:
     """
     A process of a slot.

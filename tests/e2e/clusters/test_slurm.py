@@ -40,6 +40,15 @@ SAVE = (
     " save)\nopen(f\"{os.environ['RANK']}.up\", 'w').close()\nwhile True: time.sleep(0.05)\n"
 )
 
+COUNT = (
+    "import os, signal, time\n"
+    "def note(n, f): open(os.environ['RANK'] + '.seen', 'a').write(f'{n} ')\n"
+    "signal.signal(signal.SIGUSR1, note); signal.signal(signal.SIGTERM, note)\n"
+    "open(os.environ['RANK'] + '.up', 'w').close()\n"
+    "while not os.path.exists('stop'): time.sleep(0.02)\n"
+    "time.sleep(0.3)\n"
+)
+
 
 def submit(cluster: Cluster, slurmed: Slurm, *words: str, body: str = "", head: str = "") -> str:
     """Submit a batch script of the test's own; return the job's number."""
@@ -125,6 +134,29 @@ class TestReal:
             cluster
         )
         assert slurmed.field(job, "ExitCode") == ("143:0" if number == "TERM" else "0:0")
+
+    @pytest.mark.parametrize("how", ["tasks of srun", "body"])
+    def test_a_signal_reaches_a_worker_once(
+        self, how: str, cluster: Cluster, slurmed: Slurm
+    ) -> None:
+        script = cluster.script(COUNT)
+        body = f"srun --ntasks-per-node=1 {sys.executable} -m pdrun {script}"
+        job = submit(cluster, slurmed, script, body=body if how != "body" else "")
+        up(cluster)
+        for name, seen in (("USR1", "10 "), ("TERM", "10 15 ")):
+            code, _, err = cluster.run("scancel", f"--signal={name}", job, env=conf(slurmed))
+            assert code == 0, err
+            files = [cluster.folder / f"{rank}.seen" for rank in range(3)]
+            until(
+                lambda files=files, seen=seen: all(
+                    path.exists() and len(path.read_text()) >= len(seen) for path in files
+                ),
+                f"every worker has SIG{name}",
+            )
+        cluster.script("", "stop")
+        slurmed.wait_state(job, "COMPLETED", "FAILED", "CANCELLED")
+        assert [path.read_text() for path in files] == ["10 15 "] * 3
+        assert "the scheduler does not answer" not in output(cluster)
 
     def test_scancel_leads_to_a_save_within_slurms_patience(
         self, cluster: Cluster, slurmed: Slurm

@@ -249,6 +249,20 @@ def test_a_stop_that_nobody_answers_is_carried_out_alone(harness, monkeypatch):
     assert harness.agent.run() == 130
 
 
+def test_a_stop_that_the_scheduler_has_ordered_needs_no_answer(harness, monkeypatch):
+    """Slurm signals every node at the same time: another node's request was first."""
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.05)
+    started(harness)
+    harness.turn(m.StopWorkers(0, signal.SIGTERM, 5.0, "stopped by SIGTERM on node1"))
+    harness.agent._on_signal(signal.SIGTERM)
+    time.sleep(0.06)
+    harness.turn()
+    assert harness.supervisor.signals == [(0, signal.SIGTERM, True)]
+    assert harness.sent(m.Leave) == []
+    harness.turn(m.Verdict(143, "stopped by SIGTERM on node1"), events=ended(signal.SIGTERM))
+    assert harness.agent.run() == 143
+
+
 def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkeypatch):
     """Else the other nodes would wait in vain: its scheduler goes with it. Not for ever."""
     monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.0)

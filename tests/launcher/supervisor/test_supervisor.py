@@ -447,6 +447,52 @@ def test_keeper_outlives_the_signals_of_a_terminal_and_of_a_batch_system(driver)
     assert os.getsid(driver.supervisor.pid) == driver.supervisor.pid
 
 
+COUNTING = """
+import os, signal, time
+def on(number, frame): os.write(1, f"{number}\\n".encode())
+for number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, on)
+os.write(1, b"up\\n")
+while True: time.sleep(0.01)
+"""
+
+
+@contextlib.contextmanager
+def counting_worker(folder):
+    """Yield a driver, the worker's pid, and what the worker has seen so far."""
+    with (folder / "out").open("wb") as out, supervisor_driver() as driver:
+        driver.start(0, (sys.executable, "-c", COUNTING), out=out.fileno())
+        worker = driver.wait(Spawned).pid
+
+        def seen() -> str:
+            return (folder / "out").read_text().replace("\n", " ").strip()
+
+        wait_until(lambda: seen() == "up")
+        yield driver.supervisor, worker, seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_that_a_batch_system_sends_to_all_is_passed_on_to_none(tmp_path, number):
+    with counting_worker(tmp_path) as (supervisor, worker, seen):
+        for pid in (supervisor.pid, worker):
+            os.kill(pid, number)
+        wait_until(lambda: seen() == f"up {int(number)}")
+        supervisor.send_signal(0, number, group=False)  # the agent's, for the same cause
+        supervisor.send_signal(0, signal.SIGCONT, group=False)
+        supervisor.send_signal(0, number, group=False)  # of another cause
+        wait_until(lambda: seen() == f"up {int(number)} {int(number)}")
+
+
+def test_slurms_signal_may_reach_the_agent_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with counting_worker(tmp_path) as (supervisor, worker, seen):
+        supervisor.send_signal(0, signal.SIGUSR1, group=False)
+        for pid in (supervisor.pid, worker):
+            os.kill(pid, signal.SIGUSR1)
+        wait_until(lambda: seen() == "up 10")
+        supervisor.send_signal(0, signal.SIGTERM, group=False)  # sent to the agent alone
+        wait_until(lambda: seen() == "up 10 15")
+
+
 def test_fork_refusal_is_a_failed_spawn():
     if os.geteuid() == 0:
         pytest.skip("root has no limit of processes")

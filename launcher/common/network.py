@@ -11,9 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
+
+Answer = TypeVar("Answer")
 
 LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
 RESOLVE_SECONDS = 0.5
@@ -67,6 +70,10 @@ def is_loopback(address: str) -> bool:
 
 def resolve_host(host: str) -> tuple[str, ...]:
     """Return the distinct addresses of a host; empty if the name does not resolve."""
+    return _call_in_thread(_resolve_now, host)
+
+
+def _resolve_now(host: str) -> tuple[str, ...]:
     import socket
 
     try:
@@ -76,11 +83,26 @@ def resolve_host(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def _call_in_thread(lookup: Callable[[str], Answer], host: str) -> Answer:
+    """
+    Return ``lookup(host)``. A resolver may block for many seconds, and Ctrl-C must not wait for it.
+    """
+    import threading
+
+    if host == "localhost" or ":" in host or host.replace(".", "").isdigit():
+        return lookup(host)
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(lookup(host)), daemon=True)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
 def find_name_error(host: str) -> str:
     """Return why a host name does not resolve, or the empty string."""
     from pdrun.rendezvous.transport import dns as lookup
 
-    return lookup.name_fault(host)
+    return _call_in_thread(lookup.name_fault, host)
 
 
 def wait_for_host_names(names: Iterable[str], timeout: float, say: Callable[[str], None]) -> None:

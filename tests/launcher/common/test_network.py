@@ -1,55 +1,48 @@
-"""Names of machines: which of them mean this machine, or one machine twice."""
+"""Names are resolved without keeping Ctrl-C waiting."""
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from pdrun.errors import RendezvousError
 from pdrun.launcher.common import network
 
 
-def test_two_names_of_one_address_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = {"a": ("10.0.0.1",), "b": ("10.0.0.2",), "a.net": ("fd00::1", "10.0.0.1")}
-    monkeypatch.setattr(network, "resolve_host", lambda name: addresses.get(name, ()))
-    assert network.find_same_machine(["a", "b", "a.net"]) == ("a", "a.net", "10.0.0.1")
-    assert network.find_same_machine(["a", "b", "unknown", "unknown.net"]) == ()
-
-
-def test_a_name_server_that_does_not_answer_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("call", [network.resolve_host, network.find_name_error])
+def test_a_slow_resolver_does_not_keep_ctrl_c_waiting(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[str], object]
 ) -> None:
-    release = threading.Event()
+    asked = threading.Event()
+    over = threading.Event()
 
-    def resolve(name: str) -> tuple[str, ...]:
-        if name == "slow":
-            release.wait(20)
-        return ("10.0.0.1",)
+    def slow(*args: object, **kwargs: object) -> list[object]:
+        asked.set()
+        assert over.wait(60)
+        return []
 
-    monkeypatch.setattr(network, "resolve_host", resolve)
+    def interrupt() -> None:
+        assert asked.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
-        assert network.find_same_machine(["slow", "b"], wait=0.05) == ()
+        with pytest.raises(KeyboardInterrupt):
+            call("node1.example")
+        assert not over.is_set()
     finally:
-        release.set()
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
-def test_names_of_pods_are_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {"pod-0": 0, "pod-1": 2}
-
-    def find_error(name: str) -> str:
-        left[name] -= 1
-        return f"the name '{name}' is not known here" if left[name] >= 0 else ""
-
-    monkeypatch.setattr(network, "find_name_error", find_error)
-    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.01)
-    printed: list[str] = []
-    network.wait_for_host_names(left, 10, printed.append)
-    assert printed == ["waiting for pod-1: the name 'pod-1' is not known here"]
-    assert left == {"pod-0": -1, "pod-1": -1}
-
-
-def test_a_name_that_never_exists_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "find_name_error", lambda name: "not known here")
-    with pytest.raises(RendezvousError, match="pod-0: not known here; check it"):
-        network.wait_for_host_names(["pod-0"], 0, lambda text: None)
+def test_addresses_are_resolved() -> None:
+    assert network.resolve_host("127.0.0.1") == ("127.0.0.1",)
+    assert network.resolve_host("nowhere.invalid") == ()
+    assert "nowhere.invalid" in network.find_name_error("nowhere.invalid")

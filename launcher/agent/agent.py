@@ -327,13 +327,16 @@ class Agent:
             self._shutdown.may_depart = False
         self._monitor.progress_seconds = max(PROGRESS_SECONDS, message.heartbeat)
         self._has_joined = True
+        store = self._helpers.stores.bind_current(plan.listen, plan.store)
+        if self._helpers.stores.fault:
+            self._announcer.print_line(self._helpers.stores.fault)
         self._link.send(
             Join(
                 node=plan.node,
                 node_rank=plan.spec.place.node_rank,
                 workers=len(plan.workers),
                 facts=dict(plan.compared),
-                store=self._helpers.stores.bind_current(plan.listen, plan.store),
+                store=store,
                 spec=plan.spec.to_shared_json(),
             )
         )

@@ -143,6 +143,8 @@ class StorePair:
     def __init__(self) -> None:
         self._current: StoreSocket | None = None
         self._next: StoreSocket | None = None
+        self.fault = ""
+        """Why the store does not listen at the port that the script contains, or empty."""
         self._fixed: socket.socket | None = None
         """The socket of a fixed port. All generations' stores listen on it, one after another."""
         self.is_wanted = False
@@ -167,7 +169,13 @@ class StorePair:
         if chosen is None:
             return StoreSocket(listen)
         if self._fixed is None:
-            self._fixed = bind_chosen_listener(chosen)
+            try:
+                self._fixed = bind_chosen_listener(chosen)
+            except ConfigError as error:
+                if chosen.is_required:
+                    raise
+                self.fault = str(error)
+                return StoreSocket(listen)
         return StoreSocket(chosen.endpoint.host, self._fixed.dup())
 
     def fileno(self) -> int:

@@ -124,6 +124,8 @@ def gather_facts(
         uses_optimizer=check.script.uses_optimizer,
         exec_reason=check.exec_reason,
         late_variable=check.script.late_variable,
+        script_store_port=check.script.store_port,
+        script_store_source=check.script.store_source,
         warm=warm_scan.collect_answers() if warm_scan else (),
     )
 

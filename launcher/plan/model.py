@@ -85,6 +85,10 @@ class Facts:
     """Why the log folder cannot be used, or empty."""
     same_machine: str = ""
     """Which two of ``place.hosts`` are one machine, or empty."""
+    script_store_port: int = 0
+    """Port of torch's store that the script contains as a number; 0: none."""
+    script_store_source: str = ""
+    """``train.py:12``, where it is."""
     is_store_local: bool | None = None
     """Whether the host of ``place.store`` is this machine. None: unknown, or it has no host."""
     is_store_loopback: bool = False
@@ -217,6 +221,8 @@ class StoreListener:
     """Its host is MASTER_ADDR of the workers. Port 0: the system chooses one."""
     source: str
     """The option or variable, for messages."""
+    is_required: bool = True
+    """False: if the port is in use, another one is used."""
 
 
 LaunchMode = Literal["single", "local", "head", "join", "hosts", "external"]

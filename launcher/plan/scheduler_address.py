@@ -142,10 +142,16 @@ def choose_store(
     """
     Return where node 0 serves torch's store by the user's choice; None on every other node.
 
+    In a job of one node, a port that the script contains is such a choice. torchrun serves its own
+    default port there.
+
     Raises:
         ConfigError: the host is not this machine, which is node 0.
     """
     place = spec.place
+    if place.store is None and choice.mode == "single" and facts.script_store_port:
+        endpoint = Endpoint(choice.listen, facts.script_store_port)
+        return StoreListener(endpoint, facts.script_store_source, is_required=False)
     if place.store is None or not serves_store(spec, choice.mode):
         return None
     source = source_of(sources, "place.store", "--master-addr")

@@ -35,6 +35,13 @@ _OPTIMIZER_PATTERN = re.compile(
     rb"optim|Adam|SGD|torch\.compile|torch\._dynamo"
     rb"|lightning|transformers|accelerate|deepspeed|Trainer"
 )
+_PORT_PATTERN = re.compile(
+    rb"^[^#\n]*(?:init_method|init_process_group)[^#\n]{0,80}"
+    rb"tcp://(?:localhost|127\.0\.0\.1):([1-9][0-9]{1,4})\b"
+    rb"|^[^#\n]*environ\[[\"']MASTER_PORT[\"']\][ \t]*=[ \t]*(?:str\()?[\"']?([1-9][0-9]{1,4})\b",
+    re.MULTILINE,
+)
+"""Where a script writes the port at which its workers meet on one machine."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,10 @@ class ScriptInfo:
     uses_optimizer: bool = False
     late_variable: str = ""
     """``train.py:3 sets OMP_NUM_THREADS``, or empty."""
+    store_port: int = 0
+    """Port of torch's store that the program's file contains as a number; 0: none."""
+    store_source: str = ""
+    """``train.py:12``, where it is."""
 
 
 @lru_cache(maxsize=2)  # prestart scans the program before the plan does
@@ -65,7 +76,19 @@ def scan_script(path: Path, text: bytes) -> ScriptInfo:
             if assignment:
                 line, name = assignment
                 late = f"{file.name}:{line} sets {name}"
-    return ScriptInfo(imports_torch, uses_optimizer, late)
+    port, line = _find_store_port(text) if imports_torch else (0, 0)
+    source = f"{path.name}:{line}" if port else ""
+    return ScriptInfo(imports_torch, uses_optimizer, late, port, source)
+
+
+def _find_store_port(text: bytes) -> tuple[int, int]:
+    """Return the first port at which the workers of a script meet, and its line; 0: none."""
+    match = _PORT_PATTERN.search(text)
+    if match is None:
+        return 0, 0
+    port = int(match[1] or match[2])
+    line = text.count(b"\n", 0, match.start(1 if match[1] else 2)) + 1
+    return (port, line) if port <= 65535 else (0, 0)
 
 
 def _imported_names(text: bytes) -> Iterator[bytes]:

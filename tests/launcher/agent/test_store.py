@@ -94,6 +94,17 @@ def test_all_generations_listen_on_the_port_that_the_user_chose():
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
+def test_a_port_of_the_script_that_is_in_use_costs_a_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        chosen = StoreListener(Endpoint("127.0.0.1", port), "train.py:3", is_required=False)
+        stores = StorePair()
+        address = stores.bind_current("127.0.0.1", chosen)
+    assert address != f"127.0.0.1:{port}"
+    assert stores.fault.startswith(f"train.py:3: torch's store cannot listen on 127.0.0.1:{port}")
+    stores.close()
+
+
 def test_the_address_of_a_store_keeps_the_name_that_the_user_gave():
     stores = StorePair()
     address = stores.bind_current(

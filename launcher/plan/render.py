@@ -151,7 +151,10 @@ def _format_logs(spec: JobSpec) -> str:
     files = "no files"
     if output.files:
         files = f"{output.log_dir}/RUN/GENERATION/{output.log_name}.out and .err"
-    return f"{files}; shown: {output.show_ranks}, prefix {output.prefix}"
+    shown = output.show_ranks
+    if output.show_stderr:
+        shown += f" (stderr: {output.show_stderr})"
+    return f"{files}; shown: {shown}, prefix {output.prefix}"
 
 
 def _format_policy(spec: JobSpec) -> str:

@@ -47,6 +47,18 @@ SAME = [
         "--nodes 2 --start-timeout 60 --serve x",
     ),
     ("--rdzv-conf timeout=900 x", "--start-timeout 15m x"),
+    ("--rdzv_conf read_timeout=900,close_timeout=30,use_libuv=0,store_type=tcp x", "x"),
+    ("--rdzv_conf= --rdzv_endpoint= --rdzv_id= --local-ranks-filter= x", "x"),
+    ("--monitor_interval 0 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT --use_env x", "x"),
+    ("--nnodes 2 --rdzv_endpoint h:5 --master_port 7 x", "--nnodes 2 --rdzv_endpoint h:5 x"),
+    ("--master_port 0 x", "x"),
+    (
+        "--nnode 2 --nproc-p=4 --master_a h --max-r 3 x",
+        "--nodes 2 --devices 4 --master-addr h --max-restarts 3 x",
+    ),
+    ("--worker_n 4 --local_w 2 --master_addr h x", "--nodes 2 --devices 2 --scheduler h:8118 x"),
+    ("--launch-compat x -a", "--local-rank-arg local-rank x -a"),
+    ("--launch-compat --use-env x -a", "x -a"),
     (
         "--nnodes 2:4 --rdzv-endpoint h:1 x",
         "--nodes 2:4 --grow 30s --scheduler h:10001 --rdzv-endpoint h:1 x",
@@ -115,6 +127,10 @@ REFUSED = [
     ),
     ("--nproc-per-node cpu --backend cuda x", "contradicts"),
     ("-r 3 --show-ranks 0 x", "contradicts"),
+    ("-r 2 --show-stderr 0 x", "contradicts"),
+    ("--launch-compat --local-rank-arg local_rank x", "contradicts"),
+    ("--local-rank-arg '' x", "is not the name of an option"),
+    ("--rdzv_conf store_type=file x", "is not supported"),
     ("--nnodes 2 --log-name {local_rank} x", "gives the same file names on every node"),
 ]
 

@@ -93,12 +93,12 @@ class Supervisor:
         self.is_hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.wake_fd, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(write, False)
-        for terminal_signal in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(terminal_signal, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
         self.direct = worker_exec.DirectSignals(is_in_slurm="SLURM_JOB_ID" in os.environ)
-        for number in worker_exec.DIRECT_SIGNALS:
-            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_direct_signal)
+        for direct in worker_exec.DIRECT_SIGNALS:
+            if direct == signal.SIGTERM or signal.getsignal(direct) != signal.SIG_IGN:
+                signal.signal(direct, self.on_direct_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         process_tree.prctl(process_tree.PR_SET_CHILD_SUBREAPER, 1)

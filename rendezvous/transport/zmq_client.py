@@ -47,10 +47,10 @@ from pdrun.rendezvous.transport.zmq_connection import (
     LinkStage,
 )
 
-GRANT_MARGIN_SECONDS = 1.5
+GRANT_SECONDS = 8.5
 """
-Time for Hello and Welcome, and for the next attempt, beyond the limit of a handshake. While only
-the scheduler's process is absent, each accepted connection gives the workers so much more time.
+Time that an accepted connection gives the workers: for a slow handshake, and the next attempt. So
+they continue while only the scheduler's process is absent, or its machine stands still.
 """
 
 
@@ -105,7 +105,7 @@ class ZmqLink:
         )
         self._beat_at = now
         self._fence = FenceTimer(now)
-        self._grant_seconds = handshake_seconds(crowd) + GRANT_MARGIN_SECONDS
+        self._grant_seconds = max(GRANT_SECONDS, handshake_seconds(crowd) + 1.0)
         self._connector = Connector(
             endpoint,
             secret,

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pdrun import eventlog
+from pdrun.launcher.stdlib_only.process_tree import find_process
 from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.chaos.cluster import Cluster
 from tests.chaos.host import Host, words_of
@@ -45,6 +46,11 @@ class NodeJob(Job):
         os.kill(self.pid, number)
         return time.monotonic()
 
+    def resume(self) -> None:
+        """Continue an agent that was stopped alone, and the command that entered its host for it."""
+        self.signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)  # it stops with its child
+
     def scheduler(self) -> int:
         """Machine-wide pid of the scheduler process of this agent; 0: it has none."""
         found = (
@@ -53,6 +59,14 @@ class NodeJob(Job):
             if "pdrun.rendezvous.scheduler.child_main" in words
         )
         return next(found, 0)
+
+    def supervisor(self) -> int:
+        """Machine-wide pid of the parent of this agent's workers; 0: it has none."""
+        for pid, words in self.host.processes().items():
+            found = find_process(pid) if "supervisor.py" in words else None
+            if found is not None and found.ppid == self.pid:  # not the watchdog, its child
+                return pid
+        return 0
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,24 @@ class Round:
         self._log(f"  thaws after {seconds:.1f} s")
         self._later(seconds, lambda: self._thaw(host))
 
+    def process_stands_still(self, name: str) -> None:
+        """The agent, the supervisor of its workers, or both (SIGSTOP); the workers go on."""
+        job = self.agents[name]
+        chosen = self.chance.choice(("agent", "supervisor", "both"))
+        try:
+            pids = [job.pid] if chosen != "supervisor" else []
+            pids += [job.supervisor()] if chosen != "agent" else []
+        except BedError:
+            return
+        seconds = self.chance.choice([self.chance.uniform(1, 5), self.chance.uniform(8, 16)])
+        self._log(f"  {chosen}, for {seconds:.1f} s")
+        self.frozen[name] = time.monotonic()
+        for pid in filter(None, pids):
+            _send(pid, signal.SIGSTOP)
+            self._later(seconds, lambda pid=pid: _send(pid, signal.SIGCONT))
+        self._later(seconds, lambda: job.process.send_signal(signal.SIGCONT))  # see NodeJob.resume
+        self._later(seconds, lambda: self.frozen.pop(name, None))
+
     def link_cut(self, name: str) -> None:
         """Between two hosts, for a moment or for long."""
         self.soak.cluster.cut("h1", name)
@@ -349,6 +367,7 @@ FAULTS: dict[Callable[[Round, str], None], float] = {
     Round.host_crashes: 2,
     Round.host_loses_power: 2,
     Round.host_freezes: 3,
+    Round.process_stands_still: 3,
     Round.link_cut: 3,
     Round.link_one_way: 2,
     Round.link_flaps: 2,

@@ -169,14 +169,15 @@ def power_off_of_the_first_node(bed: Bed) -> None:
 
 
 def scheduler_that_stands_still(bed: Bed) -> None:
-    """Eight seconds without a scheduler are its own fault, not the nodes': nobody is given up."""
+    """Four seconds without a scheduler are its own fault, not the nodes': nobody is given up."""
     jobs = bed.job()
     bed.running()
     scheduler = jobs[0].scheduler()
     os.kill(scheduler, signal.SIGSTOP)
-    time.sleep(8)
+    time.sleep(4)
     os.kill(scheduler, signal.SIGCONT)
     time.sleep(3)
+    assert jobs[0].scheduler() == scheduler and not bed.events("resumed")
     _ends_well(bed)
 
 

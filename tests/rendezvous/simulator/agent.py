@@ -46,6 +46,7 @@ from pdrun.rendezvous.protocol.messages import (
     WorkerExit,
 )
 from pdrun.rendezvous.transport.resend import DuplicateFilter, FenceTimer, ResendBuffer
+from pdrun.rendezvous.transport.zmq_client import GRANT_SECONDS
 
 from .network import Connection, Network
 from .world import World
@@ -57,8 +58,6 @@ ASK = 1.5
 """
 Seconds in which an agent that stood still must hear the scheduler again, should its lease be over.
 """
-GRANT = 4.5
-"""Seconds that an accepted connection gives: as `ZmqLink`, a handshake and the next attempt."""
 
 
 @dataclass
@@ -252,7 +251,7 @@ class SimAgent:
                 return self._give_up()
             return self.later(RETRY, self._connect)
         self.lost_at = None
-        self.fence.on_connected(self.world.now + GRANT)
+        self.fence.on_connected(self.world.now + GRANT_SECONDS)
         self.fence.on_hello(self.world.now)
         self.connection, self.up, self.sequence = connection, False, 0
         self.doubt, self.held = 0, []

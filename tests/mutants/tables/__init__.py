@@ -5,18 +5,23 @@ from __future__ import annotations
 from tests.mutants.model import Mutant
 from tests.mutants.tables import (
     agent,
+    checkpoint,
     controller,
     fast_start,
     journal,
+    layouts,
     membership,
     nodes_lost,
     output,
+    pipeline,
     policies,
     protocol,
     ranktables,
     scheduler,
     supervisor,
+    training,
     transport,
+    zero,
 )
 
 TABLES: dict[str, tuple[Mutant, ...]] = {
@@ -33,6 +38,11 @@ TABLES: dict[str, tuple[Mutant, ...]] = {
     "output": output.MUTANTS,
     "controller": controller.MUTANTS,
     "rank tables": ranktables.MUTANTS,
+    "pipeline": pipeline.MUTANTS,
+    "layouts": layouts.MUTANTS,
+    "zero": zero.MUTANTS,
+    "checkpoint": checkpoint.MUTANTS,
+    "training": training.MUTANTS,
 }
 """Room -> its mutants."""
 

@@ -9,6 +9,7 @@ partitioning, build the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.training.interleave import InterleavedDriver
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction, Objective
+from pdrun.parallel.training.loss_check import find_label_counter
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_scheduler
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero.engine import Engine
@@ -184,7 +186,7 @@ def parallelize(
     mesh = mesh or solve_mesh(job.world_size, {"dp": -1})
     check_mesh(arguments, mesh, job.world_size)
     settings = build_settings(arguments, mesh, torch.device(job.device))
-    slicing = parse_batch_slicing(dataset_strategy, mesh.dp)
+    slicing = replace(parse_batch_slicing(dataset_strategy, mesh.dp), forward=forward)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
@@ -258,7 +260,14 @@ def _build_state(
         mesh,
         engine,
         optimizer,
-        Objective(partitioned.model, arguments.loss, arguments.forward),
+        Objective(
+            partitioned.model,
+            arguments.loss,
+            arguments.forward,
+            find_label_counter(arguments.model),
+            is_split=mesh.dp * settings.accumulate > 1,
+            checks_form=mesh.size == mesh.dp * mesh.pp,
+        ),
         StepRNG(arguments.seed, arguments.native_dropout),
         slicing,
         scheduler,

@@ -22,8 +22,9 @@ from pdrun.parallel.interfaces import (
     StageSplitter,
 )
 from pdrun.parallel.model.copies import on_meta
+from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue, exchange_shards
-from pdrun.parallel.model.weights import API_NAME, Weight, find_units
+from pdrun.parallel.model.weights import API_NAME, Weight
 from pdrun.parallel.training.driver import Driver, SimpleDriver
 
 

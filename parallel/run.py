@@ -8,6 +8,7 @@ The methods here check their arguments and call the rooms that do the work, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdrun.parallel.data.loader import Loader, Position
 from pdrun.parallel.report.explain import RunPlan, build_plan, explain_run
 from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory
 from pdrun.parallel.report.verify import VerifyReport, verify_run
+from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.training.step import (
@@ -38,8 +40,8 @@ class Run:
 
     Attributes:
         model: the model, its parameters on this rank's device. Between steps they are the weights
-            up to level 2. At level 3 they read as NaN outside of a forward pass: `full_weights`
-            gathers them.
+            up to level 2. At level 3 a read outside of a forward pass is refused:
+            `gathered_weights` and `full_weights` gather them.
         optimizer: the optimizer; its groups contain what this rank trains. Learning rate schedulers
             can use it.
         mesh: the devices.
@@ -69,6 +71,21 @@ class Run:
     @steps.setter
     def steps(self, value: int) -> None:
         self.state.steps = value
+
+    @property
+    def context(self) -> Context:
+        """This worker's rank and device."""
+        return self.state.context
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the modules whose forward is computed again in the backward."""
+        return self.state.recomputed_modules
+
+    @property
+    def compiled(self) -> list[str]:
+        """Names of the modules that torch.compile compiles."""
+        return self.state.compiled_modules
 
     # ---- a step -------------------------------------------------------------
 
@@ -263,6 +280,21 @@ class Run:
         must call this.
         """
         return weights_by_name(self.state.engine)
+
+    def gathered_weights(self) -> AbstractContextManager[None]:
+        """
+        Return a context manager in which the model's parameters have their values; every rank must
+        enter it.
+
+        For code between steps that reads parameters at level 3: ``state_dict()``,
+        ``save_pretrained``, calls of a submodule, a moving average. It needs the memory of the full
+        weights. Changes are refused. Below level 3 it does nothing.
+
+        Raises:
+            UsageError: another rank does not enter it.
+        """
+        gatherer = self.state.engine.gatherer
+        return nullcontext() if gatherer is None else gatherer.gathered()
 
     def export(self, path: str | Path) -> None:
         """

@@ -52,7 +52,7 @@ def check_compatible(state: RunState, reader: CheckpointReader) -> None:
 
 def _find_unknown_tensors(state: RunState, reader: CheckpointReader) -> Iterator[str]:
     full_model = state.original_model or state.model
-    kept = set(full_model.state_dict()) | state.persistent_buffers
+    kept = set(full_model.state_dict(keep_vars=True)) | state.persistent_buffers
     known = {
         f"buffers/{name}"
         for name, _ in (*full_model.named_buffers(), *state.model.named_buffers())

@@ -23,7 +23,7 @@ def export_weights(state: RunState, path: Path) -> None:
         weight.name: (weight.dtype, weight.shape)
         for weight in full_tensors.full_weight_order(state.engine)
     }
-    saved = set((state.original_model or state.model).state_dict())
+    saved = set((state.original_model or state.model).state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in full_buffers(state).items() if name in saved}
     shapes = {
         **weights,

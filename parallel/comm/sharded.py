@@ -94,6 +94,11 @@ class ShardedGroup:
         if self.world > 1:
             self.group = self._shard_group = self._copy_group = ClosedGroup()
 
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks of the job with which this one shares its shards."""
+        return tuple(self.ranks[self.replica * self.shards :][: self.shards])
+
     def _make_subgroups(self) -> tuple[Any, Any]:
         """Return the groups of this rank's shards and of its replicas; None for a single rank."""
         everyone = self.group
@@ -101,7 +106,7 @@ class ShardedGroup:
             return (everyone if self.shards > 1 else None), (
                 everyone if self.replicas > 1 else None
             )
-        row = self.ranks[self.replica * self.shards :][: self.shards]
+        row = self.shard_ranks
         column = self.ranks[self.shard :: self.shards]
         return self._make_group(row), self._make_group(column)
 

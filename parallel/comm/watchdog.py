@@ -20,11 +20,13 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import DeadlineExceeded, PeerLost
+from pdrun.errors import DeadlineExceeded, PeerLost, UsageError
 
 POLL_SECONDS = 1.0
 """Time between two reads of the store."""
@@ -32,6 +34,10 @@ ANSWER_SECONDS = 5.0
 """Time that the other ranks have for an answer."""
 ASK_FRACTION = 0.8
 """Fraction of the limit after which the other ranks are asked."""
+MEET_FRACTION = 0.75
+"""Fraction of the limit that ranks have to meet: others may wait in a collective for that long."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0002, 0.05
+"""Time between two looks at who has met."""
 QUESTION_KEY = "pdrun/watch/question"
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
@@ -45,6 +51,8 @@ CLOSE_SECONDS = 5.0
 
 _running_watchdogs: set[CollectiveWatchdog] = set()
 """Watchdogs whose threads have not ended."""
+_meetings: Counter[tuple[str, str]] = Counter()
+"""Meetings so far, by their ranks and label."""
 _newest: CollectiveWatchdog | None = None
 """The watchdog of this process's newest run; earlier ones are closed."""
 
@@ -158,6 +166,40 @@ class CollectiveWatchdog:
             raise  # another error: tensors of different sizes, for example
         self._wait_label = ""
         self._wait_start = None
+
+    def meet(self, label: str, ranks: Sequence[int], what: str) -> None:
+        """
+        Wait until all of some ranks have called this with the same label, without a collective.
+
+        For what a script may do on some ranks only: a collective would pair with another one.
+
+        Args:
+            ranks: of the job, this one among them.
+            what: is described in the error.
+
+        Raises:
+            UsageError: some ranks have not called it within most of the time limit.
+        """
+        if self._store is None or len(ranks) == 1:
+            return
+        place = "-".join(map(str, ranks))
+        _meetings[place, label] += 1
+        key = f"pdrun/meet/{place}/{label}/{_meetings[place, label]}"
+        self._store.set(f"{key}/{self.rank}", "1")
+        end = time.monotonic() + MEET_FRACTION * self.seconds
+        pause = MIN_PAUSE_SECONDS
+        while missing := [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]:
+            if time.monotonic() > end:
+                self._store.delete_key(f"{key}/{self.rank}")
+                _meetings[place, label] -= 1
+                who = " and ".join(f"rank {rank}" for rank in missing)
+                raise UsageError(
+                    f"{what}, but {who} did not do so in {MEET_FRACTION * self.seconds:.0f} s",
+                    where=self._user_line(),
+                    hint="do it on every rank, equally often",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _deadline_error(self, report: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"

@@ -21,9 +21,9 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
+from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
 from pdrun.parallel.model.recompute import match_modules
-from pdrun.parallel.model.weights import find_units
 from pdrun.parallel.zero.settings import PARALLELIZE, check_globs
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")

@@ -9,16 +9,24 @@ slices leaves some slices empty.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel.data.batch_structure import (
+    Rebuild,
+    flatten_batch,
+    flatten_columns,
+    has_rows,
+    length_of,
+    map_tensors,
+    narrow_leaf,
+    shape_of,
+)
 
 DATASET_STRATEGY = "dataset_strategy"
 
@@ -57,6 +65,14 @@ class BatchSlicing:
     """The user's batches are this rank's own rows."""
     full_batch: bool = False
     """Every rank computes all rows."""
+    forward: Callable[[Any, Any], Any] | None = field(default=None, compare=False, repr=False)
+    """How the user's model is called: shows whether a list of tensors has samples."""
+    rows: int | None = field(default=None, compare=False, repr=False)
+    """Number of rows of the batch, if it is known."""
+
+    def for_rows(self) -> BatchSlicing:
+        """Return how a batch is sliced if it has all rows that are sliced."""
+        return BatchSlicing(dims=self.dims, forward=self.forward)
 
     def dims_of(self, leaves: Sequence[Any]) -> list[int | None]:
         """
@@ -69,58 +85,32 @@ class BatchSlicing:
             return [None] * len(leaves)
         if self.dims is not None:
             return [
-                None if _shape_of(leaf) is None else dim
+                None if shape_of(leaf) is None else dim
                 for leaf, dim in zip(leaves, self.dims, strict=True)
             ]
         rows = _rows_of_first(leaves)
-        lengths = [_length_of(leaf) for leaf in leaves]
+        lengths = [length_of(leaf) for leaf in leaves]
         dims: list[int | None] = []
         for leaf, length in zip(leaves, lengths, strict=True):
-            is_sliced = length is not None and (length == rows or isinstance(leaf, torch.Tensor))
+            is_sliced = length is not None and (length == rows or has_rows(leaf))
             dims.append(0 if is_sliced else None)
         return dims
 
-
-def is_string_list(value: Any) -> bool:
-    """
-    Whether a value is a list or tuple of strings, which torch's collate makes of string samples.
-    """
-    return (
-        type(value) in (list, tuple)
-        and bool(value)
-        and all(isinstance(each, (str, bytes)) for each in value)
-    )
-
-
-def _flatten_batch(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Take a batch apart into leaves: tensors, arrays, lists of strings and other values."""
-    leaves, form = pytree.tree_flatten(batch, is_leaf=is_string_list)
-    return leaves, form
-
-
-def _shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """Return the shape of a leaf that can be sliced, None of any other."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(leaf, torch.Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray)):
-        return tuple(leaf.shape) or None
-    if is_string_list(leaf):
-        return (len(leaf),)
-    return None
-
-
-def _length_of(leaf: Any) -> int | None:
-    shape = _shape_of(leaf)
-    return None if shape is None else shape[0]
+    def flatten(self, batch: Any) -> tuple[list[Any], Rebuild]:
+        """Take a batch apart into its leaves; see `batch_structure`."""
+        if self.dims is not None or self.full_batch:
+            return flatten_columns(batch)
+        return flatten_batch(batch, self.forward, self.rows)
 
 
 def _rows_of_first(leaves: Sequence[Any]) -> int | None:
     """
-    Return the rows of the first tensor, or of the first array or list of strings without a tensor.
+    Return the rows of the first leaf that defines them, or of the first array or list of strings
+    without one.
     """
-    sized = [leaf for leaf in leaves if _shape_of(leaf) is not None]
-    tensors = [leaf for leaf in sized if isinstance(leaf, torch.Tensor)]
-    for leaf in [*tensors, *sized]:
-        return _length_of(leaf)
+    sized = [leaf for leaf in leaves if shape_of(leaf) is not None]
+    for leaf in [*(leaf for leaf in sized if has_rows(leaf)), *sized]:
+        return length_of(leaf)
     return None
 
 
@@ -198,7 +188,7 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     Raises:
         UsageError: it has no tensor to slice, or its tensors disagree.
     """
-    leaves, _ = _flatten_batch(batch)
+    leaves, _ = strategy.flatten(batch)
     if strategy.full_batch:
         rows = _rows_of_first(leaves)
         return 1 if rows is None else rows
@@ -211,7 +201,7 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     for index, (leaf, dim) in enumerate(zip(leaves, strategy.dims_of(leaves), strict=True)):
         if dim is None:
             continue
-        shape = _shape_of(leaf) or ()
+        shape = shape_of(leaf) or ()
         if dim >= len(shape):
             raise UsageError(
                 f"leaf {index} has {len(shape)} dims and no dim {dim}",
@@ -237,23 +227,13 @@ def take_rows(batch: Any, rows: range, strategy: BatchSlicing) -> Any:
     """
     Return some rows of a batch without copying tensors and arrays; other leaves are unchanged.
     """
-    leaves, form = _flatten_batch(batch)
+    leaves, rebuild = strategy.flatten(batch)
     dims = strategy.dims_of(leaves)
     cut = [
-        leaf if dim is None else _narrow_leaf(leaf, dim, rows)
+        leaf if dim is None else narrow_leaf(leaf, dim, rows)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
-    return pytree.tree_unflatten(cut, form)
-
-
-def _narrow_leaf(leaf: Any, dim: int, rows: range) -> Any:
-    """Return some rows of a tensor, an array or a list."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.narrow(dim, rows.start, len(rows))
-    part = slice(rows.start, rows.stop)
-    if is_string_list(leaf):
-        return leaf[part]
-    return leaf[(slice(None),) * dim + (part,)]
+    return rebuild(cut)
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -261,10 +241,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
     Move the tensors of a batch to a device, and floating point tensors to a type if one is given.
     """
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def move(leaf: torch.Tensor) -> torch.Tensor:
         kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return leaf.to(device=device, dtype=kind, non_blocking=True)
 
-    return pytree.tree_map(move, batch)
+    return map_tensors(batch, move)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
-from pdrun.parallel.model.weights import find_units
 
 API_NAME = "recompute"
 SAVED_OPERATORS = (

@@ -243,50 +243,6 @@ def _fill_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[
 # ---- units ------------------------------------------------------------------
 
 
-def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
-    """
-    Return the names of the modules whose weights are gathered together at level 3.
-
-    Args:
-        globs: names of modules. None: the members of the outermost ModuleLists and Sequentials, or
-            the children of a model without them.
-
-    Raises:
-        UsageError: a glob that matches no module with weights, or units inside one another.
-    """
-    names = [
-        name
-        for name, module in model.named_modules()
-        if name and any(True for _ in module.parameters())
-    ]
-    if globs is None:
-        holders = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        lists = [name for name, module in model.named_modules() if isinstance(module, holders)]
-        outer = [
-            name
-            for name in lists
-            if not any(
-                name.startswith(other + ".") or not other for other in lists if other != name
-            )
-        ]
-        members = [name for name in names if name.rpartition(".")[0] in outer] if outer else []
-        return members or [name for name in names if "." not in name]
-    chosen = []
-    for glob in globs:
-        hits = fnmatch.filter(names, glob)
-        if not hits:
-            raise UsageError(
-                f"units={glob!r} matches no module with weights",
-                where=API_NAME,
-                hint=did_you_mean(glob, names),
-            )
-        chosen += hits
-    for name in chosen:
-        if any(other != name and name.startswith(other + ".") for other in chosen):
-            raise UsageError(f"the unit {name} is inside another unit", where=API_NAME)
-    return [name for name in names if name in chosen]
-
-
 def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) -> None:
     """
     Set the unit of each weight.

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, slice_rows, take_rows
+from pdrun.parallel.data.batch_slicing import count_rows, slice_rows, take_rows
 from pdrun.parallel.report.model_copies import meta_copy
 from pdrun.parallel.zero.offload import PREFETCH_TENSORS
 from pdrun.parallel.zero.optimizer import state_bytes_per_element
@@ -170,7 +170,7 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
         model = meta_copy(state, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            take_rows(batch, largest, BatchSlicing(dims=state.batch_slicing.dims)),
+            take_rows(batch, largest, state.batch_slicing.for_rows()),
         )
         if state.sequence_slicer is not None:
             part = state.sequence_slicer.part(part, state.axes)

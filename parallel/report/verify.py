@@ -25,7 +25,6 @@ from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.data.batch_slicing import (
-    BatchSlicing,
     count_rows,
     slice_rows,
     take_rows,
@@ -230,7 +229,7 @@ def _restore_buffers(state: RunState, buffers: list[torch.Tensor]) -> None:
 def _compute_reference(state: RunState, batch: Any) -> _Reference:
     """Compute a batch slice by slice in this process."""
     model = reference_copy(state)
-    slicing = BatchSlicing(dims=state.batch_slicing.dims)
+    slicing = state.batch_slicing.for_rows()
     is_joined = any(isinstance(part, sync_batchnorm.SyncedBatchNorm) for part in model.modules())
 
     def load_rows(rows: range) -> Any:

@@ -8,7 +8,7 @@ SIGABRT, after all work is done. Therefore, before the finalization:
 
 1. `settle_threads` gives the threads the GIL until all of them sleep.
 2. `destroy_groups` drops the references of this package to its groups and destroys all groups:
-   torch joins the threads of a group that nobody refers to.
+   torch joins the threads of a group without references.
 3. Where threads are left (groups that the script keeps, or a failed process, whose collectives may
    wait for dead peers), `pin_tensors` gives C++ one more reference to each tensor that C++ has: a
    thread that releases its own one then has nothing to ask Python for.

@@ -3,8 +3,8 @@ The contract of a loss: ``loss(output, batch) -> (sum, count)``.
 
 The loss of a step is the sum of all sums divided by the sum of all counts, over micro-batches and
 ranks of any size. Gradients are those of the sums, divided once by the global count. Means cannot
-be combined that way: a scalar loss is taken for a mean over the rows of its slice. That is correct
-if every row counts the same.
+be combined that way: a scalar loss is taken for a mean over the rows of its slice, or, if a model
+of the transformers library has computed it, over its labels (see `loss_check`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_slicing import is_string_list
+from pdrun.parallel.data.batch_structure import is_sample_list, is_string_list
+from pdrun.parallel.training.loss_check import (
+    LabelCounter,
+    MeanCheck,
+    check_loss_form,
+    is_own_loss,
+)
 
 LossFunction = Callable[[Any, Any], Any]
 ForwardFunction = Callable[[nn.Module, Any], Any]
@@ -35,8 +42,17 @@ class Objective:
     model: nn.Module
     loss: LossFunction | None
     forward: ForwardFunction | None = None
+    count_labels: LabelCounter | None = None
+    """Counts the labels over which the model's own loss is the mean."""
+    is_split: bool = False
+    """Whether a step has several slices, so that their weights matter."""
+    checks_form: bool = False
+    """Whether the loss must still be checked on the parts of an output."""
+    step_batch: Any = field(default=None, init=False)
+    """The batch of the current step: global, or this rank's part of a Loader's."""
     is_mean: bool = field(default=False, init=False)
     """Whether the loss turned out to be a mean."""
+    _mean_check: MeanCheck = field(default_factory=MeanCheck, init=False)
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int
@@ -53,6 +69,27 @@ class Objective:
         """
         return self.compute_loss(self.compute_output(model, batch), batch, rows)
 
+    def _check_form(self, output: Any, batch: Any, rows: int, result: Any) -> None:
+        """Check once, on the first slice, that the loss is a sum."""
+        if self.loss is None or not self.checks_form or isinstance(result, torch.Tensor):
+            return
+        if check_loss_form(self.loss, output, batch, rows, result):
+            self.checks_form = False
+
+    def _weigh_mean(
+        self, output: Any, batch: Any, rows: int, mean: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return (sum, count) for a mean: over labels for the model's own loss, else over rows."""
+        count = None
+        if self.count_labels is not None and is_own_loss(output, mean):
+            count = self.count_labels(batch)
+        if count is None:
+            if self.is_split:
+                self._mean_check.check_rows(batch if self.step_batch is None else self.step_batch)
+            return mean * rows, rows
+        # without a label the mean is 0 / 0, and its gradient 0
+        return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
+
     def compute_output(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output on a batch."""
         if self.forward:
@@ -62,8 +99,9 @@ class Objective:
     def compute_loss(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum, count) of an output of the model; see `__call__`."""
         result = self.loss(output, batch) if self.loss else output
+        self._check_form(output, batch, rows, result)
         if isinstance(result, torch.Tensor):
-            result = (result * rows, rows)
+            result = self._weigh_mean(output, batch, rows, result)
             self.is_mean = True
         if self.loss is None and not isinstance(result, (tuple, list)):
             given = isinstance(getattr(result, "loss", None), torch.Tensor)
@@ -136,6 +174,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 hint="pass forward=lambda model, batch: ...",
             )
         return model(**named)
+    if isinstance(batch, PackedSequence) or is_sample_list(batch):
+        return model(batch)
     if isinstance(batch, (tuple, list)) and not is_string_list(batch):
         return model(batch[0])
     return model(batch)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import DeadlineExceeded, PeerLost, UsageError
+from pdrun.parallel.data.batch_structure import plain_structure
 from pdrun.parallel.model.weights import Weight
 
 PARALLELIZE = "pdrun.parallelize"
@@ -165,7 +166,8 @@ def describe_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
 
 def describe_batch(batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield what must be equal in batches that ranks share: parts, shapes, types and contents."""
-    leaves = [(path, _as_tensor(leaf)) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
+    found = pytree.tree_flatten_with_path(plain_structure(batch))[0]
+    leaves = [(path, _as_tensor(leaf)) for path, leaf in found]
     for path, leaf in leaves:
         yield (
             f"batch{pytree.keystr(path)}",

@@ -95,12 +95,12 @@ class RunState:
     """Buffers that take rank 0's value when a forward changes them."""
     loss_scale: LossScale | None = field(init=False)
     """The loss scale; None unless the model computes in fp16."""
+    has_reported_nonfinite: bool = field(default=False, init=False)
+    """Whether a loss that is not finite was reported."""
     guard: ConsistencyGuard = field(init=False)
 
     def __post_init__(self) -> None:
-        self.persistent_buffers = {
-            name for name in self.model.state_dict() if name in dict(self.model.named_buffers())
-        }
+        self.persistent_buffers = set(_persistent_buffers(self.model))
         self.synced_buffers = list(_unsynced_buffers(self.model))
         precision = self.settings.precision
         self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
@@ -215,3 +215,11 @@ def _unsynced_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if not isinstance(module, SyncedBatchNorm):
             yield from (buffer for buffer in module.buffers(recurse=False) if buffer is not None)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the buffers that are in a model's state dict."""
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name

@@ -20,6 +20,7 @@ from pdrun.parallel.data.batch_slicing import (
 )
 from pdrun.parallel.training.driver import MicroBatch
 from pdrun.parallel.training.metrics import Metrics
+from pdrun.parallel.training.nonfinite import report_nonfinite
 from pdrun.parallel.training.rank_agreement import describe_batch
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero import full_tensors
@@ -43,7 +44,7 @@ def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -
     versions = [buffer._version for buffer in state.synced_buffers]
     with state.rng.isolate_generators(state.device):
         sums = compute_gradients(state, batch)
-    metrics = _apply_gradients(state, sums, versions, on_gradients)
+    metrics = _apply_gradients(state, batch, sums, versions, on_gradients)
     state.feed.mark_used()
     watch.leave_phase()
     state.guard.remember_state()
@@ -64,7 +65,11 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             hint="call it outside; use run.evaluate(batch) for a forward only",
         )
     state.engine.begin_step()
-    sums = state.driver.run_microbatches(state, slice_batch(state, batch))
+    state.objective.step_batch = batch
+    try:
+        sums = state.driver.run_microbatches(state, slice_batch(state, batch))
+    finally:
+        state.objective.step_batch = None
     if state.objective.is_mean and state.mesh.cp > 1:
         raise UsageError(
             "with cp, loss must return (sum, count): means of sequence parts cannot be added",
@@ -118,12 +123,13 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     if shard is not None:
         pieces = slice_rows(shard.rows, world, times)[rank]
         local = ranges_of_sizes(shard.sizes)
-        slicing = BatchSlicing(dims=slicing.dims)
+        known = sum(shard.sizes) or None
+        slicing = BatchSlicing(dims=slicing.dims, forward=slicing.forward, rows=known)
     elif slicing.data_parallel or slicing.full_batch:
         rows = count_rows(batch, slicing)
         local = slice_rows(rows, 1, times)[0]
         offset = rank * rows if slicing.data_parallel else 0
-        slicing = BatchSlicing(dims=slicing.dims)
+        slicing = slicing.for_rows()
         pieces = [range(piece.start + offset, piece.stop + offset) for piece in local]
     else:
         local = pieces = slice_rows(count_rows(batch, slicing), world, times)[rank]
@@ -159,7 +165,11 @@ def _compare_first_batch(state: RunState, batch: Any) -> None:
 
 
 def _apply_gradients(
-    state: RunState, sums: torch.Tensor, versions: list[int], on_gradients: Callable[[], None]
+    state: RunState,
+    batch: Any,
+    sums: torch.Tensor,
+    versions: list[int],
+    on_gradients: Callable[[], None],
 ) -> Metrics:
     """
     Reduce and clip the gradients, step the optimizer and the scheduler, publish the weights.
@@ -169,6 +179,7 @@ def _apply_gradients(
         versions: torch's version counters of ``state.buffers`` before the forwards.
     """
     numbers, norm = state.engine.finish_gradients(sums, _scale_of(state))
+    report_nonfinite(state, lambda: slice_batch(state, batch), sums, numbers)
     skipped = state.loss_scale is not None and norm is not None and not bool(torch.isfinite(norm))
     on_gradients()
     if not skipped:

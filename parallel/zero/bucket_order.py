@@ -99,7 +99,7 @@ class BucketOrder:
     def _expected_at(self, index: int) -> tuple[int, int]:
         """Return a sort key: buckets of the last unit first, those outside of units last."""
         unit = self._unit_of[index]
-        if self._gatherer is None or unit < 0:
+        if self._gatherer is None or unit < 0 or self._gatherer.is_root(unit):
             return 1, index
         return -self._gatherer.position_of(unit), index
 

@@ -176,7 +176,8 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
 def weight_storages(engine: Engine) -> set[int]:
     """Return the identities of the storages of the model's weights."""
     cuts = {bucket.full.untyped_storage()._cdata for bucket in engine.sharded_buckets}
-    return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
+    with torch._C.DisableTorchFunctionSubclass():  # no value of a released weight is read
+        return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
 
 
 # ---- assembly ----------------------------------------------------------------

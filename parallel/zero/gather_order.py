@@ -49,6 +49,8 @@ class GatherSchedule:
         """Whether the chunk is between its first forward of a step and its last backward."""
         self.is_resident = False
         """Whether all units have been gathered and stay."""
+        self._read_outside: list[int] = []
+        """Units of this pass whose weights were read outside of their forward."""
 
     def position_of(self, unit: int) -> int:
         """
@@ -56,6 +58,31 @@ class GatherSchedule:
         order.
         """
         return self._position[unit]
+
+    def keep_unit(self, unit: int) -> None:
+        """
+        Gather a unit now, for a read outside of its forward; it stays until the last backward.
+
+        All ranks must call it at the same point of a forward pass. From the next pass on the unit's
+        weights are treated like those outside of units.
+        """
+        self._read_outside.append(unit)
+        start_gathers(self.units[unit])
+        wait_gathers(self.units[unit])
+
+    def is_kept(self, unit: int) -> bool:
+        """Whether a unit was read outside of its forward, in this pass or an earlier one."""
+        return unit in self._read_outside or unit not in self.units
+
+    def move_kept_units(self) -> None:
+        """At the end of a forward pass, treat units that were read as weights outside of units."""
+        for unit in self._read_outside:
+            self.root += self.units.pop(unit)
+            self._order.remove(unit)
+        if self._read_outside:
+            self._position = {index: place for place, index in enumerate(self._order)}
+            self._next = len(self._order)
+        self._read_outside = []
 
     def begin_pass(self, *, backward: bool, keep_units: bool) -> None:
         """
@@ -66,6 +93,8 @@ class GatherSchedule:
         """
         self._backward = backward
         self._keep_units = keep_units
+        if not backward:
+            self._read_outside = []
         self._next = len(self._order) if self.is_resident else 0
         self._reached = -1
         self._prefetch_next()
@@ -77,8 +106,7 @@ class GatherSchedule:
         Args:
             ran: the units that ran in the forward pass of this micro-batch.
         """
-        if self._first_runs is not None and not self._backward and unit not in self._first_runs:
-            self._first_runs.append(unit)
+        self.note_run(unit)
         place = (
             len(self._order) - 1 - self._position[unit] if self._backward else self._position[unit]
         )
@@ -92,9 +120,18 @@ class GatherSchedule:
         start_gathers(self.units[unit])
         wait_gathers(self.units[unit])
 
+    def note_run(self, unit: int) -> None:
+        """Note the order of the units in the first forward pass."""
+        if self._first_runs is not None and not self._backward and unit not in self._first_runs:
+            self._first_runs.append(unit)
+
     def finish_pass(self, ran: set[int]) -> None:
         """Gather the rest of a pass: units that this rank skipped."""
         self._skip_to(len(self._order), ran)
+
+    def all_buckets(self) -> list[ShardedBucket]:
+        """Return the buckets of all units, and those outside of units."""
+        return [*self.root, *(cut for cuts in self.units.values() for cut in cuts)]
 
     def close_units(self) -> None:
         """Free the units' memory."""
@@ -131,8 +168,12 @@ class GatherSchedule:
         """
         if place > self._reached:
             if self._reached >= 0:
-                release_buckets(self.units[self._unit_at(self._reached)])
+                self._release_unit(self._unit_at(self._reached))
             self._reached = place
+
+    def _release_unit(self, unit: int) -> None:
+        if unit not in self._read_outside:
+            release_buckets(self.units[unit])
 
     def _unit_at(self, place: int) -> int:
         return self._order[-1 - place] if self._backward else self._order[place]
@@ -142,7 +183,7 @@ class GatherSchedule:
             index = self._unit_at(self._next)
             start_gathers(self.units[index])
             if not self._keep_units:
-                release_buckets(self.units[index])
+                self._release_unit(index)
             self._next += 1
             if self._backward and index not in ran:
                 # a rank that runs the unit does that too, before its gradients are complete

@@ -11,7 +11,9 @@ chunk. `gather_order` defines the order of gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import ShardedGroup
+from pdrun.parallel.model.released import refuse_read
 from pdrun.parallel.zero.gather_order import (
     GatherSchedule,
     release_buckets,
@@ -69,9 +72,14 @@ class UnitGatherer:
         self._is_last = self._is_outside_step = False
         self.is_paused = False
         """Whether the hooks do nothing: a copy of the model has them too."""
+        self._is_gathered = False
+        """Whether all weights are in memory for the user's code."""
         self._has_frozen = [
             any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
+        for index, cuts in enumerate(self._units):
+            for cut in cuts:
+                cut.on_read = functools.partial(self._serve_read, index)
         model.register_forward_pre_hook(self._enter_model, prepend=True)
         model.register_forward_hook(self._leave_model)
         for index, name in enumerate(units):
@@ -96,6 +104,7 @@ class UnitGatherer:
         for schedule in self._active_schedules:
             schedule.finish_pass(self._ran_in_pass)
             schedule.agree_on_order(self._comm)
+            schedule.move_kept_units()
             schedule.is_resident = self._is_keeping
         self._phase = "idle"
         self._active_schedules = []
@@ -139,12 +148,16 @@ class UnitGatherer:
         if (
             self._phase == "backward"
             and not self._has_frozen[unit]
+            and not self.is_root(unit)
             and (self._is_last or not self._is_keeping)
         ):
             release_buckets(self._units[unit])
 
     def release_chunk(self, chunk: int | None = None) -> None:
         """Release the weights of a chunk; None: all weights."""
+        if self._is_gathered:
+            what = "a step, an evaluation or another gather inside it is not supported"
+            raise UsageError(what, where="pdrun.Run.gathered_weights", hint="leave it before")
         self._phase = "idle"
         self._active_schedules = []
         self._is_outside_step = False
@@ -153,6 +166,37 @@ class UnitGatherer:
                 self._close_schedule(schedule)
         if chunk is None:
             self._ran_forward.clear()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """
+        Return a context manager in which all weights are in memory; every rank must enter it.
+
+        Raises:
+            UsageError: a weight was changed inside: the change would be lost.
+        """
+        self.release_chunk()
+        self._meet("gathered_weights", "run.gathered_weights() is entered")
+        cuts = [cut for schedule in self._schedules.values() for cut in schedule.all_buckets()]
+        start_gathers(cuts)
+        wait_gathers(cuts)
+        weights = [weight for cut in cuts for weight in cut.weights]
+        versions = [weight.param._version for weight in weights]
+        self.is_paused = self._is_gathered = True
+        try:
+            yield
+        finally:
+            self.is_paused = self._is_gathered = False
+            changed = [
+                weight.name
+                for weight, version in zip(weights, versions, strict=True)
+                if weight.param._version != version
+            ]
+            release_buckets(cuts)
+        if changed:
+            what = f"{changed[0]} was changed in place: the optimizer trains another tensor"
+            hint = "use run.load_weights(FILE) or run.load(FOLDER)"
+            raise UsageError(what, where="pdrun.Run.gathered_weights", hint=hint)
 
     def _begin_pass(self, phase: str, schedules: list[GatherSchedule]) -> None:
         self._phase = phase
@@ -181,6 +225,33 @@ class UnitGatherer:
     def _is_keeping(self) -> bool:
         return self._keep_for_step and not self._is_outside_step
 
+    def is_root(self, unit: int) -> bool:
+        """Whether a unit's weights are read outside of its forward, so that they stay longer."""
+        return self._schedule_of_unit[unit].is_kept(unit)
+
+    def _serve_read(self, unit: int, cut: ShardedBucket, name: str) -> None:
+        """
+        Gather a unit in whose weight code outside of it reads, in a forward pass; else raise.
+        """
+        schedule = self._schedule_of_unit.get(unit)
+        if (
+            self.is_paused
+            or self._phase != "forward"
+            or schedule not in self._active_schedules
+            or schedule is None
+            or unit not in schedule.units
+        ):
+            raise refuse_read(name)
+        self._meet(f"read {name}", f"{name} is read outside of the forward of its module")
+        if unit not in self._ran_in_pass:
+            self._ran_in_pass.add(unit)
+            schedule.note_run(unit)
+        schedule.keep_unit(unit)
+
+    def _meet(self, label: str, what: str) -> None:
+        """Wait for the other ranks that gather with this one; see `CollectiveWatchdog.meet`."""
+        self._comm.watchdog.meet(label, self._comm.shard_ranks, what)
+
     def position_of(self, unit: int) -> int:
         """
         Return the position of a unit in its chunk's forward passes, as far as the ranks have agreed
@@ -193,6 +264,9 @@ class UnitGatherer:
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         again = self._is_outside_step and self._phase == "backward"
         if not self.is_paused and (again or self._phase == "idle"):  # called outside of a step
+            if not again:
+                what = "the model is called outside of a step, and level 3 gathers its weights"
+                self._meet("a call outside of a step", what)
             self._is_outside_step, self._ran_in_pass = True, set()
             self._begin_pass("forward", list(self._schedules.values()))
 
@@ -203,11 +277,13 @@ class UnitGatherer:
 
     def _make_enter_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if self.is_paused:
+            if self.is_paused or self.is_root(index):
                 return
             if self._phase == "backward":  # a recomputed forward
                 start_gathers(self._units[index])
                 wait_gathers(self._units[index])
+                return
+            if self._phase == "idle":  # the module is called without the model around it
                 return
             self._ran_in_pass.add(index)
             self._schedule_of_unit[index].open_unit(index, self._ran_in_pass)
@@ -217,6 +293,8 @@ class UnitGatherer:
     def _make_leave_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.is_paused or self._phase != "forward" or self._is_keeping:
+                return
+            if self.is_root(index):
                 return
             release_buckets(self._units[index])
             if torch.is_grad_enabled():
@@ -238,7 +316,8 @@ class UnitGatherer:
             self._refuse_double_backward()
         if self._phase != "backward":  # of a call outside of a step
             self._begin_pass("backward", list(self._schedules.values()))
-        self._schedule_of_unit[index].open_unit(index, self._ran_in_pass)
+        if not self.is_root(index):
+            self._schedule_of_unit[index].open_unit(index, self._ran_in_pass)
 
 
 def _build_schedules(

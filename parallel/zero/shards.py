@@ -13,12 +13,13 @@ again under the tensors that autograd has saved: a backward pass finds the weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
+from pdrun.parallel.model.released import mark_gathered, mark_released, refuse_read
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
 
@@ -79,6 +80,8 @@ class ShardedBucket:
             for segment in self.segments
         ]
         """What the optimizer trains: one parameter per segment."""
+        self.on_read: Callable[[ShardedBucket, str], None] = _refuse_read
+        """Called before the values of a released weight are read; gathers it or raises."""
         self._nan = torch.full((), float("nan"), dtype=compute_dtype, device=comm.device)
         self.is_open = True
         """Whether ``full`` has memory."""
@@ -134,13 +137,13 @@ class ShardedBucket:
             if not self.is_open:
                 self.is_open = True
                 for weight, view in zip(self.weights, self._views, strict=True):
+                    mark_gathered(weight.param)
                     weight.param.data = view
 
     def release(self) -> None:
         """
-        Free the memory of ``full``. The model's parameters keep their shapes and read as NaN.
-
-        An access outside of the unit that owns a weight reads NaN, not memory of another tensor.
+        Free the memory of ``full``. The model's parameters keep their shapes; a read of their
+        values calls ``on_read``.
         """
         if self._pending is not None:
             self.wait_gather()
@@ -149,7 +152,11 @@ class ShardedBucket:
         self.is_open = False
         for weight in self.weights:
             weight.param.data = self._nan.expand(weight.shape)
+            mark_released(weight.param, weight.name, self._notice_read)
         self.full.untyped_storage().resize_(0)
+
+    def _notice_read(self, name: str) -> None:
+        self.on_read(self, name)
 
     def _gather_shards(self) -> None:
         with torch.no_grad():
@@ -163,3 +170,7 @@ class ShardedBucket:
                     self._own.copy_(shard)
                 shard = self._own
             self._pending = self.comm.gather_shards(self.full, shard, self.label)
+
+
+def _refuse_read(bucket: ShardedBucket, name: str) -> None:
+    raise refuse_read(name)

@@ -18,6 +18,7 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.data import batch_slicing as slicing
 from pdrun.parallel.data import loader
 from pdrun.parallel.model import recompute, weights
+from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.rng.hashing import hash_uniform31, mix_bits
 from pdrun.parallel.training import loss
 from pdrun.parallel.zero import flat_layout as flat
@@ -231,17 +232,17 @@ def test_wrong_fusion(value: Any) -> None:
 
 def test_units_and_ties() -> None:
     model = zoo.build(tied=True)
-    assert weights.find_units(model, None) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert weights.find_units(model, ["blocks.[01]", "norm"]) == ["blocks.0", "blocks.1", "norm"]
-    assert weights.find_units(nn.Bilinear(2, 2, 2), None) == []
+    assert find_units(model, None) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert find_units(model, ["blocks.[01]", "norm"]) == ["blocks.0", "blocks.1", "norm"]
+    assert find_units(nn.Bilinear(2, 2, 2), None) == []
     assert weights.tied_names(model) == [["emb.weight", "head.weight"]]
     found = weights.collect_weights(model)
     weights.assign_units(model, found, ["emb", "head", "blocks.0"])
     assert {w.unit for w in found if w.name == "emb.weight"} == {""}  # used by two units
     with pytest.raises(UsageError, match="matches no module"):
-        weights.find_units(model, ["block.*"])
+        find_units(model, ["block.*"])
     with pytest.raises(UsageError, match="inside another"):
-        weights.find_units(model, ["blocks.0", "blocks.0.up"])
+        find_units(model, ["blocks.0", "blocks.0.up"])
 
 
 def test_weights_that_cannot_be_used() -> None:

@@ -1,4 +1,4 @@
-"""A finished worker ends with its own exit code, however the script ends and whatever it forgets."""
+"""A finished worker ends with its own exit code, however the script ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDS = {"forgets": 0, "closes": 0, "sys.exit": 7, "raises": 1, "keeps groups": 0
 PARENT = '''
 """Import torch once; fork many jobs of two ranks, which run the job and end as scripts do."""
 import json, os, signal, socket, sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch._dynamo
 import pdrun, pdrun.parallel.parallelize
 from pdrun.parallel.startup import init as _
 

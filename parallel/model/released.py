@@ -1,0 +1,143 @@
+"""
+A weight without memory (level 3): its shape can be read, its values cannot.
+
+While its unit is released, a parameter is an instance of a subclass of its class. Any function of
+torch that needs values asks the weight's owner first: it gathers the weight, or raises an error
+that names it. Values are never wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+
+PACKAGE_ROOT = str(Path(__file__).parents[1])
+VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of tensors that are values; the others describe a tensor."""
+SHAPE_FUNCTIONS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "__len__",
+    "__hash__",
+    "__repr__",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_contiguous",
+    "get_device",
+    "requires_grad_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+}
+"""Functions that need no value of a tensor."""
+ReadHandler = Callable[[str], None]
+"""Gathers the weight of a name, whose values are read; or raises."""
+
+
+class ReleasedWeight:
+    """The part of a released parameter's class that notices reads."""
+
+    _pdrun_name: str
+    _pdrun_read: ReadHandler
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Gather the weights whose values a function reads, then call it."""
+        kwargs = kwargs or {}
+        if not _reads_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, ReleasedWeight):
+                leaf._pdrun_read(leaf._pdrun_name)
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """Describe the weight without its values."""
+        shape = tuple(self.shape)  # type: ignore[attr-defined]
+        return f"Parameter({self._pdrun_name}, shape={shape}, released)"
+
+
+def _reads_values(func: Any) -> bool:
+    owner: Any = getattr(func, "__self__", None)
+    if type(owner).__name__ == "getset_descriptor":
+        return owner.__name__ in VALUE_ATTRIBUTES
+    if isinstance(owner, property):
+        return getattr(owner.fget, "__name__", "") in VALUE_ATTRIBUTES
+    return getattr(func, "__name__", "") not in SHAPE_FUNCTIONS
+
+
+_classes: dict[type, type] = {}
+
+
+def mark_released(param: nn.Parameter, name: str, read: ReadHandler) -> None:
+    """
+    Make a parameter report reads of its values.
+
+    Args:
+        read: called before a read; it must call `mark_gathered`, or raise.
+    """
+    kind = type(param)
+    if issubclass(kind, ReleasedWeight):
+        return
+    if kind not in _classes:
+        about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _classes[kind] = type(kind.__name__, (ReleasedWeight, kind), about)
+    released: Any = param
+    released._pdrun_name, released._pdrun_read = name, read
+    released.__class__ = _classes[kind]
+
+
+def mark_gathered(param: nn.Parameter) -> None:
+    """Make a parameter an ordinary one again."""
+    kind: Any = type(param)
+    if issubclass(kind, ReleasedWeight):
+        gathered: Any = param
+        gathered.__class__ = kind.__mro__[2]
+        del gathered._pdrun_name, gathered._pdrun_read
+
+
+def refuse_read(name: str) -> UsageError:
+    """Return the error about a read outside of a forward pass."""
+    what = f"{name} is read outside of a forward pass, when level 3 has only shards of it"
+    hint = "on every rank, put the code into `with run.gathered_weights():`, or use "
+    hint += "run.full_weights(), run.export(FILE) or run.model(...)"
+    return UsageError(what, where=find_user_line() or "pdrun.Run", hint=hint)
+
+
+def find_user_line() -> str:
+    """Return the innermost line of the main program that is neither torch's nor pdrun's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -17,7 +17,7 @@ from pdrun.launcher.agent import shutdown as module
 from pdrun.launcher.agent.agent import Agent
 from pdrun.launcher.agent.interfaces import AgentDeps
 from pdrun.launcher.common.signals import SignalReceiver
-from pdrun.launcher.supervisor.events import Exited, Spawned, Swept
+from pdrun.launcher.supervisor.events import Exited, Spawned, Swept, WorkersFenced
 from pdrun.rendezvous.protocol import messages as m
 from tests.lib.agent_fakes import FakeLink, FakeOutput, FakeSupervisor, make_assign, make_plan
 
@@ -557,6 +557,91 @@ def test_the_workers_of_a_node_that_is_cut_off_are_gone_before_the_others_go_on(
         assert harness.agent._generation.group._kill_at - time.monotonic() <= 3.0
         harness.turn(events=ended(signal.SIGTERM))
         assert harness.link.renewed == 1
+
+
+def test_no_worker_is_started_without_a_fence():
+    with AgentHarness(plan=elastic_plan()) as harness:
+        harness.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2))
+        assert harness.supervisor.fences == []
+        spawn = harness.supervisor.spawn
+        seen = []
+        harness.supervisor.spawn = lambda *a, **k: (
+            seen.extend(harness.supervisor.fences),
+            spawn(*a, **k),
+        )
+        harness.turn(m.Start(0))
+        assert len(seen) == 1 and seen[0] == pytest.approx(time.monotonic() + 9.0, abs=2.0)
+        harness.turn(events=[Spawned(0, 2**22)])
+        assert len(harness.supervisor.fences) > 1, "each turn moves it"
+
+
+def test_the_workers_of_a_cut_off_node_are_killed_before_the_fence():
+    with AgentHarness(plan=elastic_plan()) as harness:
+        harness.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2), m.Start(0))
+        harness.turn(events=[Spawned(0, 2**22)])
+        harness.link.silence = 6.6
+        harness.turn()
+        assert harness.agent._generation.group._kill_at < harness.link.fence_at()
+
+
+def test_a_node_whose_workers_were_fenced_rejoins_and_reports_nothing():
+    with AgentHarness(plan=elastic_plan()) as harness:
+        harness.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2), m.Start(0))
+        harness.turn(events=[Spawned(0, 2**22)])
+        fenced = harness.supervisor
+        fenced.failure = WorkersFenced("the workers of this node were ended")
+        harness.turn()
+        assert fenced.closed and harness.link.renewed == 1
+        assert not harness.sent(m.WorkerExit) and not harness.sent(m.Finished)
+        harness.turn(WELCOME, m.Assign(5, 1, 2, 1, 2, 0, "127.0.0.1:4000"), m.Start(5))
+        assert len(harness.sent(m.Join)) == 2 and len(harness.supervisors) == 2
+        assert harness.supervisor.commands[0].env["RANK"] == "1"
+
+
+def test_a_node_without_a_lease_reports_fenced_workers_as_lost(harness):
+    started(harness)
+    harness.supervisor.failure = WorkersFenced("the workers of this node were ended")
+    harness.turn()
+    (exit_,) = harness.sent(m.WorkerExit)
+    assert exit_.cause.kind == "lost" and harness.sent(m.Finished)
+
+
+def test_a_node_that_was_asked_to_stop_leaves_after_the_fence():
+    with AgentHarness(plan=elastic_plan()) as harness:
+        harness.turn(replace(WELCOME, dead=10.0, lease=6.5), make_assign(2, nodes=2), m.Start(0))
+        harness.turn(events=[Spawned(0, 2**22)])
+        harness.agent._on_signal(signal.SIGINT)
+        harness.supervisor.failure = WorkersFenced("the workers of this node were ended")
+        harness.turn()
+        assert harness.agent.run() == 130
+
+
+def test_a_stop_waits_for_a_scheduler_that_stands_still(harness, monkeypatch):
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.05)
+    started(harness)
+    harness.link.silence = 2.0
+    harness.agent._on_signal(signal.SIGINT)
+    time.sleep(0.06)
+    harness.turn()
+    assert harness.supervisor.signals == []
+    assert "the scheduler does not answer: waiting up to 10 s" in harness.output.printed_lines[-1]
+    harness.turn(m.StopWorkers(0, signal.SIGINT, 5.0, "stopped by SIGINT on node0"))
+    assert harness.supervisor.signals == [(0, signal.SIGINT, True)]
+    harness.turn(m.Verdict(130, "stopped"), events=ended(signal.SIGINT))
+    assert harness.agent.run() == 130
+
+
+def test_a_stop_has_the_silent_scheduler_of_this_node_replaced(monkeypatch):
+    monkeypatch.setattr(module, "STOP_ANSWER_SECONDS", 0.05)
+    scheduler = FakeScheduler()
+    with AgentHarness(scheduler_process=scheduler) as harness:
+        started(harness)
+        harness.link.silence = 2.0
+        harness.agent._on_signal(signal.SIGINT)
+        assert scheduler.hurried == 0
+        time.sleep(0.06)
+        harness.turn()
+        assert scheduler.hurried == 1 and harness.supervisor.signals == []
 
 
 def test_without_a_lease_silence_is_no_reason(harness):

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 5.0
 """Time for the scheduler's first message."""
+SLOW_FACTOR = 3
+"""
+So many times that time is given to a process that has accepted the connection: in a network with
+round trips of a second the first handshake is too slow.
+"""
 REPEAT_SECONDS = 1.0
 """Time after which a question is repeated: it may be lost with a connection that was cut."""
 PROBE_SECONDS = 1.0
@@ -58,7 +63,7 @@ class Viewer:
 
         Args:
             stops: `request_stop` will be called; a viewer's key does not permit that.
-            timeout: seconds for the Welcome.
+            timeout: seconds for the Welcome; three times as many in a slow network.
             patience: minimum seconds to wait for a scheduler that is lost later; default: the job's
                 own.
 
@@ -71,12 +76,14 @@ class Viewer:
             endpoint,
             secret,
             role="agent" if stops else "view",
-            start_timeout=timeout,
+            start_timeout=timeout * SLOW_FACTOR,
             insecure=insecure,
             patience=patience,
         )
         try:
-            welcome = self._await_reply(Welcome, time.monotonic() + timeout)
+            welcome = self._await_reply(
+                Welcome, time.monotonic() + timeout, slow_seconds=timeout * (SLOW_FACTOR - 1)
+            )
             if welcome is None:
                 raise RendezvousError(
                     f"no answer within {timeout:g} s: {self._link.absence_reason}",
@@ -134,8 +141,20 @@ class Viewer:
         )
 
     def _await_reply(
-        self, kind: type[_Reply], deadline: float, *, asking: bool = False
+        self,
+        kind: type[_Reply],
+        deadline: float,
+        *,
+        asking: bool = False,
+        slow_seconds: float = 0.0,
     ) -> _Reply | None:
+        """
+        Return the last message of a kind, or None after the deadline.
+
+        Args:
+            asking: ask for it.
+            slow_seconds: seconds after the deadline in which a handshake may end.
+        """
         ask_at = time.monotonic() if asking else math.inf
         while True:
             found: _Reply | None = None
@@ -145,12 +164,13 @@ class Viewer:
                 if isinstance(message, kind):
                     found = message  # of several answers the last
             now = time.monotonic()
-            if found is not None or now >= deadline:
+            limit = deadline + slow_seconds * self._link.is_accepted
+            if found is not None or now >= limit:
                 return found
             if now >= ask_at:
                 self._link.send(StatusQuery())
                 ask_at = now + REPEAT_SECONDS
-            due = min(self._link.deadline() or deadline, deadline, ask_at)
+            due = min(self._link.deadline() or limit, limit, ask_at)
             wait_readable(self._link.fileno(), wait=due - time.monotonic())
 
 

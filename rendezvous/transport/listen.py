@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from pdrun.endpoint import Endpoint, parse_port_range
 from pdrun.errors import ConfigError
 
-MAX_PENDING_HANDSHAKES = 64
+MAX_PENDING_HANDSHAKES = 256
 """Connections per address without a handshake, in addition to those of the job."""
 MAX_SEGMENT_BYTES = 1220
 """
@@ -152,25 +153,39 @@ def describe_port_holder(port: int) -> str:
 
 class PendingHandshakes:
     """
-    The accepted connections whose handshake has not ended, at most a number per remote address.
+    The accepted connections that have sent no message, for which a handshake is needed.
 
-    Above it the oldest one of that address is shut down: a handshake takes milliseconds, or a few
+    They are at most a number per remote address, and at most half of the descriptors. Above it the
+    oldest one of that address is shut down: a handshake takes milliseconds, or a few
     round trips. The handshake limit of the server bounds them in time.
     """
 
     def __init__(self, crowd: int) -> None:
         """``crowd``: connections that may be opened at the same time, even from one address."""
-        self._limit = crowd + MAX_PENDING_HANDSHAKES
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if descriptors < 0:  # no limit
+            descriptors = 1 << 20
+        self._limit = crowd + min(MAX_PENDING_HANDSHAKES, descriptors // 8)
+        self._total_limit = max(self._limit, descriptors // 2)
         self._hosts: dict[int, str] = {}
         """Descriptor -> remote address."""
+        self._proven: dict[int, int] = {}
+        """Descriptor -> inode of the others."""
         self._pending: dict[str, dict[int, int]] = {}
         """Remote address -> descriptor -> inode, oldest first."""
 
     def __len__(self) -> int:
         return len(self._hosts)
 
+    def prove_connection(self, fd: int, inode: int) -> None:
+        """A connection has sent its first message."""
+        self.remove_connection(fd)
+        self._proven[fd] = inode
+
     def add_connection(self, fd: int) -> None:
         """Add an accepted connection, and shut down the oldest one if there are too many."""
+        if self._proven.get(fd) == socket_inode(fd):  # its message was read before this event
+            return
         self.remove_connection(fd)  # the end of an earlier one of this number was not reported
         address = remote_address(fd)
         if address is None:  # it has ended already
@@ -180,12 +195,18 @@ class PendingHandshakes:
         here[fd] = socket_inode(fd)
         self._hosts[fd] = host
         if len(here) > self._limit:
-            oldest, inode = next(iter(here.items()))
-            shut_down_socket(oldest, inode)
-            self.remove_connection(oldest)
+            self._shut_oldest(here)
+        elif len(self._hosts) > self._total_limit:
+            self._shut_oldest(max(self._pending.values(), key=len))
+
+    def _shut_oldest(self, pending: dict[int, int]) -> None:
+        oldest, inode = next(iter(pending.items()))
+        shut_down_socket(oldest, inode)
+        self.remove_connection(oldest)
 
     def remove_connection(self, fd: int) -> None:
-        """Forget a connection whose handshake has succeeded, or which has ended."""
+        """Forget a connection that has ended."""
+        self._proven.pop(fd, None)
         host = self._hosts.pop(fd, None)
         if host is None:
             return

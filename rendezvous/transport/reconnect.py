@@ -14,16 +14,22 @@ from collections.abc import Callable
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
-from pdrun.rendezvous.transport.timeouts import HANDSHAKE_SECONDS, handshake_seconds
+from pdrun.rendezvous.transport.timeouts import (
+    HANDSHAKE_SECONDS,
+    MAX_ROUND_TRIP_SECONDS,
+    handshake_seconds,
+)
 from pdrun.text import quote_command
 
 MAX_REFUSALS = 3
-REFUSAL_SECONDS = 1.5
+REFUSED_SHARE = 0.5
 """
-A refused handshake ends within this time. One that ends later was not answered, which libzmq
-reports by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: the scheduler's
-machine stands still.
+A refused handshake ends within this share of its limit. One that ends later was not answered, which
+libzmq reports by the same event, up to a fifth earlier than HANDSHAKE_IVL: the scheduler's machine
+stands still, or the network is slow.
 """
+MAX_REFUSAL_SECONDS = 3.5
+"""The same in seconds: in large jobs the limit is that of a crowd."""
 MAX_HANDSHAKE_SECONDS = 4.5
 """Limit from the first refused handshake on."""
 MAX_SILENCE_SECONDS = 20.0
@@ -171,13 +177,19 @@ class ReconnectPolicy:
         self._first_refusal = None
         self._silent_since = None
 
-    def on_handshake_refused(self, now: float, began: float) -> None:
-        """An attempt that started at ``began`` ended before its handshake."""
-        if now - began < REFUSAL_SECONDS:
+    def on_handshake_failed(self, now: float, began: float, limit: float) -> bool:
+        """
+        A handshake that started at ``began``, with this limit in seconds, failed.
+
+        Returns:
+            whether there was no answer; False: it was refused.
+        """
+        if now - began < min(REFUSED_SHARE * limit, MAX_REFUSAL_SECONDS):
             self._refusals += 1
             self._first_refusal = self._first_refusal or now
-        else:
-            self._silent_since = self._silent_since or began
+            return False
+        self._silent_since = self._silent_since or began
+        return True
 
     def on_welcome(self, now: float) -> None:
         """The scheduler has sent Welcome."""
@@ -270,6 +282,7 @@ class ReconnectPolicy:
         if self._silent_since and now - self._silent_since > self._max_silence:
             raise AuthenticationError(
                 f"{where} accepts connections but sends nothing: it is not a pdrun scheduler"
+                f", or a round trip takes more than {MAX_ROUND_TRIP_SECONDS:g} s"
             )
         if now - self._began_at > self._start_timeout:
             raise RendezvousError(

@@ -17,6 +17,12 @@ from types import ModuleType
 
 HANDSHAKE_SECONDS = 3.0
 """Limit of a handshake in a small job."""
+SERVER_HANDSHAKE_SECONDS = 7.0
+"""The same on the side that accepts: it does not know how slow the network is."""
+HANDSHAKE_ROUND_TRIPS = 5
+"""Round trips of a handshake, with a margin of one."""
+MAX_ROUND_TRIP_SECONDS = SERVER_HANDSHAKE_SECONDS / HANDSHAKE_ROUND_TRIPS
+"""Latency with which a handshake succeeds."""
 HANDSHAKES_PER_SECOND = 200
 """Handshakes per second of one process, with a margin for a busy machine."""
 PROBE_SECONDS = 1.0
@@ -40,6 +46,11 @@ def fence_margin(dead: float) -> float:
 def handshake_seconds(crowd: int) -> float:
     """Return the limit of a handshake if ``crowd`` connections may be opened at the same time."""
     return HANDSHAKE_SECONDS + crowd / HANDSHAKES_PER_SECOND
+
+
+def server_handshake_seconds(crowd: int) -> float:
+    """Return the limit of a handshake on the side that accepts."""
+    return max(SERVER_HANDSHAKE_SECONDS, handshake_seconds(crowd))
 
 
 def probe_milliseconds(crowd: int) -> int:

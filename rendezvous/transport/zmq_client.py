@@ -200,6 +200,11 @@ class ZmqLink:
         return self._conversation.is_confirmed
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether a process has accepted the connection, but has not sent Welcome yet."""
+        return self._connector.stage in (LinkStage.SHAKING, LinkStage.GREETING)
+
+    @property
     def is_replaced(self) -> bool:
         """Whether a scheduler of another job or run answers at the address now."""
         return self._conversation.is_replaced

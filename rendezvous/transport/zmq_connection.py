@@ -19,6 +19,7 @@ from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.transport.dns import NameLookup
 from pdrun.rendezvous.transport.reconnect import ReconnectPolicy
 from pdrun.rendezvous.transport.timeouts import (
+    SERVER_HANDSHAKE_SECONDS,
     handshake_seconds,
     keepalive_options,
     probe_milliseconds,
@@ -73,6 +74,7 @@ class ZmqConnection:
 
     Args:
         crowd: number of connections that may be opened at the same time.
+        handshake: seconds for the handshake.
         use_ipv6: whether a host name is resolved to an IPv6 address. libzmq resolves a name in its
             own thread, for one address family per attempt.
     """
@@ -86,6 +88,7 @@ class ZmqConnection:
         role: Literal["agent", "view"],
         *,
         crowd: int,
+        handshake: float,
         connect_timeout: float,
         use_ipv6: bool,
     ) -> None:
@@ -103,7 +106,7 @@ class ZmqConnection:
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, Envelope.LIMIT),
             (zmq.SNDHWM, 0),
-            (zmq.HANDSHAKE_IVL, int(handshake_seconds(crowd) * 1000)),
+            (zmq.HANDSHAKE_IVL, int(handshake * 1000)),
             (zmq.CONNECT_TIMEOUT, int(connect_timeout * 1000)),
             *keepalive_options(zmq),
             (zmq.HEARTBEAT_IVL, probe),
@@ -221,6 +224,12 @@ class Connector:
         """While idle: monotonic time of the next attempt."""
         self.is_known = False
         """Whether there has been a Welcome: the address and the token are right."""
+        self._handshake = handshake_seconds(crowd)
+        """Limit of the next handshake. It grows while handshakes end without an answer."""
+        self._handshake_limits = (
+            self._handshake,
+            max(self._handshake, SERVER_HANDSHAKE_SECONDS),
+        )
         self._endpoint = endpoint
         self._secret = secret
         self._role = role
@@ -257,6 +266,7 @@ class Connector:
             self._secret,
             self._role,
             crowd=self._crowd,
+            handshake=self._handshake,
             connect_timeout=self._connect_timeout,
             use_ipv6=is_retry and self.incarnation % 2 == 1,
         )
@@ -302,6 +312,8 @@ class Connector:
                 self._policy.on_connected(now)
             case ConnectionEvent.HANDSHAKE_DONE:
                 self.stage = LinkStage.GREETING
+                low, high = self._handshake_limits
+                self._handshake = min(max(low, 2 * (now - self._attempt_at)), high)
                 self._policy.on_handshake()
             case ConnectionEvent.HANDSHAKE_FAILED:
                 self._on_handshake_refused(now)
@@ -338,6 +350,8 @@ class Connector:
             self.lose_connection(now, RETRY_SECONDS)
 
     def _on_handshake_refused(self, now: float) -> None:
-        self._policy.on_handshake_refused(now, self._attempt_at)
+        if self._policy.on_handshake_failed(now, self._attempt_at, self._handshake):
+            # The network may be slow: a handshake takes four round trips.
+            self._handshake = min(2 * self._handshake, self._handshake_limits[1])
         wait = RETRY_WELCOMED_SECONDS if self.is_known else RETRY_REFUSED_SECONDS
         self.lose_connection(now, wait)

@@ -6,7 +6,6 @@ ROUTER has no call to end one connection, so `PeerConnection.shut_down` uses its
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Collection
@@ -17,12 +16,18 @@ from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
 from pdrun.rendezvous.protocol import security
 from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport.listen import (
+    PendingHandshakes,
+    remote_address,
+    shut_down_socket,
+    socket_inode,
+)
 from pdrun.rendezvous.transport.relay_frames import MAX_FRAME_BYTES
 from pdrun.rendezvous.transport.timeouts import (
     MAX_PROBED_NODES,
-    handshake_seconds,
     keepalive_options,
     probe_milliseconds,
+    server_handshake_seconds,
 )
 from pdrun.rendezvous.transport.zap import ZapAuthenticator
 from pdrun.rendezvous.transport.zmq_util import end_context, open_monitor, read_monitor_event
@@ -74,18 +79,7 @@ class PeerConnection:
 
     def shut_down(self) -> None:
         """Shut the descriptor down, unless its number belongs to another connection now."""
-        if not self.inode or socket_inode(self.fd) != self.inode:
-            return
-        try:
-            copy = socket.socket(fileno=os.dup(self.fd))
-        except OSError:
-            return
-        try:
-            copy.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        finally:
-            copy.close()
+        shut_down_socket(self.fd, self.inode)
 
 
 class ZmqRouter:
@@ -118,10 +112,12 @@ class ZmqRouter:
             self.authenticator = ZapAuthenticator(self._context, self.poller, keys)
         self._socket = self._context.socket(zmq.ROUTER)
         self._configure_socket(secret, crowd)
+        self._handshakes = PendingHandshakes(crowd)
         # Not HANDSHAKE_FAILED_NO_DETAIL: see `pdrun.rendezvous.transport.zap`.
         self._monitor = open_monitor(
             self._socket,
             zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_ACCEPTED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         )
@@ -136,7 +132,7 @@ class ZmqRouter:
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
             (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
-            (zmq.HANDSHAKE_IVL, int(handshake_seconds(crowd) * 1000)),
+            (zmq.HANDSHAKE_IVL, int(server_handshake_seconds(crowd) * 1000)),
             (zmq.BACKLOG, LISTEN_BACKLOG),
             (zmq.HEARTBEAT_IVL, probe),
             (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
@@ -216,7 +212,9 @@ class ZmqRouter:
         """Return the connection of a frame."""
         fd = int(frame.get(self._zmq.SRCFD))
         role = str(frame.get("User-Id")) if self.authenticator else ""
-        return PeerConnection(identity, fd, socket_inode(fd), role)
+        found = PeerConnection(identity, fd, socket_inode(fd), role)
+        self._handshakes.prove_connection(fd, found.inode)
+        return found
 
     def read_monitor(self) -> tuple[list[int], int]:
         """Return the descriptors of ended connections, and the number of failed handshakes."""
@@ -225,7 +223,10 @@ class ZmqRouter:
         failed = 0
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, value = read_monitor_event(self._monitor)
-            if event == zmq.EVENT_DISCONNECTED:
+            if event == zmq.EVENT_ACCEPTED:
+                self._handshakes.add_connection(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._handshakes.remove_connection(value)
                 ended.append(value)
             elif event != zmq.EVENT_MONITOR_STOPPED:
                 failed += 1
@@ -240,28 +241,6 @@ class ZmqRouter:
         if self.authenticator is not None:
             self.authenticator.close()
         end_context(self._context, timeout)
-
-
-def socket_inode(fd: int) -> int:
-    """Return the inode of a descriptor's socket, unique at a time; 0 if it is closed."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0
-
-
-def remote_address(fd: int) -> Any:
-    """Return the remote address of a descriptor, or None if it is not a connected socket."""
-    try:
-        copy = socket.socket(fileno=os.dup(fd))
-    except OSError:
-        return None
-    try:
-        return copy.getpeername()
-    except OSError:
-        return None
-    finally:
-        copy.close()
 
 
 def _raise_fd_limit() -> None:

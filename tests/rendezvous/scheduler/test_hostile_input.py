@@ -65,7 +65,7 @@ def served(scheduler: Start, secret: Secret) -> Iterator[tuple[Scheduler, Agent]
         assert child.returncode is None
 
 
-def closed_by_peer(sock: socket.socket, timeout: float = 8.0) -> bool:
+def closed_by_peer(sock: socket.socket, timeout: float = 12.0) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if wait_readable(sock.fileno(), wait=0.1):
@@ -102,11 +102,11 @@ def test_strangers_are_dropped(served: tuple[Scheduler, Agent], data: bytes) -> 
             sock.sendall(data)
         except ConnectionError:
             return
-        assert closed_by_peer(sock), "the connection is still open after 8 s"
+        assert closed_by_peer(sock), "the connection is still open after 12 s"
     agent.turn()
 
 
-def test_a_slow_loris_has_three_seconds(served: tuple[Scheduler, Agent]) -> None:
+def test_a_slow_loris_has_seven_seconds(served: tuple[Scheduler, Agent]) -> None:
     child, agent = served
     with connect(child.endpoint) as sock:
         started = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_slow_loris_has_three_seconds(served: tuple[Scheduler, Agent]) -> None
                 break
         else:
             pytest.fail("it may take its time over every byte of its greeting")
-        assert time.monotonic() - started < 9
+        assert time.monotonic() - started < 12
 
 
 def test_many_idle_connections_leave_room(served: tuple[Scheduler, Agent], secret: Secret) -> None:
@@ -318,7 +318,7 @@ def test_a_flood_is_cut_off_and_others_are_served(
         agent.inbox.clear()
         agent.expect(Waiting, timeout=5.0)
         assert bad.dropped(), "nobody stopped the flood"
-        assert time.monotonic() - started < 9
+        assert time.monotonic() - started < 12
     until(
         lambda: any("cut off" in event.data["text"] for event in child.events("warning")),
         "a warning",

@@ -22,13 +22,13 @@ from pdrun.rendezvous.transport.base import (
     ProtocolViolation,
     TransportEvent,
 )
+from pdrun.rendezvous.transport.listen import socket_inode
 from pdrun.rendezvous.transport.relay_frames import MAX_FRAME_BYTES
 from pdrun.rendezvous.transport.zmq_client import ZmqLink
 from pdrun.rendezvous.transport.zmq_router import (
     BURST_MESSAGES,
     MESSAGES_PER_SECOND,
     PeerConnection,
-    socket_inode,
 )
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
 from pdrun.rendezvous.transport.zmq_util import wait_readable

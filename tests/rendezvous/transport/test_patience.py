@@ -10,7 +10,7 @@ from pdrun.rendezvous.protocol.messages import Welcome
 from pdrun.rendezvous.transport.reconnect import (
     MAX_REFUSALS,
     MAX_SILENCE_SECONDS,
-    REFUSAL_SECONDS,
+    REFUSED_SHARE,
     STALL_SECONDS,
     ReconnectPolicy,
 )
@@ -66,16 +66,22 @@ def test_some_quick_refusals_are_a_wrong_token() -> None:
     policy = make_policy()
     for number in range(MAX_REFUSALS):
         policy.check_start("", 100.0 + number)
-        policy.on_handshake_refused(100.1 + number, 100.0 + number)
+        assert not policy.on_handshake_failed(100.1 + number, 100.0 + number, 3.0)
     with pytest.raises(AuthenticationError, match="the token differs"):
         policy.check_start("", 103.0)
     policy.on_no_listener(103.0)
     policy.check_start("", 103.0)
 
 
+def test_a_refusal_is_told_from_no_answer_in_slow_networks_and_crowds() -> None:
+    policy = make_policy()
+    assert not policy.on_handshake_failed(103.0, 100.0, 7.0), "refused, in a slow network"
+    assert policy.on_handshake_failed(110.0, 100.0, 60.0), "in a crowd"
+
+
 def test_a_listener_that_says_nothing_is_no_scheduler() -> None:
     policy = make_policy()
-    policy.on_handshake_refused(100.0 + 2 * REFUSAL_SECONDS, 100.0)
+    assert policy.on_handshake_failed(100.1 + REFUSED_SHARE * 3.0, 100.0, 3.0)
     policy.check_start("", 100.0 + MAX_SILENCE_SECONDS)
     with pytest.raises(AuthenticationError, match="sends nothing"):
         policy.check_start("", 100.1 + MAX_SILENCE_SECONDS)

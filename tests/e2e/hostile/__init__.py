@@ -1,0 +1,1 @@
+"""Hundreds of hostile inputs, made from a seed, and the process that plays them."""

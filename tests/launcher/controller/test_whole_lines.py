@@ -7,14 +7,14 @@ import os
 import pytest
 
 from pdrun.launcher.controller import agent_handle
-from pdrun.launcher.controller.agent_handle import STDERR, STDOUT, LocalAgentHandle
+from pdrun.launcher.controller.agent_handle import STDERR, STDOUT, AgentStart, LocalAgentHandle
 
 
 @pytest.fixture
 def pipe(monkeypatch):
     """A handle that reads from a pipe; the ends of the pipe."""
     monkeypatch.setattr(agent_handle, "MAX_PARTIAL_LINE_BYTES", 100)
-    handle = LocalAgentHandle(None, ())
+    handle = LocalAgentHandle(AgentStart("host0", ""), ())
     read, write = os.pipe()
     handle._streams = {read: STDOUT}
     yield handle, read, write
@@ -48,7 +48,7 @@ def test_a_line_without_end_does_not_stay_in_memory(pipe):
 
 
 def test_the_last_line_needs_no_end():
-    handle = LocalAgentHandle(None, ())
+    handle = LocalAgentHandle(AgentStart("host0", ""), ())
     read, write = os.pipe()
     handle._streams = {read: STDOUT}
     os.write(write, b"prompt> ")

@@ -271,6 +271,7 @@ def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
         print_warnings(notices.find_misplaced_options(words))
     plan, facts = plan_job(request.resolved)
     if not request.dry_run:
+        print_warnings(notices.find_macros(request.resolved))
         print_warnings(notices.compare_default_workers(request.resolved, len(plan.workers)))
     if request.explain or request.dry_run:
         _print_plan(request, plan, facts)

@@ -54,14 +54,32 @@ def find_misplaced_options(words: Sequence[str]) -> Iterator[str]:
             yield f"{name} behind {script} is an argument of the script; for pdrun write it before"
 
 
+def find_macros(resolved: ResolvedSpec) -> Iterator[str]:
+    """Yield a warning for arguments that torchrun would change, on a line with its options."""
+    suspects = [word for word in resolved.spec.program.args if "$" in word]
+    if not suspects or not _uses_torchrun(resolved):
+        return
+    from pdrun.launcher.translate.torchrun import LOCAL_RANK_MACRO
+
+    for word in suspects:
+        if "$$" in word or LOCAL_RANK_MACRO.search(word):
+            yield (
+                f"{quote_text(word)} is passed as typed; torchrun replaces $local_rank and $$"
+                " (pdrun: --local-rank-arg NAME)"
+            )
+
+
+def _uses_torchrun(resolved: ResolvedSpec) -> bool:
+    """Return whether an option of torchrun decides about nodes, workers, address or job."""
+    theirs = {name for row in TORCHRUN_OPTIONS for name in row.names}
+    paths = ("resources.nodes", "resources.devices", "place.store", "job")
+    return not theirs.isdisjoint(resolved.sources.get(path, "") for path in paths)
+
+
 def compare_default_workers(resolved: ResolvedSpec, workers: int) -> Iterator[str]:
     """Yield a warning if options of torchrun start several workers where torchrun starts one."""
-    sources = resolved.sources
-    if workers < 2 or sources.get("resources.devices") != "default":
-        return
-    theirs = {name for row in TORCHRUN_OPTIONS for name in row.names}
-    used = {sources.get(path, "") for path in ("resources.nodes", "place.store", "job")}
-    if theirs & used:
+    is_default = resolved.sources.get("resources.devices") == "default"
+    if workers > 1 and is_default and _uses_torchrun(resolved):
         yield (
             f"{workers} workers on this node, one per device;"
             " torchrun starts one without --nproc-per-node"

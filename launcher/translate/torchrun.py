@@ -69,6 +69,9 @@ COLOSSALAI_TABLE = """
 MASTER_PORT = "29500"
 C10D_PORT = 29400
 DEFAULT_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}
+LOCAL_RANK_MACRO = re.compile(r"(?<!\$)(?:\$\$)*\$(?:local_rank\b|\{local_rank\})")
+LOCAL_RANK_ARGUMENT = re.compile(r"--([A-Za-z][\w-]*)=\$(?:local_rank|\{local_rank\})")
+"""What torchrun replaces in arguments."""
 GROW_TIME = "30s"
 """torchrun includes a late node after this time."""
 _SAME_MEANING = {
@@ -111,8 +114,31 @@ def translate_launch(words: Sequence[str], environ: Mapping[str, str]) -> Transl
 
 def _set_script(command: ForeignCommand, result: Translation) -> None:
     result.set_program(
-        command.words, is_module=command.has("module"), is_command=command.has("no_python")
+        _replace_macros(command.words, result),
+        is_module=command.has("module"),
+        is_command=command.has("no_python"),
     )
+
+
+def _replace_macros(words: Sequence[str], result: Translation) -> list[str]:
+    """
+    Return the program and its arguments as torchrun passes them: ``$$`` is ``$``, and $local_rank
+    the local rank, which pdrun can pass as ``--NAME=N`` in front of the other arguments only.
+    """
+    replaced = list(words[:1])
+    for number, word in enumerate(words[1:]):
+        match = LOCAL_RANK_ARGUMENT.fullmatch(word)
+        if match and number == 0 and "--launch-compat" not in result.options:
+            result.add("--local-rank-arg", match[1])
+        elif LOCAL_RANK_MACRO.search(word):
+            raise UsageError(
+                f"{parsers.quote_text(word)} is replaced by torchrun",
+                where=result.launcher,
+                hint="read LOCAL_RANK in the script, or write --NAME=$local_rank first",
+            )
+        else:
+            replaced.append(word.replace("$$", "$"))
+    return replaced
 
 
 def _translate_options(command: ForeignCommand, environ: Mapping[str, str]) -> Translation:

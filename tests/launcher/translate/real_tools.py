@@ -53,9 +53,12 @@ def shape_of_torchrun_arguments(args: Any) -> JobShape:
 
 def torchrun_argv(args: Any, local_rank: str = "") -> list[str]:
     """Return a worker's command line, as config_from_args builds it, without ``-u``."""
+    from torch.distributed.elastic.utils import macros
+
     argv = [] if args.no_python else ["python", *(["-m"] if args.module else [])]
     local = [local_rank] if local_rank else []
-    return [*argv, args.training_script, *local, *args.training_script_args]
+    words = [*argv, args.training_script, *local, *args.training_script_args]
+    return macros.substitute(words, "N")
 
 
 def accelerate_shape(words: Sequence[str]) -> JobShape:

@@ -18,6 +18,7 @@ import pytest
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli.run import parse_arguments
+from pdrun.launcher.translate import notices
 from pdrun.launcher.translate.command_line import translate_command_line
 from tests.launcher.translate import real_tools
 from tests.launcher.translate.shapes import JobShape, shape_of_spec
@@ -68,6 +69,8 @@ OWN = [
 ]
 NEEDS_OTHER_WORDS = ("--nproc_per_node 8 --nproc_per_node 4", "--join=False")
 """Refused if given to pdrun: a value given twice, and a job in the background."""
+MACROS = ("${local_rank}", "$$")
+"""What torchrun replaces in arguments. pdrun prints a warning."""
 
 
 @pytest.mark.parametrize(("words", "right"), OWN, ids=[words for words, _ in OWN])
@@ -76,7 +79,12 @@ def test_options_of_torchrun_and_msrun_can_be_given_to_pdrun(words: str, right: 
         with pytest.raises(PdrunError):
             parse_arguments(shlex.split(words))
         return
-    spec = parse_arguments(shlex.split(words)).resolved.spec
+    resolved = parse_arguments(shlex.split(words)).resolved
+    if any(macro in words for macro in MACROS):
+        assert "passed as typed" in next(notices.find_macros(resolved))
+        return
+    assert list(notices.find_macros(resolved)) == []
+    spec = resolved.spec
     shape = shape_of_spec(spec)
     shape.argv = ["python" if word == spec.program.python else word for word in shape.argv]
     if "nproc" not in words and "worker_num" not in words:

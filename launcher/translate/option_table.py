@@ -152,7 +152,7 @@ def _is_short_with_value(word: str, by_name: dict[str, ForeignOption]) -> bool:
 
 
 def _complete_name(launcher: str, name: str, by_name: dict[str, ForeignOption]) -> str:
-    """Return the only option that begins with ``name``; ``name`` itself if there is none."""
+    """Return the only option that begins with ``name``; ``name`` itself if no option does."""
     names = [known for known in by_name if known.startswith(name)]
     if len({by_name[known].key for known in names}) > 1:
         raise UnreadableOptionError(

@@ -9,6 +9,7 @@ CONTROLLER = "launcher/controller/"
 TEST_CONTROLLER = "tests/launcher/controller/test_controller.py::test_"
 PAYLOAD_LIMITS = "tests/launcher/controller/test_payload_limits.py::test_"
 REMOTE_PAYLOADS = "tests/launcher/controller/test_remote_payloads.py::test_"
+WHOLE_LINES = "tests/launcher/controller/test_whole_lines.py::test_"
 
 
 MUTANTS = (
@@ -171,5 +172,26 @@ MUTANTS = (
         'return f"AgentStart(node={self.node!r}, pass_fds={self.pass_fds})"',
         'return f"AgentStart(node={self.node!r}, payload={self.payload!r})"',
         f"{TEST_CONTROLLER}the_payload_of_each_agent",
+    ),
+    Mutant(
+        "half a line is merged",
+        f"{CONTROLLER}agent_handle.py",
+        '            end = pending.rfind(b"\\n") + 1',
+        "            end = len(pending)",
+        f"{WHOLE_LINES}half_a_line_waits_for_its_other_half",
+    ),
+    Mutant(
+        "a line without end stays in memory",
+        f"{CONTROLLER}agent_handle.py",
+        "if not data or len(pending) > MAX_PARTIAL_LINE_BYTES:",
+        "if not data:",
+        f"{WHOLE_LINES}a_line_without_end_does_not_stay_in_memory",
+    ),
+    Mutant(
+        "the last line of an agent is lost",
+        f"{CONTROLLER}agent_handle.py",
+        "if not data or len(pending) > MAX_PARTIAL_LINE_BYTES:",
+        "if len(pending) > MAX_PARTIAL_LINE_BYTES:",
+        f"{WHOLE_LINES}the_last_line_needs_no_end",
     ),
 )

@@ -119,6 +119,13 @@ MUTANTS = (
         f"{TEST_JOURNAL}every_flipped_byte_is_damage_that_names_its_place",
     ),
     Mutant(
+        "a job that only runs writes its ticks",
+        f"{JOURNAL}replay.py",
+        "and machine.journal_events and not _is_status_only(machine)",
+        "and machine.journal_events",
+        f"{SUCCESSOR_TIME}a_tick_that_only_tells_who_is_missing_is_not_written",
+    ),
+    Mutant(
         "an event of the log is written twice",
         f"{JOURNAL}replay.py",
         "if (event.kind, _event_key(event)) not in there]",

@@ -33,13 +33,6 @@ MUTANTS = (
         f"{WITHOUT_GROUPS}wrong_batches",
     ),
     Mutant(
-        "samples draw from the program's generator",
-        f"{DATA}loader.py",
-        "            torch.set_rng_state(kept[0])\n",
-        "",
-        f"{LOADER}a_dataset_leaves_the_program_s_own_randomness_alone",
-    ),
-    Mutant(
         "every rank reads every row",
         f"{DATA}loader.py",
         "slice_rows(len(batch), world, accumulate)[rank]",

@@ -9,6 +9,7 @@ TRANSPORT = "rendezvous/transport/"
 SOCKETS = "tests/rendezvous/scheduler/test_sockets.py::test_"
 LIMITS = "tests/rendezvous/transport/test_limits.py::test_"
 PATIENCE = "tests/rendezvous/transport/test_patience.py::test_"
+PENDING_HANDSHAKES = "tests/rendezvous/transport/test_pending_handshakes.py::test_"
 RECONNECT = "tests/rendezvous/transport/test_reconnect.py::test_"
 RELAY_FRAMES = "tests/rendezvous/transport/test_relay_frames.py::test_"
 RESEND = "tests/rendezvous/transport/test_resend.py::test_"
@@ -204,6 +205,34 @@ MUTANTS = (
         "            if extra:\n",
         "            if False:\n",
         f"{LIMITS}a_message_has_one_frame",
+    ),
+    Mutant(
+        "another connection is shut down",
+        f"{TRANSPORT}listen.py",
+        "if not inode or socket_inode(fd) != inode:",
+        "if False:",
+        f"{LIMITS}only_the_own_connection_is_shut_down",
+    ),
+    Mutant(
+        "connections of one address that say nothing take all descriptors",
+        f"{TRANSPORT}listen.py",
+        "        if len(here) > self._limit:\n",
+        "        if False:\n",
+        f"{PENDING_HANDSHAKES}the_oldest_of_an_address_makes_room",
+    ),
+    Mutant(
+        "who has spoken counts as one that says nothing",
+        f"{TRANSPORT}listen.py",
+        "        self.remove_connection(fd)\n        self._proven[fd] = inode",
+        "        pass",
+        f"{PENDING_HANDSHAKES}who_has_spoken_does_not_count",
+    ),
+    Mutant(
+        "connections of many addresses that say nothing take all descriptors",
+        f"{TRANSPORT}listen.py",
+        "        elif len(self._hosts) > self._total_limit:\n",
+        "        elif False:\n",
+        f"{PENDING_HANDSHAKES}many_addresses_take_half_of_the_descriptors",
     ),
     Mutant(
         "a key proves no role",

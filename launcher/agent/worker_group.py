@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pdrun.clock import Clock
 from pdrun.launcher.agent.group_worker import GroupWorker, is_dumping_core, is_suspended
 from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
+from pdrun.launcher.common.process_names import group_processes
 from pdrun.launcher.common.procfs import count_oom_kills
 from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.diagnosis.causes import LINGER_SECONDS, Evidence, find_cause
@@ -365,10 +366,10 @@ class WorkerGroup:
         has_exited = worker.exit_status is not None and os.WIFEXITED(worker.exit_status)
         rank = f"pdrun: rank {worker.rank}"
         if processes and has_exited and not self.is_stopping:
-            names = "; ".join(processes)
+            names = group_processes(processes)
             self._output.print_line(f"{rank} left processes behind, which were ended: {names}")
         if stuck:
-            names = "; ".join(stuck)
+            names = group_processes(stuck)
             self._output.print_line(f"{rank} left processes that cannot be killed: {names}")
 
     def _read_all_output(self) -> None:

@@ -44,7 +44,7 @@ from pdrun.launcher.controller.agent_handle import (
     LocalAgentHandle,
     agent_command,
 )
-from pdrun.launcher.controller.exit_policy import ShutdownTimer, job_exit_code
+from pdrun.launcher.controller.exit_policy import ShutdownTimer, format_nodes, job_exit_code
 from pdrun.launcher.controller.local import bind_scheduler, make_agent_starts
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.plan.model import LaunchPlan
@@ -261,7 +261,7 @@ class Controller:
         remaining = [agent for agent in self._agents if agent.exit is None]
         if not step or not remaining:
             return
-        names = ", ".join(agent.node for agent in remaining)
+        names = format_nodes([agent.node for agent in remaining])
         self._stopped_nodes.update(agent.node for agent in remaining)
         if step == "term":
             self._console.print_line(f"pdrun: {names} did not end with the others: stopping")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE
+from pdrun.launcher.hosts.nodelist import compress_names
 
+MIN_COMPRESSED_NAMES = 4
 AFTER_EXIT_SECONDS = 5.0
 """How long others may stay after an agent has exited: a verdict reaches all at the same time."""
 AFTER_KILL_SECONDS = 15.0
@@ -105,11 +107,21 @@ def job_exit_code(
     code = next((code for _, code in verdicts if code), 0)
     if len({code for _, code in verdicts}) == 1:
         return code, ""
-    listed = ", ".join(f"{node}: {code}" for node, code in verdicts)
+    nodes_by_code: dict[int, list[str]] = {}
+    for node, one in verdicts:
+        nodes_by_code.setdefault(one, []).append(node)
+    listed = ", ".join(f"{format_nodes(nodes)}: {one}" for one, nodes in nodes_by_code.items())
     return (
         code,
         f"the nodes ended with different codes ({listed}); using the first that is not 0: {code}",
     )
+
+
+def format_nodes(names: Sequence[str]) -> str:
+    """Return a list of nodes for a message; a long one with ranges."""
+    if len(names) < MIN_COMPRESSED_NAMES:
+        return ", ".join(names)
+    return compress_names(list(names))
 
 
 def _exit_code_without_verdict(exits: Sequence[tuple[str, int | None]]) -> int:

@@ -136,6 +136,15 @@ def test_codes_that_differ_are_reported(tmp_path: Path) -> None:
     ], err  # in the order of their ends
 
 
+def test_nodes_with_the_same_code_are_one_entry() -> None:
+    from pdrun.launcher.controller.exit_policy import job_exit_code
+
+    exits = [*((f"node{number}", 77) for number in range(30)), ("head", 69)]
+    code, message = job_exit_code(exits)
+    assert code == 77
+    assert "(node[0-29]: 77, head: 69)" in message
+
+
 def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
     code = (
         "import signal\nseen = []\n"

@@ -397,5 +397,5 @@ def test_a_keeper_that_is_stopped_ends_the_job_with_clear_words(jobs):
     wait_until(lambda: len(jobs.pids()) == 2, what="two workers")
     os.kill(keeper_of(job.process.pid), signal.SIGSTOP)
     assert job.wait() == 137, job.err
-    assert "did not answer for 10 s" in job.err
+    assert "did not answer for 6 s" in job.err
     gone(jobs.pids(), 0.5)

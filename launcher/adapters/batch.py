@@ -1,11 +1,12 @@
 """
-Batch systems that reserve hosts and start nothing: PBS, LSF, SGE, and the launcher pod of the MPI
-operator.
+Batch systems that reserve hosts and start nothing: PBS, LSF, SGE, OAR, and the launcher pod of the
+MPI operator.
 
     PBS   PBS_JOBID=123.server PBS_NODEFILE=/var/spool/pbs/aux/123.server
           one line per slot; the lines of a host need not be adjacent
     LSF   LSB_JOBID=71 with one of
           LSB_MCPU_HOSTS="hA 2 hB 4", LSB_HOSTS="hA hA hB", LSB_DJOB_HOSTFILE (as PBS)
+    OAR   OAR_JOB_ID=9 OAR_NODEFILE=/var/lib/oar/9 (as PBS)
     SGE   JOB_ID=9 NSLOTS=8 PE_HOSTFILE with lines "node1 4 all.q@node1 UNDEFINED"
           SGE_TASK_ID is the index of an array job, not a rank
 
@@ -214,7 +215,24 @@ def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:
     )
 
 
+def _read_oar(environ: Environ, probes: Probes) -> LauncherInfo:
+    name = "OAR_NODEFILE"
+    hosts = parse_host_names(read_lines(environ[name], name, probes), name)
+    return LauncherInfo(
+        "oar",
+        "an allocation of OAR",
+        "allocation",
+        nodes=len(hosts),
+        hosts=hosts,
+        job_id=environ.get("OAR_JOB_ID", ""),
+        sources={"nodes": name, "hosts": name, "job_id": "OAR_JOB_ID"},
+    )
+
+
 ALLOCATION_ADAPTERS = (
+    LauncherAdapter(
+        "oar", "OAR", lambda environ: "OAR_NODEFILE" in environ, _read_oar, prefixes=("OAR_",)
+    ),
     LauncherAdapter(
         "pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)
     ),

@@ -56,7 +56,16 @@ _OTHER_COUNT_VARIABLES = (
     "VC_WORKER_NUM",
     "AZUREML_NODE_COUNT",
     "ARNOLD_WORKER_NUM",
+    "NODE_NUM",
+    "HOST_NUM",
+    "NUM_MACHINES",
+    "MA_NUM_HOSTS",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
     "PBS_NUM_NODES",
+    "PBS_NNODES",
+    "PJM_NODE",
+    "_CONDOR_NPROCS",
     "GROUP_WORLD_SIZE",
 )
 """Counts of other launchers, which mean several nodes if their other variables are not set."""

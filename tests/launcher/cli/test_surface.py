@@ -268,6 +268,6 @@ def test_launchers_that_are_read() -> None:
     assert " ".join(row.name for row in ADAPTERS) == (
         "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
         " pytorch-operator jobset indexed-job sagemaker azureml vertex determined tpu lws skypilot dstack aws-batch"
-        " volcengine beaker paddle variables ascend slurm-job pbs lsf sge mpi-operator"
+        " volcengine beaker paddle variables ascend slurm-job oar pbs lsf sge mpi-operator"
     )
     assert DIALECTS == ("1.0", "1.1", "1.2", "2.0", "group", "lab")

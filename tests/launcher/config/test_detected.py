@@ -78,6 +78,9 @@ def test_a_group_of_pods_is_one_job() -> None:
         ({"PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINERS_NUM: is 2"),
         ({"PADDLE_NNODES": "2"}, "PADDLE_NNODES: is 2"),
         ({"MS_WORKER_NUM": "16"}, "MS_WORKER_NUM: is 16"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, "SLURM_NNODES: is 2"),
+        ({"MA_NUM_HOSTS": "4"}, "MA_NUM_HOSTS: is 4"),
+        ({"_CONDOR_NPROCS": "4"}, "_CONDOR_NPROCS: is 4"),
         ({"RANK_SIZE": "8"}, "RANK_SIZE: is 8"),
         ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NODE_RANK: is not set"),
         (

@@ -61,7 +61,8 @@ def translate_command() -> click.Command:
         from pdrun.launcher.translate.command_line import translate_command_line
 
         found = translate_command_line(words, os.environ)
-        parse_arguments(found.words)  # an option that pdrun refuses
+        if "--rank-table" not in found.options:  # it may not be written yet
+            parse_arguments(found.words)  # an option that pdrun refuses
         click.echo(found.format_line())
         for note in found.notes:
             print(f"pdrun: note: {note}", file=sys.stderr)

@@ -195,11 +195,11 @@ def _read_hosts(command: ForeignCommand) -> tuple[Host, ...]:
         return ()
     found: dict[str, Host] = {}
     for word in text.split(","):
-        (host,) = selection.parse_host_item(word, f"{command.launcher}: hosts")
-        slots = host.devices or 1
-        if host.name in found:
-            slots += found[host.name].devices or 1
-        found[host.name] = Host(host.name, slots, user=host.user)
+        for host in selection.parse_host_item(word, f"{command.launcher}: hosts"):
+            slots = host.devices or 1
+            if host.name in found:
+                slots += found[host.name].devices or 1
+            found[host.name] = Host(host.name, slots, user=host.user)
     return tuple(found.values())
 
 

@@ -62,7 +62,7 @@ class ForeignCommand:
     def text_of(self, key: str, default: str = "") -> str:
         """Return the value of an option."""
         used = self.last_use(key)
-        return used.values[0] if used else default
+        return used.values[0] if used and used.values else default
 
     def all_of(self, key: str) -> list[tuple[str, ...]]:
         """Return the values of each use of an option."""

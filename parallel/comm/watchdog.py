@@ -289,11 +289,18 @@ class CollectiveWatchdog:
                     print(f"pdrun: {self._deadline_error(report)}", file=sys.stderr, flush=True)
 
     def _user_line(self) -> str:
-        """Return the innermost line of the main thread that is neither torch's nor pdrun's."""
+        """
+        Return the innermost line of the main thread that is neither torch's nor pdrun's, outside of
+        installed packages if there is one.
+        """
+        found = ""
         frame = sys._current_frames().get(self._main)
         while frame is not None:
             file = frame.f_code.co_filename
             if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
-                return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                line = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                if "-packages/" not in file:
+                    return line
+                found = found or line
             frame = frame.f_back
-        return "an unknown line"
+        return found or "an unknown line"

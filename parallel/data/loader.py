@@ -6,8 +6,6 @@ number of ranks.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -24,6 +21,7 @@ from torch.utils.data import (
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import slice_rows
+from pdrun.parallel.data.seeded import SeededCollate, SeededDataset
 from pdrun.parallel.rng.hashing import mix_bits
 
 RUN_DATA = "pdrun.Run.data"
@@ -49,8 +47,8 @@ class Loader:
         drop_last: skip a smaller last batch of an epoch; otherwise it counts by its rows.
         collate: makes a batch of a list of samples; default: torch's.
         workers: processes that read ahead.
-        seeded: seed random numbers inside the dataset (torch, random, numpy) by (seed, epoch,
-            index), so that a sample is the same on any rank.
+        seeded: seed random numbers inside the dataset and ``collate`` (torch, random, numpy) by
+            (seed, epoch, index), so that a sample and a slice are the same on any rank.
     """
 
     dataset: Any
@@ -169,18 +167,24 @@ def read_batches(
     order = loader.order(seed, epoch)
     batches = [order[i * loader.batch : (i + 1) * loader.batch] for i in range(len(loader))][first:]
     cuts = [slice_rows(len(batch), world, accumulate)[rank] for batch in batches]
-    mine = [
-        [batch[i] for part in cut for i in part] or batch[:1]
+    mine: list[Any] = [
+        [(batch[i], place) for place, part in enumerate(cut) for i in part] or [(batch[0], 0)]
         for batch, cut in zip(batches, cuts, strict=True)
     ]
-    source: Any = _SeededDataset(loader.dataset, seed, epoch) if loader.seeded else loader.dataset
     if not mine:
         return
+    source: Any = loader.dataset
+    collate = loader.collate
+    if loader.seeded:
+        source = SeededDataset(source, seed, epoch)
+        collate = SeededCollate(collate, seed, epoch)
+    else:
+        mine = [[index for index, _ in rows] for rows in mine]
     feed: Iterable[Any] = DataLoader(
         source,
         batch_sampler=mine,
         num_workers=loader.workers,
-        collate_fn=loader.collate,
+        collate_fn=collate,
         pin_memory=loader.pin,
         generator=torch.Generator().manual_seed(mix_bits(seed, epoch, 4)),
     )
@@ -192,28 +196,3 @@ def read_batches(
             position.epoch = epoch + 1
             position.batch = 0
         yield batch, BatchShard(len(indices), [len(part) for part in cut])
-
-
-class _SeededDataset(Dataset[Any]):
-    """A dataset whose random numbers depend on the sample, not on the rank that reads it."""
-
-    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._epoch = epoch
-
-    def __getitem__(self, index: int) -> Any:
-        seed = mix_bits(self._seed, self._epoch, index, 5)
-        numpy = sys.modules.get("numpy")
-        kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-        try:
-            torch.random.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed % 2**32)
-            return self._dataset[index]
-        finally:
-            torch.set_rng_state(kept[0])
-            random.setstate(kept[1])
-            if numpy:
-                numpy.random.set_state(kept[2])

@@ -133,11 +133,18 @@ def refuse_read(name: str) -> UsageError:
 
 
 def find_user_line() -> str:
-    """Return the innermost line of the main program that is neither torch's nor pdrun's."""
-    frame = sys._getframe(1)
+    """
+    Return the innermost line that is neither torch's nor pdrun's, outside of installed packages if
+    there is one.
+    """
+    found = ""
+    frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+            line = f"{file}:{frame.f_lineno}"
+            if "-packages/" not in file:
+                return line
+            found = found or line
+        frame = frame.f_back
+    return found

@@ -18,6 +18,8 @@ from pdrun.parallel.data.batch_slicing import (
     slice_rows,
     take_rows,
 )
+from pdrun.parallel.data.loader import BatchShard
+from pdrun.parallel.data.seeded import SlicedBatch
 from pdrun.parallel.training.driver import MicroBatch
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.nonfinite import report_nonfinite
@@ -120,6 +122,8 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     times = state.settings.accumulate
     slicing = state.batch_slicing
     shard = state.feed.shard_of(batch)
+    if shard is not None and isinstance(batch, SlicedBatch):
+        return _take_collated(batch, shard, world, rank, times)
     if shard is not None:
         pieces = slice_rows(shard.rows, world, times)[rank]
         local = ranges_of_sizes(shard.sizes)
@@ -141,6 +145,19 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
         found.append(
             MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place)
         )
+    return found
+
+
+def _take_collated(
+    batch: SlicedBatch, shard: BatchShard, world: int, rank: int, times: int
+) -> list[MicroBatch]:
+    """Return micro-batches that were collated separately; ones without rows get any of them."""
+    parts = iter(batch)
+    found = []
+    for place, piece in enumerate(slice_rows(shard.rows, world, times)[rank]):
+        part = next(parts) if len(piece) else batch[0]
+        weight = 1.0 if len(piece) else 0.0
+        found.append(MicroBatch(part, piece, weight, place * world + rank, place))
     return found
 
 

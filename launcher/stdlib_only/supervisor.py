@@ -75,7 +75,7 @@ class Supervisor:
         children: running processes by pid, the fork server included.
         slot_by_pid: slots of workers, also of ended ones until their cleanup.
         watchdog_pid: 0 if there is no watchdog.
-        watchdog_pipe: passes the fence on to the watchdog; -1 if there is none.
+        watchdog_pipe: passes the fence on to the watchdog; -1 without one.
     """
 
     def __init__(self, agent: socket.socket, token: str) -> None:

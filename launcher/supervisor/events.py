@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pdrun.errors import PdrunError
+from pdrun.errors import RendezvousError
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ForkServerStatus:
     why: str
 
 
-class WorkersFenced(PdrunError):
+class WorkersFenced(RendezvousError):
     """The workers were ended because their agent did not show in time that they may run."""
 
 

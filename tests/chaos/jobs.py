@@ -47,7 +47,7 @@ class NodeJob(Job):
         return time.monotonic()
 
     def resume(self) -> None:
-        """Continue an agent that was stopped alone, and the command that entered its host for it."""
+        """Continue an agent that was stopped alone, and the command that entered its host."""
         self.signal(signal.SIGCONT)
         self.process.send_signal(signal.SIGCONT)  # it stops with its child
 

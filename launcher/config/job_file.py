@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from pdrun.endpoint import parse_port_range
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.adapters import names
 from pdrun.launcher.adapters.ssh_command import split_options, split_ssh_options
@@ -50,6 +51,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "start": parsers.choice_parser("auto", "fork", "exec"),
         "warm": _parse_true_false,
         "local_rank_arg": parsers.parse_option_name,
+        "stdin": parsers.int_parser(0),
     },
     "resources": {
         "nodes": parsers.parse_node_range,
@@ -89,6 +91,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "local": _parse_true_false,
         "interface": parsers.parse_interface,
         "serve": _parse_true_false,
+        "port_range": parse_port_range,
         "token_file": parsers.parse_path,
         "hosts": selection.parse_hosts,
         "hostfile": parsers.parse_path,
@@ -100,6 +103,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
     "reach": {
         "ssh": parsers.parse_path,
         "ssh_opts": split_ssh_options,
+        "ssh_window": parsers.int_parser(1, 10_000),
         "forward": parsers.parse_patterns,
         "ship": _parse_true_false,
         "mpirun": parsers.parse_path,

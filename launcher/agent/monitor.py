@@ -21,11 +21,22 @@ from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
 from pdrun.launcher.diagnosis.late_variables import LateVariableCounter
+from pdrun.launcher.diagnosis.spin_watch import SpinWatch
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
-from pdrun.rendezvous.protocol.messages import Hung, Message, Progress, Stacks, Step
+from pdrun.rendezvous.policies.collectives import describe_collective
+from pdrun.rendezvous.protocol.messages import (
+    CollectiveState,
+    Hung,
+    Message,
+    Progress,
+    Stacks,
+    Step,
+)
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two reports of progress."""
+MAX_COLLECTIVES = 64
+"""Collectives that one node reports."""
 MAX_SCAN_SECONDS = 5.0
 """Longest time after which a new descendant of a worker counts."""
 
@@ -58,6 +69,7 @@ class WorkerMonitor:
         """
         Each with its purpose: the suspected ranks and why, or None if the scheduler asked.
         """
+        self._spin_watch: SpinWatch | None = None
         self.progress_seconds = PROGRESS_SECONDS
         self._late_variables = LateVariableCounter()
         self._is_quiet = is_quiet
@@ -98,6 +110,14 @@ class WorkerMonitor:
         self._next_progress = now
         self._detectors: dict[int, HangDetector] = {}
         self._meters: dict[int, procfs.CpuMeter] = {}
+        self._begun_at = now
+        if self._spin_watch is not None:
+            self._spin_watch.close()
+            self._spin_watch = None
+        if self._channel is not None and self._hang_timeout:
+            self._spin_watch = SpinWatch(
+                self._hang_timeout, self._channel.folder, self._signal_worker
+            )
         self._next_check = now
         self._closed_ranks: set[int] = set()
         """Ranks that need no further check: reported as hanging, or about to be looked into."""
@@ -119,6 +139,8 @@ class WorkerMonitor:
         if self._group is None or self._group.is_done:
             return None
         times = [request.deadline for request, _ in self._stack_requests]
+        if self._spin_watch is not None and (look := self._spin_watch.next_deadline()) is not None:
+            times.append(look)
         if self._group.has_started and not self._group.is_stopping:
             times.append(self._next_check)
         if self._changed_ranks:
@@ -139,7 +161,9 @@ class WorkerMonitor:
         late_at = self._late_variables.print_at
         if late_at is not None and (now >= late_at or group.is_done):
             self._print_late_variables()
-        if now >= self._next_check and not group.is_stopping:
+        look = self._spin_watch.next_deadline() if self._spin_watch is not None else None
+        is_look_due = look is not None and now >= look
+        if (now >= self._next_check or is_look_due) and not group.is_stopping:
             self._check_workers(group, now)
         for request, suspects in list(self._stack_requests):
             if now >= request.deadline and request.poll_workers(now):
@@ -150,6 +174,8 @@ class WorkerMonitor:
     def close(self) -> None:
         """Cancel all requests and close the channel."""
         self._cancel_requests()
+        if self._spin_watch is not None:
+            self._spin_watch.close()
         self._print_late_variables()
         if self._channel is not None:
             if self._channel.rejected_count:
@@ -231,6 +257,12 @@ class WorkerMonitor:
             self._last_exit_at = now
         self._alive_count = len(alive)
         is_any_working = now - self._last_exit_at < (self._hang_timeout or 0.0)
+        if self._spin_watch is not None and not self._has_steps():
+            quiet = self._quiet_seconds(alive, now)
+            may_look = not self._stack_requests
+            idle = [rank for rank, _, _ in alive if self._is_idle(rank)]
+            self._spin_watch.run_once(alive, idle, quiet, now, may_look=may_look)
+        suspects += self._find_spinning(alive, now)
         is_any_working = is_any_working or any(self._is_working(rank) for rank, _, _ in alive)
         ended = {rank: found.reason for rank, found in suspects if found.only_if_ended}
         if ended and self._channel is not None:
@@ -240,6 +272,49 @@ class WorkerMonitor:
             if found.only_if_ended or (found.may_be_waiting and is_any_working):
                 continue
             self._report_hang(group, rank, found.reason, waits=found.may_be_waiting)
+
+    def _has_steps(self) -> bool:
+        """Whether workers report progress: then nothing else counts."""
+        return any(report.step is not None for report in self._last_reports.values())
+
+    def _output_at(self, rank: int) -> float:
+        """Return the time of the last output of a worker itself."""
+        at = self._output.last_output_at(rank)
+        return at if self._spin_watch is None else self._spin_watch.filter_output(rank, at)
+
+    def _is_idle(self, rank: int) -> bool:
+        """Whether a worker has used no CPU time for a moment."""
+        detector = self._detectors.get(rank)
+        return detector is not None and detector.idle_seconds > 2 * detector.interval
+
+    def _quiet_seconds(self, alive: list[tuple[int, int, int]], now: float) -> float:
+        """Return for how long no worker of this node has printed anything or ended."""
+        last = max((self._output_at(rank) for rank, _, _ in alive), default=now)
+        return now - max(last, self._begun_at, self._last_exit_at)
+
+    def _find_spinning(
+        self, alive: list[tuple[int, int, int]], now: float
+    ) -> list[tuple[int, HangSuspicion]]:
+        """Return the workers that only wait in a collective, although they use CPU time."""
+        found = []
+        for rank, _, _ in alive:
+            state = self._find_wait(rank, now)
+            if state is not None and now >= self._repeat_at.get(rank, 0.0):
+                reason = f"it has waited in {describe_collective(state)} for"
+                why = f"{reason} {self._hang_timeout:g} s, using CPU time"
+                found.append((rank, HangSuspicion(why, may_be_waiting=True)))
+        return found
+
+    def _find_wait(self, rank: int, now: float) -> CollectiveState | None:
+        """Return the collective in which a busy worker has waited for the timeout, or None."""
+        detector = self._detectors.get(rank)
+        timeout = self._hang_timeout
+        if detector is None or timeout is None or self._spin_watch is None or self._has_steps():
+            return None
+        silent = now - max(self._output_at(rank), self._begun_at)
+        if detector.idle_seconds >= timeout or silent < timeout:
+            return None
+        return self._spin_watch.find_wait(rank, now)
 
     def _seconds_to_check(self, now: float) -> float:
         """Return the time until the next samples, or until a worker reaches its timeout."""
@@ -288,7 +363,7 @@ class WorkerMonitor:
         return WorkerSample(
             step=report.step if report else None,
             saved=self._saved_steps.get(rank),
-            output_at=self._output.last_output_at(rank),
+            output_at=self._output_at(rank),
             cpu_seconds=meter.read_seconds(now),
             letter=state.letter if state else "Z",
             is_traced=bool(state and state.tracer_pid),
@@ -303,7 +378,9 @@ class WorkerMonitor:
             return False
         if report is not None and report.step is not None:
             return detector.stuck_seconds < self._hang_timeout
-        return detector.idle_seconds < self._hang_timeout
+        if detector.idle_seconds >= self._hang_timeout:
+            return False
+        return self._find_wait(rank, self._clock.monotonic()) is None
 
     def _report_hang(self, group: WorkerGroup, rank: int, why: str, *, waits: bool = False) -> None:
         if waits:
@@ -330,14 +407,13 @@ class WorkerMonitor:
     def _request_stacks(
         self, workers: list[tuple[int, int, int]], now: float, suspects: dict[int, str] | None
     ) -> None:
-        def signal(slot: int, number: int) -> None:
-            self._supervisor.send_signal(slot, number, group=False)
-
         active: tuple[int, ...] = ()
         if suspects is None:
             active = tuple(rank for rank, _, _ in workers if self._is_working(rank))
+        if self._spin_watch is not None:
+            self._spin_watch.close()  # it would empty the workers' files
         if self._channel is not None:
-            request = StackRequest(workers, self._channel.folder, signal, now, active)
+            request = StackRequest(workers, self._channel.folder, self._signal_worker, now, active)
             self._stack_requests.append((request, suspects))
         elif self._group is not None:
             self._send_message(Stacks(self._group.generation, (), active))
@@ -348,12 +424,34 @@ class WorkerMonitor:
         if suspects is None:
             # who has reached the timeout since was reported, and does not work any more
             active = tuple(rank for rank in request.active if self._is_working(rank))
-            self._send_message(Stacks(group.generation, request.grouped_stacks(), active))
+            self._send_message(
+                Stacks(
+                    group.generation,
+                    request.grouped_stacks(),
+                    active,
+                    *self._find_collectives(request),
+                )
+            )
             return
         alive = {rank for rank, _, _ in group.alive_workers()}
         for rank, why in suspects.items():
             if rank in alive and not group.is_stopping and request.has_program_ended(rank):
                 self._report_hang(group, rank, why)
+
+    def _find_collectives(
+        self, request: StackRequest
+    ) -> tuple[tuple[int, ...], tuple[CollectiveState, ...]]:
+        """Return the ranks that only wait although they are busy, and where all ranks are."""
+        watch = self._spin_watch
+        if watch is None:
+            return (), ()
+        now = self._clock.monotonic()
+        stacks = dict(request.read_stacks())
+        spinning = tuple(rank for rank in stacks if self._find_wait(rank, now) is not None)
+        return spinning, watch.collective_states(stacks)[:MAX_COLLECTIVES]
+
+    def _signal_worker(self, slot: int, number: int) -> None:
+        self._supervisor.send_signal(slot, number, group=False)
 
     def _cancel_requests(self) -> None:
         for request, _ in self._stack_requests:

@@ -102,6 +102,19 @@ def find_descendants(pid: int) -> list[int]:
     return found
 
 
+def read_voluntary_switches(pid: int) -> int | None:
+    """
+    Return how often the main thread of a process has waited in the kernel, or None if it has ended.
+
+    A thread that spins never waits.
+    """
+    for line in _read_text(f"/proc/{pid}/task/{pid}/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "voluntary_ctxt_switches":
+            return int(value)
+    return None
+
+
 def read_wait_channel(pid: int) -> str:
     """
     Return the kernel function in which a process waits, such as ``futex_wait_queue``.

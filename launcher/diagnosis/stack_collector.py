@@ -71,6 +71,8 @@ class StackRequest:
         signal: Callable[[int, int], None],
         now: float,
         active: tuple[int, ...] = (),
+        *,
+        uses_py_spy: bool = True,
     ) -> None:
         """
         Args:
@@ -79,13 +81,14 @@ class StackRequest:
             signal: sends a signal (number) to a worker (slot).
             now: monotonic time.
             active: ranks that were busy at that moment.
+            uses_py_spy: ask py-spy, too, which stops a process for a moment.
         """
         self.active = active
         self._give_up_at = now + COLLECT_SECONDS
         self.deadline = now + POLL_SECONDS
         self._dumps = [WorkerDump(*worker) for worker in workers]
         self._killed_spies[:] = [spy for spy in self._killed_spies if spy.poll() is None]
-        spy = shutil.which("py-spy")
+        spy = shutil.which("py-spy") if uses_py_spy else None
         for number, worker in enumerate(self._dumps):
             self._request_dump(worker, folder, signal, now)
             if spy and number < MAX_PY_SPY:
@@ -102,7 +105,24 @@ class StackRequest:
 
     def grouped_stacks(self) -> tuple[StackGroup, ...]:
         """Return the workers grouped by equal stack, after `poll_workers` has returned True."""
-        return group_stacks((worker.rank, self._read_stack(worker)) for worker in self._dumps)
+        return group_stacks(self.read_stacks())
+
+    def read_stacks(self) -> list[tuple[int, str]]:
+        """Return rank and stack of each worker, after `poll_workers` has returned True."""
+        return [(worker.rank, self._read_stack(worker)) for worker in self._dumps]
+
+    def take_python_stacks(self) -> dict[int, str]:
+        """Return the Python stack of each worker that has shown one; empty its file."""
+        found = {}
+        for worker in self._dumps:
+            if stack := normalize_stack(self._read_dump(worker)):
+                found[worker.rank] = stack
+            if worker.file is not None and worker.size > worker.old_bytes:
+                try:
+                    os.truncate(worker.file, 0)
+                except OSError:
+                    pass  # it has ended
+        return found
 
     def has_program_ended(self, rank: int) -> bool:
         """Return whether a worker's stacks show that its program's code has ended."""

@@ -35,6 +35,21 @@ _WAITS = re.compile(
 )
 
 
+_COLLECTIVE_FILE = re.compile(
+    r"(?:^|/)(?:torch/distributed/(?:distributed_c10d|c10d_logger|_functional_collectives"
+    r"|nn/functional)|torch/cuda/nccl|deepspeed/comm/\w+|horovod/torch/mpi_ops)\.py$"
+)
+"""Files whose functions call a communication library."""
+_COLLECTIVE = re.compile(
+    r"(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|(?:monitored_)?barrier|broadcast)"
+    r"(?:_\w+)?$"
+)
+"""Functions that are a collective in any file."""
+_COMMUNICATION = re.compile(r"(?:reduce|gather|scatter|i?send|i?recv|wait)(?:_\w+)?$")
+"""Functions that are one in those files only."""
+MAX_COLLECTIVE_FRAMES = 6
+
+
 @dataclass(frozen=True)
 class ThreadStack:
     """The stack of a thread; ``frames`` as printed, innermost first."""
@@ -98,6 +113,28 @@ def normalize_stack(text: str) -> str:
         for number, frames in enumerate(others, 2):
             lines += [f"thread {number}:", *frames]
     return truncate_text("\n".join(lines))
+
+
+def find_collective_call(stack: str) -> str:
+    """
+    Return the collective in which a normalized stack waits, such as ``all_reduce``; empty: none.
+
+    The innermost call must be one, or a function of a communication library. A collective further
+    out proves nothing: it may run work of the program.
+    """
+    found = ""
+    frames = [_parse_frame(line) for line in stack.splitlines()]
+    # the frames of native code, which py-spy shows, are below that of Python
+    frames = [frame for frame in frames if frame[0] is not None and frame[0].endswith(".py")]
+    for place, (file, function) in enumerate(frames[:MAX_COLLECTIVE_FRAMES]):
+        is_library = _COLLECTIVE_FILE.search(file or "") is not None
+        if place > 0 and not is_library:
+            break
+        if _COLLECTIVE.match(function) or (is_library and _COMMUNICATION.match(function)):
+            found = function
+        elif not is_library:
+            break
+    return found
 
 
 def truncate_text(text: str, max_bytes: int = MAX_STACK_BYTES) -> str:

@@ -8,8 +8,9 @@ checkpoints. A worker never gets the token.
 
 The order, of which later steps override earlier ones:
 
-1. OMP_NUM_THREADS from `WorkerPlan.threads`, HCCL's connection timeout, and the network interface
-   of this node (`LaunchPlan.interfaces`).
+1. OMP_NUM_THREADS from `WorkerPlan.threads`, HCCL's connection timeout, the network interface of
+   this node (`LaunchPlan.interfaces`), and with ``--hang-timeout`` the pipe of torch's flight
+   recorder.
 2. `LaunchPlan.base_env`: the inherited variables. RANK_TABLE_FILE of a job from a rank table.
 3. `WorkerEnv`: ranks, store, job.
 4. `LaunchPlan.visibility`: the worker's device.
@@ -161,6 +162,10 @@ def build_worker_env(
     env = {"OMP_NUM_THREADS": str(worker.threads)}
     if plan.backend == "npu":
         env["HCCL_CONNECT_TIMEOUT"] = HCCL_CONNECT_TIMEOUT_SECONDS
+    if channel and plan.spec.policy.hang_timeout is not None:
+        from pdrun.launcher.diagnosis.flight_recorder import trace_variables
+
+        env |= trace_variables(channel.rpartition("/")[0])
     env |= plan.interfaces
     env |= plan.base_env
     if plan.spec.place.rank_table:

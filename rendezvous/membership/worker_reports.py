@@ -180,6 +180,9 @@ def handle_stacks(job: Job, member: Member, message: Stacks, now: float) -> None
     if hang is None:
         return
     active = [rank for rank in message.active if rank not in member.exit_codes]
+    if member.hello.agent in hang.waiting:
+        hang.add_collectives(message.collectives, message.spinning, member.ranks)
+        hang.known_ranks -= member.exit_codes.keys()
     hang.add_answer(member.hello.agent, message.groups, member.ranks, active)
     _conclude_if_complete(job, hang, now)
 
@@ -203,11 +206,12 @@ def conclude_hang(job: Job, hang: HangInquiry, now: float) -> None:
     """
     job.generation.hang = None
     if hang.is_false_alarm:
-        job.generation.idle.active = hang.active
+        job.generation.idle.active = hang.active | hang.spinning
         job.outbox.has_changed_state = True
         return
     rank = hang.find_culprit()
     node = hang.node if rank == hang.rank else _find_node_name(job.roster, rank)
+    why = hang.explain(rank)
     silent = {
         name: job.roster.members[agent].ranks
         for agent, name in hang.waiting.items()
@@ -219,11 +223,11 @@ def conclude_hang(job: Job, hang: HangInquiry, now: float) -> None:
         generation=job.generation.number,
         rank=rank,
         node=node,
-        reason=hang.why,
+        reason=why,
         text=report[-MAX_TRACEBACK_CHARS:],
     )
-    job.send_notice(f"rank {rank} on {node} hangs: {hang.why}\n{report}")
-    cause = Cause("hang", 124, summary=hang.why, traceback=report)
+    job.send_notice(f"rank {rank} on {node} hangs: {why}\n{report}")
+    cause = Cause("hang", 124, summary=why, traceback=report)
     on_worker_failure(job, Failure(rank, node, cause), now)
 
 

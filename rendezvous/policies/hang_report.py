@@ -11,10 +11,16 @@ nodes there are and whenever each of them reports.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pdrun.rendezvous.policies.collectives import (
+    MAX_SHOWN_COLLECTIVES,
+    MissingRanks,
+    describe_collective,
+    find_missing,
+)
 from pdrun.rendezvous.policies.restart import mask_numbers
-from pdrun.rendezvous.protocol.messages import StackGroup
+from pdrun.rendezvous.protocol.messages import CollectiveState, StackGroup
 
 STACK_SECONDS = 5.0
 """Time for the nodes to send the stacks of their workers."""
@@ -25,6 +31,8 @@ hang at slightly different times.
 """
 MAX_GROUPS = 64
 """Number of different stacks that are kept; workers with further ones are only counted."""
+MAX_COLLECTIVES = 256
+"""Different collectives that are kept."""
 MAX_SHOWN_GROUPS = 6
 MAX_SHOWN_LINES = 12
 MAX_LINE_CHARS = 200
@@ -80,11 +88,27 @@ class HangInquiry:
     """The worker may only be waiting for one that works (`Hung.waits`)."""
     active: set[int] = field(default_factory=set)
     """Ranks that work."""
+    spinning: set[int] = field(default_factory=set)
+    """Ranks that use CPU time, but only to wait in a collective."""
+    collectives: dict[CollectiveState, set[int]] = field(default_factory=dict)
+    """The collectives of all ranks (without `CollectiveState.ranks`), and the ranks."""
+    known_ranks: set[int] = field(default_factory=set)
+    """Ranks of the nodes that have answered."""
 
     @property
     def is_false_alarm(self) -> bool:
-        """Whether there is no hang: the idle worker waits for one that works."""
-        return self.may_be_waiting and bool(self.active)
+        """
+        Whether there is no hang: the idle worker waits for one that works, or ranks spin in a
+        collective in which nobody is missing.
+        """
+        if not self.may_be_waiting:
+            return False
+        return bool(self.active) or bool(self.spinning and not self.find_missing())
+
+    def find_missing(self) -> list[MissingRanks]:
+        """Return the collectives in which ranks wait for others that are not there."""
+        states = [replace(state, ranks=tuple(who)) for state, who in self.collectives.items()]
+        return find_missing(states, self.known_ranks, self.active)
 
     def is_complete(self, now: float) -> bool:
         """Whether nothing more is expected that could change the result."""
@@ -103,12 +127,40 @@ class HangInquiry:
 
     def find_culprit(self) -> int:
         """
-        Return the rank to blame: the only one with another stack than two or more others, otherwise
-        the reported one.
+        Return the rank to blame: one that is missing in a collective, or the only one with another
+        stack than two or more others, otherwise the reported one.
         """
+        missing = [rank for found in self.find_missing() for rank in found.missing]
+        if missing:
+            return self.rank if self.rank in missing else min(missing)
         found = sorted((ranks for _, ranks in self.groups.values()), key=len)
         alone = len(found) == 2 and not self.ungrouped_ranks and len(found[0]) == 1 < len(found[1])
         return found[0][0] if alone and self.rank in found[1] else self.rank
+
+    def explain(self, rank: int) -> str:
+        """Return why a rank is blamed, one line."""
+        for found in self.find_missing():
+            if rank in found.missing:
+                others = format_ranks(found.state.ranks)
+                verb = "waits" if len(found.state.ranks) == 1 else "wait"
+                where = f"{describe_collective(found.state)}, in which {others} {verb}"
+                about = f"it is missing in {where}"
+                return f"{self.why}; {about}" if rank == self.rank else about
+        return self.why
+
+    def add_collectives(
+        self, states: Iterable[CollectiveState], spinning: Iterable[int], ranks: range
+    ) -> None:
+        """Take what a node says of collectives. Only ``ranks``, which are its own, count."""
+        self.known_ranks.update(ranks)
+        self.spinning.update(rank for rank in spinning if rank in ranks)
+        for state in states:
+            key = replace(state, ranks=())
+            mine = {rank for rank in state.ranks if rank in ranks}
+            if key in self.collectives:
+                self.collectives[key] |= mine
+            elif mine and len(self.collectives) < MAX_COLLECTIVES:
+                self.collectives[key] = mine
 
     def add_answer(
         self, agent: str, groups: Iterable[StackGroup], ranks: range, active: Iterable[int] = ()
@@ -140,6 +192,14 @@ class HangInquiry:
         """
         found = sorted(self.groups.values(), key=lambda group: (-len(group[1]), min(group[1])))
         lines = []
+        for missing in self.find_missing()[:MAX_SHOWN_COLLECTIVES]:
+            waits = "waits" if len(missing.state.ranks) == 1 else "wait"
+            verb = "is" if len(missing.missing) == 1 else "are"
+            lines.append(
+                f"{format_ranks(missing.state.ranks)} {waits} in"
+                f" {describe_collective(missing.state)}: {format_ranks(missing.missing)} {verb}"
+                " missing"
+            )
         for place, (stack, ranks) in enumerate(found[:MAX_SHOWN_GROUPS]):
             verb = "is" if len(ranks) == 1 else "are"
             lines.append(f"{format_ranks(ranks)} {verb} {'elsewhere' if place else 'here'}:")

@@ -392,6 +392,23 @@ class StackGroup:
 
 
 @dataclass(frozen=True)
+class CollectiveState:
+    """The last collective of a group that some ranks have called."""
+
+    ranks: tuple[int, ...]
+    group: str
+    """Name of the group, the same on all ranks; empty: known only from the stack."""
+    sequence: int
+    """Number of the collective in its group; 0: unknown."""
+    operation: str
+    """``all_reduce``."""
+    is_waiting: bool
+    """Whether it is not complete for these ranks."""
+    members: tuple[int, ...] = ()
+    """The ranks of the group; empty: unknown."""
+
+
+@dataclass(frozen=True)
 class Stacks:
     """The answer to ShowStacks: the stacks of the node's workers, grouped."""
 
@@ -399,6 +416,10 @@ class Stacks:
     groups: tuple[StackGroup, ...]
     active: tuple[int, ...] = ()
     """Ranks that work: within the hang timeout they printed, used CPU time or did a step."""
+    spinning: tuple[int, ...] = ()
+    """Ranks that use CPU time, but only to wait in a collective."""
+    collectives: tuple[CollectiveState, ...] = ()
+    """Where ranks are, as far as torch's flight recorder or their stacks tell; at most 64."""
 
 
 @dataclass(frozen=True)

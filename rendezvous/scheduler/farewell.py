@@ -76,9 +76,9 @@ class Farewell:
                 os.close(listen_fd)
             raise
         self._sender = secrets.token_hex(16)
-        self._told: set[str] = set()
+        self._answered: set[str] = set()
         """Agents that were sent the verdict."""
-        self._began_at = self._told_at = time.monotonic()
+        self._began_at = self._answered_at = time.monotonic()
         self._closing = threading.Event()
         self._record = BackgroundCall(self._record_verdict)
         self._thread = threading.Thread(target=self._serve, name="pdrun-farewell", daemon=True)
@@ -107,10 +107,10 @@ class Farewell:
         if not self._closing.is_set():
             return False
         config = self._config
-        if len(self._told) >= config.nodes + config.spares - 1:  # this agent knows it
+        if len(self._answered) >= config.nodes + config.spares - 1:  # this agent knows it
             return True
         passed = now - self._began_at
-        is_quiet = passed >= MIN_SECONDS and now - self._told_at >= QUIET_SECONDS
+        is_quiet = passed >= MIN_SECONDS and now - self._answered_at >= QUIET_SECONDS
         return is_quiet or passed >= self._max_seconds
 
     def _answer(self, events: Sequence[TransportEvent]) -> None:
@@ -121,8 +121,8 @@ class Farewell:
                     event.peer, Envelope(self._sender, 0, 0, self._choose_answer(hello))
                 )
                 if hello.role == "agent":
-                    self._told.add(hello.agent)
-                    self._told_at = time.monotonic()
+                    self._answered.add(hello.agent)
+                    self._answered_at = time.monotonic()
 
     def _choose_answer(self, hello: Hello) -> Message:
         key = self._config.job

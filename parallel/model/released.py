@@ -42,6 +42,8 @@ SHAPE_FUNCTIONS = {
     "retain_grad",
     "register_hook",
     "register_post_accumulate_grad_hook",
+    "backward",
+    "grad",
     "new_empty",
     "new_zeros",
     "new_ones",
@@ -55,6 +57,7 @@ SHAPE_FUNCTIONS = {
     "randn_like",
 }
 """Functions that need no value of a tensor."""
+EDGE_FUNCTIONS = {"view_as", "expand_as"}
 ReadHandler = Callable[[str], None]
 """Gathers the weight of a name, whose values are read; or raises."""
 
@@ -71,7 +74,7 @@ class ReleasedWeight:
     ) -> Any:
         """Gather the weights whose values a function reads, then call it."""
         kwargs = kwargs or {}
-        if not _reads_values(func):
+        if not _reads_values(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -85,13 +88,16 @@ class ReleasedWeight:
         return f"Parameter({self._pdrun_name}, shape={shape}, released)"
 
 
-def _reads_values(func: Any) -> bool:
+def _reads_values(func: Any, args: Any) -> bool:
     owner: Any = getattr(func, "__self__", None)
     if type(owner).__name__ == "getset_descriptor":
         return owner.__name__ in VALUE_ATTRIBUTES
     if isinstance(owner, property):
         return getattr(owner.fget, "__name__", "") in VALUE_ATTRIBUTES
-    return getattr(func, "__name__", "") not in SHAPE_FUNCTIONS
+    name = getattr(func, "__name__", "")
+    if name in EDGE_FUNCTIONS and len(args) == 2 and args[0] is args[1]:
+        return False  # the way to a leaf's place in the graph of autograd
+    return name not in SHAPE_FUNCTIONS
 
 
 _classes: dict[type, type] = {}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pdrun.errors import UsageError
 from pdrun.parallel.model.find_units import find_units
+from pdrun.parallel.model.released import mark_gathered, mark_released
 from pdrun.parallel.parallelize import parallelize
 from tests.lib.rank_pool import Worlds
 from tests.lib.tiers import mark_all_but
@@ -194,6 +195,25 @@ def test_a_read_between_steps_is_refused_by_name(worlds: Worlds) -> None:
         assert "is read outside of a forward pass" in error, name
         assert "run.gathered_weights()" in error, name
         assert "test_released_weights.py:" in error or name in ("deepcopy", "average"), error
+
+
+def test_what_needs_no_values_works_on_a_released_weight() -> None:
+    def refuse(name: str) -> None:
+        raise UsageError(f"{name} is read", where="here")
+
+    weight = nn.Parameter(torch.ones(3))
+    mark_released(weight, "w", refuse)
+    torch.autograd.backward([weight], [torch.full((3,), 2.0)])  # as a pipeline does for weights
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2, 2, 2]
+    assert weight.view_as(weight).grad_fn is not None
+    assert torch.zeros_like(weight).tolist() == [0, 0, 0]
+    assert (weight.dtype, weight.numel(), len(weight)) == (torch.float32, 3, 3)
+    with pytest.raises(UsageError, match="w is read"):
+        weight.view_as(torch.ones(3))
+    mark_gathered(weight)
+    assert type(weight) is nn.Parameter
+    assert float(weight.detach().sum()) == 3
 
 
 def read_gathered() -> Any:

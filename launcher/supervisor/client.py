@@ -195,7 +195,7 @@ class SupervisorProcess:
             if data:
                 self._unanswered = 0
                 self._is_frozen = False
-                if data != PONG_PACKET:
+                if data not in (PONG_PACKET, ENDED_PACKET):
                     found.append(_parse_event(json.loads(data)))
             elif found:
                 return found  # the next call sees the end of the connection again

@@ -23,7 +23,13 @@ from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import inherited_state
 from pdrun.launcher.supervisor import warm_client, warm_start
-from pdrun.launcher.supervisor.events import Exited, ForkServerStatus, Spawned, WarmProcess
+from pdrun.launcher.supervisor.events import (
+    Exited,
+    ForkServerStatus,
+    Spawned,
+    WarmProcess,
+    WorkersFenced,
+)
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.stdlib_only.conftest import Bench, plain_environment, said, warm_process
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
@@ -303,6 +309,25 @@ def test_nothing_outlives_a_killed_agent_or_keeper(
         if how == "keeper":
             with pytest.raises(PdrunError, match="supervisor process"):
                 wait_until(lambda: list(bench.driver.supervisor.read_events()) and False, 5)
+
+
+@pytest.mark.parametrize("still", ["agent", "agent and keeper"])
+def test_a_lent_keeper_ends_its_workers_at_the_fence(
+    light: WarmProcess, script: Path, still: str
+) -> None:
+    with borrowed(light) as bench:
+        started = sleepers(bench, script)
+        supervisor = bench.driver.supervisor
+        list(supervisor.read_events())
+        fence = time.monotonic() + 0.6
+        supervisor.send_ping(fence)
+        if still != "agent":  # its watchdog is left
+            assert wait_readable(supervisor.fileno(), wait=5)
+            os.kill(supervisor.pid, signal.SIGSTOP)
+        wait_until(lambda: not any(map(is_alive, started)), 10.0, "everything gone")
+        assert time.monotonic() >= fence
+        with pytest.raises(WorkersFenced):
+            wait_until(lambda: list(supervisor.read_events()) and False, 5)
 
 
 def test_what_hides_from_its_mark_is_ended_by_the_warm_process(

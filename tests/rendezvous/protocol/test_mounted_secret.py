@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,19 +69,17 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a volume")
-def test_a_secret_volume_is_read_in_kubernetes_only(tmp_path: Path) -> None:
-    work = tmp_path / "volumes"
-    work.mkdir()
-    for folder in (work, tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(folder.stat().st_mode | 0o055)
-    done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", IN_VOLUME],
-        cwd=work,
-        env={**os.environ, "KUBERNETES_SERVICE_HOST": "10.96.0.1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_secret_volume_is_read_in_kubernetes_only() -> None:
+    with tempfile.TemporaryDirectory() as work:  # pytest's own folders are closed to other users
+        Path(work).chmod(0o755)
+        done = subprocess.run(
+            ["unshare", "--mount", sys.executable, "-B", "-c", IN_VOLUME],
+            cwd=work,
+            env={**os.environ, "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     if "Operation not permitted" in done.stderr:
         pytest.skip("mount namespaces are not allowed here")
     found = json.loads(done.stdout or pytest.fail(done.stderr))

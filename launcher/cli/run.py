@@ -31,17 +31,14 @@ from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
 from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.settings import (
-    Priority,
     Setting,
-    Source,
     read_environment,
     unknown_variables,
 )
 from pdrun.launcher.config.torchrun_settings import ignore_master_beside_endpoint
 from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
-from pdrun.launcher.translate import notices
-from pdrun.launcher.translate.python_settings import read_python_settings
+from pdrun.launcher.translate.program_settings import program_settings
 
 if TYPE_CHECKING:
     from pdrun.launcher.launch.agent_options import AgentOptions
@@ -193,46 +190,6 @@ def _read_stdin(limit: int) -> bytes:
     return sys.stdin.buffer.read(limit)
 
 
-def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[Setting]:
-    """
-    Return the settings of the program: a script with its arguments, or the contents of a job file.
-
-    Args:
-        words: the script or job file, and its arguments.
-        settings: the settings of options and variables.
-    """
-    if not words:
-        return []
-    target, *args = words
-    source = Source("command line", Priority.COMMAND, target)
-    settings = list(settings)
-    has_kind = any(setting.path == "program.kind" for setting in settings)
-    if not has_kind and target.endswith((".yaml", ".yml")):
-        return _job_file_settings(target, args, source)
-    if not target:
-        raise UsageError("the script's name is empty")
-    paths = {setting.path for setting in settings}
-    kinds = {setting.value for setting in settings if setting.path == "program.kind"}
-    if "module" in kinds and target.startswith(("torch.distributed.", "accelerate.")):
-        from pdrun.launcher.translate.command_line import refuse_launcher
-
-        refuse_launcher(("python", "-m", *words), os.environ)
-    if not kinds and (found := read_python_settings(words, paths, source)):
-        return found
-    return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
-
-
-def _job_file_settings(path: str, args: Sequence[str], source: Source) -> list[Setting]:
-    """Return the settings of a job file; arguments behind it are appended to the file's own."""
-    from pdrun.launcher.config.job_file import load_job_file
-
-    settings = list(load_job_file(path))
-    if args:
-        own = next((one.value for one in settings if one.path == "program.args"), ())
-        settings.append(Setting("program.args", (*own, *args), source))
-    return settings
-
-
 def plan_job(resolved: ResolvedSpec) -> tuple[LaunchPlan, Facts]:
     """Gather the facts of this machine and plan the job."""
     from pdrun.launcher.plan.facts import gather_facts
@@ -268,11 +225,9 @@ def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
     if not request.dry_run:
         await_scheduler_name(request.resolved)
         print_warnings(request.warnings)
-        print_warnings(notices.find_misplaced_options(words))
     plan, facts = plan_job(request.resolved)
     if not request.dry_run:
-        print_warnings(notices.find_macros(request.resolved))
-        print_warnings(notices.compare_default_workers(request.resolved, len(plan.workers)))
+        _print_notices(request.resolved, words, len(plan.workers))
     if request.explain or request.dry_run:
         _print_plan(request, plan, facts)
     if request.dry_run:
@@ -323,6 +278,18 @@ def warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
     Without it, a typing error would silently start a job of another size.
     """
     print_warnings(unknown_variables(environ))
+
+
+def _print_notices(resolved: ResolvedSpec, words: Sequence[str], workers: int) -> None:
+    """Print what a user of torchrun may not expect. Most command lines need no check."""
+    has_options = any(word.startswith("--") or "$" in word for word in words[1:])
+    if not has_options and resolved.sources.get("resources.devices") != "default":
+        return
+    from pdrun.launcher.translate import notices
+
+    print_warnings(notices.find_misplaced_options(words))
+    print_warnings(notices.find_macros(resolved))
+    print_warnings(notices.compare_default_workers(resolved, workers))
 
 
 def print_warnings(lines: Iterable[str]) -> None:

@@ -208,9 +208,12 @@ class ZmqRouter:
             count += 1
         return count
 
-    def make_connection(self, identity: bytes, frame: zmq.Frame) -> PeerConnection:
-        """Return the connection of a frame."""
-        fd = int(frame.get(self._zmq.SRCFD))
+    def make_connection(self, identity: bytes, frame: zmq.Frame) -> PeerConnection | None:
+        """Return the connection of a frame; None: it is not known, so the frame is worthless."""
+        try:
+            fd = int(frame.get(self._zmq.SRCFD))
+        except self._zmq.ZMQError:  # a peer that breaks the protocol has sent such a frame
+            return None
         role = str(frame.get("User-Id")) if self.authenticator else ""
         found = PeerConnection(identity, fd, socket_inode(fd), role)
         self._handshakes.prove_connection(fd, found.inode)

@@ -195,8 +195,12 @@ class ZmqServer:
             if connection is not None:
                 self._on_frame(peer, connection, data, extra, now, result)
 
-    def _add_connection(self, peer: Peer, identity: bytes, frame: zmq.Frame) -> PeerConnection:
+    def _add_connection(
+        self, peer: Peer, identity: bytes, frame: zmq.Frame
+    ) -> PeerConnection | None:
         connection = self._router.make_connection(identity, frame)
+        if connection is None:
+            return None
         self._connections[peer] = connection
         self._by_fd[connection.fd] = peer
         return connection

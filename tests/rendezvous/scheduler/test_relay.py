@@ -223,7 +223,8 @@ def test_a_lost_relay_is_called_a_relay() -> None:
                 os.kill(process.pid, signal.SIGSTOP)  # its port stands, and nobody is behind it
                 turn_until(agent, lambda: told, "the relay's silence is told")
                 assert told.pop().startswith(
-                    f"lost the scheduler behind the relay at {listen}: waiting"
+                    f"lost the scheduler behind the relay at {listen}, "
+                    "its host accepts connections, but no scheduler answers: waiting"
                 )
                 process.kill()
                 turn_until(agent, lambda: told, "the relay's end is told")

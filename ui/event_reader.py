@@ -12,7 +12,7 @@ from pathlib import Path
 from pdrun.ui.job_status import JobStatus
 from pdrun.ui.replay import StatusReplay
 
-MAX_READ_BYTES = 1 << 24
+MAX_READ_BYTES = 1 << 19
 """Bytes that are read at a time."""
 MAX_LINE_BYTES = 1 << 26
 """A longer line is damaged; its bytes are dropped."""
@@ -77,7 +77,11 @@ class EventLogReader:
             if not data:
                 return
             self._offset += len(data)
-            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-            self._replay.feed_lines(lines)
+            block, newline, rest = data.rpartition(b"\n")
+            if not newline:
+                self._partial_line += data
+            else:
+                self._replay.feed_block(self._partial_line + block)
+                self._partial_line = rest
             if len(self._partial_line) > MAX_LINE_BYTES:
                 self._partial_line = b""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ MAX_WARNINGS = 1000
 """Warnings that a status keeps: the newest ones."""
 MAX_DEFERRED_LINES = 500_000
 """Lines that are deferred before they are parsed, not counting those fed together."""
+LineSource = Callable[[], Sequence[bytes]]
 ReplayedEvent = tuple[str, float, Any]
 """Kind, time, and the fields of the kind."""
 _PREFIX = b'{"kind": "'
@@ -68,8 +69,10 @@ class DeferredLines:
     """Lines that only change the state of single nodes and ranks, the progress and warnings."""
 
     def __init__(self) -> None:
-        self.lines: list[bytes] = []
-        """All of them, in order."""
+        self.count = 0
+        """Number of lines."""
+        self._sources: list[tuple[LineSource, int, int]] = []
+        """All of them, in order: where they are read again, first and last index."""
         self.nodes: dict[bytes, bytes] = {}
         """The last line of each node."""
         self.joined: dict[bytes, bytes] = {}
@@ -79,9 +82,17 @@ class DeferredLines:
         self.progress = b""
         self.texts: deque[bytes] = deque(maxlen=MAX_WARNINGS)
 
-    def add_lines(self, lines: Sequence[bytes], start: int) -> int:
+    def all_lines(self) -> list[bytes]:
+        """Return all lines, in order."""
+        return [line for source, start, end in self._sources for line in source()[start:end]]
+
+    def add_lines(self, lines: Sequence[bytes], start: int, source: LineSource) -> int:
         """
         Add lines from ``start`` on; return the index of the first one of another kind.
+
+        Args:
+            source: returns the same lines again. They are not kept, so that their memory, which is
+                in the processor's cache, is used again.
 
         This is the innermost loop of `pdrun status`: it must not parse a line.
         """
@@ -110,7 +121,9 @@ class DeferredLines:
                 end = index
                 break
         self.progress = progress
-        self.lines += lines[start:end]
+        if end > start:
+            self._sources.append((source, start, end))
+            self.count += end - start
         return end
 
     def are_nodes_certain(self) -> bool:
@@ -154,13 +167,20 @@ class StatusReplay:
 
     def feed_lines(self, lines: Sequence[bytes]) -> None:
         """Replay lines of the log; those that are no events are ignored."""
+        self._feed(lines, lambda: lines)
+
+    def feed_block(self, block: bytes) -> None:
+        """Replay the lines of a block of the log."""
+        self._feed(block.split(b"\n"), lambda: block.split(b"\n"))
+
+    def _feed(self, lines: Sequence[bytes], source: LineSource) -> None:
         index = 0
-        while (index := self._deferred.add_lines(lines, index)) < len(lines):
+        while (index := self._deferred.add_lines(lines, index, source)) < len(lines):
             if found := _read_line(lines[index]):
                 self._apply_deferred(is_assigned_next=found[0] == "assigned")
                 self._apply(*found)
             index += 1
-        if len(self._deferred.lines) > MAX_DEFERRED_LINES:
+        if self._deferred.count > MAX_DEFERRED_LINES:
             self._apply_deferred()
 
     def make_status(self) -> JobStatus:
@@ -186,7 +206,7 @@ class StatusReplay:
 
     def _apply_deferred(self, *, is_assigned_next: bool = False) -> None:
         deferred = self._deferred
-        if not deferred.lines:
+        if not deferred.count:
             return
         self._deferred = DeferredLines()
         if is_assigned_next:
@@ -195,7 +215,7 @@ class StatusReplay:
         is_certain = deferred.are_nodes_certain()
         if not is_certain or not all(self._is_independent(event) for event in found):
             # One of them is damaged, so what it seemed to supersede counts.
-            found = _read_lines(deferred.lines)
+            found = _read_lines(deferred.all_lines())
         for event in found:
             if event is not None:
                 self._apply(*event)

@@ -97,6 +97,27 @@ def test_threads_that_the_user_has_set_stay():
     assert build_worker_env(plan, "r", make_assign(1), plan.workers[0])["OMP_NUM_THREADS"] == "7"
 
 
+def test_the_flight_recorder_is_set_up_with_a_hang_timeout_unless_the_user_has_done_it():
+    plan = make_plan(1)
+    names = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": "/run/a/collectives-",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/run/a/collectives-",
+    }
+    worker = plan.workers[0]
+    env = build_worker_env(plan, "r", make_assign(1), worker, "/run/a/agent")
+    assert not names.keys() & env.keys()
+    policy = replace(plan.spec.policy, hang_timeout=60.0)
+    plan = replace(plan, spec=replace(plan.spec, policy=policy))
+    env = build_worker_env(plan, "r", make_assign(1), worker, "/run/a/agent")
+    assert {name: env.get(name) for name in names} == names
+    mine = {"TORCH_FR_DUMP_TEMP_FILE": "/mine/"}
+    env = build_worker_env(
+        replace(plan, base_env=mine), "r", make_assign(1), worker, "/run/a/agent"
+    )
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == "/mine/"
+
+
 def test_preflight(tmp_path):
     assert run_preflight(make_plan(), FakeOutput()).exit_code == 0
     gone = run_preflight(make_plan(cwd=str(tmp_path / "gone")), FakeOutput())

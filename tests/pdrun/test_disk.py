@@ -1,4 +1,4 @@
-"""Files of pdrun below a folder that other users may write to: no link is followed, none is theirs."""
+"""Files below a folder that others may write to: no link is followed, nothing of theirs is used."""
 
 from __future__ import annotations
 
@@ -169,3 +169,17 @@ def test_a_planted_journal_is_refused(tmp_path: Path, make_foreign: MakeForeign)
     os.mkfifo(folder / "scheduler.journal")
     with pytest.raises(RendezvousError, match="is not a regular file"):
         reopen_journal(folder / "scheduler.journal")
+
+
+def test_the_plan_refuses_the_log_folder_of_another_user(
+    tmp_path: Path, make_foreign: MakeForeign
+) -> None:
+    from pdrun.launcher.config.spec import JobSpec, Output, Program
+    from pdrun.launcher.plan import facts
+
+    (tmp_path / "logs").mkdir()
+    spec = JobSpec(program=Program("script", "x.py"), output=Output(log_dir="logs"))
+    assert facts.check_log_dir(spec, str(tmp_path)) == ""
+    make_foreign(tmp_path / "logs")
+    if os.geteuid() == 0:
+        assert "belongs to another user" in facts.check_log_dir(spec, str(tmp_path))

@@ -7,6 +7,7 @@ from tests.mutants.model import Mutant
 ADAPTERS = "launcher/adapters/"
 CONTROLLER = "launcher/controller/"
 TEST_CONTROLLER = "tests/launcher/controller/test_controller.py::test_"
+CUT_FRAMES = "tests/launcher/controller/test_cut_frames.py::test_"
 PAYLOAD_LIMITS = "tests/launcher/controller/test_payload_limits.py::test_"
 REMOTE_PAYLOADS = "tests/launcher/controller/test_remote_payloads.py::test_"
 WHOLE_LINES = "tests/launcher/controller/test_whole_lines.py::test_"
@@ -87,7 +88,7 @@ MUTANTS = (
         f"{CONTROLLER}frames.py",
         "            if len(self._data) < end:\n                return\n",
         "",
-        f"{REMOTE_PAYLOADS}frames_survive_any_split_of_the_stream",
+        f"{CUT_FRAMES}a_frame_that_comes_byte_by_byte_is_taken_once",
     ),
     Mutant(
         "all hosts are connected to at the same time",

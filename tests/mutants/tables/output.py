@@ -11,6 +11,7 @@ CONSOLE = "tests/launcher/output/test_console.py::test_"
 FORMATTING = "tests/launcher/output/test_formatting.py::test_"
 LINE_SPLITTER = "tests/launcher/output/test_line_splitter.py::test_"
 LOG_FILES = "tests/launcher/output/test_log_files.py::test_"
+PLAIN_LIMITS = "tests/launcher/output/test_plain_limits.py::test_"
 ROUTER = "tests/launcher/output/test_router.py::test_"
 DISK = "tests/pdrun/test_disk.py::test_"
 
@@ -52,7 +53,7 @@ MUTANTS = (
         f"{OUTPUT}line_splitter.py",
         "while len(self._partial_line) - start > self._max_piece_bytes:",
         "while False:",
-        f"{LINE_SPLITTER}nothing_is_lost_and_no_piece_is_above_the_limit",
+        f"{PLAIN_LIMITS}a_line_without_end_is_cut_into_pieces",
     ),
     Mutant(
         "a character is cut in two",
@@ -128,7 +129,7 @@ MUTANTS = (
         f"{OUTPUT}log_names.py",
         'return re.sub(r"[^A-Za-z0-9._:-]", "_", value).lstrip(".") or "_"',
         "return value",
-        f"{LOG_FILES}no_value_leaves_the_folder",
+        f"{PLAIN_LIMITS}a_value_adds_no_folder_to_a_name",
     ),
     Mutant(
         "two ranks write one log",

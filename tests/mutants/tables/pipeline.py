@@ -6,6 +6,7 @@ from tests.mutants.model import Mutant
 
 PIPELINE = "parallel/pipeline/"
 SCHEDULES = "parallel/pipeline/schedules/"
+BALANCE = "tests/parallel/pipeline/test_balance.py::test_"
 TEST_SCHEDULES = "tests/parallel/pipeline/test_schedules.py::test_"
 SPLIT = "tests/parallel/pipeline/test_split.py::test_"
 
@@ -72,14 +73,14 @@ MUTANTS = (
         f"{PIPELINE}balance.py",
         "value = (max(best[start][0], mine), best[start][1] + mine * mine)",
         "value = (best[start][0] + mine, best[start][1] + mine * mine)",
-        f"{TEST_SCHEDULES}the_balanced_cut_is_the_best_there_is",
+        f"{BALANCE}the_slowest_stage_counts",
     ),
     Mutant(
         "fewer layers than stages",
         f"{PIPELINE}balance.py",
         "    if count < parts:",
         "    if False:",
-        f"{TEST_SCHEDULES}the_balanced_cut_is_the_best_there_is",
+        f"{BALANCE}each_stage_needs_a_layer",
     ),
     Mutant(
         "a stage without a module",

@@ -54,7 +54,7 @@ MUTANTS = (
         f"{POLICIES}restart.py",
         "if now - at < config.restart_window)",
         ")",
-        f"{RESTART}only_restarts_inside_the_window_count",
+        f"{RESTART}the_window_in_a_job",
     ),
     Mutant(
         "quick restarts follow without a delay",

@@ -7,6 +7,7 @@ from tests.mutants.model import Mutant
 SCHEDULER = "rendezvous/scheduler/"
 TRANSPORT = "rendezvous/transport/"
 SOCKETS = "tests/rendezvous/scheduler/test_sockets.py::test_"
+CUT_FRAMES = "tests/rendezvous/transport/test_cut_frames.py::test_"
 LIMITS = "tests/rendezvous/transport/test_limits.py::test_"
 PATIENCE = "tests/rendezvous/transport/test_patience.py::test_"
 PENDING_HANDSHAKES = "tests/rendezvous/transport/test_pending_handshakes.py::test_"
@@ -127,7 +128,7 @@ MUTANTS = (
         f"{TRANSPORT}relay_frames.py",
         "        if at > len(frame):\n",
         "        if False:\n",
-        f"{RELAY_FRAMES}anything_else_is_refused_with_a_place",
+        f"{CUT_FRAMES}each_cut_inside_an_item_is_refused",
     ),
     Mutant(
         "an agent that was closed is heard",

@@ -15,7 +15,7 @@ MUTANTS = (
         f"{ZERO}flat_layout.py",
         "start += _round_up(prod(shape), ALIGN_ELEMENTS)",
         "start += prod(shape)",
-        f"{WITHOUT_GROUPS}shards_cover_each_weight_once",
+        f"{AGREEMENT}each_weight_begins_at_a_vector_of_the_flat_buffer",
     ),
     Mutant(
         "a buffer comes back with another's numbers in its gaps",

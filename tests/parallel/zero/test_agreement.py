@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdrun.parallel.rng.shard_region import flat_indices
+from pdrun.parallel.zero import flat_layout
 from pdrun.parallel.zero.bucket_order import BucketOrder
 from pdrun.parallel.zero.gather_order import GatherSchedule
 from pdrun.parallel.zero.grad_norm import clip_factor, square_sum
@@ -84,3 +85,9 @@ def test_the_loss_scale_is_halved_for_a_bad_step_and_doubled_after_many_good_one
 def test_the_elements_of_a_shard_have_their_numbers_in_the_full_tensor() -> None:
     found, whole = flat_indices((2, 2), {1: (((2, 4),), 4)}, torch.device("cpu"))
     assert (found.tolist(), whole) == ([2, 3, 6, 7], (2, 4))
+
+
+def test_each_weight_begins_at_a_vector_of_the_flat_buffer() -> None:
+    layout = flat_layout.make_flat_layout([("a", (1,)), ("b", (3,)), ("c", (2, 2))], 1, 1)
+    align = flat_layout.ALIGN_ELEMENTS
+    assert [slot.start for slot in layout.slots] == [0, align, 2 * align]

@@ -265,7 +265,7 @@ def test_a_run_proves_itself(worlds: Any, gather: str) -> None:
     [
         (3, {"gather": "never"}, "gather must be 'pass', 'step' or None, got 'never'"),
         (2, {"gather": "step"}, "gather='step' requires optimizer_level=3, got 2"),
-        (3, {"units": ["blocks"]}, "the unit blocks is on the stages 0 to 1"),
+        (3, {"units": ["blocks"]}, "matches blocks, a ModuleList, which is never called"),
         (3, {"units": ["block.*"]}, "units='block.*' matches no module"),
     ],
 )

@@ -23,7 +23,7 @@ MUTANTS = (
         f"{DATA}batch_slicing.py",
         "pieces[a * world + rank] for a in range(accumulate)",
         "pieces[rank * accumulate + a] for a in range(accumulate)",
-        f"{WITHOUT_GROUPS}slices_do_not_depend_on_who_computes_them",
+        f"{AGREEMENT}each_micro_batch_has_neighbouring_rows_of_all_ranks",
     ),
     Mutant(
         "tensors with different rows are sliced",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdrun.parallel.data.batch_slicing import slice_rows
 from pdrun.parallel.rng.shard_region import flat_indices
 from pdrun.parallel.zero import flat_layout
 from pdrun.parallel.zero.bucket_order import BucketOrder
@@ -91,3 +92,9 @@ def test_each_weight_begins_at_a_vector_of_the_flat_buffer() -> None:
     layout = flat_layout.make_flat_layout([("a", (1,)), ("b", (3,)), ("c", (2, 2))], 1, 1)
     align = flat_layout.ALIGN_ELEMENTS
     assert [slot.start for slot in layout.slots] == [0, align, 2 * align]
+
+
+def test_each_micro_batch_has_neighbouring_rows_of_all_ranks() -> None:
+    """The same rows are summed together whatever the number of ranks is."""
+    assert slice_rows(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    assert slice_rows(8, 1, 2) == [[range(4), range(4, 8)]]

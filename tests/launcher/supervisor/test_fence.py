@@ -57,6 +57,13 @@ def begin(driver: SupervisorDriver, folder: Path) -> tuple[list[int], float]:
     return pids, fence
 
 
+def watchdog_of(driver: SupervisorDriver, workers: list[int]) -> int:
+    """Return the pid of the supervisor's watchdog: its only child that is no worker."""
+    children = Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
+    (pid,) = {int(pid) for pid in children.read_text().split()} - set(workers)
+    return pid
+
+
 def ended_at(pids: list[int], seconds: float = 20.0) -> float:
     """Wait until all processes have ended; return the time."""
     wait_until(lambda: not any(map(is_alive, pids)), seconds, "the end of the workers")
@@ -75,7 +82,9 @@ def keep(driver: SupervisorDriver, fence: float | None, until: float) -> None:
 def test_workers_end_at_the_fence(tmp_path: Path, still: str) -> None:
     with supervisor_driver() as driver:
         pids, fence = begin(driver, tmp_path)
-        if still == "agent and supervisor":  # the watchdog is left
+        if still == "agent":  # the supervisor acts, not its watchdog
+            os.kill(watchdog_of(driver, pids), signal.SIGSTOP)
+        else:  # the watchdog is left
             driver.supervisor.read_events()
             wait_readable(driver.supervisor.fileno(), wait=5)  # it has passed the fence on
             os.kill(driver.supervisor.pid, signal.SIGSTOP)
@@ -106,10 +115,7 @@ def test_a_machine_that_stood_still_is_given_time_to_ask(tmp_path: Path) -> None
     """Supervisor, watchdog and agent wake up after the fence: the agent may still move it."""
     with supervisor_driver() as driver:
         pids, fence = begin(driver, tmp_path)
-        children = Path(f"/proc/{driver.supervisor.pid}/task/{driver.supervisor.pid}/children")
-        both = [driver.supervisor.pid, *(int(pid) for pid in children.read_text().split())]
-        both = [pid for pid in both if pid not in pids]
-        assert len(both) == 2, "the supervisor and its watchdog"
+        both = (driver.supervisor.pid, watchdog_of(driver, pids))
         for pid in both:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(max(0.0, fence - time.monotonic()) + MAX_WAIT_SECONDS + STALL_SECONDS + 0.2)

@@ -30,9 +30,10 @@ NO_COMMANDS = frozenset(
             "socket.gethostname()",
         ),
         *("total", "backend", "name", "path"),
+        *("python.target", "line or '; see pdrun mpirun --help'"),
     )
 )
-"""Values after the word pdrun in a sentence, and numbers."""
+"""Values after the word pdrun in a sentence, numbers, and names of known modules."""
 
 
 def find_commands(source: str) -> list[tuple[int, str]]:

@@ -145,7 +145,9 @@ class HangInquiry:
                 verb = "waits" if len(found.state.ranks) == 1 else "wait"
                 where = f"{describe_collective(found.state)}, in which {others} {verb}"
                 about = f"it is missing in {where}"
-                return f"{self.why}; {about}" if rank == self.rank else about
+                # that the reported rank waits says nothing of the missing one
+                is_others = rank != self.rank and self.rank in self.spinning
+                return about if is_others else f"{self.why}; {about}"
         return self.why
 
     def add_collectives(

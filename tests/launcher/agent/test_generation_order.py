@@ -1,4 +1,4 @@
-"""Each generation starts once, when it is its turn, and with the store that was announced for it."""
+"""Each generation starts once, in its turn, and with the store that was announced for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that are rare: a file that is replaced while it is read, a super pod that is torn apart."""
+"""Rare rank tables: a file that is replaced while it is read, a super pod that is torn apart."""
 
 from __future__ import annotations
 

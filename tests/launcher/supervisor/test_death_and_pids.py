@@ -1,4 +1,4 @@
-"""Workers die with their keeper, by the kernel; a pid is no process; a full socket blocks nobody."""
+"""Workers die with their supervisor; a reused pid is spared; a full socket blocks no one."""
 
 from __future__ import annotations
 

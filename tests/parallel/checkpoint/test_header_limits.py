@@ -1,4 +1,4 @@
-"""A safetensors file says how long its header is: not more than that is read, nor too much of it."""
+"""The length of a safetensors header bounds what is read, and is bounded itself."""
 
 from __future__ import annotations
 

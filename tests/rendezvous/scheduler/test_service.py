@@ -1,4 +1,4 @@
-"""The scheduler's loop over connections in memory: what a connection may say, and what is recorded."""
+"""The scheduler's loop over connections in memory: what one may send, and what is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a link waits, and for what: a wrong token, no listener, a lost scheduler, its own sleep."""
+"""How long a link waits, and for what: a wrong token, no listener, a lost scheduler."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pdrun.launcher.diagnosis.spin_watch import SpinWatch
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.policies.collectives import describe_collective
 from pdrun.rendezvous.protocol.messages import (
-    CollectiveState,
+    CollectiveReport,
     Hung,
     Message,
     Progress,
@@ -305,7 +305,7 @@ class WorkerMonitor:
                 found.append((rank, HangSuspicion(why, may_be_waiting=True)))
         return found
 
-    def _find_wait(self, rank: int, now: float) -> CollectiveState | None:
+    def _find_wait(self, rank: int, now: float) -> CollectiveReport | None:
         """Return the collective in which a busy worker has waited for the timeout, or None."""
         detector = self._detectors.get(rank)
         timeout = self._hang_timeout
@@ -440,7 +440,7 @@ class WorkerMonitor:
 
     def _find_collectives(
         self, request: StackRequest
-    ) -> tuple[tuple[int, ...], tuple[CollectiveState, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[CollectiveReport, ...]]:
         """Return the ranks that only wait although they are busy, and where all ranks are."""
         watch = self._spin_watch
         if watch is None:

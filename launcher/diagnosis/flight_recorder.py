@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdrun.rendezvous.protocol.messages import CollectiveState
+from pdrun.rendezvous.protocol.messages import CollectiveReport
 
 BUFFER_ENTRIES = 2000
 """Collectives that torch remembers; its own default."""
@@ -50,7 +50,7 @@ def trace_variables(folder: str) -> dict[str, str]:
 class CollectiveRecord:
     """What the flight recorder of one worker says."""
 
-    states: tuple[CollectiveState, ...]
+    states: tuple[CollectiveReport, ...]
     """The last collective of each group, for this worker alone (`ranks` is empty)."""
     newest_ns: int
     """Wall clock of the last call of any collective, in nanoseconds; 0: none."""
@@ -58,7 +58,7 @@ class CollectiveRecord:
     """Wall clock of the first call that is not complete; 0: none."""
 
     @property
-    def waiting(self) -> CollectiveState | None:
+    def waiting(self) -> CollectiveReport | None:
         """The collective that it waits for, or None."""
         return next((state for state in self.states if state.is_waiting), None)
 
@@ -139,7 +139,7 @@ def summarize_dump(dump: Any) -> CollectiveRecord | None:
         return None
     config = dump.get("pg_config")
     members = _read_members(config if isinstance(config, dict) else {})
-    last: dict[str, tuple[CollectiveState, int]] = {}
+    last: dict[str, tuple[CollectiveReport, int]] = {}
     newest = 0
     waiting_since = 0
     for entry in dump["entries"]:
@@ -160,7 +160,7 @@ def summarize_dump(dump: Any) -> CollectiveRecord | None:
     return CollectiveRecord(kept, newest, waiting_since)
 
 
-def _read_entry(entry: Any, members: Mapping[str, tuple[int, ...]]) -> CollectiveState | None:
+def _read_entry(entry: Any, members: Mapping[str, tuple[int, ...]]) -> CollectiveReport | None:
     if not isinstance(entry, dict):
         return None
     group = entry.get("process_group")
@@ -174,8 +174,8 @@ def _read_entry(entry: Any, members: Mapping[str, tuple[int, ...]]) -> Collectiv
     if entry.get("is_p2p") is True:
         # a pair of ranks, not all of a group: its number says nothing to others
         text = str(operation).rpartition(":")[2][:MAX_NAME_CHARS]
-        return None if is_complete else CollectiveState((), "", 0, text, True)
-    return CollectiveState(
+        return None if is_complete else CollectiveReport((), "", 0, text, True)
+    return CollectiveReport(
         ranks=(),
         group=f"{name} ({about})" if about not in ("", "undefined", name) else name,
         sequence=max(0, sequence),
@@ -256,7 +256,7 @@ def _build(name: str, stack: list[Any], marks: list[int]) -> None:
         else:
             stack[-1].update(zip(values[::2], values[1::2], strict=True))
     else:
-        raise ValueError(f"opcode {name} is none of plain values")
+        raise ValueError(f"opcode {name} does not make a plain value")
 
 
 _VALUES = frozenset(

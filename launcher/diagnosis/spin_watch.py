@@ -30,7 +30,7 @@ from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.flight_recorder import CollectiveRecord, DumpRequest
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.launcher.diagnosis.stacks import find_collective_call
-from pdrun.rendezvous.protocol.messages import CollectiveState
+from pdrun.rendezvous.protocol.messages import CollectiveReport
 
 LOOKS_PER_TIMEOUT = 4
 POLL_SECONDS = 0.1
@@ -108,10 +108,10 @@ class RankLooks:
         self.stack_count += 1
 
 
-def _stack_state(stack: str) -> CollectiveState | None:
+def _stack_state(stack: str) -> CollectiveReport | None:
     """Return the collective of a stack, whose group and sequence number are not known."""
     call = find_collective_call(stack)
-    return CollectiveState((), "", 0, call, True) if call else None
+    return CollectiveReport((), "", 0, call, True) if call else None
 
 
 class SpinWatch:
@@ -150,7 +150,7 @@ class SpinWatch:
             self._request = None
 
     def filter_output(self, rank: int, at: float) -> float:
-        """Return the time of a worker's last output of its own: not torch's line about a dump."""
+        """Return the time of a worker's last output, apart from torch's line about a dump."""
         looks = self._looks.get(rank)
         before = self._output_at.get(rank, 0.0)
         if looks is None or not any(low <= at <= high for low, high in looks.dump_windows):
@@ -173,7 +173,7 @@ class SpinWatch:
             workers: those that are alive.
             idle: ranks that use no CPU time.
             quiet_seconds: time for which none of them has printed or reported anything.
-            may_look: nobody else collects their stacks.
+            may_look: no other part collects their stacks.
         """
         self._poll_at = now + POLL_SECONDS
         self._read_stacks(now)
@@ -208,7 +208,7 @@ class SpinWatch:
         looks = self._looks.get(rank)
         return looks is not None and looks.count >= 2 and rank not in idle
 
-    def find_wait(self, rank: int, now: float) -> CollectiveState | None:
+    def find_wait(self, rank: int, now: float) -> CollectiveReport | None:
         """
         Return the collective in which a worker has waited for the timeout; None: it may work.
 
@@ -230,9 +230,9 @@ class SpinWatch:
             return None
         return record.waiting or by_stack
 
-    def collective_states(self, stacks: Mapping[int, str]) -> tuple[CollectiveState, ...]:
+    def collective_states(self, stacks: Mapping[int, str]) -> tuple[CollectiveReport, ...]:
         """Return where ranks are: by their flight recorders, otherwise by their ``stacks``."""
-        found: dict[CollectiveState, list[int]] = {}
+        found: dict[CollectiveReport, list[int]] = {}
         for rank, stack in stacks.items():
             looks = self._looks.get(rank)
             states = looks.record.states if looks is not None and looks.record is not None else ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdrun.rendezvous.protocol.messages import CollectiveState
+from pdrun.rendezvous.protocol.messages import CollectiveReport
 
 MAX_SHOWN_COLLECTIVES = 4
 _PAIRWISE = ("send", "recv", "isend", "irecv", "wait")
@@ -22,12 +22,12 @@ _PAIRWISE = ("send", "recv", "isend", "irecv", "wait")
 class MissingRanks:
     """A collective in which some ranks wait for others."""
 
-    state: CollectiveState
+    state: CollectiveReport
     """Of the ranks that wait."""
     missing: tuple[int, ...]
 
 
-def describe_collective(state: CollectiveState) -> str:
+def describe_collective(state: CollectiveReport) -> str:
     """Return ``all_reduce (sequence 101, group 0 (default_pg))``."""
     if not state.group:
         return state.operation
@@ -35,7 +35,7 @@ def describe_collective(state: CollectiveState) -> str:
 
 
 def find_missing(
-    states: Sequence[CollectiveState], ranks: Collection[int], active: Collection[int] = ()
+    states: Sequence[CollectiveReport], ranks: Collection[int], active: Collection[int] = ()
 ) -> list[MissingRanks]:
     """
     Return the collectives in which ranks wait for others that are not there.
@@ -84,7 +84,7 @@ def _is_elsewhere(operation: str, other: str | None) -> bool:
 
 
 def _find_reached(
-    states: Sequence[CollectiveState],
+    states: Sequence[CollectiveReport],
 ) -> Mapping[tuple[str, int], tuple[int, str]]:
     """Return sequence and operation of the last collective of each group and rank."""
     return {

@@ -20,7 +20,7 @@ from pdrun.rendezvous.policies.collectives import (
     find_missing,
 )
 from pdrun.rendezvous.policies.restart import mask_numbers
-from pdrun.rendezvous.protocol.messages import CollectiveState, StackGroup
+from pdrun.rendezvous.protocol.messages import CollectiveReport, StackGroup
 
 STACK_SECONDS = 5.0
 """Time for the nodes to send the stacks of their workers."""
@@ -90,8 +90,8 @@ class HangInquiry:
     """Ranks that work."""
     spinning: set[int] = field(default_factory=set)
     """Ranks that use CPU time, but only to wait in a collective."""
-    collectives: dict[CollectiveState, set[int]] = field(default_factory=dict)
-    """The collectives of all ranks (without `CollectiveState.ranks`), and the ranks."""
+    collectives: dict[CollectiveReport, set[int]] = field(default_factory=dict)
+    """The collectives of all ranks (without `CollectiveReport.ranks`), and the ranks."""
     known_ranks: set[int] = field(default_factory=set)
     """Ranks of the nodes that have answered."""
 
@@ -99,7 +99,7 @@ class HangInquiry:
     def is_false_alarm(self) -> bool:
         """
         Whether there is no hang: the idle worker waits for one that works, or ranks spin in a
-        collective in which nobody is missing.
+        collective that all ranks have joined.
         """
         if not self.may_be_waiting:
             return False
@@ -151,7 +151,7 @@ class HangInquiry:
         return self.why
 
     def add_collectives(
-        self, states: Iterable[CollectiveState], spinning: Iterable[int], ranks: range
+        self, states: Iterable[CollectiveReport], spinning: Iterable[int], ranks: range
     ) -> None:
         """Take what a node says of collectives. Only ``ranks``, which are its own, count."""
         self.known_ranks.update(ranks)

@@ -392,7 +392,7 @@ class StackGroup:
 
 
 @dataclass(frozen=True)
-class CollectiveState:
+class CollectiveReport:
     """The last collective of a group that some ranks have called."""
 
     ranks: tuple[int, ...]
@@ -418,7 +418,7 @@ class Stacks:
     """Ranks that work: within the hang timeout they printed, used CPU time or did a step."""
     spinning: tuple[int, ...] = ()
     """Ranks that use CPU time, but only to wait in a collective."""
-    collectives: tuple[CollectiveState, ...] = ()
+    collectives: tuple[CollectiveReport, ...] = ()
     """Where ranks are, as far as torch's flight recorder or their stacks tell; at most 64."""
 
 

@@ -1,12 +1,12 @@
 """
-The end of a job whose scheduler is given up, told by the agent of the scheduler's node.
+The end of a job whose scheduler is given up, reported by the agent of the scheduler's node.
 
 That agent has the listening socket. The other agents reconnect to it every 0.1 s, and each gets the
 verdict here, instead of waiting for a successor that will not come. The verdict is written to the
 event log, too, so that `pdrun status` shows the end of the job.
 
-This runs in a thread of the agent, which is busy with the end of its own workers: a process of its
-own might not start on a machine that has just lost several.
+This runs in a thread of the agent, which is busy ending its workers: another process might not
+start on a machine that has just lost several.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUIET_SECONDS = 1.5
 LOG_SECONDS = 2.0
 """Time for the disk of the event log to answer."""
 MIN_OPEN_FILES = 40
-"""Descriptors that a server needs. libzmq aborts the process if there is none."""
+"""Descriptors that a server needs. libzmq aborts the process without one."""
 _TAIL_BYTES = 1 << 16
 
 

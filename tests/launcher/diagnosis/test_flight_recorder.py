@@ -22,17 +22,22 @@ from pdrun.launcher.diagnosis.flight_recorder import (
     summarize_dump,
     trace_variables,
 )
-from pdrun.rendezvous.protocol.messages import CollectiveState
+from pdrun.rendezvous.protocol.messages import CollectiveReport
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 62), 1 << 62)
+    | st.floats(allow_nan=False)
     | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-    | st.tuples(inner, inner)
-    | st.tuples(inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.tuples(inner)
+    ),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 def entry(sequence: int, state: str, at: int = 0, **changes: Any) -> dict[str, Any]:
@@ -102,8 +107,8 @@ def test_the_first_collective_that_waits_is_that_of_its_group() -> None:
     )
     assert found is not None
     assert found.states == (
-        CollectiveState((), "0 (default_pg)", 100, "all_reduce", True, (0, 1)),
-        CollectiveState((), "1", 7, "all_reduce", False, ()),
+        CollectiveReport((), "0 (default_pg)", 100, "all_reduce", True, (0, 1)),
+        CollectiveReport((), "1", 7, "all_reduce", False, ()),
     )
     assert (found.newest_ns, found.waiting_since_ns) == (40, 20)
     assert found.waiting == found.states[0]
@@ -111,10 +116,12 @@ def test_the_first_collective_that_waits_is_that_of_its_group() -> None:
 
 def test_a_call_of_two_ranks_counts_only_while_it_waits() -> None:
     pair = {"is_p2p": True, "profiling_name": "nccl:recv 0<-1"}
-    assert summarize_dump(dump(entry(0, "completed", 1, **pair))).states == ()  # type: ignore[union-attr]
+    alone = summarize_dump(dump(entry(0, "completed", 1, **pair)))
+    assert alone is not None
+    assert alone.states == ()
     found = summarize_dump(dump(entry(5, "completed", 1), entry(0, "scheduled", 2, **pair)))
     assert found is not None
-    assert found.waiting == CollectiveState((), "", 0, "recv 0<-1", True)
+    assert found.waiting == CollectiveReport((), "", 0, "recv 0<-1", True)
 
 
 def test_a_worker_answers_at_its_pipe(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from pdrun.launcher.diagnosis import spin_watch
 from pdrun.launcher.diagnosis.flight_recorder import CollectiveRecord
 from pdrun.launcher.diagnosis.spin_watch import SpinWatch
 from pdrun.launcher.diagnosis.stacks import find_collective_call
-from pdrun.rendezvous.protocol.messages import CollectiveState
+from pdrun.rendezvous.protocol.messages import CollectiveReport
 
-REDUCE = CollectiveState((), "0 (default_pg)", 101, "all_reduce", True, (0, 1))
+REDUCE = CollectiveReport((), "0 (default_pg)", 101, "all_reduce", True, (0, 1))
 LIBRARY = "/x/torch/distributed/distributed_c10d.py"
 IN_COLLECTIVE = f'File "{LIBRARY}", line 10 in all_reduce\nFile "/x/train.py", line 3 in step'
 AT_WORK = 'File "/x/train.py", line 3 in step'
@@ -120,7 +120,7 @@ def test_a_call_that_the_recorder_does_not_have_yet_is_found_by_its_stack(scene:
     scene.entered_at = 1e6
     found = scene.live(30)
     assert found is not None and found <= 14.0, "the first dump took five seconds"
-    assert scene.watch.find_wait(RANK, scene.now) == CollectiveState((), "", 0, "recv", True)
+    assert scene.watch.find_wait(RANK, scene.now) == CollectiveReport((), "", 0, "recv", True)
 
 
 def test_a_collective_that_began_before_the_last_output_is_found_in_time(scene: Scene) -> None:
@@ -140,7 +140,7 @@ def test_without_a_recorder_the_stack_must_be_a_collective_and_stay(scene: Scene
     scene.stack = IN_COLLECTIVE
     found = scene.live(30)
     assert found is not None and 8.0 <= found <= 9.0
-    assert scene.watch.find_wait(RANK, scene.now) == CollectiveState((), "", 0, "all_reduce", True)
+    assert scene.watch.find_wait(RANK, scene.now) == CollectiveReport((), "", 0, "all_reduce", True)
 
 
 def test_a_long_kernel_is_work(scene: Scene) -> None:

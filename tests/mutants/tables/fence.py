@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "a generation does not claim what it loads",
         f"{CHECKPOINT}load.py",
-        "        GenerationFence.of_worker(folder.parent if is_itself else folder).claim_to_load()\n",
-        "        pass\n",
+        "GenerationFence.of_worker(folder.parent if is_itself else folder).claim_to_load()\n",
+        "pass\n",
         f"{FENCING}a_later_generation_claims_what_it_loads",
     ),
 )

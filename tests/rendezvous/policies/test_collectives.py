@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdrun.rendezvous.membership.machine import JobState
 from pdrun.rendezvous.policies.collectives import describe_collective, find_missing
 from pdrun.rendezvous.protocol.messages import (
-    CollectiveState,
+    CollectiveReport,
     Hung,
     Notice,
     ShowStacks,
@@ -26,12 +28,12 @@ def state(
     group: str = "0 (default_pg)",
     is_waiting: bool = True,
     members: tuple[int, ...] = ALL,
-) -> CollectiveState:
-    return CollectiveState(ranks, group, sequence, operation, is_waiting, members)
+) -> CollectiveReport:
+    return CollectiveReport(ranks, group, sequence, operation, is_waiting, members)
 
 
-def by_stack(*ranks: int, operation: str = "all_reduce") -> CollectiveState:
-    return CollectiveState(ranks, "", 0, operation, True)
+def by_stack(*ranks: int, operation: str = "all_reduce") -> CollectiveReport:
+    return CollectiveReport(ranks, "", 0, operation, True)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def by_stack(*ranks: int, operation: str = "all_reduce") -> CollectiveState:
         ([by_stack(0, operation="recv 0<-3"), by_stack(1, 2)], [(3,), (3,)]),
     ],
 )
-def test_who_is_missing(states: list[CollectiveState], missing: list[tuple[int, ...]]) -> None:
+def test_who_is_missing(states: list[CollectiveReport], missing: list[tuple[int, ...]]) -> None:
     assert [found.missing for found in find_missing(states, ALL)] == missing
 
 
@@ -75,9 +77,9 @@ def report(machine: Machine, name: str, *ranks: int, why: str = "no CPU time for
         machine.say(name, Hung(0, rank, why, waits=True, timeout=8.0))
 
 
-def answer(machine: Machine, name: str, *states: CollectiveState, **more: object) -> None:
+def answer(machine: Machine, name: str, *states: CollectiveReport, **more: Any) -> None:
     ranks = (0, 1) if name == "a" else (2, 3)
-    machine.say(name, Stacks(0, (StackGroup(ranks, "here"),), collectives=states, **more))  # type: ignore[arg-type]
+    machine.say(name, Stacks(0, (StackGroup(ranks, "here"),), collectives=states, **more))
 
 
 def test_the_report_names_the_collective_and_who_is_missing() -> None:

@@ -26,7 +26,7 @@ from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.model.recompute import apply_recompute
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
-from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
+from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import Context
@@ -190,10 +190,14 @@ def parallelize(
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
-    prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
-    cuts = PartitionSpec(strategy, pipeline, context, sample)
-    partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
-    state = _build_state(arguments, mesh, settings, slicing, job, agreement, prepared, partitioned)
+    with claim_model(model) as begin_partitioning:
+        prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
+        begin_partitioning()
+        cuts = PartitionSpec(strategy, pipeline, context, sample)
+        partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
+        state = _build_state(
+            arguments, mesh, settings, slicing, job, agreement, prepared, partitioned
+        )
     return Run(state)
 
 

@@ -5,6 +5,8 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +95,36 @@ def store_of(job: Context) -> Any:
     return None
 
 
+@contextmanager
+def claim_model(model: Any) -> Iterator[Callable[[], None]]:
+    """
+    Mark a model as belonging to a run; inside, an error gives it back.
+
+    Yields a function to call before the model is partitioned: a model that is partially partitioned
+    is of no use after an error, and a later call says so.
+
+    Raises:
+        UsageError: it belongs to a run, or a call has failed after it began to partition it.
+    """
+    owner = getattr(model, "_pdrun", "")
+    if owner:
+        raise UsageError(owner, where=PARALLELIZE, hint="make a new model")
+    is_module = isinstance(model, nn.Module)
+    if is_module:
+        model._pdrun = "model already belongs to a run"
+
+    def begin_partitioning() -> None:
+        model._pdrun = "an earlier call has failed while it partitioned this model"
+
+    try:
+        yield begin_partitioning
+    except BaseException:
+        if is_module and model._pdrun == "model already belongs to a run":
+            del model._pdrun
+        raise
+    model._pdrun = "model already belongs to a run"
+
+
 def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool) -> bool:
     """
     Move the model to its device; refuse modules whose result would depend on the number of ranks.
@@ -103,12 +135,7 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
         raise UsageError(
             f"model must be a torch.nn.Module, got {type(model).__name__}", where=PARALLELIZE
         )
-    if getattr(model, "_pdrun", False):
-        raise UsageError(
-            "model already belongs to a run", where=PARALLELIZE, hint="make a new model"
-        )
     _check_unwrapped(model)
-    model._pdrun = True
     empty = move_model(model, device)
     if sync_norms:
         sync_batchnorm.sync_batchnorms(model)

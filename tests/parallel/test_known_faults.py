@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.zero.precision import Precision
@@ -454,6 +455,29 @@ def twice() -> None:
 
 def test_a_model_belongs_to_one_run(worlds: Worlds) -> None:
     assert "already belongs to a run" in worlds(1).failures(twice)[0][1]
+
+
+def after_an_error() -> str:
+    """A call whose optimizer fails, the same model again, then a call that fails later."""
+    model = zoo.build()
+
+    def broken(params: Any) -> Any:
+        raise ValueError("no such optimizer")
+
+    with pytest.raises(ValueError, match="no such optimizer"):
+        parallelize(model, broken, zoo.token_loss)
+    parallelize(model, sgd, zoo.token_loss).step(zoo.batch_of(4, 0))
+    other = zoo.build()
+    strategy = pdrun.Strategy({"blocks.*.nothing": pdrun.col("tp")})
+    with pytest.raises(UsageError):
+        parallelize(other, sgd, zoo.token_loss, strategy=strategy)
+    with pytest.raises(UsageError) as caught:
+        parallelize(other, sgd, zoo.token_loss)
+    return str(caught.value)
+
+
+def test_a_model_whose_preparation_failed_can_be_used_again(worlds: Worlds) -> None:
+    assert "an earlier call has failed while it partitioned" in worlds(1).run(after_an_error)[0]
 
 
 def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[float]:

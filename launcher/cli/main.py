@@ -98,6 +98,8 @@ def _format_click_error(error: Any, argv: Sequence[str]) -> str:
         if command is None or command.name != "run":
             return f"no such option {name}; {_hint_at_names(name, command)}"
         line = _translate_for_hint(argv, ())
+        if name in line.split():  # taken for an option of the script: it is of no launcher
+            line = ""
         return f"no such option {name}{line or '; ' + _hint_at_names(name, command)}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return text[:1].lower() + text[1:]

@@ -226,7 +226,7 @@ def to_text(value: Any) -> str:
         return str(value.name)
     if is_dataclass(value) and not isinstance(value, type):
         return _format_members(
-            value, {field.name: getattr(value, field.name) for field in fields(value)}
+            value, {each.name: getattr(value, each.name) for each in fields(value) if each.repr}
         )
     if _is_pdrun_object(value) and hasattr(value, "__dict__"):
         return _format_members(

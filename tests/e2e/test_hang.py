@@ -63,7 +63,8 @@ def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(
     assert code == 124, err
     assert "done" not in out
     why = "no progress for" if reports == "progress" else "no output and no CPU time for"
-    assert f"hangs: {why}" in err
+    # both are true at the same moment; on a busy machine the worker is silent first
+    assert f"hangs: {why}" in err or "hangs: no output and no CPU time for" in err
     if (
         start == "fork" or reports == "progress"
     ):  # who is executed offers its stacks with its first word to pdrun

@@ -389,7 +389,7 @@ def test_torch_is_imported_before_anybody_counts_on_heartbeats(
     body = (
         "import sys\nfrom pdrun.parallel.startup import mpi_tasks as tasks\nfrom pdrun.rendezvous.clients import dynamic\n"
         "def seen(*_): print('there', 'torch' in sys.modules); sys.exit(0)\n"
-        "dynamic.join_cluster = tasks._join_scheduler = seen\npdrun.init(group=False)\n"
+        "dynamic.join_cluster = tasks.join_as_task = seen\npdrun.init(group=False)\n"
     )
     code, out, err = finish(start(tmp_path, body, environ))
     assert (code, out) == (0, "there True\n"), err

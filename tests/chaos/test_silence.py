@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.groups import Unavailable
 from tests.chaos.jobs import Bed
 from tests.e2e.conftest import until
+from tests.lib.tiers import thorough
 
 BOUND = 20.0
 """Seconds for what takes at most ten on a quiet machine, with the stop of the others."""
@@ -274,9 +275,12 @@ FAULTS = (
     node_crash,
 )
 """The longest first."""
+LONG = (link_that_loses_a_third, freeze_of_twenty_seconds)
+"""Only in the thorough run."""
+CASES = [thorough(fault.__name__) if fault in LONG else fault.__name__ for fault in FAULTS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("fault", CASES)
 def test_silence(fault: str, side_by_side: dict[str, Future[None]]) -> None:
     side_by_side[fault].result(timeout=170)

@@ -41,6 +41,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_torch.py has the default run's case
 def test_train_gpt_under_torchrun() -> None:
     done = run(*TORCHRUN, str(EXAMPLES / "train_gpt.py"), *SMALL)
     assert done.returncode == 0, done.stderr

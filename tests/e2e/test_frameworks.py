@@ -265,7 +265,7 @@ if os.environ["RANK"] == "0":
     ),
 }
 """Name -> framework."""
-DEFAULT = ("checkpoint", "rpc")
+DEFAULT = ("checkpoint",)
 """The others are in the thorough run."""
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import Shell, gone_within, until
+from tests.lib.tiers import thorough
 
 GLOO = """
 import os, sys, threading, time
@@ -52,8 +53,15 @@ def torch_here() -> None:
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("torch_here")]
 
 
-@pytest.mark.parametrize("reports", ["progress", "silent"])
-@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize(
+    ("start", "reports"),
+    [
+        ("fork", "progress"),
+        ("exec", "silent"),
+        thorough("fork", "silent"),
+        thorough("exec", "progress"),
+    ],
+)
 def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(
     shell: Shell, reports: str, start: str
 ) -> None:
@@ -122,7 +130,11 @@ while not os.path.exists("ready"): time.sleep(0.5)
 
 
 @pytest.mark.parametrize(
-    "layout", [("--devices", "3"), ("--local", "--nodes", "3")], ids=["one node", "three nodes"]
+    "layout",
+    [
+        thorough(("--devices", "3"), id="one node"),
+        pytest.param(("--local", "--nodes", "3"), id="three nodes"),
+    ],
 )
 def test_who_waits_for_a_rank_at_work_does_not_hang(shell: Shell, layout: tuple[str, ...]) -> None:
     code, _, err = shell.run(*layout, "--hang-timeout", "3", shell.script(WAITING), timeout=150)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Shell, alive, free_port, until
-from tests.lib.tiers import thorough
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -119,7 +118,7 @@ def test_a_script_that_meets_at_a_port_of_its_own_finds_the_store_there(shell: S
     assert out.count(f"sum 2 at {port}") == 4  # the store of the restart listens there, too
 
 
-@thorough
+@pytest.mark.thorough
 def test_nodes_that_meet_at_a_port_of_their_own_find_the_store_there(shell: Shell) -> None:
     port = str(free_port())
     options = ("--nodes", "2", "--devices", "1", "--backend", "cpu", "--rdzv-endpoint")

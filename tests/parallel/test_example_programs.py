@@ -165,6 +165,7 @@ def test_a_job_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
     assert set(told[1]) <= set(told[0])
 
 
+@pytest.mark.thorough
 def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     text = run(
         str(ROOT / "benchmarks/parallel_gpu.py"),

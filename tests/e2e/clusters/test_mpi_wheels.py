@@ -15,9 +15,12 @@ from tests.e2e.clusters.test_mpirun import QUICK, alone
 from tests.e2e.clusters.test_ssh import SLEEP, up
 from tests.lib import mpi_wheels as mpis
 from tests.lib.mpi_wheels import WHEELS, Wheel
+from tests.lib.tiers import mark_all_but
 
 pytestmark = pytest.mark.slow
 EACH = pytest.mark.parametrize("wheel", WHEELS, ids=lambda wheel: wheel.family)
+ONE = pytest.mark.parametrize("wheel", mark_all_but(1, WHEELS))
+"""One by default; the others are in the thorough run."""
 ME = "import os\nprint('me', os.environ['RANK'], os.environ['WORLD_SIZE'], os.uname().nodename)\n"
 
 
@@ -95,7 +98,7 @@ def test_each_task_is_an_agent(wheel: Wheel, program: str, cluster: Cluster) -> 
     assert err.count("4 workers on 2 nodes") == 1 and "pdrun join" not in err
 
 
-@EACH
+@ONE
 @pytest.mark.root
 def test_codes_are_the_workers(wheel: Wheel, program: str, cluster: Cluster) -> None:
     script = cluster.script(

@@ -26,6 +26,7 @@ from pdrun.launcher.jobs.sbatch_checks import parse_time_limit
 from pdrun.launcher.plan import external as through
 from tests.e2e.clusters.conftest import Cluster, until
 from tests.lib.slurm_cluster import Slurm
+from tests.lib.tiers import thorough
 
 REAL = [pytest.mark.root, pytest.mark.slow]
 SHOW = (
@@ -116,7 +117,7 @@ class TestReal:
         assert slurmed.field(job, "ExitCode") == "42:0"
         assert "rank 2 on h3 failed: exit code 42" in output(cluster)
 
-    @pytest.mark.parametrize("number", ["TERM", "USR1"])
+    @pytest.mark.parametrize("number", ["TERM", thorough("USR1")])
     def test_a_notice_before_the_end_leads_to_a_save(
         self, number: str, cluster: Cluster, slurmed: Slurm
     ) -> None:

@@ -17,6 +17,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
+from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -126,7 +127,9 @@ def test_models_as_they_are(worlds: Any, kind: str) -> None:
             np.testing.assert_allclose(found, want, rtol=2e-6, err_msg=schedule)
 
 
-@pytest.mark.parametrize(("kind", "schedule"), [("llama", "zero-bubble-v"), ("qwen", "1f1b")])
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [thorough("llama", "zero-bubble-v"), ("qwen", "1f1b")]
+)
 def test_models_as_they_are_cut_by_operators_too(worlds: Any, kind: str, schedule: str) -> None:
     """Qwen's head is its embedding, which the first and the last stage hold."""
     want = worlds(1).run(train, kind, 1, "")[0]

@@ -46,6 +46,7 @@ from pdrun.rendezvous.scheduler.local_link import LocalLink, ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 from pdrun.ui.replay import replay_events
+from tests.lib.tiers import thorough
 from tests.rendezvous.conftest import Scheduler
 from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
@@ -173,7 +174,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, moment: str, number: int, marker: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["torn", "written"])
+@pytest.mark.parametrize("moment", ["torn", thorough("written")])
 def test_killed_at_every_commit_of_a_job_with_a_restart(
     scheduler: Start_, secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -586,7 +587,7 @@ def test_a_local_link_can_begin_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [5.0, 20.0])
+@pytest.mark.parametrize("seconds", [5.0, thorough(20.0)])
 def test_a_frozen_scheduler_kills_nobody(
     scheduler: Start_, secret: Secret, tmp_path: Path, seconds: float
 ) -> None:

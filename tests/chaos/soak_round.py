@@ -316,6 +316,9 @@ class Round:
         ):
             return False
         generation = started[-1].data["generation"]
+        ending = {event.data["generation"] for event in self.bed.events("restarting")}
+        if generation in ending:  # the next one is not assigned yet
+            return False
         return (
             len(assigned[-1].data["nodes"])
             == size

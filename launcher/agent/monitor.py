@@ -13,6 +13,7 @@ node, so that the scheduler can apply the same rule to the whole job.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from pdrun.clock import Clock
 from pdrun.launcher.agent.channel import WorkerChannel, WorkerReport
@@ -21,7 +22,6 @@ from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
 from pdrun.launcher.diagnosis.late_variables import LateVariableCounter
-from pdrun.launcher.diagnosis.spin_watch import SpinWatch
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.policies.collectives import describe_collective
 from pdrun.rendezvous.protocol.messages import (
@@ -32,6 +32,9 @@ from pdrun.rendezvous.protocol.messages import (
     Stacks,
     Step,
 )
+
+if TYPE_CHECKING:  # only jobs with a hang timeout import it
+    from pdrun.launcher.diagnosis.spin_watch import SpinWatch
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two reports of progress."""
@@ -115,6 +118,8 @@ class WorkerMonitor:
             self._spin_watch.close()
             self._spin_watch = None
         if self._channel is not None and self._hang_timeout:
+            from pdrun.launcher.diagnosis.spin_watch import SpinWatch
+
             self._spin_watch = SpinWatch(
                 self._hang_timeout, self._channel.folder, self._signal_worker
             )

@@ -12,6 +12,7 @@ Loaded by path in the fork server's interpreter, which may have no pdrun. Standa
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -42,9 +43,11 @@ LATE_VARIABLES = (
 )
 """
 (modules, values, names): the variables that are read when the first of these modules is imported,
-and not again; of some only if the value contains a pattern. torch imports numpy and tqdm. Every
-entry is proven by a test that sets a variable late; the allocator's backend was tried with CUDA
-(torch 2.11: a late backend ends in an internal error, every other setting works until the first
+and not again; of some only if the value contains a pattern. torch imports numpy and tqdm.
+Tests set variables late and compare forked workers with executed ones; not every name has a case:
+TORCH_CPP_LOG_LEVEL and TORCH_COMPILE_DISABLE were tried by hand, and other names of torch._dynamo
+and torch._inductor not at all. The allocator's backend was tried with CUDA (torch
+2.11: a late backend ends in an internal error, every other setting works until the first
 allocation).
 
 Not in the table, because a late value has its effect: TORCHINDUCTOR_CACHE_DIR, TORCHDYNAMO_DISABLE,
@@ -52,14 +55,20 @@ PYTORCH_NVML_BASED_CUDA_CHECK, KINETO_*, MKL_VERBOSE, ONEDNN_*, TZ, NCCL_*, GLOO
 none in an executed worker either: PYTHON*, LD_*, MALLOC_*. Because torch's own OpenMP does not read
 them: KMP_*, which libraries set.
 """
-_PATTERNS = tuple(
-    (modules, re.compile(values), re.compile(names)) for modules, values, names in LATE_VARIABLES
-)
+
+
+@functools.cache
+def _compile_table() -> tuple[tuple[tuple[str, ...], re.Pattern[str], re.Pattern[str]], ...]:
+    """Compile the table on first use: 2 ms that most commands do not need."""
+    return tuple(
+        (modules, re.compile(values), re.compile(names))
+        for modules, values, names in LATE_VARIABLES
+    )
 
 
 def is_late_variable(name: str) -> bool:
     """Return whether a library reads this variable when it is imported, and not again."""
-    return any(names.fullmatch(name) for _, _, names in _PATTERNS)
+    return any(names.fullmatch(name) for _, _, names in _compile_table())
 
 
 class _WatchedSpec(ModuleSpec):
@@ -89,8 +98,11 @@ _WatchedSpec.__name__ = _WatchedSpec.__qualname__ = "ModuleSpec"
 
 
 def watch_imports() -> None:
-    """Watch the modules of the table that are imported. Called in the fork server."""
-    tops = {name.partition(".")[0] for modules, _, _ in _PATTERNS for name in modules}
+    """
+    Watch the modules of the table that are imported. Called in the fork server, before the forks,
+    so that workers find the table compiled.
+    """
+    tops = {name.partition(".")[0] for modules, _, _ in _compile_table() for name in modules}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in tops:
             spec = getattr(module, "__dict__", {}).get("__spec__")
@@ -104,7 +116,7 @@ class LateVariables:
     def __init__(self, report: Callable[[list[str]], None]) -> None:
         self._report = report
         self._given = dict(os.environ)
-        self._waiting = list(_PATTERNS)
+        self._waiting = list(_compile_table())
 
     def start(self) -> None:
         """Compare from now on. Called in a worker."""

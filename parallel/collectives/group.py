@@ -13,6 +13,7 @@ from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.startup.group_exit import register_holder
 from pdrun.parallel.startup.init import init
 
 if TYPE_CHECKING:
@@ -22,8 +23,46 @@ API_NAME = "pdrun.parallel.collectives"
 WORLD_AXIS = "world"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-_meshes: dict[tuple[Any, Grid, float], MeshGroups] = {}
-"""Groups that were made, by torch's default group, grid and timeout."""
+
+class _MadeGroups:
+    """The groups that were made for torch's default group, and the watchdogs that bound them."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.by_grid: dict[tuple[Grid, float], MeshGroups] = {}
+        self.watchdogs: dict[float, CollectiveWatchdog] = {}
+        register_holder(self)
+
+    def drop_groups(self) -> None:
+        """Forget all groups: the job is left."""
+        self.world = None
+        self.by_grid.clear()
+        for watchdog in self.watchdogs.values():
+            watchdog.close()
+        self.watchdogs.clear()
+
+    def find_groups(self, grid: Grid, timeout: float) -> MeshGroups:
+        """Return the groups along the axes of a grid."""
+        if self.world is not dist.group.WORLD:  # the script has made another default group
+            self.drop_groups()
+            self.world = dist.group.WORLD
+        key = (grid, timeout)
+        if key not in self.by_grid:
+            context = init()
+            device = torch.device(context.device)
+            if timeout not in self.watchdogs:
+                store = None
+                if context.world_size > 1:
+                    store = dist.distributed_c10d._get_default_store()
+                self.watchdogs[timeout] = CollectiveWatchdog(
+                    timeout, context.rank, context.world_size, store, device.type == "cpu"
+                )
+            watchdog = self.watchdogs[timeout]
+            self.by_grid[key] = MeshGroups(grid, context.rank, device, watchdog)
+        return self.by_grid[key]
+
+
+_made = _MadeGroups()
 
 
 def group(
@@ -62,8 +101,8 @@ def group(
         unknown = [name for name in names if name not in mesh.grid.names]
         if unknown:
             raise UsageError(f"{mesh} has no axis {unknown[0]!r}", where=f"{API_NAME}.group")
-        return _mesh_groups(mesh.grid, timeout)[names]
-    world = _mesh_groups(Grid((WORLD_AXIS,), (context.world_size,)), timeout)
+        return _made.find_groups(mesh.grid, timeout)[names]
+    world = _made.find_groups(Grid((WORLD_AXIS,), (context.world_size,)), timeout)
     if ranks is None:
         return world[WORLD_AXIS]
     wanted = tuple(ranks)
@@ -80,21 +119,6 @@ def group(
             hint="call it on the ranks of the group only",
         )
     return made
-
-
-def _mesh_groups(grid: Grid, timeout: float) -> MeshGroups:
-    context = init()
-    key = (dist.group.WORLD, grid, timeout)
-    if key not in _meshes:
-        device = torch.device(context.device)
-        store = None
-        if context.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-        watchdog = CollectiveWatchdog(
-            timeout, context.rank, context.world_size, store, blocking=device.type == "cpu"
-        )
-        _meshes[key] = MeshGroups(grid, context.rank, device, watchdog)
-    return _meshes[key]
 
 
 def barrier(ranks: AxisGroup | None = None) -> None:

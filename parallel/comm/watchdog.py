@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pdrun.errors import DeadlineExceeded, PeerLost, UsageError
@@ -73,6 +74,25 @@ def _close_all() -> None:
     """Close all watchdogs before the interpreter ends."""
     for watch in list(_running_watchdogs):
         watch.close(CLOSE_SECONDS)
+
+
+def find_user_frame(frame: FrameType | None) -> FrameType | None:
+    """
+    Return the innermost frame that is neither torch's nor pdrun's, outside of installed packages if
+    there is one.
+
+    Args:
+        frame: where to start.
+    """
+    found = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
+            if "-packages/" not in file:
+                return frame
+            found = found or frame
+        frame = frame.f_back
+    return found
 
 
 class CollectiveWatchdog:
@@ -293,14 +313,8 @@ class CollectiveWatchdog:
         Return the innermost line of the main thread that is neither torch's nor pdrun's, outside of
         installed packages if there is one.
         """
-        found = ""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
-                line = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-                if "-packages/" not in file:
-                    return line
-                found = found or line
-            frame = frame.f_back
-        return found or "an unknown line"
+        frame = find_user_frame(sys._current_frames().get(self._main))
+        if frame is None:
+            return "an unknown line"
+        code = frame.f_code
+        return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel.comm.watchdog import find_user_frame
 
-PACKAGE_ROOT = str(Path(__file__).parents[1])
 VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of tensors that are values; the others describe a tensor."""
 SHAPE_FUNCTIONS = {
@@ -139,18 +138,6 @@ def refuse_read(name: str) -> UsageError:
 
 
 def find_user_line() -> str:
-    """
-    Return the innermost line that is neither torch's nor pdrun's, outside of installed packages if
-    there is one.
-    """
-    found = ""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.startswith((PACKAGE_ROOT, "<")):
-            line = f"{file}:{frame.f_lineno}"
-            if "-packages/" not in file:
-                return line
-            found = found or line
-        frame = frame.f_back
-    return found
+    """Return the file and line of the caller's program, or empty text."""
+    frame = find_user_frame(sys._getframe(1))
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -124,6 +124,9 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 run = pdrun.parallelize(
     model, lambda p: torch.optim.SGD(p, 0.1), lambda o, b: (o.sum(), len(b)), optimizer_level=3)
 run.step(torch.ones(8, 4))
+from pdrun.parallel import collectives
+collectives.all_reduce(torch.ones(2), collectives.group(ranks=[1, 0]))
+collectives.barrier(collectives.group("dp", pdrun.mesh(dp=2)))
 before = threads()
 ctx.close()
 end = time.monotonic() + 20

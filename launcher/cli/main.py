@@ -24,6 +24,11 @@ OTHER_MEANING = {"--join": "msrun", "--include": "deepspeed", "--exclude": "deep
 """
 Options that other launchers have too, and the one whose users give them. An error has pdrun's line.
 """
+JOB_COMMANDS = ("run", "join", "scheduler")
+"""
+Commands that a container runs, so that their error is why it ended. Others look at its job, as
+``kubectl exec POD -- pdrun status``.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,6 +63,7 @@ def _run_command(argv: list[str]) -> int:
     commands = build_command_line()
     if "_PDRUN_COMPLETE" in os.environ:  # set by the shell function of `pdrun completion`
         commands.main(argv, prog_name="pdrun", standalone_mode=False)
+    context: click.Context | None = None
     try:
         # click's own main() would turn Ctrl-C and a closed pipe into its own exits
         with commands.make_context("pdrun", argv) as context:
@@ -70,7 +76,8 @@ def _run_command(argv: list[str]) -> int:
         launcher = OTHER_MEANING.get(error.where)
         hint = _translate_for_hint(argv, (launcher,)) if launcher else ""
         print_message(f"error: {error}{hint}")
-        _report_termination(f"pdrun: error: {error}{hint}")
+        if context is not None and context.invoked_subcommand in JOB_COMMANDS:
+            _report_termination(f"pdrun: error: {error}{hint}")
         return error.exit_code
     except click.ClickException as error:
         print_message(f"error: {_format_click_error(error, argv)}")

@@ -320,3 +320,28 @@ def test_nothing_is_written_by_a_refusal_or_a_dry_run(pdrun: Call, folder: Path)
     pdrun("--dry-run", "train.py")
     pdrun("--dry-run", "--nodes", "2", "--local", "train.py")
     assert sorted(path.name for path in folder.iterdir()) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_written"),
+    [
+        ("--nodes 0 train.py", True),
+        ("run --nodes 0 train.py", True),
+        ("join nowhere:x", True),
+        ("scheduler --nodes 0", True),
+        ("status typo", False),
+        ("stop typo", False),
+        ("translate -- torchrun", False),
+        ("statsu typo", False),
+    ],
+)
+def test_only_a_command_with_a_job_says_why_its_container_ended(
+    pdrun: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, is_written: bool
+) -> None:
+    log = folder / "termination-log"
+    log.write_text("the cause of the job")
+    monkeypatch.setenv("PDRUN_TERMINATION_LOG", str(log))
+    outcome = pdrun(*line.split())
+    assert outcome.code and outcome.err.startswith("pdrun: error: ")
+    right = outcome.err.rstrip("\n") if is_written else "the cause of the job"
+    assert log.read_text() == right

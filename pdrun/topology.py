@@ -6,6 +6,7 @@ Devices and CPUs are frozen values for placement and affinity.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -87,3 +88,8 @@ def choose_interface_variables(
     if backend == "npu" and not is_loopback and not environ.get("HCCL_IF_IP"):
         found["HCCL_SOCKET_IFNAME"] = f"={name}"
     return {variable: value for variable, value in found.items() if not environ.get(variable)}
+
+
+def is_in_kubernetes(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process runs in a container of Kubernetes."""
+    return "KUBERNETES_SERVICE_HOST" in (os.environ if environ is None else environ)

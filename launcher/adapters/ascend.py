@@ -48,14 +48,9 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
     elif text:
         notes = (f"{name}={text[:60]} is not a number: nodes are ordered by name",)
     check_below(node_rank, workers // per_node, name, "MS_WORKER_NUM")
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "mindspore",
         "MindSpore's variables (MS_*)",
-        "task",
-        node_rank,
-        workers // per_node,
-        None,
-        1,
         node_rank,
         workers // per_node,
         head=environ.get("MS_SCHED_HOST", ""),

@@ -30,6 +30,7 @@ from pdrun.launcher.adapters.parsing import (
     read_number,
 )
 from pdrun.launcher.hosts import hostfile
+from pdrun.topology import is_in_kubernetes
 
 _HOSTFILE_VARIABLES = (
     "OMPI_MCA_orte_default_hostfile",
@@ -195,7 +196,7 @@ def _is_operator_launcher(environ: Environ) -> bool:
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
         return True
     path = environ.get(_find_operator_variable(environ), "")
-    return "KUBERNETES_SERVICE_HOST" in environ and path == _OPERATOR_HOSTFILE
+    return is_in_kubernetes(environ) and path == _OPERATOR_HOSTFILE
 
 
 def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:

@@ -40,14 +40,9 @@ def _read_sagemaker(environ: Environ, probes: Probes) -> LauncherInfo:
     if current not in names:
         raise ConfigError(f"{quote_text(current)} is not in SM_HOSTS", where="SM_CURRENT_HOST")
     rank = names.index(current)
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "sagemaker",
         "SageMaker",
-        "task",
-        rank,
-        len(hosts),
-        None,
-        1,
         rank,
         len(hosts),
         hosts,
@@ -138,14 +133,9 @@ def _read_cluster_spec(environ: Environ, probes: Probes) -> LauncherInfo:
     hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, name))
     if len(hosts) != len(names):
         raise ConfigError("lists a host twice", where=name)
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "vertex",
         "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG",
-        "task",
-        rank,
-        len(hosts),
-        None,
-        1,
         rank,
         len(hosts),
         hosts,
@@ -210,18 +200,13 @@ def _read_tpu(environ: Environ, probes: Probes) -> LauncherInfo:
             "hosts": "",
             "head": "MEGASCALE_COORDINATOR_ADDRESS",
         }
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "tpu",
         "a TPU VM",
-        "task",
-        rank,
-        nodes,
-        None,
-        1,
         rank,
         nodes,
         hosts,
-        head,
+        head=head,
         job_id=environ.get("CLOUD_TPU_TASK_ID", ""),
         sources={**sources, "job_id": "CLOUD_TPU_TASK_ID"},
     )
@@ -245,14 +230,9 @@ def _read_determined(environ: Environ, probes: Probes) -> LauncherInfo:
             "has several containers on one host, but pdrun needs one per node",
             where=_RENDEZVOUS_FILE,
         )
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "determined",
         "Determined",
-        "task",
-        rank,
-        len(hosts),
-        None,
-        1,
         rank,
         len(hosts),
         hosts,

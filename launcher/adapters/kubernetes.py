@@ -31,13 +31,10 @@ from pdrun.launcher.adapters.parsing import (
     require_number,
 )
 from pdrun.launcher.common.parsers import quote_text
+from pdrun.topology import is_in_kubernetes
 
 RANK_PER_POD = "pytorch-operator"
 """Name of the adapter that reads RANK as the number of a pod."""
-
-
-def _is_in_kubernetes(environ: Environ) -> bool:
-    return "KUBERNETES_SERVICE_HOST" in environ
 
 
 def _read_pet(environ: Environ, probes: Probes) -> LauncherInfo:
@@ -46,14 +43,9 @@ def _read_pet(environ: Environ, probes: Probes) -> LauncherInfo:
         raise ConfigError(f"must be N or MIN:MAX, got {quote_text(text)}", where="PET_NNODES")
     nodes = int(text.rpartition(":")[2])
     rank = read_number(environ, "PET_NODE_RANK")
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "pet",
         "torchrun's variables (PET_*)",
-        "task",
-        rank,
-        nodes,
-        None,
-        1,
         rank,
         nodes,
         head=environ.get("PET_MASTER_ADDR", ""),
@@ -81,7 +73,7 @@ def _is_per_pod(environ: Environ) -> bool:
     has_rank = "RANK" in environ and "MASTER_ADDR" in environ
     has_list_or_none = "," in environ.get("LOCAL_RANK", "0,1")
     has_one = environ.get("LOCAL_RANK") == "0" and environ.get("LOCAL_WORLD_SIZE") == "1"
-    return _is_in_kubernetes(environ) and has_rank and (has_list_or_none or has_one)
+    return is_in_kubernetes(environ) and has_rank and (has_list_or_none or has_one)
 
 
 def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
@@ -100,14 +92,9 @@ def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
         if rank >= nodes:
             rank = rank // per_pod
     check_below(rank, nodes, "RANK", "WORLD_SIZE")
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         RANK_PER_POD,
         "an operator of PyTorch on Kubernetes",
-        "task",
-        rank,
-        nodes,
-        None,
-        1,
         rank,
         nodes,
         head=environ["MASTER_ADDR"],
@@ -172,14 +159,9 @@ def _read_indexed_job(environ: Environ, probes: Probes) -> LauncherInfo:
             first = f"{match[1]}-0-0{domain}" if match and domain else ""
         else:
             nodes = per_job
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "jobset" if jobs is not None else "indexed-job",
         title,
-        "task",
-        node_rank,
-        nodes,
-        None,
-        1,
         node_rank,
         nodes,
         head=first,
@@ -235,14 +217,9 @@ def _read_volcano(environ: Environ, probes: Probes) -> LauncherInfo:
     else:
         node_rank = index if len(lists) == 1 else find_own_host(hosts, probes)
     check_below(node_rank, len(hosts), "VC_TASK_INDEX", source)
-    return LauncherInfo(
+    return LauncherInfo.one_per_node(
         "volcano",
         "a Job of Volcano",
-        "task",
-        node_rank,
-        len(hosts),
-        None,
-        1,
         node_rank,
         len(hosts),
         hosts,
@@ -287,7 +264,7 @@ POD_ADAPTERS = (
         "jobset",
         "JobSet",
         lambda environ: (
-            _is_in_kubernetes(environ)
+            is_in_kubernetes(environ)
             and "JOB_COMPLETION_INDEX" in environ
             and "REPLICATED_JOB_NAME" in environ
         ),
@@ -298,7 +275,7 @@ POD_ADAPTERS = (
         "indexed-job",
         "an indexed Job",
         lambda environ: (
-            _is_in_kubernetes(environ)
+            is_in_kubernetes(environ)
             and "JOB_COMPLETION_INDEX" in environ
             and "REPLICATED_JOB_NAME" not in environ
         ),

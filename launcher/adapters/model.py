@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pdrun.text import make_name
 
@@ -97,6 +97,36 @@ class LauncherInfo:
     ignored: tuple[IgnoredLauncher, ...] = ()
     notes: tuple[str, ...] = ()
     """Contradictions and how they were resolved, one line each."""
+
+    @classmethod
+    def one_per_node(
+        cls,
+        launcher: str,
+        title: str,
+        rank: int | None,
+        nodes: int | None,
+        hosts: tuple[AllocatedHost, ...] = (),
+        **fields: Any,
+    ) -> LauncherInfo:
+        """
+        Return the values of a launcher that starts one task per node: tasks and nodes are the same.
+
+        Args:
+            rank: of this node; None: unknown.
+            fields: all other attributes.
+        """
+        return cls(
+            launcher,
+            title,
+            "task",
+            rank,
+            nodes,
+            local_size=1,
+            node_rank=rank,
+            nodes=nodes,
+            hosts=hosts,
+            **fields,
+        )
 
     @property
     def job_name(self) -> str:

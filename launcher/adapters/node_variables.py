@@ -98,20 +98,15 @@ class NodeVariables:
         job = next((name for name in self.job if environ.get(name)), "")
         port = read_port(environ, self.port) if self.port else None
         count = self.nodes if self.nodes in environ else self.hosts
-        return LauncherInfo(
+        return LauncherInfo.one_per_node(
             self.name,
             self.title,
-            "task",
-            node_rank,
-            nodes,
-            None,
-            1,
             node_rank,
             nodes,
             hosts,
-            head,
-            port,
-            environ.get(job, "").rpartition("/")[2],
+            head=head,
+            port=port,
+            job_id=environ.get(job, "").rpartition("/")[2],
             sources={
                 **dict.fromkeys(("rank", "node_rank"), self.node_rank),
                 **dict.fromkeys(("world", "nodes"), count),

@@ -39,6 +39,7 @@ from pdrun.launcher.config.torchrun_settings import ignore_master_beside_endpoin
 from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 from pdrun.launcher.translate.program_settings import program_settings
+from pdrun.topology import is_in_kubernetes
 
 if TYPE_CHECKING:
     from pdrun.launcher.launch.agent_options import AgentOptions
@@ -261,7 +262,7 @@ def await_scheduler_name(resolved: ResolvedSpec) -> None:
     from pdrun.launcher.plan.hosts import uses_ssh
 
     spec = resolved.spec
-    if "KUBERNETES_SERVICE_HOST" in os.environ and uses_ssh(spec):
+    if is_in_kubernetes() and uses_ssh(spec):
         names = [host.peer_address for host in spec.place.hosts]
         network.wait_for_host_names(names, spec.policy.start_timeout, async_writer.write_message)
     scheduler = resolved.spec.place.scheduler

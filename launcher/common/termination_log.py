@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 
-from pdrun.rendezvous.protocol.mounted_secret import is_in_kubernetes
+from pdrun.topology import is_in_kubernetes
 
 LOG_VARIABLE = "PDRUN_TERMINATION_LOG"
 DEFAULT_PATH = "/dev/termination-log"

@@ -312,6 +312,7 @@ class Supervisor:
         child = self.children.pop(pid, None)
         if child is None:
             return
+        self.direct.on_exit(pid)
         if child.slot == fork_client.FORK_SERVER_SLOT:
             if child.report_fd >= 0:
                 os.close(child.report_fd)
@@ -334,15 +335,13 @@ class Supervisor:
 
     def on_direct_signal(self, number: int, frame: object) -> None:
         """Note a signal of a batch system, which all processes that run now have received."""
-        slots = {child.slot for child in self.children.values() if child.report_fd < 0}
-        self.direct.on_signal(number, slots, time.monotonic())
+        pids = {child.pid for child in self.children.values() if child.report_fd < 0}
+        self.direct.on_signal(number, pids, time.monotonic())
 
     def send_to_slot(self, slot: int, number: int, to_group: bool) -> None:
         """Send a signal to the process of a slot; until exec only SIGKILL is sent immediately."""
-        if self.direct.is_repetition(slot, number, time.monotonic()):
-            return
         for child in self.processes():
-            if child.slot != slot:
+            if child.slot != slot or self.direct.is_repetition(child.pid, number, time.monotonic()):
                 continue
             if child.pid == 0:
                 self.forks.signal_pending(child, number, to_group)

@@ -112,13 +112,13 @@ class DirectSignals:
     def __init__(self, *, is_in_slurm: bool) -> None:
         self.hold_seconds = HOLD_SECONDS if is_in_slurm else 0.0
         self.received: dict[int, tuple[float, set[int]]] = {}
-        """Signal -> when it was received, and the slots that have it and were not passed it."""
+        """Signal -> when it was received, and the pids that have it and were not passed it."""
         self.held: list[tuple[float, int, int, bool]] = []
         """When to send, slot, signal, to the group."""
 
-    def on_signal(self, number: int, slots: set[int], now: float) -> None:
-        """This process has received a signal while the processes of ``slots`` were running."""
-        self.received[number] = (now, slots)
+    def on_signal(self, number: int, pids: set[int], now: float) -> None:
+        """This process has received a signal while the processes ``pids`` were running."""
+        self.received[number] = (now, pids)
 
     def hold(self, slot: int, number: int, to_group: bool, now: float) -> bool:
         """Return whether a signal is held back: `take_due` returns it unless it is a repetition."""
@@ -127,13 +127,18 @@ class DirectSignals:
         self.held.append((now + self.hold_seconds, slot, number, to_group))
         return True
 
-    def is_repetition(self, slot: int, number: int, now: float) -> bool:
-        """Return whether the process of a slot has this signal already. Each counts once."""
-        at, slots = self.received.get(number, (0.0, set()))
-        if slot not in slots or now - at > DIRECT_SIGNALS[number]:
+    def is_repetition(self, pid: int, number: int, now: float) -> bool:
+        """Return whether a process has this signal already. Each counts once."""
+        at, pids = self.received.get(number, (0.0, set()))
+        if pid not in pids or now - at > DIRECT_SIGNALS[number]:
             return False
-        slots.discard(slot)
+        pids.discard(pid)
         return True
+
+    def on_exit(self, pid: int) -> None:
+        """A process has ended: its pid, and its slot, may get another one."""
+        for _, pids in self.received.values():
+            pids.discard(pid)
 
     def take_due(self, now: float) -> list[tuple[int, int, bool]]:
         """Return (slot, signal, to the group) of the signals that are not held back any more."""

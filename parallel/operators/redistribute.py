@@ -13,6 +13,7 @@ so that no path sends more than they do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -72,7 +73,9 @@ class LayoutMove:
         )
         gathered = large - small
         summed = 2 * (large - large // n)
-        kept = self._kept_elements() * itemsize
+        exchanged = 0
+        if self.kind == ALL_TO_ALL:
+            exchanged = large - self._kept_elements() * itemsize
         costs = {
             COPY_TO_AXIS: (0, summed),
             SCALE_GRAD: (0, 0),
@@ -82,7 +85,7 @@ class LayoutMove:
             ALL_GATHER_SUM_GRAD: (gathered, gathered),
             SLICE: (0, gathered),
             REDUCE_SCATTER: (gathered, gathered),
-            ALL_TO_ALL: (large - kept, large - kept),
+            ALL_TO_ALL: (exchanged, exchanged),
         }
         forward, backward = costs[self.kind]
         if not has_grad:
@@ -91,10 +94,8 @@ class LayoutMove:
 
     def _kept_elements(self) -> int:
         """Return the number of elements that a rank has before and after an all-to-all."""
-        kept = 1
-        for before, after in zip(self.before.local_shape(), self.after.local_shape(), strict=False):
-            kept *= min(before, after)
-        return kept
+        shapes = zip(self.before.local_shape(), self.after.local_shape(), strict=True)
+        return math.prod(min(sizes) for sizes in shapes)
 
     def describe(self, has_grad: bool = True) -> str:
         """Return the move as text, including its backward pass if there is one."""

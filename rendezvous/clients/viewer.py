@@ -10,7 +10,6 @@ is over (`pdrun.rendezvous.scheduler.service`).
 from __future__ import annotations
 
 import math
-import socket
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -25,6 +24,7 @@ from pdrun.rendezvous.protocol.messages import (
     StopRequest,
     Welcome,
 )
+from pdrun.rendezvous.transport.dns import refuses_connections
 from pdrun.rendezvous.transport.zmq_client import ZmqLink
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
@@ -40,8 +40,6 @@ round trips of a second the first handshake is too slow.
 """
 REPEAT_SECONDS = 1.0
 """Time after which a question is repeated: it may be lost with a connection that was cut."""
-PROBE_SECONDS = 1.0
-"""Time for one attempt to connect."""
 _Reply = TypeVar("_Reply", Welcome, StatusReply)
 
 
@@ -137,7 +135,7 @@ class Viewer:
         address, or another scheduler does.
         """
         return self._link.is_replaced or (
-            self._link.is_port_closed and _is_port_closed(self.endpoint)
+            self._link.is_port_closed and refuses_connections(self.endpoint)
         )
 
     def _await_reply(
@@ -194,19 +192,6 @@ def query_status(
     if lines is None:
         raise RendezvousError(f"no answer within {timeout:g} s", where=str(endpoint))
     return lines
-
-
-def _is_port_closed(endpoint: Endpoint) -> bool:
-    """
-    Whether the machine at ``endpoint`` refuses connections to the port. No answer means False.
-    """
-    try:
-        socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _refusal_error(message: Refuse, endpoint: Endpoint) -> PdrunError:

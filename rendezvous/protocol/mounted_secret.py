@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
+
+from pdrun.topology import is_in_kubernetes
 
 _MAX_SWAPS = 10
 """Attempts to open a file while the kubelet replaces the volume's content."""
 _MOUNT_TABLE = Path("/proc/self/mountinfo")
-
-
-def is_in_kubernetes(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process runs in a container of Kubernetes."""
-    return "KUBERNETES_SERVICE_HOST" in (os.environ if environ is None else environ)
 
 
 def open_mounted_secret(path: Path) -> int | None:

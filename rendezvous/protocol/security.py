@@ -32,8 +32,9 @@ from typing import Literal, NoReturn
 from pdrun import process_setup
 from pdrun.disk import make_private_folder
 from pdrun.errors import ConfigError
-from pdrun.rendezvous.protocol.mounted_secret import is_in_kubernetes, open_mounted_secret
+from pdrun.rendezvous.protocol.mounted_secret import open_mounted_secret
 from pdrun.text import quote_command
+from pdrun.topology import is_in_kubernetes
 
 SECRET_BYTES = 32
 """Bytes of a secret."""

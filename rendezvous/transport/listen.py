@@ -69,6 +69,14 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
             where=where,
             hint="name one address, such as 127.0.0.1",
         )
+    try:
+        return _bind(family, address, backlog)
+    except OSError as error:
+        raise _listen_error(endpoint, error) from None
+
+
+def _bind(family: int, address: tuple[str, int], backlog: int) -> socket.socket:
+    """Return a listening socket; raise OSError if there can be none."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,22 +85,22 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, MAX_SEGMENT_BYTES)
         listener.bind(address)
         listener.listen(backlog)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise _listen_error(endpoint, error) from None
+        raise
     return listener
 
 
 def _bind_in_range(endpoint: Endpoint, ports: tuple[int, int], backlog: int) -> socket.socket:
-    """Return a socket on the first free port of a range."""
+    """Return a socket on the first free port of a range; who has the others is not looked up."""
     first, last = ports
+    family, address = _resolve_endpoint(endpoint)
     for port in range(first, last + 1):
         try:
-            return bind_listener(Endpoint(endpoint.host, port), backlog=backlog)
-        except ConfigError as error:
-            cause = error.__context__
-            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
-                raise
+            return _bind(family, (address[0], port, *address[2:]), backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise _listen_error(Endpoint(endpoint.host, port), error) from None
     raise ConfigError(
         f"no port of {first}-{last} is free on {endpoint.host}",
         where="--port-range",
@@ -155,7 +163,8 @@ class PendingHandshakes:
     """
     The accepted connections that have sent no message, for which a handshake is needed.
 
-    They are at most a number per remote address, and at most half of the descriptors. Above it the
+    They are at most a number per remote address, and in all at most half of the descriptors, or one
+    address's number if that is more. Above it the
     oldest one of that address is shut down: a handshake takes milliseconds, or a few
     round trips. The handshake limit of the server bounds them in time.
     """
@@ -205,8 +214,14 @@ class PendingHandshakes:
         self.remove_connection(oldest)
 
     def remove_connection(self, fd: int) -> None:
-        """Forget a connection that has ended."""
-        self._proven.pop(fd, None)
+        """
+        Forget a connection that has ended.
+
+        A newer one of the same number may have been proven already: its messages can be read
+        before the end of the old one is reported.
+        """
+        if self._proven.get(fd) != (socket_inode(fd) or -1):
+            self._proven.pop(fd, None)
         host = self._hosts.pop(fd, None)
         if host is None:
             return

@@ -166,8 +166,9 @@ class ReconnectPolicy:
         self._first_refusal = None
 
     def on_connected(self, now: float) -> None:
-        """A connection was accepted."""
-        self._certain_at = now
+        """A connection was accepted: by the scheduler's machine, unless a relay is between."""
+        if not self.is_through_relay:
+            self._certain_at = now
         self.no_listener_since = None
         self._refused_since = None
 

@@ -277,7 +277,8 @@ class ZmqLink:
             if event is ConnectionEvent.DISCONNECTED and is_open:
                 # What the scheduler sent before the end is still in the socket.
                 self._read_socket(now)
-            if event is ConnectionEvent.CONNECTED:
+            if event is ConnectionEvent.CONNECTED and not self._reconnect_policy.is_through_relay:
+                # a relay accepts connections while its own way to the scheduler is cut
                 self._fence.on_connected(now + self._grant_seconds)
             connector.handle_event(event, now)
 

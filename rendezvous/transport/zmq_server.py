@@ -2,7 +2,7 @@
 The scheduler's transport over TCP: connections, their limits, and relays.
 
 Every limit is set: 1 MiB per frame, two frames per message, 1,000 queued messages per connection,
-3 s per handshake (more if thousands connect at the same time, see `timeouts`), and a token bucket
+a time per handshake (`timeouts.server_handshake_seconds`), and a token bucket
 per connection. A connection that sends anything but envelopes, or does not read, is closed; the
 service continues. The socket monitor reports the end of a connection within milliseconds, by its
 descriptor (SRCFD of its messages). The connection of a relay carries the connections of many agents

@@ -10,6 +10,7 @@ import pytest
 from pdrun.endpoint import Endpoint, parse_port_range, port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common.network import find_local_address, is_loopback
+from pdrun.rendezvous.transport import listen
 from pdrun.rendezvous.transport.listen import bind_listener, use_port_range, use_port_range_of
 
 
@@ -46,6 +47,17 @@ def test_sockets_without_a_port_take_one_of_the_range(address: str) -> None:
         assert error.value.where == "--port-range"
         with bind_listener(Endpoint("127.0.0.1", 0)) as loopback:
             assert not first <= loopback.getsockname()[1] <= last
+
+
+def test_who_holds_the_ports_of_a_range_is_not_looked_up(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = free_ports(address, 2)
+    asked: list[int] = []
+    monkeypatch.setattr(listen, "describe_port_holder", lambda port: asked.append(port) or "")
+    use_port_range((first, last))
+    with bind_listener(Endpoint(address, 0)), bind_listener(Endpoint(address, 0)):
+        assert asked == []  # a look at the descriptors of all processes, for each port
 
 
 def test_a_fixed_port_may_be_outside(address: str) -> None:

@@ -53,3 +53,18 @@ def test_who_has_spoken_does_not_count(closed):
         pending.add_connection(fd)
         pending.prove_connection(fd, fd + 1)
     assert (closed, len(pending)) == ([], 0)
+
+
+def test_a_new_connection_of_a_number_stays_proven_when_the_end_of_the_old_one_is_read(closed):
+    pending = PendingHandshakes(0)
+    pending.prove_connection(100, 101)  # its message was read before the monitor's events
+    pending.remove_connection(100)  # of the connection before
+    pending.add_connection(100)
+    assert len(pending) == 0
+
+
+def test_a_crowd_may_exceed_half_of_the_descriptors(closed):
+    pending = PendingHandshakes(DESCRIPTORS)
+    for fd in range(100, 100 + DESCRIPTORS):
+        pending.add_connection(fd)
+    assert closed == []

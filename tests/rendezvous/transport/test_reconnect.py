@@ -32,6 +32,15 @@ def test_a_machine_that_takes_connections_is_not_cut_off() -> None:
     assert (patience.silent_for(now), patience.cut_off_for(now)) == (0.0, 0.0)
 
 
+def test_a_relay_that_takes_connections_proves_no_scheduler() -> None:
+    patience = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
+    patience.is_through_relay = True
+    now = turned(patience, 100.0, 105.0)
+    patience.on_connected(now)
+    now = turned(patience, now, 108.0)
+    assert patience.cut_off_for(now) == 8.0
+
+
 def test_who_has_just_woken_is_given_a_moment_to_ask_and_no_more() -> None:
     """The others do not wait for a process that stood still: its lease has run on."""
     patience = ReconnectPolicy(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)

@@ -24,9 +24,9 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
 
     Args:
         globs: names of modules; of the modules that one glob matches, the outermost ones count.
-            None: the members of the outermost ModuleLists, ModuleDicts and Sequentials, or the
-            children of a model without them. Where such a module is never called itself (a list in
-            a list), its members take its place.
+            None: the members with weights of the outermost ModuleLists, ModuleDicts and
+            Sequentials, or the children of a model without such members. Where such a module is
+            never called itself (a list in a list), its members take its place.
 
     Raises:
         UsageError: a glob that matches no module with weights, or units inside one another.
@@ -46,8 +46,8 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
                 name.startswith(other + ".") or not other for other in lists if other != name
             )
         ]
-        members = [name for holder in outer for name in _called_members(model, holder)]
-        chosen = set(members or _called_members(model, ""))
+        members = {name for holder in outer for name in _called_members(model, holder)}
+        chosen = members & set(modules) or set(_called_members(model, ""))
         return [name for name in modules if name in chosen]
     names = [name for name, module in modules.items() if is_called(module)]
     units: list[str] = []

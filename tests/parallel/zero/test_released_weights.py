@@ -147,6 +147,9 @@ def test_units_are_modules_that_are_called() -> None:
     assert find_units(nested, ["blocks.*.*"]) == encoders
     assert find_units(Reader("list in a dict"), None) == ["parts.h.0", "parts.h.1"]
     assert find_units(Reader("parameter list"), None) == ["emb", "head"]
+    plain = Reader("tied by reading")
+    plain.act = nn.Sequential(nn.ReLU(), nn.Dropout())  # members without weights are no units
+    assert find_units(plain, None) == ["emb", "head"]
     with pytest.raises(UsageError, match=r"blocks, a ModuleList, which is never called"):
         find_units(nested, ["blocks"])
 

@@ -86,7 +86,7 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             hint="start one program that chooses by its rank",
         )
     result = Translation("mpirun")
-    for key in ("output_filename", "timeout", "launcher", "envlist", "rankfile"):
+    for key in ("output_filename", "timeout", "launcher", "genvlist", "rankfile"):
         if command.has(key):
             raise command.make_error(key, "is not translated", _MPIRUN_HINTS[key])
     per_node = command.count_of(PER_NODE, int(command.has("pernode")))
@@ -111,7 +111,7 @@ _MPIRUN_HINTS = {
     "timeout": "use pdrun --time-limit S",
     "rankfile": "use pdrun --hostfile FILE, which reads the hosts of a rankfile",
     "launcher": "use pdrun --ssh PROGRAM, --launcher mpirun or --launcher srun",
-    "envlist": "use pdrun --forward NAMES",
+    "genvlist": "use pdrun --forward NAMES",
 }
 
 

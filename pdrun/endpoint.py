@@ -77,13 +77,16 @@ def port_for_job(job: str, ports: tuple[int, int] | None = None) -> int:
     return choice[zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(choice)]
 
 
-def port_beside_store(port: int) -> int:
+def port_beside_store(port: int, ports: tuple[int, int] | None = None) -> int:
     """
     Return the scheduler port of a job whose store has a fixed port, from that port.
 
-    Every node of the job computes the same port. It is outside of the range from which Linux takes
-    the ports of outgoing connections, if the store's port is at most 42767.
+    Every node of the job computes the same port. Without ``--port-range`` (ports) it is outside of
+    the range from which Linux takes the ports of outgoing connections, if the store's port is at
+    most 42767.
     """
+    if ports is not None:
+        return port_for_job(str(port), ports)
     if port < SCHEDULER_PORTS.start:
         return port + _PORT_DISTANCE
     return port - _PORT_DISTANCE

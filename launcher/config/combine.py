@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdrun.endpoint import Endpoint, port_beside_store, port_for_job
+from pdrun.endpoint import Endpoint, port_beside_store
 from pdrun.errors import UsageError
 from pdrun.launcher.config.msrun_options import MSRUN_PORT
 from pdrun.launcher.config.settings import (
@@ -148,7 +148,7 @@ def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
             derived.append(Setting("scheduler.host", host.value, host.source))
             if scheduler_port is None:
                 ports = value_of(settings, "place.port_range", None)
-                beside = port_for_job(str(number), ports) if ports else port_beside_store(number)
+                beside = port_beside_store(number, ports)
                 derived.append(Setting("scheduler.port", beside, (port or host).source))
         elif not has_hosts and given.source.priority is not Priority.DETECTED:
             raise given.source.make_error(

@@ -426,8 +426,8 @@ def _scheduler_settings(
     name = found.job_name or f"{found.launcher}-{found.world}"
     ports = value_of(given, "place.port_range", None)
     port = found.port if found.port is not None else port_for_job(name, ports)
-    if ports is None and found.port is not None and found.sources.get("port") == "MASTER_PORT":
-        port = port_beside_store(found.port)
+    if found.port is not None and found.sources.get("port") == "MASTER_PORT":
+        port = port_beside_store(found.port, ports)
     return [
         _make_setting("scheduler.host", host, found, key),
         _make_setting(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.config.resolve import ResolvedSpec
@@ -54,6 +55,16 @@ def describe_place(found: ResolvedSpec) -> str:
 )
 def test_variables_of_nodes_give_their_job(line: str, environ: dict[str, str], job: str) -> None:
     assert describe_place(resolve_line(line, environ)) == job
+
+
+@pytest.mark.parametrize("pod", [{}, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}], ids=["", "pod"])
+def test_a_master_port_is_the_stores_and_the_scheduler_is_in_the_range(pod: dict[str, str]) -> None:
+    variables = {**HAND, "RANK": "1", "WORLD_SIZE": "2", "NNODES": "2", **pod}
+    line = "--devices 8 --port-range 21000-21100 x"
+    place = resolve_line(line, variables).spec.place
+    by_options = resolve_line(f"--nodes 2 --master-addr h1 --master-port 29500 {line}").spec.place
+    assert place.scheduler == by_options.scheduler == Endpoint("h1", 21021)
+    assert place.store == by_options.store == Endpoint("h1", 29500)
 
 
 def test_a_group_of_pods_is_one_job() -> None:

@@ -158,6 +158,10 @@ def _load_config(path: str) -> Mapping[str, Any]:
         raise ConfigError("is not a configuration of accelerate", where=path)
     if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError("describes SageMaker, which is not translated", where=path)
+    if data.get("parallelism_config"):
+        raise ConfigError(
+            "parallelism_config is not translated", where=path, hint="keep accelerate launch for it"
+        )
     return data
 
 

@@ -139,3 +139,34 @@ def test_a_mean_beside_a_count_is_noticed(worlds: Worlds) -> None:
     assert kind == "UsageError"
     assert "loss returns (mean, count), and must return (sum, count)" in text
     assert worlds(1).run(mean_and_count, "sum")[0] > 0
+
+
+class Classifier(nn.Module):
+    """One answer for each row, of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.emb(input_ids).mean(1))
+
+
+def row_means() -> list[float]:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch["y"])
+
+    run = parallelize(Classifier(), lambda p: torch.optim.SGD(p, 0.0), loss, accumulate=2)
+    y = torch.arange(8) % 3
+    return [
+        float(run.step({"input_ids": batch_of(False)["input_ids"][:, :n], "y": y}).loss)
+        for n in (4, 6, 5)
+    ]
+
+
+def test_batches_of_other_lengths_have_rows_of_equal_weight(worlds: Worlds) -> None:
+    model, y = Classifier(), torch.arange(8) % 3
+    ids = batch_of(False)["input_ids"]
+    want = [float(F.cross_entropy(model(ids[:, :n]), y)) for n in (4, 6, 5)]
+    assert worlds(1).run(row_means)[0] == pytest.approx(want, rel=1e-5)

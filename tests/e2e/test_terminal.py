@@ -88,7 +88,9 @@ class Terminal:
         return bool(termios.tcgetattr(self._own)[3] & termios.ECHO)
 
     def _read(self, deadline: float) -> bool:
-        ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
+        poll = select.poll()  # select.select refuses descriptors from 1024 on
+        poll.register(self.fd, select.POLLIN)
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         try:
             data = os.read(self.fd, 65536) if ready else b""
         except OSError:  # the last process with this terminal has ended

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PYTHONS = "/usr/sbin:/usr/bin:/sbin:/bin"
+DOWN_SECONDS = 60.0
+"""Time for the kernel to end all processes of a host, on a machine that others use as well."""
 NEEDED = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -228,10 +230,12 @@ class Hosts:
         for name in list(self.inits):
             with contextlib.suppress(ProcessLookupError):
                 self.power_off(name)
-        for process in getattr(self, "_outer", []):
-            process.wait(10)
-        for name in [*self.names, "sw"]:
-            run("ip", "netns", "del", f"{self.tag}-{name}", check=False)
+        try:
+            for process in getattr(self, "_outer", []):
+                process.wait(DOWN_SECONDS)
+        finally:
+            for name in [*self.names, "sw"]:
+                run("ip", "netns", "del", f"{self.tag}-{name}", check=False)
 
 
 _made = 0

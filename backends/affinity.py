@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pdrun.errors import PdrunError, UsageError
+from pdrun.quick_dataclass import dataclass
 from pdrun.text import plural
 from pdrun.topology import CpuSet
 

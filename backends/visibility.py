@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdrun.backends.base import Backend, DetectedDevice, VisibilityVariable
 from pdrun.errors import ConfigError, PdrunError
+from pdrun.quick_dataclass import dataclass
 from pdrun.topology import Device
 
 

@@ -12,6 +12,8 @@ Public names are imported on first use, so that ``import pdrun`` is fast.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing would take longer than this module
@@ -131,6 +133,19 @@ def _import_module(module: str) -> Any:
         what = f"{root} is pdrun's source tree, which hides the installed package"
         hint = "run in another folder, or pip install -e ."
         raise ImportError(f"{what}: {hint}", name=error.name) from None
+
+
+def put_standard_library_first(path: list[str]) -> None:
+    """
+    Move the standard library to the front of ``path``, in place.
+
+    A ``json.py`` in the working directory or on PYTHONPATH is for the user's script and must not be
+    imported by the launcher. Nothing is removed, because sites install packages through PYTHONPATH.
+    """
+    home = os.__file__.rpartition("/")[0]  # plain text: pathlib itself could be shadowed
+    archive = f"{home.rpartition('/')[0]}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    standard = (home, f"{home}/lib-dynload", archive)
+    path.sort(key=lambda folder: folder not in standard)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ import os
 import sys
 
 import pdrun
-from pdrun.sys_path import put_standard_library_first
 
 
 def main() -> None:
@@ -17,7 +16,7 @@ def main() -> None:
     closed and flushed before.
     """
     # Before any import that a file in the working directory could shadow.
-    put_standard_library_first(sys.path)
+    pdrun.put_standard_library_first(sys.path)
     from pdrun import process_setup
 
     process_setup.setup_process()

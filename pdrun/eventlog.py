@@ -11,12 +11,13 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pdrun.async_file import CLOSE_SECONDS, BackgroundFileWriter
+from pdrun.quick_dataclass import dataclass
 from pdrun.text import plural
 
 EVENT_KINDS = (

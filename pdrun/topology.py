@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+
+from pdrun.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True)

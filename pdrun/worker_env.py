@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pdrun.errors import ConfigError, UsageError
+from pdrun.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.text import make_name
 
 LauncherKind = Literal["task", "allocation", "none"]

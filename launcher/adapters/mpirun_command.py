@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.hosts.selection import Host
+from pdrun.quick_dataclass import dataclass
 
 MpiFamily = Literal["openmpi4", "openmpi5", "mpich", "intelmpi", "jsrun"]
 MPI_TITLES = {

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, Probes
@@ -33,6 +32,7 @@ from pdrun.launcher.adapters.parsing import (
     require_number,
 )
 from pdrun.launcher.common.parsers import quote_text
+from pdrun.quick_dataclass import dataclass
 
 NODE_COUNT_VARIABLES = ("NNODES", "NUM_NODES", "N_NODES", "NODE_COUNT")
 """Variables in which scripts keep the number of nodes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from pdrun.endpoint import parse_port
@@ -18,6 +18,7 @@ from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, LauncherK
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import check_host_name
+from pdrun.quick_dataclass import dataclass
 
 Environ = Mapping[str, str]
 MAX_VALUE_CHARS = 1 << 20

@@ -20,9 +20,10 @@ import shutil
 import socket
 import struct
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from pdrun.quick_dataclass import dataclass
 
 MAX_DATAGRAM_BYTES = 512
 MAX_REPORTS_PER_READ = 64

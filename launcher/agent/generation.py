@@ -9,7 +9,6 @@ A generation of another size changes only the workers' environment. The plan of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Announcer
@@ -21,6 +20,7 @@ from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import files
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.program import check_program
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,

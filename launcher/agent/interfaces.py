@@ -6,7 +6,7 @@ fakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from pdrun import async_writer
@@ -14,6 +14,7 @@ from pdrun.clock import Clock, SystemClock
 from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import Message, Welcome
 
 

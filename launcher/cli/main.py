@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import pdrun
 from pdrun.launcher.common.exit import discard_output, print_message, report_fault
-from pdrun.sys_path import put_standard_library_first
 
 OTHER_MEANING = {"--join": "msrun", "--include": "deepspeed", "--exclude": "deepspeed"}
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises nothing and prints no traceback of pdrun's own code.
     """
-    put_standard_library_first(sys.path)
+    pdrun.put_standard_library_first(sys.path)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Arguments and names may hold any bytes. Python escapes them on stderr by default.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,6 +39,7 @@ from pdrun.launcher.config.torchrun_settings import ignore_master_beside_endpoin
 from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 from pdrun.launcher.translate.program_settings import program_settings
+from pdrun.quick_dataclass import dataclass
 from pdrun.topology import is_in_kubernetes
 
 if TYPE_CHECKING:

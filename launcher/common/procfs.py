@@ -8,8 +8,9 @@ process is stopped or slowed down.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from pdrun.quick_dataclass import dataclass
 
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")

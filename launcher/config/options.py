@@ -10,12 +10,13 @@ by path (``resources.nodes``). Paths that are not a field (``scheduler.host``) a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
 from pdrun.launcher.common import parsers
+from pdrun.quick_dataclass import dataclass
 
 FieldValues = Mapping[str, Any]
 OptionReader = Callable[[str, str], FieldValues]

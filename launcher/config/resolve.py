@@ -8,7 +8,7 @@ compare values that are valid alone but not together.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pdrun.endpoint import Endpoint, port_for_job
@@ -35,6 +35,7 @@ from pdrun.launcher.config.spec import (
     Sources,
     list_field_paths,
 )
+from pdrun.quick_dataclass import dataclass
 from pdrun.worker_env import refuse_reserved
 
 

@@ -10,7 +10,6 @@ Pure: it reads no file and no ``os.environ``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +18,7 @@ from pdrun.launcher.common.parsers import parse_bool, quote_text
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.options import OTHER_VARIABLES, WORKER_VARIABLES, Option
 from pdrun.launcher.config.run_options import RUN_OPTIONS
+from pdrun.quick_dataclass import dataclass
 
 
 class Priority(IntEnum):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from typing import Any, Literal
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
 from pdrun.launcher.hosts.selection import Host
+from pdrun.quick_dataclass import dataclass
 from pdrun.text import check_name
 
 Sources = Mapping[str, str]

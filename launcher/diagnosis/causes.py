@@ -36,7 +36,6 @@ import errno
 import os
 import re
 import signal
-from dataclasses import dataclass
 
 from pdrun.errors import PeerLost
 from pdrun.launcher.common.signals import format_signal
@@ -48,6 +47,7 @@ from pdrun.launcher.diagnosis.tracebacks import (
     strip_rank_prefix,
 )
 from pdrun.launcher.supervisor.events import SpawnFailed
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind
 
 LINGER_SECONDS = 10.0

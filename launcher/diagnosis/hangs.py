@@ -20,7 +20,7 @@ spinning) is not seen: such programs should report progress.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pdrun.quick_dataclass import dataclass
 
 IDLE_CPU_SHARE = 0.02
 """A process below this share of one CPU is idle: its threads only poll."""

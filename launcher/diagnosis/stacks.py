@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pdrun.launcher.diagnosis.tracebacks import is_launcher_file
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import StackGroup
 
 MAX_STACK_BYTES = 8 * 1024

@@ -26,8 +26,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+from pdrun.quick_dataclass import dataclass
 
 MAX_TRACEBACK_BYTES = 1 << 16
 """Only the last bytes of a traceback are kept."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from pdrun.quick_dataclass import dataclass
 
 HEADER = "Traceback (most recent call last):"
 _HEADS = (HEADER, "Exception Group Traceback", "Original Traceback")

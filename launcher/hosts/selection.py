@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdrun.endpoint import check_host
 from pdrun.errors import UsageError, did_you_mean
@@ -18,6 +18,7 @@ from pdrun.launcher.common import parsers, rank_lists
 from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts import nodelist
+from pdrun.quick_dataclass import dataclass
 
 MAX_DEVICES = 4096
 """Per host. A larger number is a typing mistake."""

@@ -18,13 +18,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from pdrun.disk import make_private_folder
 from pdrun.errors import UsageError
 from pdrun.launcher.common.files import state_folder
+from pdrun.quick_dataclass import dataclass
 from pdrun.text import check_name
 
 MAX_ENDED_JOBS = 200

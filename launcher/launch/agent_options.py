@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdrun import async_writer
+from pdrun.quick_dataclass import dataclass
 
 if TYPE_CHECKING:
     from pdrun.launcher.output.console import Console

@@ -7,7 +7,7 @@ Data that the parts of the launcher exchange. It has no behaviour.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from pdrun.endpoint import Endpoint
@@ -15,6 +15,7 @@ from pdrun.launcher.adapters.mpirun_command import MpirunProgram
 from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.supervisor.events import WarmProcess
+from pdrun.quick_dataclass import dataclass
 from pdrun.topology import CpuSet, Device
 
 

@@ -8,7 +8,7 @@ does not fit, the message has both numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdrun.backends import affinity
 from pdrun.backends.affinity import CpuBinding
@@ -19,6 +19,7 @@ from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.config.spec import JobSpec, Resources, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.model import Facts
+from pdrun.quick_dataclass import dataclass
 from pdrun.topology import CpuSet, Device
 
 CPU_BACKEND = "cpu"

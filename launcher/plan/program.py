@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import machinery
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from pdrun.launcher.common import files
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.config.spec import Program
 from pdrun.launcher.plan.script_scan import MAX_READ_BYTES, ScriptInfo, scan_script
+from pdrun.quick_dataclass import dataclass
 
 _TORCH_MENTIONS = (b"torch", b"lightning", b"transformers", b"accelerate", b"deepspeed", b"pdrun")
 

@@ -12,12 +12,11 @@ The first rule that applies:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.config.spec import JobSpec, Sources, source_of
 from pdrun.launcher.plan.model import Facts, LaunchMode, StoreListener
+from pdrun.quick_dataclass import dataclass
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from pdrun.launcher.common import files
 from pdrun.launcher.stdlib_only.import_env import find_late_assignment
 from pdrun.launcher.stdlib_only.late_variables import is_late_variable
+from pdrun.quick_dataclass import dataclass
 
 MAX_READ_BYTES = 1 << 20
 """Number of bytes of a file that are scanned."""

@@ -7,10 +7,10 @@ What the supervisor is asked for and what it reports: commands, events, warm pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from pdrun.errors import RendezvousError
+from pdrun.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ scheduler that was stopped for a minute does not take its own pause for the sile
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.membership.nodes import CutKind, Member
 from pdrun.rendezvous.protocol.events import LostNode, NodesLost, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Heartbeat

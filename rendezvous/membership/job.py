@@ -18,9 +18,10 @@ The rules in `policies/` know no Job: they get plain values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.membership.failure_detector import FailureDetector
 from pdrun.rendezvous.membership.nodes import Member
 from pdrun.rendezvous.membership.roster import Roster

@@ -9,8 +9,8 @@ left to the timeout of the collective itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import CollectiveReport
 
 MAX_SHOWN_COLLECTIVES = 4

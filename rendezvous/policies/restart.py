@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.policies.verdict import ReportedFailure, is_own_failure
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Cause, Failure

@@ -10,9 +10,10 @@ scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.policies.texts import with_restarts
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind, Failure, Verdict
 

@@ -8,9 +8,10 @@ Configuration, events and actions of the membership machine: plain frozen values
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import Message
 
 Peer = str

@@ -29,8 +29,10 @@ terminals. StopRequest and StatusQuery come from agents and from viewers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
+
+from pdrun.quick_dataclass import dataclass
 
 PROTOCOL = 2
 """

@@ -8,9 +8,9 @@ connections, not nodes: it reports what has arrived and ended, in order for each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.events import Peer
 from pdrun.rendezvous.protocol.messages import Envelope
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pdrun import put_standard_library_first
 from pdrun.launcher.cli import main as cli
 from pdrun.launcher.launch import execute, join
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.sys_path import put_standard_library_first
 from tests.launcher.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]

@@ -33,7 +33,7 @@ from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.training.interleave import InterleavedDriver
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction, Objective
-from pdrun.parallel.training.loss_check import find_label_counter
+from pdrun.parallel.training.loss_check import find_own_loss
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_scheduler
 from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero.engine import Engine
@@ -268,7 +268,7 @@ def _build_state(
             partitioned.model,
             arguments.loss,
             arguments.forward,
-            find_label_counter(arguments.model),
+            find_own_loss(arguments.model),
             is_split=mesh.dp * settings.accumulate > 1,
             checks_form=mesh.size == mesh.dp * mesh.pp,
         ),

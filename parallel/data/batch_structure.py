@@ -16,6 +16,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils import rnn
@@ -51,14 +52,23 @@ def is_sample_list(value: Any) -> bool:
     """
     Whether a value is certainly a list of samples: of dicts, or of tensors of different lengths.
     """
-    if isinstance(value, (SampleList, SampleTuple)):
-        return True
-    if type(value) not in (list, tuple) or not value:
-        return False
-    if all(isinstance(each, Mapping) for each in value):
+    if is_taken_as_samples(value):
         return True
     return _is_tensor_list(value) and (
         len({each.shape[0] for each in value}) > 1 and len({each.dtype for each in value}) == 1
+    )
+
+
+def is_taken_as_samples(batch: Any) -> bool:
+    """
+    Whether rows of a batch were taken as samples, so that a model gets the list itself.
+
+    Tensors of different lengths alone do not show it: they can be columns with a ``dim`` each.
+    """
+    return isinstance(batch, (SampleList, SampleTuple)) or (
+        type(batch) in (list, tuple)
+        and bool(batch)
+        and all(isinstance(each, Mapping) for each in batch)
     )
 
 
@@ -298,6 +308,21 @@ def passes_list(forward: Callable[[Any, Any], Any] | None, batch: Any) -> bool |
     is_uniform = not is_sample_list(batch)
     if is_uniform and (type(batch) is tuple or len({each.shape for each in batch}) > 1):
         return False
+    try:
+        known = _seen_calls.setdefault(forward, {})
+    except TypeError:  # cannot be hashed, or have a weak reference
+        known = {}
+    if is_uniform not in known:
+        known[is_uniform] = _watch_call(forward, batch)
+    return known[is_uniform]
+
+
+_seen_calls: WeakKeyDictionary[Any, dict[bool, bool | None]] = WeakKeyDictionary()
+"""By ``forward=``: its answer for lists of tensors of different lengths, and of one length."""
+
+
+def _watch_call(forward: Callable[[Any, Any], Any], batch: Any) -> bool | None:
+    """Call ``forward=`` with a stand-in for the model; once per run, since it is the user's."""
     watched = _WatchedList(batch)
     try:
         forward(_Recorder(), watched)

@@ -4,7 +4,7 @@ The contract of a loss: ``loss(output, batch) -> (sum, count)``.
 The loss of a step is the sum of all sums divided by the sum of all counts, over micro-batches and
 ranks of any size. Gradients are those of the sums, divided once by the global count. Means cannot
 be combined that way: a scalar loss is taken for a mean over the rows of its slice, or, if a model
-of the transformers library has computed it, over its labels (see `loss_check`).
+of the transformers library has computed it, over what it divides by (see `loss_check`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pdrun.errors import UsageError
-from pdrun.parallel.data.batch_structure import is_sample_list, is_string_list
-from pdrun.parallel.training.loss_check import (
-    LabelCounter,
-    MeanCheck,
-    check_loss_form,
-    is_own_loss,
-)
+from pdrun.parallel.data.batch_structure import is_string_list, is_taken_as_samples
+from pdrun.parallel.training.loss_check import MeanCheck, OwnLoss, check_loss_form, is_own_loss
 
 LossFunction = Callable[[Any, Any], Any]
 ForwardFunction = Callable[[nn.Module, Any], Any]
@@ -42,17 +37,30 @@ class Objective:
     model: nn.Module
     loss: LossFunction | None
     forward: ForwardFunction | None = None
-    count_labels: LabelCounter | None = None
-    """Counts the labels over which the model's own loss is the mean."""
+    own_loss: OwnLoss | None = None
+    """The loss that the model returns, if it is one of the transformers library."""
     is_split: bool = False
     """Whether a step has several slices, so that their weights matter."""
     checks_form: bool = False
-    """Whether the loss must still be checked on the parts of an output."""
-    step_batch: Any = field(default=None, init=False)
-    """The batch of the current step: global, or this rank's part of a Loader's."""
+    """Whether the loss is checked on the parts of an output, in the first step."""
     is_mean: bool = field(default=False, init=False)
     """Whether the loss turned out to be a mean."""
+    step_batch: Any = field(default=None, init=False)
+    """The batch of the current step: global, or this rank's part of a Loader's."""
+    _is_in_step: bool = field(default=False, init=False)
+    _has_checked_rows: bool = field(default=False, init=False)
+    """Whether the rows of the current step's batch were compared."""
     _mean_check: MeanCheck = field(default_factory=MeanCheck, init=False)
+
+    def begin_step(self, batch: Any) -> None:
+        """Note the batch of a step."""
+        self.step_batch, self._is_in_step, self._has_checked_rows = batch, True, False
+
+    def end_step(self) -> None:
+        """Note the end of a step, or that it failed."""
+        if self._is_in_step:
+            self.checks_form = False
+        self.step_batch, self._is_in_step = None, False
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int
@@ -70,23 +78,28 @@ class Objective:
         return self.compute_loss(self.compute_output(model, batch), batch, rows)
 
     def _check_form(self, output: Any, batch: Any, rows: int, result: Any) -> None:
-        """Check once, on the first slice, that the loss is a sum."""
-        if self.loss is None or not self.checks_form or isinstance(result, torch.Tensor):
+        """Check in each slice of the first step that the loss is a sum."""
+        if self.loss is None or not self.checks_form or not self._is_in_step:
             return
-        if check_loss_form(self.loss, output, batch, rows, result):
-            self.checks_form = False
+        if not isinstance(result, torch.Tensor):
+            check_loss_form(self.loss, output, batch, rows, result)
 
     def _weigh_mean(
         self, output: Any, batch: Any, rows: int, mean: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum, count) for a mean: over labels for the model's own loss, else over rows."""
+        """
+        Return (sum, count) for a mean: over the elements of the model's own loss, else over rows.
+        """
         count = None
-        if self.count_labels is not None and is_own_loss(output, mean):
-            count = self.count_labels(batch)
+        if self.own_loss is not None and is_own_loss(output, mean):
+            count = self.own_loss.count_elements(mean, self.is_split)
         if count is None:
-            if self.is_split:
+            if self.is_split and not self._has_checked_rows:
                 self._mean_check.check_rows(batch if self.step_batch is None else self.step_batch)
+                self._has_checked_rows = self._is_in_step
             return mean * rows, rows
+        if not isinstance(count, torch.Tensor):
+            return mean * count, count
         # without a label the mean is 0 / 0, and its gradient 0
         return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
@@ -174,7 +187,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 hint="pass forward=lambda model, batch: ...",
             )
         return model(**named)
-    if isinstance(batch, PackedSequence) or is_sample_list(batch):
+    if isinstance(batch, PackedSequence) or is_taken_as_samples(batch):
         return model(batch)
     if isinstance(batch, (tuple, list)) and not is_string_list(batch):
         return model(batch[0])

@@ -1,60 +1,102 @@
 """
 The weight of a slice's mean loss, and checks that a loss keeps its contract.
 
-The mean of a model of the transformers library is over the labels that are not -100. Its weight is
-their number: slices with other numbers of labels then count as in one process. Other means are
-means over rows. Where rows differ, that is wrong, and such a loss is refused. A loss that returns
-(mean, count) in place of (sum, count) is noticed by computing it on two parts of an output.
+The mean that a model of the transformers library returns is over labels, rows or patches. Its
+weight is what it divides by (see `loss_graph`): slices with other numbers of labels then count as
+in one process. Other means are means over rows. Where rows differ, that is wrong, and such a loss
+is refused. A loss that returns (mean, count) in place of (sum, count) is noticed by computing it on
+two parts of an output.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pdrun.errors import UsageError
+from pdrun.errors import PdrunError, UsageError
 from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, take_rows
 from pdrun.parallel.data.batch_structure import plain_structure
+from pdrun.parallel.data.seeded import SlicedBatch
+from pdrun.parallel.training.loss_graph import LossTerm, read_terms
 
 IGNORED_LABEL = -100
 """Label that torch's and transformers' losses leave out."""
-SHIFTED_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes whose loss leaves out the first label of each row."""
-TOKEN_HEADS = (*SHIFTED_HEADS, "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 MAX_CHECKS_ON_DEVICE = 8
 TOLERANCE = 1e-4
 """Relative difference below which two losses are the same."""
-LabelCounter = Callable[[Any], "torch.Tensor | None"]
+SUM_HINT = "return (sum, count): the sum over all labels of a slice, and their number"
 
 
-def find_label_counter(model: nn.Module) -> LabelCounter | None:
+class OwnLoss:
     """
-    Return a function that counts the labels of a batch over which a model's own loss is the mean;
-    None unless it is a model of the transformers library.
+    The loss that a model of the transformers library returns beside its output.
+
+    Args:
+        name: of the model's class.
+        compares_rows: whether the loss compares the rows of a batch with one another.
     """
+
+    def __init__(self, name: str, compares_rows: bool) -> None:
+        self._name = name
+        self._compares_rows = compares_rows
+
+    def count_elements(self, loss: torch.Tensor, is_split: bool) -> torch.Tensor | int | None:
+        """
+        Return the number of elements over which the loss is the mean; None if it cannot be read.
+
+        Args:
+            is_split: whether a step has several slices.
+
+        Raises:
+            UsageError: the losses of slices cannot be combined into the loss of the batch.
+        """
+        try:
+            return self._count_terms(read_terms(loss))
+        except UsageError:
+            if is_split:
+                raise
+            return None
+
+    def _count_terms(self, terms: Sequence[LossTerm]) -> torch.Tensor | int | None:
+        if self._compares_rows or any(term.compares_rows for term in terms):
+            raise self._refuse("compares each row with all rows of a slice")
+        means = [term for term in terms if term.count is not None]
+        if means and len(means) < len(terms):
+            other = next(term.operation for term in terms if term.count is None)
+            raise self._refuse(f"is a mean and another term ({other}) that is no mean")
+        if any(term.is_sum for term in terms):
+            raise self._refuse("is a sum, and no mean")
+        counts = [term.count for term in means if term.count is not None]
+        if len(counts) > 1:
+            numbers = sorted({float(count) for count in counts})
+            if len(numbers) > 1:
+                found = " and ".join(f"{number:g}" for number in numbers)
+                raise self._refuse(f"adds means over different numbers of elements ({found})")
+        return counts[0] if counts else None
+
+    def _refuse(self, what: str) -> UsageError:
+        return UsageError(
+            f"the own loss of {self._name} {what}: losses of slices do not add up to that of the "
+            "batch",
+            where="pdrun.parallelize",
+            hint="compute a loss from the model's output; " + SUM_HINT,
+        )
+
+
+def find_own_loss(model: nn.Module) -> OwnLoss | None:
+    """Return what a model's own loss is; None unless it is a model of the transformers library."""
     base = getattr(model, "get_base_model", lambda: model)()
-    config = getattr(base, "config", None)
-    if not hasattr(config, "model_type"):
+    if not hasattr(getattr(base, "config", None), "model_type"):
         return None
-    name = type(base).__name__
-    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    first = 1 if name.endswith(SHIFTED_HEADS) and not is_encoder_decoder else 0
-    has_tokens = name.endswith(TOKEN_HEADS)
-
-    def count_labels(batch: Any) -> torch.Tensor | None:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
-            return None
-        if labels.dim() > 1 and not has_tokens:
-            return None
-        counted = labels[..., first:] if labels.dim() > 1 else labels
-        return (counted != IGNORED_LABEL).sum()
-
-    return count_labels
+    compares_rows = "return_loss" in inspect.signature(base.forward).parameters
+    return OwnLoss(type(base).__name__, compares_rows)
 
 
 def is_own_loss(output: Any, result: torch.Tensor) -> bool:
@@ -74,70 +116,88 @@ class MeanCheck:
 
     def check_rows(self, batch: Any) -> None:
         """
-        Compare the labels per row of a batch. Batches may differ: each step has its own weights.
+        Compare the labels per row of a batch, also of one that was collated slice by slice.
+
+        Batches may differ: each step has its own weights. Tensors without an ignored label prove
+        nothing: slices may be padded to different lengths.
 
         Raises:
             UsageError: they differ: the mean of a slice has no weight that suits all slices.
         """
         if not self._checks_left:
             return
-        leaves = pytree.tree_flatten_with_path(plain_structure(batch))[0]
-        for path, leaf in leaves:
-            if (
-                not isinstance(leaf, torch.Tensor)
-                or leaf.is_floating_point()
-                or leaf.dim() < 2
-                or not leaf.shape[0]
-                or leaf.device.type == "meta"
-            ):
-                continue
-            if leaf.device.type != "cpu":  # reading a value waits for the device
+        found: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for part in batch if isinstance(batch, SlicedBatch) else [batch]:
+            for path, leaf in pytree.tree_flatten_with_path(plain_structure(part))[0]:
+                if _can_have_labels(leaf):
+                    found[pytree.keystr(path)].append(leaf)
+        for name, tensors in found.items():
+            if tensors[0].device.type != "cpu":  # reading a value waits for the device
                 self._checks_left -= 1
-            found = (leaf != IGNORED_LABEL).flatten(1).sum(1)
-            low, high = int(found.min()), int(found.max())
-            if low != high:  # never so for a tensor without an ignored label
+            masks = [(tensor != IGNORED_LABEL).flatten(1) for tensor in tensors]
+            counts = torch.cat([mask.sum(1) for mask in masks])
+            low, high = int(counts.min()), int(counts.max())
+            if low != high and not all(bool(mask.all()) for mask in masks):
                 what = "loss returns a scalar, which counts as a mean over rows, but rows of "
-                what += f"batch{pytree.keystr(path)} have {low} and {high} entries that are not "
-                what += f"{IGNORED_LABEL}"
+                what += f"batch{name} have {low} and {high} entries that are not {IGNORED_LABEL}"
                 raise UsageError(what, where="pdrun.parallelize", hint=SUM_HINT)
 
 
-SUM_HINT = "return (sum, count): the sum over all labels of a slice, and their number"
+def _can_have_labels(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and not leaf.is_floating_point()
+        and leaf.dim() > 1
+        and leaf.shape[0] > 0
+        and leaf.device.type != "meta"
+    )
 
 
 def check_loss_form(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, rows: int, result: Any
-) -> bool:
+) -> None:
     """
     Compute a loss on two parts of an output and refuse a mean in place of a sum.
 
-    A loss that looks across rows, or an output that has no rows, proves nothing. Return whether the
-    slice was fit for the check.
+    A loss that looks across rows, or an output that has no rows, proves nothing. The loss may
+    communicate: it is called twice on every rank, whatever its slice is.
 
     Args:
         result: of the loss on the full output.
 
     Raises:
         UsageError: the loss returns (mean, count).
+        PdrunError: a collective inside of the loss failed.
     """
-    if rows < 2 or not _has_rows(output, rows):
-        return False
-    whole = _as_numbers(result, rows)
     slicing = BatchSlicing()
-    parts: list[tuple[float, float] | None] = []
+    pieces = [(output, batch)] * 2
+    parts = []
+    whole = None
     try:
-        if whole is None or count_rows(batch, slicing) != rows:
-            return True
-        with torch.no_grad():
-            for part in (range(rows // 2), range(rows // 2, rows)):
-                made = loss(_take_output(output, part), take_rows(batch, part, slicing))
-                parts.append(_as_numbers(made, len(part)))
+        if rows > 1 and _has_rows(output, rows) and count_rows(batch, slicing) == rows:
+            whole = _as_numbers(result, rows)
+            halves = (range(rows // 2), range(rows // 2, rows))
+            pieces = [(_take_output(output, h), take_rows(batch, h, slicing)) for h in halves]
+    except UsageError:  # the batch has no rows that can be taken apart
+        whole = None
+    with torch.no_grad():
+        for some_output, some_batch in pieces:
+            parts.append(_call_on_part(loss, some_output, some_batch))
+    if whole is not None:
+        numbers = [_as_numbers(part, rows // 2) for part in parts]
+        pairs = [pair for pair in numbers if pair is not None]
+        if len(pairs) == len(parts):
+            _refuse_mean(whole, pairs)
+
+
+def _call_on_part(loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
+    """Return a loss on a part of an output; None if it needs the output as it is."""
+    try:
+        return loss(output, batch)
+    except (PdrunError, dist.DistError):
+        raise
     except Exception:
-        return True  # it needs the output as it is
-    pairs = [part for part in parts if part is not None]
-    if len(pairs) == len(parts):
-        _refuse_mean(whole, pairs)
-    return True
+        return None
 
 
 def _refuse_mean(whole: tuple[float, float], parts: Sequence[tuple[float, float]]) -> None:

@@ -5,6 +5,7 @@ One training step: slice the batch, run the driver, reduce the gradients, step t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,23 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             hint="call it outside; use run.evaluate(batch) for a forward only",
         )
     state.engine.begin_step()
-    state.objective.step_batch = batch
+    state.objective.begin_step(batch)
     try:
         sums = state.driver.run_microbatches(state, slice_batch(state, batch))
     finally:
-        state.objective.step_batch = None
+        state.objective.end_step()
+    check_mean_over_parts(state, "pdrun.Run.step")
+    return sums
+
+
+def check_mean_over_parts(state: RunState, where: str) -> None:
+    """Refuse a loss that is a mean if sequences are sharded."""
     if state.objective.is_mean and state.mesh.cp > 1:
         raise UsageError(
             "with cp, loss must return (sum, count): means of sequence parts cannot be added",
-            where="pdrun.Run.step",
+            where=where,
             hint="loss(output, batch) -> (sum, count)",
         )
-    return sums
 
 
 def evaluate_batch(state: RunState, batch: Any) -> list[Any]:
@@ -123,7 +129,7 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     slicing = state.batch_slicing
     shard = state.feed.shard_of(batch)
     if shard is not None and isinstance(batch, SlicedBatch):
-        return _take_collated(batch, shard, world, rank, times)
+        return _take_collated(batch, shard, slicing, world, rank, times)
     if shard is not None:
         pieces = slice_rows(shard.rows, world, times)[rank]
         local = ranges_of_sizes(shard.sizes)
@@ -149,13 +155,18 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
 
 
 def _take_collated(
-    batch: SlicedBatch, shard: BatchShard, world: int, rank: int, times: int
+    batch: SlicedBatch, shard: BatchShard, slicing: BatchSlicing, world: int, rank: int, times: int
 ) -> list[MicroBatch]:
     """Return micro-batches that were collated separately; ones without rows get any of them."""
     parts = iter(batch)
     found = []
-    for place, piece in enumerate(slice_rows(shard.rows, world, times)[rank]):
+    pieces = slice_rows(shard.rows, world, times)[rank]
+    first = next((len(piece) for piece in pieces if len(piece)), 1)
+    for place, piece in enumerate(pieces):
         part = next(parts) if len(piece) else batch[0]
+        rows = len(piece) or first
+        # lists of samples are marked as such
+        part = take_rows(part, range(rows), replace(slicing, rows=rows))
         weight = 1.0 if len(piece) else 0.0
         found.append(MicroBatch(part, piece, weight, place * world + rank, place))
     return found

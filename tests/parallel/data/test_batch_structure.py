@@ -14,6 +14,7 @@ from torch.nn.utils import rnn
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import BatchSlicing, count_rows, take_rows, to_device
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.training.loss import call_model
 from tests.lib.rank_pool import Worlds
 
 pytestmark = pytest.mark.torch
@@ -148,3 +149,32 @@ def test_a_step_on_a_list_of_samples_has_the_numbers_of_one_process(worlds: Worl
             assert loss == pytest.approx(want, rel=1e-6)
             assert tokens == 4
             assert norm > 0
+
+
+class Doubled(nn.Module):
+    """Takes one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_columns_of_different_lengths_are_not_given_to_the_model_as_a_list() -> None:
+    x, y = torch.ones(3, 4, 2), torch.ones(4, 3, 2)  # rows are dim 1 of x, and dim 0 of y
+    for batch in ((x, y), [x, y]):
+        for slicing in (BatchSlicing(dims=(1, 0)), BatchSlicing(full_batch=True)):
+            part = take_rows(batch, range(1, 3), slicing)
+            assert call_model(Doubled(), part).shape[0] == 3
+    assert call_model(nn.Identity(), take_rows(TARGETS, range(2), BatchSlicing())) == TARGETS[:2]
+
+
+def test_forward_is_watched_once_a_run() -> None:
+    calls = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        calls.append(1)
+        return model(batch)
+
+    slicing = BatchSlicing(forward=forward)
+    for batch in (SAME, RAGGED, SAME, tuple(RAGGED)):
+        middle(batch, slicing)
+    assert len(calls) == 2  # of one length, and of several

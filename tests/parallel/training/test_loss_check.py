@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pdrun.errors import DeadlineExceeded, UsageError
+from pdrun.parallel.data.seeded import SlicedBatch
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.training.loss import Objective
+from pdrun.parallel.training.loss_check import MeanCheck, check_loss_form
+from pdrun.parallel.training.loss_graph import read_terms
 from tests.lib.rank_pool import Worlds
 
 pytestmark = pytest.mark.torch
@@ -170,3 +175,167 @@ def test_batches_of_other_lengths_have_rows_of_equal_weight(worlds: Worlds) -> N
     ids = batch_of(False)["input_ids"]
     want = [float(F.cross_entropy(model(ids[:, :n]), y)) for n in (4, 6, 5)]
     assert worlds(1).run(row_means)[0] == pytest.approx(want, rel=1e-5)
+
+
+class TinyXLNetLMHeadModel(TinyForCausalLM):
+    """Does not shift its labels, though its name says that it is a language model."""
+
+    first = 0
+
+
+class TinyForPreTraining(TinyForCausalLM):
+    """Judges the words that are not padding, as Electra's discriminator does."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        judged = self.head(self.emb(input_ids))[..., 0]
+        active = labels != -100
+        wanted = (labels[active] % 2).float()
+        return Output(F.binary_cross_entropy_with_logits(judged[active], wanted), judged)
+
+
+class TinyForTwoTasks(TinyForCausalLM):
+    """Adds a mean over labels and a mean over rows, as BertForPreTraining does."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        made = super().forward(input_ids, labels)
+        rows = F.cross_entropy(made.logits[:, 0, :2], input_ids[:, 0] % 2)
+        return Output(made.loss + rows, made.logits)
+
+
+class TinyWithPenalty(TinyForCausalLM):
+    """Adds a term that is no mean over the rows, as the load balance of experts is."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        made = super().forward(input_ids, labels)
+        share = made.logits.softmax(-1).flatten(0, 1).mean(0)
+        return Output(made.loss + 0.1 * (share * share).sum(), made.logits)
+
+
+class TinyForCTC(TinyForCausalLM):
+    """Its loss is a sum."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        logits = self.head(self.emb(input_ids))
+        return Output(F.cross_entropy(logits[:, 0], input_ids[:, 0], reduction="sum"), logits)
+
+
+class TinyContrastive(TinyForCausalLM):
+    """Compares the rows of a batch, as CLIP does."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        rows = self.head(self.emb(input_ids)).mean(1)
+        return Output(F.cross_entropy(rows @ rows.T, torch.arange(len(rows))), rows)
+
+
+REFUSED = {
+    "TinyForTwoTasks": "adds means over different numbers of elements",
+    "TinyWithPenalty": "is a mean and another term",
+    "TinyForCTC": "is a sum",
+    "TinyContrastive": "compares each row with all rows of a slice",
+}
+OTHERS = (TinyXLNetLMHeadModel, TinyForPreTraining, TinyForTwoTasks)
+KINDS |= {kind.__name__: kind for kind in (*OTHERS, TinyWithPenalty, TinyForCTC, TinyContrastive)}
+
+
+@pytest.mark.parametrize("kind", ["TinyXLNetLMHeadModel", "TinyForPreTraining"])
+def test_the_weight_of_an_own_mean_is_what_it_divides_by(kind: str, worlds: Worlds) -> None:
+    loss, norm = in_one_process(kind, uneven=True)
+    tokens = int((batch_of(True)["labels"] != -100).sum())
+    for found in worlds(2).run(own_loss, kind, True, accumulate=2, optimizer_level=3):
+        assert found == pytest.approx((loss, tokens, norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_own_loss_that_slices_do_not_add_up_to_is_refused(kind: str, worlds: Worlds) -> None:
+    for error, text in worlds(2).failures(own_loss, kind, True):
+        assert error == "UsageError"
+        assert f"the own loss of {kind} {REFUSED[kind]}" in text
+        assert "return (sum, count)" in text
+    loss, norm = in_one_process(kind, uneven=True)
+    found = worlds(1).run(own_loss, kind, True)[0]
+    assert (found[0], found[2]) == pytest.approx((loss, norm), rel=1e-5)
+
+
+def test_terms_of_a_loss_are_read_from_its_graph() -> None:
+    x = torch.randn(6, 5, requires_grad=True)
+    y = torch.tensor([0, 1, -100, 2, 3, 4])
+    other = x.detach() + 1
+    means = {
+        F.cross_entropy(x, y): 5,
+        F.cross_entropy(x, y, weight=torch.full((5,), 2.0)) / 3: 10,
+        (F.cross_entropy(x, y) + F.nll_loss(x, y)) / 2: 5,
+        F.mse_loss(x, other): 30,
+        F.smooth_l1_loss(x, other).to(torch.float64): 30,
+        F.multi_margin_loss(x, y.clamp(min=0)): 6,
+        F.l1_loss(x[1:3], other[1:3]): 10,
+        x.mean(1).mean(): 6,
+        torch.stack([x.mean(), x.mean()]).mean(): 30,
+        sum([x.mean(), x.mean()]): 30,
+    }
+    for loss, count in means.items():
+        assert {int(term.count or 0) for term in read_terms(loss)} == {count}, loss.grad_fn
+    sums = [x.sum(), F.huber_loss(x, other, reduction="sum"), -x.sum() * 2]
+    assert all(term.is_sum for loss in sums for term in read_terms(loss))
+    unknown = [x.sum() / 3, x.max(), F.cross_entropy(x, y, reduction="sum") / (y >= 0).sum()]
+    for loss in unknown:
+        assert [(term.count, term.is_sum) for term in read_terms(loss)] == [(None, False)]
+    assert read_terms(torch.zeros(())) == []
+
+
+def count_calls(rows: int) -> int:
+    """Return how often this rank calls the loss in two steps."""
+    calls = []
+
+    def loss(output: Tensor, batch: Any) -> Any:
+        calls.append(len(output))
+        return F.cross_entropy(output, batch["y"], reduction="sum"), len(output)
+
+    run = parallelize(Classifier(), lambda p: torch.optim.SGD(p, 0.0), loss, accumulate=2)
+    batch = {"input_ids": batch_of(False)["input_ids"][:rows], "y": torch.arange(rows) % 3}
+    run.step(batch)
+    run.step(batch)
+    return len(calls)
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_every_rank_calls_a_loss_equally_often(rows: int, worlds: Worlds) -> None:
+    """A loss that communicates would pair with another call: ranks have other numbers of rows."""
+    assert worlds(2).run(count_calls, rows) == [2 * 3 + 2] * 2
+
+
+def test_a_lost_peer_in_a_loss_is_not_hidden() -> None:
+    output, batch = torch.ones(4, 3), {"y": torch.arange(4) % 3}
+
+    def lose(output: Tensor, batch: Any) -> Any:
+        raise DeadlineExceeded("no end")
+
+    def refuse(output: Tensor, batch: Any) -> Any:
+        raise ValueError("needs four rows")
+
+    with pytest.raises(DeadlineExceeded):
+        check_loss_form(lose, output, batch, 4, (torch.ones(()), 4))
+    check_loss_form(refuse, output, batch, 4, (torch.ones(()), 4))
+
+
+def test_rows_are_compared_over_the_slices_of_a_batch() -> None:
+    ids = torch.ones(2, 6, dtype=torch.long)
+    shorter = torch.ones(2, 4, dtype=torch.long)
+    masked = ids.clone()
+    masked[:, :3] = -100
+    MeanCheck().check_rows(SlicedBatch([{"x": ids}, {"x": shorter}]))  # padded to other lengths
+    MeanCheck().check_rows(SlicedBatch([{"x": masked}, {"x": masked}]))
+    with pytest.raises(UsageError, match="have 3 and 6 entries"):
+        MeanCheck().check_rows(SlicedBatch([{"x": ids}, {"x": masked}]))
+
+
+def test_rows_are_compared_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(MeanCheck, "check_rows", lambda self, batch: calls.append(batch))
+    objective = Objective(Classifier(), lambda output, batch: output.mean(), is_split=True)
+    batch = {"input_ids": batch_of(False)["input_ids"]}
+    for _ in range(2):
+        objective.begin_step(batch)
+        for _ in range(3):
+            objective(objective.model, batch, 8)
+        objective.end_step()
+    assert len(calls) == 2

@@ -28,6 +28,7 @@ PRELOADED = [
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
     "torch.export._trace",
+    "pytest",
     "tests.lib.compositions",
     "tests.lib.pipeline_cases",
 ]

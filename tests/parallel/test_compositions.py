@@ -99,7 +99,9 @@ EVERYTHING = [
 """Weights cut over the data beside stages and everything else."""
 
 
-@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: "+".join(map(str, case[1:])))
+@pytest.mark.parametrize(
+    "case", tiers.mark_all_but(2, EVERYTHING), ids=lambda case: "+".join(map(str, case[1:]))
+)
 def test_cut_weights_beside_stages(case: Case, worlds: Any, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)
 

@@ -25,6 +25,7 @@ from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
 from pdrun.parallel.zero.precision import Precision
 from tests.lib import small_models as zoo
+from tests.lib import tiers
 from tests.lib.manual_sharding import Megatron
 from tests.lib.manual_stages import Stages
 from tests.lib.rank_pool import Worlds
@@ -91,11 +92,16 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("case", "degrees"), cases(), ids=str)
-def test_tensor_axes_compute_what_one_process_does(
-    case: Case, degrees: Any, worlds: Worlds
-) -> None:
-    check(case, degrees, worlds)
+def features_of(drawn: Any) -> list[Any]:
+    """Return what the product distinguishes in a case; how many ranks an axis has it does not."""
+    case, degrees = drawn
+    axes = [degrees["dp"] > 1, degrees["tp"] > 1]
+    return [*axes, case.level, case.accumulate, case.recompute, case.dropout, case.clip]
+
+
+@pytest.mark.parametrize("drawn", tiers.cover_pairs(cases(), features_of), ids=str)
+def test_tensor_axes_compute_what_one_process_does(drawn: Any, worlds: Worlds) -> None:
+    check(*drawn, worlds)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +125,20 @@ def test_other_axes_and_options(case: Case, degrees: Any, worlds: Worlds) -> Non
     check(case, degrees, worlds)
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
+BF16, FP16 = Precision("bf16"), Precision("fp16", scale=64.0)
+
+
 @pytest.mark.parametrize(
-    "precision", [Precision("bf16"), Precision("fp16", scale=64.0)], ids=["bf16", "fp16"]
+    ("precision", "level"),
+    [
+        (BF16, 0),
+        tiers.thorough(BF16, 2),
+        (BF16, 3),
+        (FP16, 2),
+        tiers.thorough(FP16, 0),
+        tiers.thorough(FP16, 3),
+    ],
+    ids=lambda value: getattr(value, "compute", None),
 )
 def test_narrow_types(precision: Any, level: int, worlds: Worlds) -> None:
     check(

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.launcher.plan.start_method import BASE_MODULES
 from tests.launcher.stdlib_only.conftest import Bench
+from tests.lib.tiers import by_tier, thorough
 
 FORKED = "import gc, sys\nassert gc.get_freeze_count() > 10000 and 'torch' in sys.modules\n"
 """First lines of a program that would fail were it not forked."""
@@ -82,7 +84,18 @@ def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
     assert json.loads(forked.out) == json.loads(executed.out)
 
 
-@pytest.mark.parametrize("target", ["pkg.inner", "pkg", "alone"])
+@pytest.mark.parametrize(
+    ("bench", "target"),
+    [
+        ("cold", "alone"),
+        ("warm", "pkg.inner"),
+        ("warm", "pkg"),
+        thorough("cold", "pkg.inner"),
+        thorough("cold", "pkg"),
+        thorough("warm", "alone"),
+    ],
+    indirect=["bench"],
+)
 def test_modules(bench: Bench, tmp_path: Path, target: str) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
@@ -152,7 +165,9 @@ ENDINGS = {
 def test_endings_are_byte_for_byte_the_same(bench: Bench, script: Path, ending: str) -> None:
     body = ENDINGS[ending]
     script.write_bytes(body if isinstance(body, bytes) else body.encode() + b"\n")
-    for name in (script.name, str(script)):
+    names = (script.name, str(script))
+    is_cold = bench.modules == BASE_MODULES
+    for name in by_tier(names[:1] if is_cold else names[1:], names):
         forked, executed = bench.both(name, cwd=str(script.parent))
         assert (forked.code, forked.out) == (executed.code, executed.out)
         assert re.sub("0x[0-9a-f]+", "", forked.err) == re.sub("0x[0-9a-f]+", "", executed.err)

@@ -25,6 +25,7 @@ from pdrun.parallel.operators.strategy import OpLayout
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor.styles import replicate
 from tests.lib import operator_models as nets
+from tests.lib import tiers
 
 pytestmark = pytest.mark.torch
 
@@ -142,7 +143,9 @@ def test_on_eight_ranks(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "entries"), [PAIRS[9], PAIRS[11], PAIRS[13], FOURS[0]], ids=str
+    ("name", "axes", "entries"),
+    [PAIRS[9], *(tiers.thorough(*case) for case in (PAIRS[11], PAIRS[13], FOURS[0]))],
+    ids=str,
 )
 def test_in_single_precision(worlds: Any, name: str, axes: dict[str, int], entries: Any) -> None:
     worlds(prod(axes.values())).run(nets.compare, name, axes, entries, dtype=torch.float32)

@@ -26,6 +26,7 @@ from pdrun.parallel.operators.stages import assign_stages, assign_weights, stage
 from pdrun.parallel.pipeline.split import StageSplit, split_model
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
+from tests.lib import tiers
 from tests.lib.compositions import Place, Task
 from tests.lib.pipeline_cases import Case
 from tests.lib.small_models import LENGTH, WIDTH, WORDS
@@ -42,8 +43,9 @@ CUTS = {"tied": "tied", "masked": "masked", "row": "row", "loose": "loose", "inp
 # ---- the numbers of one process ---------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", tiers.mark_all_but(2, SCHEDULES))
 def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
+    """In double precision; the other schedules are those of the kinds of models."""
     check(worlds, Case(tp=2, cut="words", double=True, more=(("schedule", schedule),)))
 
 

@@ -23,6 +23,17 @@ pytestmark = pytest.mark.torch
 GATHERS = pytest.mark.parametrize("gather", ["step", "pass"])
 
 
+def alternating(cases: list[tuple[Any, ...]], one: str, other: str) -> list[Any]:
+    """
+    Return each case with both ways of gathering: by default one of them, in turn. Every schedule
+    and option has both (`test_every_schedule_has_the_bits_of_whole_weights`, `test_other_options`).
+    """
+    ways = [(one, other) if place % 2 else (other, one) for place in range(len(cases))]
+    first = [(*case, way) for case, (way, _) in zip(cases, ways, strict=True)]
+    second = [tiers.thorough(*case, way) for case, (_, way) in zip(cases, ways, strict=True)]
+    return [*first, *second]
+
+
 def at(case: Case, level: int, **more: Any) -> Case:
     """Return a case at a level."""
     return dataclasses.replace(case, run=(*case.run, ("optimizer_level", level), *more.items()))
@@ -59,20 +70,19 @@ def test_every_schedule_has_the_bits_of_whole_weights(
     same(worlds, Case(model, dp=2, rows=(16, 13), more=(("schedule", schedule),)), gather=gather)
 
 
-@GATHERS
-@pytest.mark.parametrize(
-    ("model", "schedule"),
-    [
-        ("frozen", "interleaved"),
-        ("frozen", "zero-bubble"),
-        ("crossed", "zero-bubble-v"),
-        ("crossed", "1f1b"),
-        ("masked", "zero-bubble"),
-        ("loose", "zero-bubble-v"),
-        ("inplace", "interleaved"),
-        ("row", "1f1b"),
-    ],
-)
+KINDS = [
+    ("frozen", "interleaved"),
+    ("frozen", "zero-bubble"),
+    ("crossed", "zero-bubble-v"),
+    ("crossed", "1f1b"),
+    ("masked", "zero-bubble"),
+    ("loose", "zero-bubble-v"),
+    ("inplace", "interleaved"),
+    ("row", "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("model", "schedule", "gather"), alternating(KINDS, "step", "pass"))
 def test_every_kind_of_model_has_the_bits_of_whole_weights(
     worlds: Any, model: str, schedule: str, gather: str
 ) -> None:
@@ -84,8 +94,9 @@ def test_every_kind_of_model_has_the_bits_of_whole_weights(
     )
 
 
-@GATHERS
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    ("schedule", "gather"), alternating([("1f1b",), ("zero-bubble-v",)], "step", "pass")
+)
 def test_layers_that_some_ranks_leave_out(worlds: Any, schedule: str, gather: str) -> None:
     """The ranks of a stage gather alike, whatever their rows make them run."""
     same(
@@ -123,8 +134,10 @@ def test_other_options(worlds: Any, combination: tuple[int, str, str]) -> None:
     )
 
 
-@GATHERS
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    ("schedule", "gather"),
+    alternating([("gpipe",), ("interleaved",), ("zero-bubble-v",)], "step", "pass"),
+)
 def test_eight_ranks_with_uneven_micro_batches_equal_one_process(
     worlds: Any, schedule: str, gather: str
 ) -> None:
@@ -158,14 +171,15 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(("gather", "exact", "schedule"), SENT)
+@pytest.mark.parametrize("sent", tiers.cover_pairs(SENT, list), ids=str)
 def test_what_is_sent_over_the_data_is_the_closed_form(
-    worlds: Any, gather: str, exact: bool, schedule: str
+    worlds: Any, sent: tuple[str, bool, str]
 ) -> None:
     """
     Four micro-batches, two blocks a rank; beside these lie weights of this rank's own and one that
     both hold.
     """
+    gather, exact, schedule = sent
     run = (("gather", gather), ("exact", exact), ("recompute", "full"))
     case = at(Case(dp=2, more=(("schedule", schedule),), run=run), 3)
     for counted, predicted in worlds(4).run(piped.sent_by, case):
@@ -222,8 +236,10 @@ def test_explain_tells_how_long_weights_stay(worlds: Any) -> None:
 # ---- between steps ----------------------------------------------------------
 
 
-@GATHERS
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    ("schedule", "gather"),
+    alternating([("1f1b",), ("interleaved",), ("zero-bubble-v",)], "step", "pass"),
+)
 def test_evaluation(worlds: Any, schedule: str, gather: str) -> None:
     case = Case("dropout", dp=2, rows=(13,), more=(("schedule", schedule),))
     found, want = (

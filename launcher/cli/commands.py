@@ -65,6 +65,7 @@ COMMAND_HINTS = {
     "version": "use pdrun --version",
     "help": "for help use pdrun --help, or pdrun COMMAND --help",
     "convert": "use pdrun translate, or pdrun checkpoint",
+    **dict.fromkeys(("kubernetes", "kubectl", "kube", "k8"), "use pdrun k8s"),
     "srun": "use pdrun --launcher srun, or pdrun slurm render",
 }
 """Commands that pdrun does not have, as other programs call them, and what to use."""
@@ -219,7 +220,7 @@ def _load_checkpoint() -> click.Command:
 
 
 def _load_slurm() -> click.Command:
-    from pdrun.launcher.cli.slurm import slurm_group
+    from pdrun.launcher.cli.clusters.slurm import slurm_group
 
     return slurm_group()
 
@@ -228,6 +229,12 @@ def _load_mpirun() -> click.Command:
     from pdrun.launcher.cli.mpirun import mpirun_group
 
     return mpirun_group()
+
+
+def _load_k8s() -> click.Command:
+    from pdrun.launcher.cli.clusters.k8s import k8s_group
+
+    return k8s_group()
 
 
 def completion_command() -> click.Command:
@@ -272,6 +279,7 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "rank-table": _load_rank_table,
     "checkpoint": _load_checkpoint,
     "slurm": _load_slurm,
+    "k8s": _load_k8s,
     "mpirun": _load_mpirun,
     "completion": completion_command,
 }

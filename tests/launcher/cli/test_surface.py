@@ -67,6 +67,7 @@ COMMANDS = {
     "translate",
     "rank-table",
     "slurm",
+    "k8s",
     "mpirun",
     "checkpoint",
     "completion",
@@ -84,7 +85,7 @@ VARIABLES = words("""
 PUBLIC = words("""
     ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain
-    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard
+    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq servers shard
     strategy_for vocab
 """)
 MESSAGES = words("""

@@ -90,6 +90,7 @@ _MODULE_OF = {
     "replicate": "pdrun.parallel.tensor",
     "row": "pdrun.parallel.tensor",
     "seq": "pdrun.parallel.tensor",
+    "servers": "pdrun.parallel.servers",
     "strategy_for": "pdrun.parallel.tensor",
     "vocab": "pdrun.parallel.tensor",
     "elastic": "pdrun.elastic",
@@ -110,7 +111,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name in _MODULE_OF:
         module = _import_module(_MODULE_OF[name])
-        if name == "elastic":
+        if name in ("elastic", "servers"):
             return module
         return getattr(module, name)
     raise AttributeError(f"module 'pdrun' has no attribute {name!r}")

@@ -1,0 +1,423 @@
+"""
+`pdrun.servers.connect`: tables on parameter servers, for programs that push and pull themselves.
+
+    client = pdrun.servers.connect(mode="async")
+    client.add_rows("users", pdrun.rows("adagrad", lr=0.1), dim=32)
+    rows = client.rows("users", ids)
+    client.push_rows("users", ids, gradients)
+    client.clock()                                  # this worker has ended a step
+
+In a process without servers the tables are in its memory. All tensors are fp32 on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.servers.directory import ServerDirectory, find_directory
+from pdrun.parallel.servers.frames import Op
+from pdrun.parallel.servers.links import (
+    LocalLink,
+    PushHeader,
+    RemoteLink,
+    ServerLink,
+    WorkerIdentity,
+)
+from pdrun.parallel.servers.settings import (
+    MAX_DIM,
+    MAX_NAME_CHARS,
+    ServedWeights,
+    TableSpec,
+    parse_mode,
+)
+from pdrun.parallel.servers.sharding import count_pieces, find_owners, piece_bounds, piece_owner
+
+TIMEOUT_SECONDS = 600.0
+ASSIGNED_ROWS = 1 << 16
+"""Rows of one frame of first values."""
+DEFAULT_SCALE = 0.05
+
+
+@dataclass
+class _Table:
+    """A declared table, with its number at each server."""
+
+    spec: TableSpec
+    numbers: list[int]
+
+
+class ServerClient:
+    """
+    A worker's view of all servers. Not thread-safe.
+
+    Args:
+        links: one per server.
+        worker: rank of this worker; rank 0 sends first values.
+    """
+
+    def __init__(self, links: Sequence[ServerLink], worker: int, *, is_local: bool) -> None:
+        self._links = list(links)
+        self._worker = worker
+        self.is_local = is_local
+        """Whether the tables are in this process."""
+        self._tables: dict[str, _Table] = {}
+        self.step = 0
+        """Number of the step that the next `clock` ends."""
+
+    @property
+    def servers(self) -> int:
+        """Number of servers; 1 if the tables are in this process."""
+        return len(self._links)
+
+    # ---- tables -------------------------------------------------------------
+
+    def add_rows(
+        self,
+        name: str,
+        served: ServedWeights,
+        *,
+        dim: int,
+        size: int = 0,
+        keep: int = 0,
+        admit: int = 1,
+        scale: float = DEFAULT_SCALE,
+        seed: int = 0,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Add a table of rows. Every worker does so, with the same arguments.
+
+        Args:
+            dim: elements of a row.
+            size: number of ids, from 0; 0: any 64-bit id.
+            keep: most rows on all servers; those not updated for longest are dropped. 0: no limit.
+            admit: a row is stored when its id has had this many gradients.
+            scale: new rows are uniform in ``[-scale, scale]``, by seed, table and id.
+            values: ``[size, dim]``: first values instead; those of rank 0 count.
+        """
+        where = f"served table {name}"
+        if served.kind != "rows":
+            raise UsageError("must be pdrun.rows()", where=where)
+        for label, number, least, most in (
+            ("dim", dim, 1, MAX_DIM),
+            ("size", size, 0, 1 << 62),
+            ("keep", keep, 0, 1 << 62),
+            ("admit", admit, 1, 1 << 30),
+        ):
+            if type(number) is not int or not least <= number <= most:
+                what = f"{label} must be a whole number of at least {least}, got {number!r}"
+                raise UsageError(what, where=where)
+        if not isinstance(scale, (int, float)) or not 0 <= scale < float("inf"):
+            raise UsageError(f"scale must be at least 0, got {scale!r}", where=where)
+        spec = TableSpec(name, "rows", served.optimizer, size, dim, float(scale), seed, keep, admit)
+        if values is not None and tuple(values.shape) != (size, dim):
+            what = f"values have the shape {tuple(values.shape)}, not {(size, dim)}"
+            raise UsageError(what, where=where)
+        table = self._declare_table(replace(spec, is_assigned=values is not None))
+        if values is not None and self._worker == 0:
+            flat = _to_host(values)
+            for first in range(0, size, ASSIGNED_ROWS):
+                ids = torch.arange(first, min(size, first + ASSIGNED_ROWS))
+                part = flat[first : first + len(ids)]
+                for server, mine in self._split_ids(table, ids):
+                    link = self._links[server]
+                    link.begin_assign(
+                        table.numbers[server], _take(part, mine), ids=_take(ids, mine)
+                    )
+            self._open_table(table)
+
+    def add_dense(self, name: str, served: ServedWeights, values: torch.Tensor) -> None:
+        """
+        Add a dense weight. Every worker does so; the values of rank 0 count.
+
+        Args:
+            values: its first values, and its shape.
+        """
+        if served.kind != "dense":
+            raise UsageError("must be pdrun.dense()", where=f"served weight {name}")
+        spec = TableSpec(name, "dense", served.optimizer, values.numel(), is_assigned=True)
+        table = self._declare_table(spec)
+        if self._worker == 0:
+            flat = _to_host(values).view(-1)
+            for piece, server, first, last in self._iter_pieces(table):
+                self._links[server].begin_assign(
+                    table.numbers[server], flat[first:last], piece=piece
+                )
+            self._open_table(table)
+
+    def _declare_table(self, spec: TableSpec) -> _Table:
+        name = spec.name
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or "|" in name:
+            what = f"must be a name of 1 to {MAX_NAME_CHARS} characters without |, got {name!r}"
+            raise UsageError(what, where="a served table")
+        if name in self._tables:
+            raise UsageError("is there already", where=f"served table {name}")
+        if spec.size == 0 and spec.kind == "dense":
+            raise UsageError("has no elements", where=f"served weight {name}")
+        numbers = [link.declare_table(spec) for link in self._links]
+        self._tables[name] = table = _Table(spec, numbers)
+        return table
+
+    def _open_table(self, table: _Table) -> None:
+        self._order_all(Op.OPEN, table=table)
+
+    def _find_table(self, name: str, kind: str) -> _Table:
+        table = self._tables.get(name)
+        if table is None or table.spec.kind != kind:
+            known = [key for key, found in self._tables.items() if found.spec.kind == kind]
+            what = f"there is no served table of {kind} {name!r}"
+            raise UsageError(what, where="pdrun.servers", hint=did_you_mean(name, known))
+        return table
+
+    # ---- rows ---------------------------------------------------------------
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """
+        Return the rows of ids, in their order; ids may repeat.
+
+        Raises:
+            UsageError: an id is out of range.
+        """
+        table = self._find_table(name, "rows")
+        ids = _check_ids(table.spec, ids)
+        dim = table.spec.dim
+        if len(self._links) == 1:
+            link = self._links[0]
+            link.begin_rows(table.numbers[0], ids, dim)
+            found = link.finish()
+            assert isinstance(found, torch.Tensor)
+            return found
+        parts = self._split_ids(table, ids)
+        for server, mine in parts:
+            self._links[server].begin_rows(table.numbers[server], _take(ids, mine), dim)
+        out = torch.empty(len(ids), dim)
+        for server, mine in parts:
+            found = self._links[server].finish()
+            assert isinstance(found, torch.Tensor)
+            out.index_copy_(0, mine, found)
+        return out
+
+    def push_rows(
+        self,
+        name: str,
+        ids: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        divisor: float = 1.0,
+        part: int = 0,
+    ) -> None:
+        """
+        Push gradients of rows; those of repeated ids are added.
+
+        Args:
+            divisor: gradients are divided by it where they are used.
+            part: number of the micro-batch; gradients of a step are added in this order.
+
+        Raises:
+            UsageError: a gradient is nan or infinite, or an id is out of range; nothing is changed.
+        """
+        table = self._find_table(name, "rows")
+        ids = _check_ids(table.spec, ids)
+        grads = _to_host(grads)
+        if tuple(grads.shape) != (len(ids), table.spec.dim):
+            what = f"gradients have the shape {tuple(grads.shape)}, not "
+            raise UsageError(f"{what}{(len(ids), table.spec.dim)}", where=f"served table {name}")
+        ids, grads = sum_repeated(ids, grads)
+        push = PushHeader(self.step, part, divisor)
+        parts = self._split_ids(table, ids, every=True)
+        for server, mine in parts:
+            self._links[server].begin_push(
+                table.numbers[server], push, _take(grads, mine), ids=_take(ids, mine)
+            )
+        self._finish_all()
+
+    def _split_ids(
+        self, table: _Table, ids: torch.Tensor, *, every: bool = False
+    ) -> list[tuple[int, torch.Tensor]]:
+        """
+        Return (server, positions of its ids).
+
+        Args:
+            every: name servers without ids too: they count updates.
+        """
+        servers = len(self._links)
+        if servers == 1:
+            return [(0, torch.arange(len(ids)))]
+        owners = find_owners(ids, table.spec.name, servers)
+        found = [(server, (owners == server).nonzero().squeeze(1)) for server in range(servers)]
+        return [(server, mine) for server, mine in found if every or len(mine)]
+
+    # ---- dense weights ------------------------------------------------------
+
+    def pull(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Return a dense weight, flat.
+
+        Args:
+            out: a contiguous fp32 tensor on the host to write to.
+        """
+        table = self._find_table(name, "dense")
+        if out is None:
+            out = torch.empty(table.spec.size)
+        flat = out.view(-1)
+        if flat.dtype != torch.float32 or len(flat) != table.spec.size or flat.is_cuda:
+            what = f"out must have {table.spec.size} elements of fp32 on the host"
+            raise UsageError(what, where=f"served weight {name}")
+        for piece, server, first, last in self._iter_pieces(table):
+            self._links[server].begin_piece(table.numbers[server], piece, flat[first:last])
+        self._finish_all()
+        return out
+
+    def push(self, name: str, grad: torch.Tensor, *, divisor: float = 1.0, part: int = 0) -> None:
+        """Push the gradient of a dense weight; see `push_rows`."""
+        table = self._find_table(name, "dense")
+        flat = _to_host(grad).view(-1)
+        if len(flat) != table.spec.size:
+            what = f"the gradient has {len(flat)} elements, the weight {table.spec.size}"
+            raise UsageError(what, where=f"served weight {name}")
+        push = PushHeader(self.step, part, divisor)
+        for piece, server, first, last in self._iter_pieces(table):
+            self._links[server].begin_push(
+                table.numbers[server], push, flat[first:last], piece=piece
+            )
+        self._finish_all()
+
+    def push_pull(
+        self, grads: Mapping[str, torch.Tensor], *, divisor: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Push gradients of dense weights, end the step, and return the new weights, flat."""
+        for name, grad in grads.items():
+            self.push(name, grad, divisor=divisor)
+        self.clock()
+        return {name: self.pull(name) for name in grads}
+
+    def _iter_pieces(self, table: _Table) -> list[tuple[int, int, int, int]]:
+        """Return (piece, server, first element, one after the last)."""
+        spec = table.spec
+        return [
+            (
+                piece,
+                piece_owner(piece, spec.name, len(self._links)),
+                *piece_bounds(piece, spec.size),
+            )
+            for piece in range(count_pieces(spec.size))
+        ]
+
+    # ---- steps and checkpoints ----------------------------------------------
+
+    def clock(self) -> int:
+        """
+        End a step: all of its gradients are pushed. Wait for others as the mode demands.
+
+        Returns:
+            how many steps other workers have ended since this worker's last one, at most over the
+            servers.
+
+        Raises:
+            DeadlineExceeded: other workers did not end the step in time; names them.
+        """
+        passed = self._order_all(Op.CLOCK, step=self.step)
+        self.step += 1
+        return max(passed)
+
+    def save(self, folder: str | Path) -> None:
+        """
+        Write the tables; one worker calls this. Each server writes its own, so the folder must be
+        shared by their hosts.
+        """
+        self._order_all(Op.SNAPSHOT, step=self.step, folder=str(Path(folder).absolute()))
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Read the tables of any number of servers; one worker calls this, after all have added their
+        tables.
+
+        Raises:
+            ConfigError: it is no complete checkpoint, or a table differs.
+        """
+        self._order_all(Op.RESTORE, folder=str(Path(folder).absolute()))
+
+    def _order_all(
+        self, op: Op, *, table: _Table | None = None, step: int = 0, folder: str = ""
+    ) -> list[int]:
+        self._finish_all()
+        for server, link in enumerate(self._links):
+            number = table.numbers[server] if table is not None else 0
+            link.begin_order(op, table=number, step=step, folder=folder)
+        return [number for link in self._links if isinstance(number := link.finish(), int)]
+
+    def _finish_all(self) -> None:
+        for link in self._links:
+            link.finish_all()
+
+    def close(self) -> None:
+        """Leave the servers: they wait no longer for this worker."""
+        for link in self._links:
+            link.close()
+
+
+def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerClient:
+    """
+    Connect to the servers of this job, or make tables in this process if it has none.
+
+    Args:
+        mode: "sync", "async" or "bounded:K", the same on all workers; see `pdrun.Servers`.
+        timeout: seconds of each wait.
+
+    Raises:
+        ConfigError: several workers, but no servers.
+        PeerLost: a server does not answer.
+    """
+    parsed = parse_mode(mode, "pdrun.servers.connect")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout <= 86400:
+        raise UsageError(f"timeout must be 0 to 86400 s, got {timeout!r}", where="pdrun.servers")
+    directory = find_directory(timeout)
+    if directory is None:
+        return ServerClient([LocalLink(parsed)], 0, is_local=True)
+    identity = WorkerIdentity(directory.rank, parsed, directory.generation, float(timeout))
+    links = [
+        RemoteLink(server, directory.key, identity, _addresses_of(directory, server))
+        for server in range(directory.servers)
+    ]
+    return ServerClient(links, directory.rank, is_local=False)
+
+
+def _addresses_of(directory: ServerDirectory, server: int) -> Callable[[], list[str]]:
+    return lambda: directory.find_addresses(server)
+
+
+def sum_repeated(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sorted, unique ids with the sums of their gradients."""
+    if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
+        return ids, grads
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    total = torch.zeros(len(unique), grads.shape[1])
+    return unique, total.index_add_(0, inverse, grads)
+
+
+def _take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    if len(positions) == len(tensor):
+        return tensor.contiguous()
+    return tensor.index_select(0, positions)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32).contiguous()
+
+
+def _check_ids(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
+    """
+    Return ids as a flat tensor of int64 on the host.
+
+    Raises:
+        UsageError: they are not whole numbers, or out of range.
+    """
+    where = f"served table {spec.name}"
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise UsageError("ids must be a tensor of whole numbers", where=where)
+    return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()

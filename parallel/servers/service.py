@@ -1,0 +1,362 @@
+"""
+One server process's sockets: a thread for each worker's connection, and the requests on a store.
+
+torch releases the interpreter's lock in its arithmetic, and the system in its copies. So one
+connection is read while another one's gradients are used. A frame that the protocol does not allow
+ends its connection with a reason; a request that is wrong gets the reason as its reply.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdrun.errors import AuthenticationError, ConfigError, PdrunError, UsageError
+from pdrun.parallel.checkpoint.storage import byte_view
+from pdrun.parallel.servers.channel import Channel, ServerIdentity, accept_channel
+from pdrun.parallel.servers.frames import (
+    JSON_VALUES,
+    Frame,
+    FrameError,
+    Op,
+    decode_json,
+    encode_json,
+)
+from pdrun.parallel.servers.settings import TableSpec, parse_mode
+from pdrun.parallel.servers.tables import snapshot
+from pdrun.parallel.servers.tables.store import TableStore
+
+MAX_CONNECTIONS = 4096
+MAX_WAIT_SECONDS = 86400.0
+
+
+class ParameterService:
+    """
+    Serves the tables of one server to the workers.
+
+    Args:
+        key: of the job.
+        server, servers, workers: number of this server, of all servers, of all workers.
+        generation: requests of another one are refused.
+        print_line: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        server: int = 0,
+        servers: int = 1,
+        workers: int = 1,
+        generation: int = 0,
+        print_line: Callable[[str], None] = print,
+    ) -> None:
+        self._key = key
+        self._server = server
+        self._servers = servers
+        self._workers = workers
+        self._generation = generation
+        self._print_line = print_line
+        self._lock = threading.Lock()
+        self.store: TableStore | None = None
+        """Made by the first worker, who knows the mode."""
+        self._listeners: list[socket.socket] = []
+        self._identity = ServerIdentity(with_tls=False)
+        self._wake, self._waker = socket.socketpair()
+        self._channels: set[Channel] = set()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    # ---- listening ----------------------------------------------------------
+
+    def listen_unix(self, path: str) -> str:
+        """Listen on a unix socket, whose folder must be private; return its path."""
+        Path(path).unlink(missing_ok=True)  # of a server that was killed
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(128)
+        self._listeners.append(listener)
+        return path
+
+    def listen_tcp(self, listener: socket.socket) -> None:
+        """Listen on a bound TCP socket, with TLS."""
+        self._identity = ServerIdentity(with_tls=True)
+        listener.listen(128)
+        self._listeners.append(listener)
+
+    def serve_forever(self) -> None:
+        """Accept connections until `close`."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for listener in self._listeners:
+            poll.register(listener, select.POLLIN)
+        by_fd = {listener.fileno(): listener for listener in self._listeners}
+        while not self._is_closed:
+            for fd, _ in poll.poll():
+                if fd not in by_fd or self._is_closed:
+                    continue
+                try:
+                    connection, _ = by_fd[fd].accept()
+                except OSError:
+                    continue
+                self._start_thread(connection)
+
+    def _start_thread(self, connection: socket.socket) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) >= MAX_CONNECTIONS:
+            connection.close()
+            return
+        thread = threading.Thread(target=self._run_connection, args=(connection,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def close(self) -> None:
+        """End all connections and the loop."""
+        self._is_closed = True
+        self._waker.send(b"x")
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.shut_down()
+        for thread in self._threads:
+            thread.join(5.0)
+        for listener in self._listeners:
+            listener.close()
+        self._wake.close()
+        self._waker.close()
+
+    # ---- a connection -------------------------------------------------------
+
+    def _run_connection(self, connection: socket.socket) -> None:
+        """Serve one connection until it ends; whatever it sends, the server lives on."""
+        try:
+            channel = accept_channel(connection, self._key, self._identity)
+        except (OSError, FrameError, AuthenticationError) as error:
+            connection.close()
+            if isinstance(error, AuthenticationError):
+                self._print_line(f"server {self._server}: {error}")
+            return
+        with self._lock:
+            self._channels.add(channel)
+        session = _Session(self, channel)
+        try:
+            session.serve()
+        except FrameError as error:
+            if not self._is_closed and session.is_active:
+                self._print_line(f"server {self._server}: a connection was refused: {error}")
+            session.refuse(0, error)
+        except OSError:
+            pass  # the worker has ended
+        finally:
+            session.leave()
+            with self._lock:
+                self._channels.discard(channel)
+            channel.close()
+
+    def open_store(self, mode_text: Any, seconds: Any) -> TableStore:
+        """
+        Return the store; the first worker's mode counts.
+
+        Raises:
+            ConfigError: another worker has another mode.
+        """
+        mode = parse_mode(mode_text, "a worker's mode")
+        if not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_WAIT_SECONDS:
+            raise UsageError(f"the limit of a wait is out of range: {seconds!r}")
+        with self._lock:
+            if self.store is None:
+                self.store = TableStore(
+                    mode,
+                    server=self._server,
+                    servers=self._servers,
+                    workers=self._workers,
+                    seconds=float(seconds),
+                )
+            elif self.store.mode != mode:
+                what = f"workers use different modes: {self.store.mode} and {mode}"
+                raise ConfigError(what, where="pdrun.Servers")
+            return self.store
+
+    def check_generation(self, generation: int) -> None:
+        """
+        Refuse a worker of another generation.
+
+        Raises:
+            FrameError: it is too late.
+        """
+        if generation != self._generation:
+            raise FrameError(f"generation {generation} is over, this is {self._generation}")
+
+
+class _Session:
+    """One worker's connection."""
+
+    def __init__(self, service: ParameterService, channel: Channel) -> None:
+        self._service = service
+        self._channel = channel
+        self._store: TableStore | None = None
+        self._worker = -1
+        self._client = ""
+        self._scratch = torch.empty(0)
+        self.is_active = False
+        """Whether it has sent a frame that was understood."""
+
+    def serve(self) -> None:
+        """
+        Answer requests until the connection ends.
+
+        Raises:
+            FrameError: a frame is not allowed.
+        """
+        while (frame := self._channel.receive_header()) is not None:
+            self._service.check_generation(frame.generation)
+            self.is_active = True
+            if frame.op == Op.BYE:
+                self._channel.send_frame(Frame(Op.BYE, request=frame.request))
+                return
+            try:
+                self._answer_frame(frame)
+            except PdrunError as error:
+                self.refuse(frame.request, error)
+            except (MemoryError, RuntimeError, IndexError) as error:
+                # torch's errors, of an allocation for example: this request fails, not the server
+                self.refuse(frame.request, PdrunError(str(error) or "out of memory"))
+
+    def leave(self) -> None:
+        """Report the end of this connection to the store."""
+        if self._store is not None:
+            self._store.leave_worker(self._worker, self._client)
+
+    def refuse(self, request: int, error: Exception) -> None:
+        """Answer with an error."""
+        data = {"kind": type(error).__name__, "what": str(error), "where": "", "hint": ""}
+        if isinstance(error, PdrunError):
+            data |= {"what": error.what, "where": error.where, "hint": error.hint}
+        reply = Frame(Op.REFUSE, flags=JSON_VALUES, request=request)
+        try:
+            self._channel.send_frame(reply, encode_json(data))
+        except OSError:
+            pass
+
+    def _answer_frame(self, frame: Frame) -> None:
+        if frame.flags == JSON_VALUES:
+            data = bytearray(frame.length)
+            self._channel.receive_into(data)
+            self._answer_json(frame, decode_json(data))
+            return
+        ids = torch.empty(frame.count, dtype=torch.int64)
+        self._channel.receive_tensor(ids)
+        size = frame.length - 8 * frame.count
+        if size % 4:
+            raise FrameError(f"{size} bytes of values are not numbers of fp32")
+        values = self._channel.receive_tensor(self._make_buffer(size // 4))
+        store = self._store
+        if store is None:
+            raise FrameError("the first frame must be a hello")
+        push: dict[str, Any] = {
+            "worker": self._worker,
+            "client": self._client,
+            "request": frame.request,
+            "step": frame.step,
+            "part": frame.part,
+            "divisor": frame.divisor,
+        }
+        reply = Frame(frame.op, request=frame.request)
+        match frame.op:
+            case Op.ROWS:
+                if size:
+                    raise FrameError("a request for rows has no values")
+                rows = store.read_rows(frame.table, ids)
+                self._channel.send_frame(reply, byte_view(rows))
+                return
+            case Op.PUSH_ROWS:
+                grads = _shape_rows(store, frame, values)
+                store.push_rows(frame.table, ids, grads, **push)
+            case Op.PULL:
+                piece = store.read_piece(frame.table, frame.place)
+                self._channel.send_frame(reply, byte_view(piece))
+                return
+            case Op.PUSH:
+                store.push_piece(frame.table, frame.place, values, **push)
+            case Op.CLOCK:
+                reply.place = store.end_step(
+                    frame.step, worker=self._worker, client=self._client, request=frame.request
+                )
+            case Op.ASSIGN_ROWS:
+                store.assign_rows(frame.table, ids, _shape_rows(store, frame, values))
+            case Op.ASSIGN:
+                store.assign_piece(frame.table, frame.place, values)
+            case Op.OPEN:
+                store.open_table(frame.table)
+            case _:
+                raise FrameError(f"operation {frame.op} is no request")
+        self._channel.send_frame(reply)
+
+    def _make_buffer(self, elements: int) -> torch.Tensor:
+        """Return a buffer for values; gradients that a step keeps get one each."""
+        if self._store is None or self._store.mode.name == "sync":
+            return torch.empty(elements)
+        if len(self._scratch) < elements:
+            self._scratch = torch.empty(elements)
+        return self._scratch[:elements]
+
+    def _answer_json(self, frame: Frame, data: dict[str, Any]) -> None:
+        reply = Frame(frame.op, request=frame.request)
+        if frame.op == Op.HELLO:
+            worker, client = data.get("worker"), data.get("client")
+            if type(worker) is not int or not isinstance(client, str) or len(client) > 64:
+                raise FrameError("a hello lacks worker or client")
+            store = self._service.open_store(data.get("mode"), data.get("seconds"))
+            reply.place = store.join_worker(worker, client)
+            self._store, self._worker, self._client = store, worker, client
+            self._channel.send_frame(reply)
+            return
+        if self._store is None:
+            raise FrameError("the first frame must be a hello")
+        match frame.op:
+            case Op.DECLARE:
+                try:
+                    spec = TableSpec.from_json(data)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise UsageError(f"a table is refused: {error}") from None
+                reply.table = self._store.declare_table(spec)
+            case Op.SNAPSHOT:
+                snapshot.write_tables(self._store, _folder_of(data), data.get("step", 0))
+            case Op.RESTORE:
+                reply.place = snapshot.read_tables(self._store, _folder_of(data))
+            case Op.STATS:
+                reply.flags = JSON_VALUES
+                self._channel.send_frame(reply, encode_json(self._store.describe_tables()))
+                return
+            case _:
+                raise FrameError(f"operation {frame.op} is no request")
+        self._channel.send_frame(reply)
+
+
+def _shape_rows(store: TableStore, frame: Frame, values: torch.Tensor) -> torch.Tensor:
+    """
+    Return values as rows.
+
+    Raises:
+        FrameError: their number is not that of the ids and the table.
+    """
+    dim = store.find_dim(frame.table)
+    if len(values) != frame.count * dim:
+        raise FrameError(
+            f"{frame.count} ids of {dim} elements have {len(values)} values in a frame"
+        )
+    return values.view(frame.count, dim)
+
+
+def _folder_of(data: dict[str, Any]) -> Path:
+    """Return the folder of a request; it belongs to this user, as the worker does."""
+    text = data.get("folder")
+    if not isinstance(text, str) or not Path(text).is_absolute() or "\0" in text:
+        raise UsageError("a checkpoint's folder must be an absolute path")
+    return Path(text)

@@ -1,0 +1,158 @@
+"""
+The tables of all servers as files that any number of servers can read.
+
+    server-00001.json           tables, the step, the number of servers
+    server-00001.safetensors    NAME|ids, NAME|values, NAME|state0 ...; NAME|piece3|values ...
+
+Rows are sorted by id. A server reads the files of all servers and takes what is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdrun.errors import ConfigError
+from pdrun.parallel.checkpoint.safetensors import SafetensorsFile, write_file
+from pdrun.parallel.servers.sharding import find_owners, piece_owner
+from pdrun.parallel.servers.tables.store import TableStore
+
+FILE_PREFIX = "server-"
+SNAPSHOT_FORMAT = 1
+
+
+def write_tables(store: TableStore, folder: Path, step: Any) -> None:
+    """
+    Write the tables of a server, all at one moment.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    tensors: list[tuple[str, torch.Tensor]] = []
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        shapes[name] = (tensor.dtype, tuple(tensor.shape))
+        tensors.append((name, tensor))
+
+    name = f"{FILE_PREFIX}{store.server:05d}"
+    with store.paused() as tables:
+        described = []
+        for table in tables:
+            entry: dict[str, Any] = {"spec": table.spec.to_json()}
+            label = table.spec.name
+            if table.rows is not None:
+                ids, values, states = table.rows.export_rows()
+                entry["step"] = table.rows.step
+                add(f"{label}|ids", ids)
+                add(f"{label}|values", values)
+                for index, state in enumerate(states):
+                    add(f"{label}|state{index}", state)
+            elif table.dense is not None:
+                entry["pieces"] = {}
+                for piece, values, states, updates in table.dense.export_pieces():
+                    entry["pieces"][str(piece)] = updates
+                    add(f"{label}|piece{piece}|values", values)
+                    for index, state in enumerate(states):
+                        add(f"{label}|piece{piece}|state{index}", state)
+            described.append(entry)
+        plain = {
+            "format": SNAPSHOT_FORMAT,
+            "servers": store.servers,
+            "step": step,
+            "tables": described,
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / f"{name}.safetensors", shapes, tensors)
+            part = folder / f"{name}.json.part"
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump(plain, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(folder / f"{name}.json")
+        except OSError as error:
+            what = f"server {store.server} cannot write its tables: {error.strerror}"
+            raise ConfigError(what, where=str(folder)) from None
+
+
+def read_tables(store: TableStore, folder: Path) -> int:
+    """
+    Give the declared tables of a server their values of a checkpoint; return its step.
+
+    Raises:
+        ConfigError: the checkpoint is not complete, or has another table of that name.
+    """
+    plains = _read_plains(folder)
+    step = plains[0]["step"]
+    with store.paused() as tables:
+        for table in tables:
+            label = table.spec.name
+            entries = [
+                (path, entry)
+                for path, plain in zip(_list_files(folder), plains, strict=True)
+                for entry in plain["tables"]
+                if entry["spec"]["name"] == label
+            ]
+            if not entries:
+                raise ConfigError(f"has no served table {label}", where=str(folder))
+            saved = entries[0][1]["spec"]
+            mine = table.spec.to_json()
+            for field in ("kind", "dim", "size", "optimizer"):
+                theirs, ours = saved[field], mine[field]
+                if field == "optimizer":
+                    theirs, ours = theirs["name"], ours["name"]
+                if theirs != ours:
+                    what = f"table {label} has {field} {theirs} there and {ours} here"
+                    raise ConfigError(what, where=str(folder))
+            for path, entry in entries:
+                file = SafetensorsFile(path.with_suffix(".safetensors"))
+                if table.rows is not None:
+                    read = _read_all(file, f"{label}|")
+                    ids = read["ids"]
+                    owned = find_owners(ids, label, store.servers) == store.server
+                    states = [read[f"state{i}"][owned] for i in range(len(read) - 2)]
+                    table.rows.assign_rows(ids[owned], read["values"][owned], states)
+                    table.rows.step = entry["step"]
+                elif table.dense is not None:
+                    for text, updates in entry["pieces"].items():
+                        piece = int(text)
+                        if piece_owner(piece, label, store.servers) == store.server:
+                            read = _read_all(file, f"{label}|piece{piece}|")
+                            states = [read[f"state{i}"] for i in range(len(read) - 1)]
+                            table.dense.assign_piece(piece, read["values"], states, updates)
+            table.is_open = True
+    return int(step)
+
+
+def _list_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{FILE_PREFIX}*.json"))
+
+
+def _read_plains(folder: Path) -> list[dict[str, Any]]:
+    try:
+        plains = [json.loads(path.read_bytes()) for path in _list_files(folder)]
+        is_complete = bool(plains) and all(
+            plain["format"] == SNAPSHOT_FORMAT and plain["servers"] == len(plains)
+            for plain in plains
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"is not a checkpoint of parameter servers ({error})"
+        raise ConfigError(what, where=str(folder)) from None
+    if not is_complete:
+        found = len(plains)
+        what = f"is not a complete checkpoint of parameter servers: {found} files of servers"
+        raise ConfigError(what, where=str(folder))
+    return plains
+
+
+def _read_all(file: SafetensorsFile, prefix: str) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(prefix): file.read_tensor(name)
+        for name in file.entries
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,432 @@
+"""
+The tables of one server, and the requests on them; thread-safe, without sockets.
+
+A push in sync mode is kept until every worker has ended the step. Then the gradients are added in
+the order of micro-batch and rank, divided once, and used: the arithmetic of data parallel training.
+In the other modes a push is used when it arrives.
+
+A request that changes something has a number, which grows for each worker. One that is repeated
+after a lost connection is not used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pdrun.errors import ConfigError, DeadlineExceeded, UsageError
+from pdrun.parallel.servers.settings import MAX_TABLES, Mode, TableSpec
+from pdrun.parallel.servers.sharding import count_pieces
+from pdrun.parallel.servers.tables.clocks import StepClocks
+from pdrun.parallel.servers.tables.tables import DenseTable, RowTable, pieces_of_server
+
+REPLACED_TEXT = "another process has taken the place of worker {}"
+
+
+@dataclass
+class _StoredTable:
+    """A table with its lock."""
+
+    spec: TableSpec
+    rows: RowTable | None = None
+    dense: DenseTable | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_open: bool = True
+    """Whether its first values are here."""
+
+
+@dataclass
+class _Contribution:
+    """A gradient of one worker and micro-batch that waits for the end of its step."""
+
+    part: int
+    worker: int
+    divisor: float
+    place: int
+    ids: torch.Tensor | None
+    values: torch.Tensor
+
+
+@dataclass
+class _WorkerState:
+    """What a server knows of a worker."""
+
+    client: str = ""
+    """Random name of its process."""
+    last_request: int = 0
+
+
+class TableStore:
+    """
+    The tables of one server.
+
+    Args:
+        server, servers: number of this server, and of all.
+        workers: number of workers of the job.
+        seconds: limit of every wait.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        server: int = 0,
+        servers: int = 1,
+        workers: int = 1,
+        seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mode = mode
+        self.server = server
+        self.servers = servers
+        self._workers = workers
+        self._seconds = seconds
+        self._clock = clock
+        self._clocks = StepClocks(mode, workers)
+        self._changed = threading.Condition()
+        self._tables: list[_StoredTable] = []
+        self._numbers: dict[str, int] = {}
+        self._states: dict[int, _WorkerState] = defaultdict(_WorkerState)
+        self._waiting: dict[int, dict[int, list[_Contribution]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        """sync: step -> table -> gradients."""
+        self.updates = 0
+
+    # ---- workers ------------------------------------------------------------
+
+    def join_worker(self, worker: int, client: str) -> int:
+        """
+        Start or continue with a worker's process; return the number of its last request.
+
+        Raises:
+            UsageError: there is no such worker.
+        """
+        if not 0 <= worker < self._workers:
+            raise UsageError(f"there are workers 0 to {self._workers - 1}, got {worker}")
+        with self._changed:
+            state = self._states[worker]
+            if state.client != client:
+                self._states[worker] = state = _WorkerState(client)
+                self._clocks.join_worker(worker)
+            return state.last_request
+
+    def leave_worker(self, worker: int, client: str) -> None:
+        """A worker's connection has ended: only in sync mode others still wait for it."""
+        with self._changed:
+            if self.mode.name != "sync" and self._states[worker].client == client:
+                self._clocks.remove_worker(worker)
+            self._changed.notify_all()
+
+    def _claim_request(self, worker: int, client: str, request: int) -> bool:
+        """Return whether a request is new; the caller has the condition."""
+        state = self._states[worker]
+        if state.client != client:
+            raise UsageError(REPLACED_TEXT.format(worker))
+        if request <= state.last_request:
+            return False
+        state.last_request = request
+        return True
+
+    # ---- tables -------------------------------------------------------------
+
+    def declare_table(self, spec: TableSpec) -> int:
+        """
+        Make a table, or return the number of an equal one.
+
+        Raises:
+            ConfigError: it exists with other settings.
+        """
+        with self._changed:
+            number = self._numbers.get(spec.name)
+            if number is not None:
+                known = self._tables[number].spec
+                if difference := known.describe_difference(spec):
+                    what = f"two workers describe it differently: {difference}"
+                    raise ConfigError(what, where=f"served table {spec.name}")
+                return number
+            if len(self._tables) >= MAX_TABLES:
+                raise UsageError(f"a server has at most {MAX_TABLES} tables")
+            made = _StoredTable(spec, is_open=not spec.is_assigned)
+            if spec.kind == "rows":
+                made.rows = RowTable(spec, self.servers)
+            else:
+                pieces = pieces_of_server(spec, count_pieces(spec.size), self.server, self.servers)
+                made.dense = DenseTable(spec, pieces)
+            self._tables.append(made)
+            self._numbers[spec.name] = len(self._tables) - 1
+            return len(self._tables) - 1
+
+    def open_table(self, number: int) -> None:
+        """The first values are here: let the other requests continue."""
+        table = self._find_table(number)
+        with self._changed:
+            table.is_open = True
+            self._changed.notify_all()
+
+    def _find_table(self, number: int) -> _StoredTable:
+        if not 0 <= number < len(self._tables):
+            raise UsageError(f"there is no table {number}")
+        return self._tables[number]
+
+    def _row_table(self, number: int, *, opened: bool = True) -> tuple[_StoredTable, RowTable]:
+        table = self._find_table(number)
+        if table.rows is None:
+            raise UsageError(f"table {table.spec.name} is dense and has no rows")
+        if opened and not table.is_open:
+            self._wait_open(table)
+        return table, table.rows
+
+    def _dense_table(self, number: int, *, opened: bool = True) -> tuple[_StoredTable, DenseTable]:
+        table = self._find_table(number)
+        if table.dense is None:
+            raise UsageError(f"table {table.spec.name} is served by rows")
+        if opened and not table.is_open:
+            self._wait_open(table)
+        return table, table.dense
+
+    def _wait_open(self, table: _StoredTable) -> None:
+        with self._changed:
+            if not self._wait_until(lambda: table.is_open):
+                what = f"the first values of table {table.spec.name} did not arrive from worker 0 "
+                raise DeadlineExceeded(what + f"within {self._seconds:g} s")
+
+    def find_dim(self, number: int) -> int:
+        """Return the elements of a row of a table."""
+        return self._find_table(number).spec.dim
+
+    # ---- reads --------------------------------------------------------------
+
+    def read_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """
+        Return the rows of ids, in any order.
+
+        Raises:
+            UsageError: an id is out of range.
+        """
+        table, rows = self._row_table(number)
+        with table.lock:
+            rows.check_ids(ids, sorted_ids=False)
+            return rows.read_rows(ids)
+
+    def read_piece(self, number: int, piece: int) -> torch.Tensor:
+        """Return a copy of a piece of a dense weight."""
+        table, dense = self._dense_table(number)
+        with table.lock:
+            dense.check_piece(piece)
+            return dense.read_piece(piece).clone()
+
+    # ---- pushes -------------------------------------------------------------
+
+    def push_rows(
+        self,
+        number: int,
+        ids: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        worker: int = 0,
+        client: str = "",
+        request: int,
+        step: int = 0,
+        part: int = 0,
+        divisor: float = 1.0,
+    ) -> None:
+        """
+        Use, or keep until the step ends, the gradients of rows; they may be changed.
+
+        Raises:
+            UsageError: ids or gradients are refused. The table is unchanged.
+        """
+        table, rows = self._row_table(number)
+        rows.check_ids(ids, sorted_ids=True)
+        _check_values(table.spec.name, grads, divisor)
+        if self.mode.name == "sync":
+            given = _Contribution(part, worker, divisor, 0, ids, grads)
+            self._keep_push(number, given, client, request, step)
+            return
+        with self._changed:
+            if not self._claim_request(worker, client, request):
+                return
+            self.updates += 1
+        with table.lock:
+            rows.update_rows(ids, _divide(grads, divisor))
+
+    def push_piece(
+        self,
+        number: int,
+        piece: int,
+        grad: torch.Tensor,
+        *,
+        worker: int = 0,
+        client: str = "",
+        request: int,
+        step: int = 0,
+        part: int = 0,
+        divisor: float = 1.0,
+    ) -> None:
+        """Use, or keep, the gradient of a piece of a dense weight; see `push_rows`."""
+        table, dense = self._dense_table(number)
+        dense.check_piece(piece, len(grad))
+        _check_values(table.spec.name, grad, divisor)
+        if self.mode.name == "sync":
+            given = _Contribution(part, worker, divisor, piece, None, grad)
+            self._keep_push(number, given, client, request, step)
+            return
+        with self._changed:
+            if not self._claim_request(worker, client, request):
+                return
+            self.updates += 1
+        with table.lock:
+            dense.update_piece(piece, _divide(grad, divisor))
+
+    def _keep_push(
+        self, number: int, given: _Contribution, client: str, request: int, step: int
+    ) -> None:
+        with self._changed:
+            if step <= self._clocks.used_step:
+                if request <= self._states[given.worker].last_request:
+                    return
+                used = self._clocks.used_step
+                raise UsageError(f"step {step} is over: the last step was {used}")
+            others = self._waiting[step][number]
+            if others and others[0].divisor != given.divisor:
+                what = f"step {step}: gradients are divided by {given.divisor:g} on worker "
+                what += f"{given.worker} and by {others[0].divisor:g} on {others[0].worker}"
+                raise UsageError(what, where=f"table {self._tables[number].spec.name}")
+            if self._claim_request(given.worker, client, request):
+                others.append(given)
+
+    def end_step(self, step: int, *, worker: int = 0, client: str = "", request: int) -> int:
+        """
+        Note that a worker has pushed all of a step; wait for others as the mode demands.
+
+        Returns:
+            how many steps other workers have ended since this worker's last one.
+
+        Raises:
+            DeadlineExceeded: others did not end the step in time; names them.
+        """
+        with self._changed:
+            passed = 0
+            if self._claim_request(worker, client, request):
+                passed = self._clocks.end_step(worker, step)
+            if self.mode.name == "sync" and self._clocks.can_use(step):
+                self._use_step(step)
+            self._changed.notify_all()
+            if not self._wait_until(lambda: not self._clocks.find_blocking(worker, step)):
+                late = ", ".join(map(str, self._clocks.find_blocking(worker, step)[:16]))
+                raise DeadlineExceeded(
+                    f"step {step}: worker {late} did not end it within {self._seconds:g} s"
+                )
+            return passed
+
+    def _use_step(self, step: int) -> None:
+        """Add the gradients of a step in one order, divide and use them (sync)."""
+        tables = self._waiting.pop(step, {})
+        for number, contributions in sorted(tables.items()):
+            table = self._tables[number]
+            contributions.sort(key=lambda given: (given.part, given.worker))
+            with table.lock:
+                if table.rows is not None:
+                    ids, total = _sum_rows(contributions)
+                    table.rows.update_rows(ids, _divide(total, contributions[0].divisor))
+                elif table.dense is not None:
+                    for piece, total in _sum_pieces(contributions):
+                        table.dense.update_piece(piece, _divide(total, contributions[0].divisor))
+            self.updates += 1
+        self._clocks.used_step = step
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> bool:
+        """Wait for a condition; return False after the limit. The caller has the condition."""
+        deadline = self._clock() + self._seconds
+        while not is_done():
+            left = deadline - self._clock()
+            if left <= 0:
+                return False
+            self._changed.wait(left)
+        return True
+
+    # ---- values from outside ------------------------------------------------
+
+    def assign_rows(self, number: int, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the first values of rows."""
+        table, rows = self._row_table(number, opened=False)
+        rows.check_ids(ids, sorted_ids=True)
+        with table.lock:
+            rows.assign_rows(ids, values)
+
+    def assign_piece(self, number: int, piece: int, values: torch.Tensor) -> None:
+        """Store the first values of a piece."""
+        table, dense = self._dense_table(number, opened=False)
+        dense.check_piece(piece, len(values))
+        with table.lock:
+            dense.assign_piece(piece, values)
+
+    def describe_tables(self) -> dict[str, Any]:
+        """Return counts, for logs and tests."""
+        tables = {
+            table.spec.name: {"rows": table.rows.count if table.rows else table.spec.size}
+            for table in self._tables
+        }
+        return {"updates": self.updates, "used_step": self._clocks.used_step, "tables": tables}
+
+    @contextmanager
+    def paused(self) -> Iterator[list[_StoredTable]]:
+        """Return a context manager in which no table changes; yields the tables."""
+        with self._changed, ExitStack() as locks:
+            for table in self._tables:
+                locks.enter_context(table.lock)
+            yield self._tables
+
+
+def _divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    if divisor == 1.0:
+        return values
+    return values.div_(torch.tensor(divisor, dtype=torch.float64))
+
+
+def _check_values(name: str, values: torch.Tensor, divisor: float) -> None:
+    """
+    Refuse nan and infinity. A finite sum proves that all are finite; only another sum needs a look.
+
+    Raises:
+        UsageError: names the table.
+    """
+    if not 0 < divisor < float("inf"):
+        raise UsageError(f"table {name}: gradients cannot be divided by {divisor:g}")
+    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
+        raise UsageError(
+            f"table {name}: a gradient is nan or infinite; nothing was changed",
+            hint="lower the learning rate, or look at the loss",
+        )
+
+
+def _sum_rows(contributions: list[_Contribution]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add gradients of rows one after the other; return sorted ids and their sums."""
+    lists = [given.ids for given in contributions if given.ids is not None]
+    if len(lists) == 1:
+        return lists[0], contributions[0].values
+    ids = torch.unique(torch.cat(lists))
+    total = torch.zeros(len(ids), contributions[0].values.shape[1])
+    for given in contributions:
+        if given.ids is not None:
+            total.index_add_(0, torch.searchsorted(ids, given.ids), given.values)
+    return ids, total
+
+
+def _sum_pieces(contributions: list[_Contribution]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Add gradients of pieces one after the other."""
+    totals: dict[int, torch.Tensor] = {}
+    for given in contributions:
+        if given.place in totals:
+            totals[given.place].add_(given.values)
+        else:
+            totals[given.place] = given.values
+    yield from totals.items()

@@ -53,15 +53,12 @@ def main() -> None:
         total = sum((m := run.step(batch)).loss * m.tokens for batch in run.data(loader))
         if context.is_main:
             print(f"epoch {epoch:2}  loss {total / 1500:.6f}", flush=True)
-    run.model.eval()
-    with torch.no_grad():
-        right = (
-            (run.model(pictures[test].to(context.device)).argmax(1).cpu() == labels[test])
-            .float()
-            .mean()
-        )
+    found = run.evaluate(
+        pdrun.Loader(TensorDataset(pictures[test], labels[test]), batch=96),
+        metrics={"right": lambda out, batch: ((out.argmax(1) == batch[1]).sum(), len(batch[1]))},
+    )
     if context.is_main:
-        print(f"right: {100 * float(right):.1f} of 100")
+        print(f"right: {100 * found['right']:.1f} of 100, loss {found.loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ The methods here check their arguments and call the rooms that do the work, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pdrun.parallel.checkpoint.export import export_weights, load_weights
 from pdrun.parallel.checkpoint.load import agree_on_checkpoint, load_checkpoint
 from pdrun.parallel.checkpoint.save import PendingSave, save_checkpoint
 from pdrun.parallel.data.loader import Loader, Position
+from pdrun.parallel.evaluation.evaluate import MetricFunction, evaluate_source, is_source
 from pdrun.parallel.report.explain import RunPlan, build_plan, explain_run
 from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory
 from pdrun.parallel.report.verify import VerifyReport, verify_run
@@ -108,15 +109,40 @@ class Run:
         for watcher in self.watchers:
             watcher(self)
 
-    def evaluate(self, batch: Any) -> list[Any]:
+    def evaluate(
+        self,
+        source: Any,
+        *,
+        metrics: Mapping[str, MetricFunction] | None = None,
+        outputs: bool | Callable[[Any, Any], Any] = False,
+        loss: bool = True,
+    ) -> Any:
         """
-        Return the model's outputs on this rank's micro-batches of a global batch; every rank calls
-        this.
+        Evaluate the model on all rows of a source, each row once; every rank calls this.
 
-        Nothing is trained. Dropout is active after ``run.model.train()`` and not after ``.eval()``.
-        Micro-batches without rows, and ranks without the last stage of a pipeline, give None.
+        The model is in eval mode meanwhile: dropout is off. Nothing is trained, and the position
+        in the training data does not move.
+
+        Args:
+            source: as for `data`. A batch that is not a loader or an iterator, without ``metrics``
+                and ``outputs``, gives the model's outputs on this rank's micro-batches instead, in
+                the mode that the model is in: None for micro-batches without rows, and on ranks
+                without the last stage of a pipeline.
+            metrics: functions of (output, batch) by name. Each returns what is summed over all
+                rows, or (sum, count) for a mean.
+            outputs: a function of (output, batch) that returns what is gathered, with one entry
+                per row; True: the model's output. It must fit the memory of every host.
+            loss: compute the run's loss.
+
+        Returns:
+            an `Evaluation`, the same on every rank; of a batch the list of outputs.
+
+        Raises:
+            UsageError: a metric or output has another form, or the source has no batch.
         """
-        return evaluate_batch(self.state, batch)
+        if metrics is None and outputs is False and not is_source(source):
+            return evaluate_batch(self.state, source)
+        return evaluate_source(self.state, source, metrics, outputs, loss)
 
     # ---- data ---------------------------------------------------------------
 

@@ -26,6 +26,9 @@ from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
+MAX_CHUNK_BYTES = 16 << 20
+"""Bytes per rank in one collective of `ShardedGroup.gather_bytes`."""
+
 
 class PendingResult:
     """
@@ -244,6 +247,32 @@ class ShardedGroup:
         there = flags.to(torch.uint8) if self._host_group else flags.to(self.device)
         works.append(dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return self._start_pending("exchange", label, works, lambda: (rows, (there > 0).tolist()))
+
+    def gather_bytes(self, content: torch.Tensor, label: str) -> list[torch.Tensor]:
+        """
+        Return the bytes of every rank, by index, on the host.
+
+        Args:
+            content: bytes on the host; ranks can have different numbers of them.
+        """
+        if self.world == 1:
+            return [content]
+        size = torch.tensor([content.numel()], dtype=torch.int64, device=self.device)
+        sizes = size.new_empty(self.world)
+        self.watchdog.wait(torch_compat.all_gather_flat(sizes, size, self.group), label)
+        counts = sizes.tolist()
+        found: list[list[torch.Tensor]] = [[] for _ in counts]
+        for start in range(0, max(counts), MAX_CHUNK_BYTES):
+            length = min(MAX_CHUNK_BYTES, max(counts) - start)
+            chunk = content[start : start + length]
+            sent = content.new_zeros(length, device=self.device)
+            sent[: chunk.numel()] = chunk
+            rows = sent.new_empty(self.world, length)
+            self.watchdog.wait(torch_compat.all_gather_flat(rows.view(-1), sent, self.group), label)
+            self.calls["gather_bytes"] = self.calls.get("gather_bytes", 0) + 1
+            for index, row in enumerate(rows.cpu()):
+                found[index].append(row[: max(0, min(length, counts[index] - start))])
+        return [torch.cat(parts) for parts in found]
 
     def broadcast_first(self, tensor: torch.Tensor, label: str) -> None:
         """Give every rank the tensor of the rank with index 0."""

@@ -138,6 +138,21 @@ class ContextParallel:
         cut = [leaf if dim is None else sequences.take_positions(leaf, dim) for leaf, dim in pairs]
         return pytree.tree_unflatten(cut, form)
 
+    def join(self, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
+        """
+        Return an output ``[rows, positions, ...]`` with all positions, on every rank along cp.
+
+        Raises:
+            UsageError: its dim 1 is not this rank's positions.
+        """
+        sequences = self.sequences(axes)
+        mine = count_positions(sequences.own_positions)
+        if x.dim() < 2 or x.shape[1] != mine:
+            what = f"an output of shape {tuple(x.shape)} has no dim 1 of {mine} positions: each "
+            what += "rank along cp has computed it from its part of the sequence"
+            raise UsageError(what, where=API_NAME, hint="return outputs [rows, positions, ...]")
+        return sequences.gather_positions(x, 1)
+
     def describe(self, axes: MeshGroups) -> str:
         """Return a description of how a run shards sequences."""
         return str(self.sequences(axes))

@@ -26,7 +26,7 @@ from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss import check_requires_grad
 
 if TYPE_CHECKING:
-    from pdrun.parallel.training.driver import MicroBatch, StepContext
+    from pdrun.parallel.training.driver import KeepFunction, MicroBatch, StepContext
 
 
 class PipelineRunner:
@@ -138,15 +138,10 @@ class PipelineRunner:
         self.exchange.links.wait_sends()
         return sums
 
-    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
-        """
-        Run forwards only, without gradients.
-
-        Returns:
-            the model's result for each micro-batch, on the rank of the last stage. None for each on
-            the
-                others, and for a micro-batch without rows.
-        """
+    def evaluate_microbatches(
+        self, step: StepContext, micros: Sequence[MicroBatch], keep: KeepFunction | None = None
+    ) -> list[Any]:
+        """Run forwards only, without gradients; see `Driver.evaluate_microbatches`."""
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
             self._begin_step(step, micros)
@@ -154,7 +149,7 @@ class PipelineRunner:
                 for micro in micros:
                     action = StageAction(stage, "F", micro.position)
                     _, sent, tensors, output = self._run_stage(
-                        step, action, micro, self.exchange.take_forward(action)
+                        step, action, micro, self.exchange.take_forward(action), keep=keep
                     )
                     if sent is not None:
                         self.exchange.send_output(action, sent, tensors)
@@ -202,10 +197,11 @@ class PipelineRunner:
         micro: MicroBatch,
         came: Received,
         judge: bool = False,
+        keep: KeepFunction | None = None,
     ) -> tuple[Received, BoundaryRecord | None, list[torch.Tensor], Any]:
         """
         Run a stage's part of the model; return what it sends, and on the last stage the output or
-        its loss.
+        its loss, or what is kept of it.
         """
         record, inputs = came
         batch = self._batches[micro.position]
@@ -240,6 +236,8 @@ class PipelineRunner:
             )
             if last and judge:
                 output = step.objective.compute_loss(output, batch, max(len(micro.rows), 1))
+            elif last and keep is not None and micro.weight:
+                output = keep(output, batch, micro)
         return (
             came,
             None if last else one_pass.make_record(step.rng.dropout_calls),

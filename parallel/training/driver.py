@@ -12,7 +12,7 @@ comes without the weights. No two of these overlap. They can be in any order, as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +52,10 @@ class MicroBatch:
     weight: float
     slice_index: int
     position: int
+
+
+KeepFunction = Callable[[Any, Any, MicroBatch], Any]
+"""``keep(output, batch, micro)``: what an evaluation keeps of a model's output."""
 
 
 class StepContext(Protocol):
@@ -163,10 +167,16 @@ class Driver(Protocol):
         """
         ...
 
-    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(
+        self, step: StepContext, micros: Sequence[MicroBatch], keep: KeepFunction | None = None
+    ) -> list[Any]:
         """
         Return the model's outputs on micro-batches, forward only; None on ranks without the last
-        stage.
+        stage, and for micro-batches without rows.
+
+        Args:
+            keep: called with each output, the batch that the model got and the micro-batch, where
+                a loss would be computed; its result is returned in place of the output.
         """
         ...
 
@@ -219,8 +229,10 @@ class SimpleDriver:
         """See `Driver.describe`."""
         return ""
 
-    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
-        """See `Driver.evaluate_microbatches`; None for a micro-batch without rows."""
+    def evaluate_microbatches(
+        self, step: StepContext, micros: Sequence[MicroBatch], keep: KeepFunction | None = None
+    ) -> list[Any]:
+        """See `Driver.evaluate_microbatches`."""
         outputs: list[Any] = []
         for micro in micros:
             with (
@@ -228,7 +240,10 @@ class SimpleDriver:
                 step.engine.forward(micro=micro.position),
                 step.forward_context(micro),
             ):
-                output = step.objective.compute_output(step.model, step.prepare_batch(micro.batch))
+                batch = step.prepare_batch(micro.batch)
+                output = step.objective.compute_output(step.model, batch)
+                if keep is not None and micro.weight:
+                    output = keep(output, batch, micro)
             outputs.append(output if micro.weight else None)
         step.engine.end_evaluation()
         return outputs

@@ -75,11 +75,14 @@ class Fill:
         """Nothing to tell."""
         return ""
 
-    def evaluate_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate_microbatches(
+        self, step: StepContext, micros: Sequence[MicroBatch], keep: Any = None
+    ) -> list[Any]:
         """Forward only, one micro-batch after the other."""
         axis, found = step.axes["pp"], []
         for micro in micros:
-            x = step.prepare_batch(micro.batch)[0]
+            batch = step.prepare_batch(micro.batch)
+            x = batch[0]
             with (
                 torch.no_grad(),
                 step.engine.forward(micro=micro.position),
@@ -92,6 +95,8 @@ class Fill:
             if axis.index < axis.size - 1:
                 dist.send(y, axis.ranks[axis.index + 1], group=axis.group)
                 y = None
+            elif keep is not None and micro.weight:
+                y = keep(y, batch, micro)
             found.append(y)
         step.engine.end_evaluation()
         return found

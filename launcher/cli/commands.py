@@ -14,11 +14,10 @@ from typing import Any
 
 import click
 
-from pdrun.errors import PdrunError, UsageError, did_you_mean
+from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.cli import help as cli_help
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import files, parsers
-from pdrun.text import quote_command
 
 
 class PdrunGroup(click.Group):
@@ -77,32 +76,17 @@ def _check_typing_error(args: Sequence[str], commands: Iterable[str]) -> None:
     if word.startswith("-") or "." in word or "/" in word or files.path_exists(word):
         return
     what = f"no such command or file {parsers.quote_text(word)}"
-    if word in FOREIGN_LAUNCHERS:
-        raise UsageError(what, hint=_hint_at_translation(args))
+    from pdrun.launcher.translate.command_line import hint_at_line, is_launcher
+
+    if is_launcher(word):
+        from pdrun.launcher.cli.run import check_translation
+
+        raise UsageError(what, hint=hint_at_line(args, os.environ, check_translation))
     hint = COMMAND_HINTS.get(word)
     if hint is None and word.isalpha():
         hint = did_you_mean(word, commands)
     if hint:
         raise UsageError(what, hint=hint)
-
-
-FOREIGN_LAUNCHERS = frozenset(
-    (
-        *("torchrun", "msrun", "accelerate", "deepspeed", "horovodrun", "mpiexec", "colossalai"),
-        "orterun",
-    )
-)
-"""Launchers that are not commands of pdrun (``pdrun mpirun`` is one)."""
-
-
-def _hint_at_translation(args: Sequence[str]) -> str:
-    from pdrun.launcher.translate.command_line import translate_command_line
-
-    try:
-        return f"use {translate_command_line(args, os.environ).format_line()}"
-    except PdrunError as error:
-        command = quote_command("pdrun", "translate", "--", args[0])
-        return f"for pdrun's line use {command} ...: {error}"
 
 
 def build_command_line() -> PdrunGroup:

@@ -57,12 +57,11 @@ def translate_command() -> click.Command:
     """Return ``pdrun translate``."""
 
     def print_translation(words: tuple[str, ...]) -> int:
-        from pdrun.launcher.cli.run import parse_arguments
+        from pdrun.launcher.cli.run import check_translation
         from pdrun.launcher.translate.command_line import translate_command_line
 
         found = translate_command_line(words, os.environ)
-        if "--rank-table" not in found.options:  # it may not be written yet
-            parse_arguments(found.words)  # an option that pdrun refuses
+        check_translation(found)
         click.echo(found.format_line())
         for note in found.notes:
             print(f"pdrun: note: {note}", file=sys.stderr)

@@ -147,13 +147,14 @@ def _translate_for_hint(argv: Sequence[str], launchers: Sequence[str]) -> str:
         launchers: which launchers to try; empty: those whose options pdrun does not have.
     """
     from pdrun.errors import PdrunError
+    from pdrun.launcher.cli.run import check_translation
     from pdrun.launcher.translate.command_line import translate_options
 
     words = list(argv)
     if words[:1] == ["run"]:
         words = words[1:]
     try:
-        found = translate_options(words, os.environ, launchers)
+        found = translate_options(words, os.environ, check_translation, launchers)
     except PdrunError as error:
         return "" if launchers else f"; it is one of another launcher: {error}"
     if found is None:

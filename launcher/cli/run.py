@@ -44,6 +44,8 @@ from pdrun.topology import is_in_kubernetes
 
 if TYPE_CHECKING:
     from pdrun.launcher.launch.agent_options import AgentOptions
+    from pdrun.launcher.translate.command_line import TranslationCheck
+    from pdrun.launcher.translate.model import Translation
 
 TASK_VARIABLE_PREFIXES = (
     "SLURM_",
@@ -118,7 +120,22 @@ def parse_arguments(arguments: Sequence[str]) -> RunRequest:
     """
     with run_command().make_context("run", list(arguments)) as context:
         params = dict(context.params)
-        return parse_request(params, params.pop("words"), {})
+        return parse_request(params, params.pop("words"), {}, check=_refuse_inner_launcher)
+
+
+def check_translation(found: Translation) -> None:
+    """Raise a UsageError, or another PdrunError, if ``pdrun`` would refuse a translated line."""
+    if "--rank-table" in found.options:  # it may not be written yet
+        return
+    try:
+        parse_arguments(found.words)
+    except click.ClickException as error:
+        raise UsageError(error.format_message(), where=found.launcher) from None
+
+
+def _refuse_inner_launcher(found: Translation) -> None:
+    """Refuse a line for the program of a line that is checked itself: the check does not nest."""
+    raise UsageError(f"{found.launcher} would be started by another launcher")
 
 
 def parse_request(
@@ -126,6 +143,8 @@ def parse_request(
     words: Sequence[str],
     environ: Mapping[str, str],
     probes: Probes | None = None,
+    *,
+    check: TranslationCheck = check_translation,
 ) -> RunRequest:
     """
     Return what a command line requests. Reads the job file and the hostfile that it names.
@@ -136,6 +155,7 @@ def parse_request(
         environ: the environment variables to use.
         probes: functions that check a launcher's variables against this machine. None: no checks,
             as for another machine's environment.
+        check: of pdrun's line in the error about a program that is a launcher.
 
     Raises:
         PdrunError: a value is wrong; the error names its source.
@@ -144,7 +164,7 @@ def parse_request(
     variables, variable_notes = read_environment(environ)
     modes = {setting.path for setting in settings if setting.path.startswith("ask.")}
     settings = [setting for setting in settings if not setting.path.startswith("ask.")]
-    settings += program_settings(words, [*settings, *variables])
+    settings += program_settings(words, [*settings, *variables], check)
     if "ask.json" in modes and "ask.dry_run" not in modes:
         raise UsageError(
             "prints the plan as JSON and requires --dry-run", where="--json", hint="add --dry-run"

@@ -12,7 +12,13 @@ from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common.files import path_exists, read_text
-from pdrun.launcher.translate.accelerate_variables import add_variables
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.translate.accelerate_variables import (
+    DEEPSPEED_VARIABLES,
+    DYNAMO_VARIABLES,
+    FSDP_VARIABLES,
+    add_variables,
+)
 from pdrun.launcher.translate.model import Translation
 from pdrun.launcher.translate.option_table import (
     ForeignCommand,
@@ -32,7 +38,6 @@ _FLAGS = """
     quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic debug
     dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm
     same_network module no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16
-    fp8_use_autocast_during_eval
 """
 _VALUES = """
     config_file mixed_precision num_processes num_machines num_cpu_threads_per_process
@@ -53,12 +58,36 @@ _SHORT_NAMES = {"quiet": "-q", "module": "-m", "tee": "-t"}
 MAX_FILE_BYTES = 1 << 18
 """Size limit of a configuration file."""
 
+_OTHER_FAMILIES = ("megatron_lm_", "parallelism_config_", "fp8_")
+"""Beginnings of the options of parts of accelerate that start processes in their own way."""
 _UNSUPPORTED = (
     *("use_megatron_lm", "use_parallelism_config", "tpu", "tpu_cluster", "vm", "env"),
     *("aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile", "deepspeed_hostfile"),
     *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "offload_optimizer_nvme_path"),
     *("offload_param_nvme_path",),
 )
+_HINTS = dict.fromkeys(_UNSUPPORTED, "keep accelerate launch for it")
+_LEFT_OUT = {
+    "quiet": "it concerns the messages of the launcher",
+    "same_network": "the nodes connect to one address in any network",
+    **dict.fromkeys(
+        ("tpu_use_sudo", "no_tpu_cluster", "downcast_bf16", "main_training_function"),
+        "it concerns TPUs only",
+    ),
+    **dict.fromkeys(
+        (key for key, _, _ in FSDP_VARIABLES), "accelerate reads it with --use_fsdp only"
+    ),
+    **dict.fromkeys(
+        ("deepspeed_multinode_launcher", *(key for key, _, _ in DEEPSPEED_VARIABLES)),
+        "accelerate reads it with --use_deepspeed only",
+    ),
+    **dict.fromkeys(
+        (key for key, _, _ in DYNAMO_VARIABLES), "accelerate reads it with --dynamo_backend only"
+    ),
+}
+"""Options without an effect under pdrun, and why."""
+_STANDARD_LAUNCHER = "standard"
+"""Value of --deepspeed_multinode_launcher with which every machine runs the same command."""
 _SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
 """Sections of a configuration file, and what their keys begin with on the command line."""
 _FROM_FILE = (
@@ -79,34 +108,45 @@ def accelerate_table() -> tuple[ForeignOption, ...]:
 
 def translate_accelerate(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
     """Translate ``accelerate launch WORDS``."""
-    _refuse_other_families(words)
-    command = read_command("accelerate launch", accelerate_table(), words, abbreviates=False)
+    command = read_command(
+        "accelerate launch",
+        accelerate_table(),
+        words,
+        abbreviates=False,
+        refused_prefixes=_OTHER_FAMILIES,
+    )
     result = Translation("accelerate launch")
     kind, command = _read_config(command, environ, result)
-    for key in _UNSUPPORTED:
-        if command.has(key):
-            raise command.make_error(key, "is not translated", "keep accelerate launch for it")
+    command.refuse(_HINTS)
     _add_workers(command, kind, result)
+    _check_deepspeed_launcher(command, kind, result)
     add_variables(command, kind, result)
     result.set_program(
         command.words, is_module=command.has("module"), is_command=command.has("no_python")
     )
+    result.notes += command.list_left_out(_LEFT_OUT)
     return result
 
 
-def _refuse_other_families(words: Sequence[str]) -> None:
-    """Refuse options of parts of accelerate that start processes in their own way."""
-    for word in words:
-        if not word.startswith("-"):
-            continue
-        name = word.partition("=")[0].replace("-", "_").lstrip("_")
-        if name.startswith(("megatron_lm_", "parallelism_config_", "fp8_")):
-            raise UsageError(
-                "is not translated", where=word.partition("=")[0], hint="keep accelerate launch"
-            )
-        if name in _VALUES.split() or name in _FLAGS.split():
-            continue
+def _check_deepspeed_launcher(command: ForeignCommand, kind: str, result: Translation) -> None:
+    """Check who starts the other machines: accelerate itself does not."""
+    key = "deepspeed_multinode_launcher"
+    if kind != "deepspeed":
         return
+    launcher = command.text_of(key)
+    if command.count_of("num_machines", 1) == 1:
+        return
+    if not launcher:
+        result.notes.append(
+            "accelerate starts the other machines with pdsh; run pdrun's line on every machine"
+            f" (as with --{key} {_STANDARD_LAUNCHER})"
+        )
+    elif launcher.lower() != _STANDARD_LAUNCHER:
+        raise command.make_error(
+            key,
+            f"{quote_text(launcher)} is not translated: it starts the other machines",
+            f"use {_STANDARD_LAUNCHER} and run the line on every machine, or pdrun --hosts",
+        )
 
 
 def _read_config(
@@ -135,7 +175,7 @@ def _read_config(
     data = _load_config(path)
     if not kind:
         kind = _kind_of_file(data, path)
-    return kind, replace(command, options=(*_options_of_file(data), *command.options))
+    return kind, replace(command, options=(*_options_of_file(data, path), *command.options))
 
 
 def _default_config_path(environ: Mapping[str, str]) -> str:
@@ -176,7 +216,7 @@ def _kind_of_file(data: Mapping[str, Any], path: str) -> str:
     raise ConfigError(f"distributed_type {text} is not translated", where=path)
 
 
-def _options_of_file(data: Mapping[str, Any]) -> list[UsedOption]:
+def _options_of_file(data: Mapping[str, Any], path: str) -> list[UsedOption]:
     """Return the values of a file as options, before those of the command line."""
     found = {key: data[key] for key in _FROM_FILE if data.get(key) is not None}
     for section, prefix in _SECTIONS.items():
@@ -192,7 +232,7 @@ def _options_of_file(data: Mapping[str, Any]) -> list[UsedOption]:
         if isinstance(value, bool):
             text = text.lower()
         if not is_flag or text == "true":
-            options.append(UsedOption(key, f"--{key}", () if is_flag else (text,)))
+            options.append(UsedOption(key, f"{key} of {path}", () if is_flag else (text,)))
     deepspeed = data.get("deepspeed_config")
     if isinstance(deepspeed, dict) and deepspeed:
         names = [*deepspeed, *(["mixed_precision"] if "mixed_precision" in found else [])]
@@ -223,11 +263,11 @@ def _add_workers(command: ForeignCommand, kind: str, result: Translation) -> Non
     result.add("--devices", str(total // machines) if total else "auto")
     host = command.text_of("main_process_ip")
     port = command.text_of("main_process_port")
+    rank = command.text_of("machine_rank")
     backend = command.parse("rdzv_backend", choice_of("static", "c10d"), "static")
     if machines > 1:
         if not host:
             raise command.make_error("num_machines", "--main_process_ip is required")
-        rank = command.text_of("machine_rank")
         if rank:
             result.add("--node-rank", rank)
     if machines == 1 or backend == "static":

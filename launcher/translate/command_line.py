@@ -18,6 +18,8 @@ from pdrun.launcher.translate.model import Translation
 from pdrun.launcher.translate.option_table import UnreadableOptionError
 
 Translator = Callable[[Sequence[str], Mapping[str, str]], Translation]
+TranslationCheck = Callable[[Translation], object]
+"""Raises a PdrunError if pdrun's own parser refuses the translated line."""
 
 LAUNCHERS = ("torchrun", "msrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "colossalai")
 _OTHER_NAMES = {
@@ -65,13 +67,16 @@ def _launcher_of(word: str) -> str:
     return _OTHER_NAMES.get(name, "")
 
 
-def refuse_launcher(words: Sequence[str], environ: Mapping[str, str]) -> None:
+def refuse_launcher(
+    words: Sequence[str], environ: Mapping[str, str], check: TranslationCheck
+) -> None:
     """
     Refuse a program that is a launcher itself: each worker would start a job.
 
     Args:
         words: the program and its arguments, with ``python -m`` in front of a module.
         environ: the environment.
+        check: of the line in the hint.
 
     Raises:
         UsageError: it is a launcher; the message has pdrun's line.
@@ -82,11 +87,18 @@ def refuse_launcher(words: Sequence[str], environ: Mapping[str, str]) -> None:
         if python is None or python.kind != "module" or python.target not in _MODULES:
             return
         name = f"python -m {python.target}"
-    try:
-        hint = f"use {translate_command_line(words, environ).format_line()}"
-    except PdrunError as error:
-        hint = f"pdrun translate -- {name} ... prints pdrun's line: {error}"
+    hint = hint_at_line(words, environ, check)
     raise UsageError(f"{name} is a launcher: each worker would start a job", hint=hint)
+
+
+def hint_at_line(words: Sequence[str], environ: Mapping[str, str], check: TranslationCheck) -> str:
+    """Return a hint with pdrun's line for a launcher's command line, or why pdrun has no line."""
+    try:
+        found = translate_command_line(words, environ)
+        check(found)
+    except PdrunError as error:
+        return f"pdrun has no line for it: {error}"
+    return f"use {found.format_line()}"
 
 
 def translate_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
@@ -186,7 +198,10 @@ def _translators() -> Mapping[str, Translator]:
 
 
 def translate_options(
-    words: Sequence[str], environ: Mapping[str, str], launchers: Sequence[str] = ()
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    check: TranslationCheck,
+    launchers: Sequence[str] = (),
 ) -> Translation | None:
     """
     Return the translation of options without a launcher's name; None: they fit no launcher.
@@ -194,6 +209,7 @@ def translate_options(
     Args:
         words: the options, the program and its arguments.
         environ: the environment.
+        check: of the translation.
         launchers: which ones to try; empty: those whose options pdrun does not have.
 
     Raises:
@@ -206,13 +222,14 @@ def translate_options(
             continue
         try:
             found = translate(words, environ)
+            if found.program[0].endswith(".py") and "--no-python" in found.options:
+                found.options.remove("--no-python")  # without mpirun's name: a script of pdrun
+            check(found)
         except UnreadableOptionError:
             continue
         except PdrunError as error:
             failure = failure or error
             continue
-        if found.program and found.program[0].endswith(".py") and "--no-python" in found.options:
-            found.options.remove("--no-python")  # without mpirun's name it is a script of pdrun
         return found
     if failure is not None:
         raise failure

@@ -47,6 +47,25 @@ DEEPSPEED_TABLE = """
 --log_level LEVEL
 -q --quiet
 """
+_HINTS = {
+    "autotuning": "run deepspeed for it",
+    "venv_script": "use --python with the interpreter of the environment",
+    "bind_core_list": "use --bind cores, or taskset in front of pdrun",
+    "launcher_args": "use --mpirun-opts or --srun-opts",
+    "save_pid": "pdrun lists its jobs: use pdrun status and pdrun stop",
+}
+"""Options without a translation, and what to use."""
+_LEFT_OUT = {
+    "no_ssh_check": "pdrun logs in to each host once",
+    "force_multi": "the number of hosts makes no difference for pdrun",
+    "log_level": "it concerns the messages of the launcher",
+    "quiet": "it concerns the messages of the launcher",
+}
+"""Options without an effect under pdrun, and why."""
+_LEFT_OUT_HERE = dict.fromkeys(
+    ("master_addr", "launcher", "ssh_port", "no_ssh", "node_rank"),
+    "without a host file, deepspeed runs on this machine only",
+)
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = "29500"
 THIS_HOST = "localhost"
@@ -58,8 +77,10 @@ def translate_deepspeed(words: Sequence[str], environ: Mapping[str, str]) -> Tra
     _check_supported(command)
     result = Translation("deepspeed")
     hosts = _read_hosts(command, result)
+    reasons = _LEFT_OUT
     if hosts is None:
         _add_this_host(command, result)
+        reasons = {**_LEFT_OUT, **_LEFT_OUT_HERE}
     else:
         _add_hosts(command, result, hosts)
     if folder := command.text_of("enable_each_rank_log", "None"):
@@ -71,18 +92,12 @@ def translate_deepspeed(words: Sequence[str], environ: Mapping[str, str]) -> Tra
     result.set_program(
         command.words, is_module=command.has("module"), is_command=command.has("no_python")
     )
+    result.notes += command.list_left_out(reasons)
     return result
 
 
 def _check_supported(command: ForeignCommand) -> None:
-    for key, hint in (
-        ("autotuning", "run deepspeed for it"),
-        ("venv_script", "use --python with the interpreter of the environment"),
-        ("bind_core_list", "use --bind cores, or taskset in front of pdrun"),
-        ("launcher_args", "use --mpirun-opts or --srun-opts"),
-    ):
-        if command.text_of(key):
-            raise command.make_error(key, "is not translated", hint)
+    command.refuse(_HINTS)
     filters = [key for key in ("include", "exclude") if command.has(key)]
     counts = [key for key in ("num_nodes", "num_gpus", "num_accelerators") if command.has(key)]
     if filters and (counts or len(filters) > 1):
@@ -151,8 +166,7 @@ def _add_hosts(command: ForeignCommand, result: Translation, hosts: tuple[Host, 
         # --num_gpus counts on every host, whatever its slots are
         used = hosts[:nodes] if nodes > 0 else hosts
         counts = [workers if workers > 0 else host.devices or 1 for host in used]
-        items = map(_format_host, used, counts)
-        result.add("--hosts", ",".join(items))
+        result.add_hosts(zip(used, counts, strict=True))
     else:
         result.add("--hostfile", command.text_of("hostfile", DEFAULT_HOSTFILE))
         for key in ("include", "exclude"):
@@ -178,10 +192,3 @@ def _add_meeting(command: ForeignCommand, result: Translation) -> None:
         result.add("--master-addr", host)
     if port := command.text_of("master_port"):
         result.add("--master-port", port)
-
-
-def _format_host(host: Host, workers: int) -> str:
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    if host.user:
-        name = f"{host.user}@{name}"
-    return f"{name}:{workers}"

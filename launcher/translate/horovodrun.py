@@ -51,20 +51,48 @@ HOROVOD_TABLE = """
 --reset-limit N
 --host-discovery-script FILE
 """
+_HINTS = {
+    **dict.fromkeys(
+        ("config_file", "host_discovery_script", "mpi_args", "binding_args", "jsrun"),
+        "keep horovodrun for it",
+    ),
+    **dict.fromkeys(
+        ("min_num_proc", "max_num_proc", "slots_per_host"),
+        "it belongs to an elastic job: use pdrun --nodes MIN:MAX --devices N",
+    ),
+    "elastic_timeout": "use pdrun --nodes MIN:MAX --start-timeout S",
+    "reset_limit": "use pdrun --nodes MIN:MAX --max-restarts N",
+    "fusion_threshold_mb": (
+        "it sets horovod's library, which pdrun does not start; use bucket_cap_mb of"
+        " DistributedDataParallel"
+    ),
+    **dict.fromkeys(
+        ("cycle_time_ms", "cache_capacity", "autotune"),
+        "it sets horovod's library, which pdrun does not start; leave it out",
+    ),
+    "timeline_filename": (
+        "it sets horovod's library, which pdrun does not start; use torch.profiler"
+    ),
+    "prefix_output_with_timestamp": "pdrun writes no times in front of lines; leave it out",
+}
+"""Options without a translation, and what to use."""
+_LEFT_OUT = {
+    **dict.fromkeys(("gloo", "mpi", "tcp"), "torch.distributed chooses its own transport"),
+    "disable_cache": "pdrun checks ssh at every start",
+    "verbose": "it concerns the messages of the launcher",
+    **dict.fromkeys(
+        ("log_level", "log_with_timestamp", "log_without_timestamp"),
+        "it sets the messages of horovod, which pdrun does not start",
+    ),
+}
+"""Options without an effect under pdrun, and why."""
 
 
 def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Translation:
     """Translate ``horovodrun WORDS``."""
     command = read_command("horovodrun", parse_table(HOROVOD_TABLE), words)
     result = Translation("horovodrun")
-    for key in ("config_file", "host_discovery_script", "mpi_args", "binding_args"):
-        if command.has(key):
-            raise command.make_error(key, "is not translated", "keep horovodrun for it")
-    for key in ("min_num_proc", "max_num_proc", "slots_per_host", "reset_limit"):
-        if command.has(key):
-            raise command.make_error(
-                key, "counts processes of an elastic job", "use pdrun --nodes MIN:MAX --devices N"
-            )
+    command.refuse(_HINTS)
     total = command.count_of("num_proc")
     if not total:
         raise UnreadableOptionError("-np is required", where="horovodrun")
@@ -85,6 +113,6 @@ def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Tr
         result.add("--interface", names)
     if folder := command.text_of("output_filename"):
         result.add("--log-dir", folder)
-    result.notes.append(SCRIPT_NOTE)
     result.set_command(command.words)
+    result.notes += [SCRIPT_NOTE, *command.list_left_out(_LEFT_OUT)]
     return result

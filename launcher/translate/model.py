@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdrun.errors import UsageError
 from pdrun.launcher.common.python_command import read_python_command
+from pdrun.launcher.hosts.selection import Host
 
 
 @dataclass
@@ -39,6 +40,21 @@ class Translation:
         """Add an option and its value, unless the value is what pdrun does without it."""
         if value != default:
             self.add(option, value)
+
+    def add_hosts(self, counted: Iterable[tuple[Host, int]]) -> None:
+        """Add ``--hosts`` with the number of workers of each host."""
+        items = []
+        for host, workers in counted:
+            if host.port is not None:
+                raise UsageError(
+                    f"the ssh port of {host.name} has no place beside a number of workers",
+                    where=host.where or self.launcher,
+                    hint="write the numbers into the host file: pdrun --hostfile FILE",
+                )
+            name = f"[{host.name}]" if ":" in host.name else host.name
+            login = f"{host.user}@{name}" if host.user else name
+            items.append(f"{login}:{workers}")
+        self.add("--hosts", ",".join(items))
 
     def set_program(self, words: Sequence[str], *, is_module: bool, is_command: bool) -> None:
         """Set the program: a script, a module or a command, with its arguments."""

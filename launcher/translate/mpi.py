@@ -86,9 +86,7 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             hint="start one program that chooses by its rank",
         )
     result = Translation("mpirun")
-    for key in ("output_filename", "timeout", "launcher", "genvlist", "rankfile"):
-        if command.has(key):
-            raise command.make_error(key, "is not translated", _MPIRUN_HINTS[key])
+    command.refuse(_MPIRUN_HINTS)
     per_node = command.count_of(PER_NODE, int(command.has("pernode")))
     per_node = _read_mapping(command) or per_node
     if not _add_allocation(command, result, per_node, environ):
@@ -99,10 +97,8 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
         result.add("--chdir", folder)
     if name := command.text_of("iface"):
         result.add("--interface", name)
-    if used := [one for one in command.options if one.key in ("mca", "gmca", "prtemca")]:
-        result.notes.append(f"{used[0].name} is left out: pdrun's workers do not use MPI")
-    result.notes.append(SCRIPT_NOTE)
     result.set_command(command.words)
+    result.notes += [SCRIPT_NOTE, *command.list_left_out(_LEFT_OUT)]
     return result
 
 
@@ -113,6 +109,23 @@ _MPIRUN_HINTS = {
     "launcher": "use pdrun --ssh PROGRAM, --launcher mpirun or --launcher srun",
     "genvlist": "use pdrun --forward NAMES",
 }
+"""Options without a translation, and what to use."""
+_LEFT_OUT = {
+    **dict.fromkeys(("mca", "gmca", "prtemca", "prefix"), "pdrun's workers do not use MPI"),
+    "use_hwthread_cpus": "the number of workers is given",
+    "oversubscribe": "pdrun has no limit of workers per core",
+    "nooversubscribe": "the number of workers is given",
+    "allow_run_as_root": "pdrun does not ask",
+    "byslot": "pdrun numbers the ranks of a node in a row",
+    "genvall": "workers on this host have all variables; name those for other hosts with --forward",
+    **dict.fromkeys(
+        ("print_rank_map", "display_map", "report_bindings"), "pdrun --explain prints the places"
+    ),
+    **dict.fromkeys(("tag_output", "prepend_rank"), "pdrun writes the rank in front of each line"),
+    "timestamp_output": "pdrun writes no times; use pdrun logs",
+    **dict.fromkeys(("quiet", "v"), "it concerns the messages of the launcher"),
+}
+"""Options without an effect under pdrun, and why."""
 
 
 def _read_mapping(command: ForeignCommand) -> int:
@@ -183,7 +196,7 @@ def add_hosts(command: ForeignCommand, result: Translation, total: int, per_node
     if len(used) == 1 and used[0][0].name in ("localhost", "127.0.0.1"):
         result.add("--nodes", "1", "--devices", str(used[0][1]))
         return
-    result.add("--hosts", ",".join(f"{_name_of(host)}:{count}" for host, count in used))
+    result.add_hosts(used)
 
 
 def _read_hosts(command: ForeignCommand) -> tuple[Host, ...]:
@@ -231,11 +244,6 @@ def _divide(command: ForeignCommand, total: int, per_node: int) -> int:
             where=command.launcher,
         )
     return total // per_node
-
-
-def _name_of(host: Host) -> str:
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    return f"{host.user}@{name}" if host.user else name
 
 
 def _add_binding(command: ForeignCommand, result: Translation) -> None:

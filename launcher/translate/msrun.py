@@ -46,11 +46,11 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
     command = read_command("msrun", parse_table(MSRUN_TABLE), words)
     result = Translation("msrun")
     nodes = _add_counts(command, result)
-    if nodes > 1:
-        host = command.text_of("master_addr", "127.0.0.1")
-        port = command.text_of("master_port", DEFAULT_PORT)
+    host = command.text_of("master_addr", "127.0.0.1")
+    port = command.text_of("master_port", DEFAULT_PORT)
+    rank = command.count_of("node_rank", -1, least=-1)
+    if nodes > 1:  # nothing of pdrun listens on one node
         result.add("--scheduler", str(parse_endpoint(f"{host}:{port}", where="msrun")))
-        rank = command.count_of("node_rank", -1, least=-1)
         if rank >= 0:
             result.add("--node-rank", str(rank))
     _add_logs(command, result)
@@ -76,6 +76,7 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
             "msrun returns at once; pdrun waits for its workers (else: nohup ... &)"
         )
     _set_program(command, result)
+    result.notes += command.list_left_out({})
     return result
 
 

@@ -9,8 +9,8 @@ A table has one option per line: its names, then one capital word per value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdrun.errors import UsageError, did_you_mean
@@ -50,13 +50,16 @@ class ForeignCommand:
     launcher: str
     options: tuple[UsedOption, ...]
     words: tuple[str, ...]
+    read_keys: set[str] = field(default_factory=set, compare=False)
+    """Options that the translation has looked at."""
 
     def has(self, key: str) -> bool:
         """Return whether the option is used."""
-        return any(one.key == key for one in self.options)
+        return self.last_use(key) is not None
 
     def last_use(self, key: str) -> UsedOption | None:
         """Return the last use, which counts; None: it is not used."""
+        self.read_keys.add(key)
         return next((one for one in reversed(self.options) if one.key == key), None)
 
     def text_of(self, key: str, default: str = "") -> str:
@@ -66,6 +69,7 @@ class ForeignCommand:
 
     def all_of(self, key: str) -> list[tuple[str, ...]]:
         """Return the values of each use of an option."""
+        self.read_keys.add(key)
         return [one.values for one in self.options if one.key == key]
 
     def parse(self, key: str, parser: Callable[[str, str], Value], default: Value) -> Value:
@@ -84,6 +88,34 @@ class ForeignCommand:
         used = self.last_use(key)
         return UsageError(what, where=used.name if used else self.launcher, hint=hint)
 
+    def refuse(self, hints: Mapping[str, str]) -> None:
+        """Refuse options that have no translation. ``hints``: key -> what to do instead."""
+        for key, hint in hints.items():
+            if self.has(key):
+                raise self.make_error(key, "is not translated", hint)
+
+    def list_left_out(self, reasons: Mapping[str, str]) -> list[str]:
+        """
+        Return a note for each option on the command line that the translation has not looked at.
+
+        Args:
+            reasons: key -> why pdrun does without the option.
+
+        Raises:
+            UsageError: an option has no reason: it changes nothing beside the other options.
+        """
+        notes = []
+        for used in self.options:
+            if used.key in self.read_keys:
+                continue
+            if used.key not in reasons:
+                raise UsageError(
+                    "has no effect beside the other options", where=used.name, hint="remove it"
+                )
+            if used.name.startswith("-"):
+                notes.append(f"{used.name} is left out: {reasons[used.key]}")
+        return list(dict.fromkeys(notes))
+
 
 def parse_table(text: str) -> tuple[ForeignOption, ...]:
     """Return the options of a table."""
@@ -91,13 +123,22 @@ def parse_table(text: str) -> tuple[ForeignOption, ...]:
     for line in text.splitlines():
         names = tuple(word for word in line.split() if word.startswith("-"))
         if names:
-            key = max((name.lstrip("-") for name in names), key=len).replace("-", "_")
+            key = max((_key_of(name) for name in names), key=len)
             found.append(ForeignOption(names, key, len(line.split()) - len(names)))
     return tuple(found)
 
 
+def _key_of(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
 def read_command(
-    launcher: str, table: Sequence[ForeignOption], words: Sequence[str], *, abbreviates: bool = True
+    launcher: str,
+    table: Sequence[ForeignOption],
+    words: Sequence[str],
+    *,
+    abbreviates: bool = True,
+    refused_prefixes: tuple[str, ...] = (),
 ) -> ForeignCommand:
     """
     Read options up to the first word that is not one, as argparse does.
@@ -107,8 +148,10 @@ def read_command(
         table: its options.
         words: the command line behind the launcher's name.
         abbreviates: whether the launcher accepts the beginning of a long name.
+        refused_prefixes: beginnings of the keys of options that have no translation.
 
     Raises:
+        UsageError: an option has no translation.
         UnreadableOptionError: an option is unknown, ambiguous, or has no value.
     """
     by_name = {name: option for option in table for name in option.names}
@@ -126,6 +169,8 @@ def read_command(
             name = _complete_name(launcher, name, by_name)
         elif name not in by_name and _is_short_with_value(word, by_name):
             name, equals, attached = word[:2], "=", word[2:].removeprefix("=")
+        if name not in by_name and _key_of(name).startswith(refused_prefixes):
+            raise UsageError("is not translated", where=name, hint=f"keep {launcher} for it")
         if name not in by_name:
             raise UnreadableOptionError(
                 f"{launcher} has no option {quote_text(name)}", hint=did_you_mean(name, by_name)

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pdrun.errors import UsageError
 from pdrun.launcher.config.settings import Priority, Setting, Source
 
+if TYPE_CHECKING:
+    from pdrun.launcher.translate.command_line import TranslationCheck
 
-def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[Setting]:
+
+def program_settings(
+    words: Sequence[str], settings: Iterable[Setting], check: TranslationCheck
+) -> list[Setting]:
     """
     Return the settings of the program: a script with its arguments, or the contents of a job file.
 
     Args:
         words: the script or job file, and its arguments.
         settings: the settings of options and variables.
+        check: of a line of pdrun in an error.
     """
     if not words:
         return []
@@ -35,8 +42,8 @@ def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[
     if "module" in kinds and target.startswith(("torch.distributed.", "accelerate.")):
         from pdrun.launcher.translate.command_line import refuse_launcher
 
-        refuse_launcher(("python", "-m", *words), os.environ)
-    if not kinds and (found := _read_python_settings(words, paths, source)):
+        refuse_launcher(("python", "-m", *words), os.environ, check)
+    if not kinds and (found := _read_python_settings(words, paths, source, check)):
         return found
     return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
 
@@ -53,7 +60,7 @@ def _job_file_settings(path: str, args: Sequence[str], source: Source) -> list[S
 
 
 def _read_python_settings(
-    words: Sequence[str], paths: Collection[str], source: Source
+    words: Sequence[str], paths: Collection[str], source: Source, check: TranslationCheck
 ) -> list[Setting]:
     """
     Return the settings of a program that is a command of Python; empty: it is not one.
@@ -62,6 +69,7 @@ def _read_python_settings(
         words: the program and its arguments.
         paths: field paths of the options. With msrun's, ``pytest`` is a command, too.
         source: of the settings.
+        check: of a line of pdrun in an error.
     """
     name = words[0].rpartition("/")[2]
     is_pytest = name == "pytest" and not {"msrun.workers", "msrun.local_workers"}.isdisjoint(paths)
@@ -72,7 +80,7 @@ def _read_python_settings(
     from pdrun.launcher.common.python_command import PythonCommand, read_python_command
     from pdrun.launcher.translate.command_line import refuse_launcher
 
-    refuse_launcher(words, os.environ)
+    refuse_launcher(words, os.environ, check)
     found = read_python_command(words)
     if is_pytest:
         found = PythonCommand("command", words[0], tuple(words[1:]))

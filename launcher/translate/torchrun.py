@@ -97,6 +97,7 @@ def translate_torchrun(words: Sequence[str], environ: Mapping[str, str]) -> Tran
     command = read_command("torchrun", parse_table(TORCHRUN_TABLE), words)
     result = _translate_options(command, environ)
     _set_script(command, result)
+    result.notes += command.list_left_out({})
     return result
 
 
@@ -109,6 +110,7 @@ def translate_launch(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             raise command.make_error("no_python", "requires --use-env", "add --use-env")
         result.add("--launch-compat")
     _set_script(command, result)
+    result.notes += command.list_left_out({})
     return result
 
 
@@ -237,6 +239,7 @@ def add_meeting(
 
 def add_shared_options(command: ForeignCommand, result: Translation) -> None:
     """Add the options that accelerate shares with torchrun, and those of torchrun only."""
+    command.parse("monitor_interval", parsers.parse_duration_or_zero, 0.1)  # pdrun has no interval
     for key, (option, default) in _SAME_MEANING.items():
         value = command.text_of(key, default)
         if value:
@@ -253,7 +256,6 @@ def add_shared_options(command: ForeignCommand, result: Translation) -> None:
 
 def _check_ignored(command: ForeignCommand) -> None:
     """Check values that pdrun does not need."""
-    command.parse("monitor_interval", parsers.parse_duration_or_zero, 0.1)
     command.parse("start_method", choice_of("spawn", "fork", "forkserver"), "spawn")
     command.parse("rdzv_backend", choice_of("static", "c10d"), "static")
     if command.text_of("event_log_handler", "null") != "null":
@@ -287,6 +289,9 @@ def translate_colossalai(words: Sequence[str], environ: Mapping[str, str]) -> Tr
     result.add("--devices", str(workers))
     if (hosts or hostfile) and (port := command.text_of("ssh_port")):
         result.add("--ssh-opts", f"-p {port}")
+    address = command.text_of("master_addr")
+    if address not in ("", "127.0.0.1"):  # its default stands for the first host
+        result.add("--master-addr", address)
     if port := command.text_of("master_port"):
         result.add("--master-port", port)
     if extra := command.text_of("extra_launch_args"):
@@ -296,4 +301,5 @@ def translate_colossalai(words: Sequence[str], environ: Mapping[str, str]) -> Tr
             "write these options behind pdrun, in torchrun's spelling",
         )
     result.set_program(command.words, is_module=command.has("m"), is_command=False)
+    result.notes += command.list_left_out({})
     return result

@@ -202,3 +202,21 @@ def test_a_launcher_is_no_program_of_a_worker(pdrun: Call, line: str, hint: str)
     outcome = pdrun(*shlex.split(line))
     assert outcome.code == 2
     assert hint in outcome.err and outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("torchrun --virtual-local-rank train.py", "LOCAL_RANK is always the number"),
+        ("python -m torch.distributed.run --numa-binding socket x.py", "must be node"),
+        ("-m torch.distributed.run --signals-to-handle SIGUSR1 x.py", "--signals-to-handle"),
+        ("-np 2 --output-filename logs --start-timeout x x.py", "--start-timeout"),
+        ("-m torch.distributed.run " * 80 + "x.py", "torch.distributed.run is a launcher"),
+    ],
+)
+def test_no_hint_has_a_line_that_pdrun_refuses(pdrun: Call, line: str, reason: str) -> None:
+    outcome = pdrun(*shlex.split(line))
+    assert outcome.code == 2
+    assert reason in outcome.err
+    for text in ("use pdrun --nodes 1", "this line does it"):
+        assert text not in outcome.err

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import shlex
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
-import click
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdrun.errors import PdrunError
+from pdrun.launcher.cli.main import main
 from pdrun.launcher.cli.run import parse_arguments
 from pdrun.launcher.translate import (
     accelerate,
@@ -65,17 +69,72 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [*words, *draw(st.sampled_from(PROGRAMS))]
 
 
+def translate_printed(words: list[str]) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of ``pdrun translate``."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["translate", "--", *words])
+    return code, out.getvalue(), err.getvalue()
+
+
 @given(command_lines())
-def test_a_line_is_accepted_by_pdrun_or_refused(words: list[str]) -> None:
-    try:
-        found = translate_command_line(words, {"HF_HOME": "/none"})
-    except PdrunError as error:
-        assert str(error)
+@example(["torchrun", "--virtual-local-rank", "train.py"])
+@example(["torchrun", "--numa-binding", "socket", "train.py"])
+@example(["torchrun", "--signals-to-handle", "SIGUSR1", "train.py"])
+@example(["horovodrun", "-np", "2", "--start-timeout", "x", "python", "train.py"])
+def test_a_printed_line_is_accepted_by_pdrun(words: list[str]) -> None:
+    code, out, err = translate_printed(words)
+    if code:
+        assert code in (2, 78) and err.startswith("pdrun: error: ") and not out
         return
-    assert found.format_line()
-    if "--rank-table" in found.options:
-        return
-    try:
-        parse_arguments(found.words)
-    except (PdrunError, click.ClickException) as error:
-        assert str(error)
+    line = shlex.split(out)
+    ours = line[line.index("pdrun") + 1 : -1 if line[-1] == "&" else None]
+    if "--rank-table" not in ours:
+        parse_arguments(ours)
+
+
+BASES = {
+    "torchrun": "--nnodes 2",
+    "python -m torch.distributed.launch": "--nnodes 2 --nproc-per-node 3",
+    "msrun": "--worker_num 4 --local_worker_num 2",
+    "accelerate launch": "--num_machines 2 --main_process_ip h --num_processes 2",
+    "deepspeed": "--hostfile hosts.txt",
+    "mpirun": "-np 2",
+    "horovodrun": "-np 2",
+    "colossalai run": "--nproc_per_node 2 --hostfile hosts.txt",
+}
+"""Beginnings of command lines to which each option is added."""
+CHECKED_ONLY = {
+    *("monitor_interval", "start_method", "event_log_handler", "rdzv_backend"),
+    *("multi_gpu", "cpu"),  # the number of processes decides; --cpu alone is in cases.txt
+}
+"""Options whose value is checked: pdrun does the same without them."""
+
+
+@pytest.mark.parametrize("launcher", sorted(TABLES))
+def test_no_option_is_ignored_in_silence(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each option changes the line, is named in a note, or is refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\n")
+    start = [*launcher.split(), *BASES[launcher].split()]
+
+    def outcome_of(*more: str) -> tuple[str, str]:
+        try:
+            found = translate_command_line([*start, *more, "python", "t.py"], {"HF_HOME": "/none"})
+        except PdrunError as error:
+            return "", str(error)
+        return found.format_line(), " ".join(found.notes)
+
+    base, base_notes = outcome_of()
+    assert base
+    for option in TABLES[launcher]:
+        name = option.names[0]
+        for value in ("", "2", "h", "a:2", "True", "x=1", "bf16", "none", "core", "hosts.txt"):
+            line, text = outcome_of(name, *[value] * option.values)
+            is_named = name in text or (value == "hosts.txt" and value in text)
+            if (line and line != base) or (text != base_notes and is_named):
+                break
+        else:
+            assert option.key in CHECKED_ONLY, name

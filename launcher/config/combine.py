@@ -121,7 +121,8 @@ def _check_standalone(settings: SettingsByPath) -> DerivedSettings:
 def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
     """
     Combine host and port of torch's store. Several nodes without ``--scheduler`` also get the
-    scheduler's address from it: the same host, and a port computed from the store's.
+    scheduler's address from it: the same host, and a port computed from the store's. Beside a host
+    that was detected, only the port.
     """
     host = settings.get("store.host")
     port = settings.get("store.port")
@@ -139,7 +140,13 @@ def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
     derived: list[Setting] = []
     notes: list[str] = []
     number = port.value if port else 0
-    if node_count(settings) > 1 and not is_local and scheduler_host is None:
+    ports = value_of(settings, "place.port_range", None)
+    is_spread = node_count(settings) > 1 and not is_local
+    is_detected = scheduler_host is not None and scheduler_host.source.priority is Priority.DETECTED
+    if is_spread and is_detected and scheduler_port is None and port is not None:
+        beside = port_beside_store(number, ports)
+        derived.append(Setting("scheduler.port", beside, port.source))
+    elif is_spread and scheduler_host is None:
         has_hosts = "hosts.all" in settings
         if host is not None and not (has_hosts and host.source.priority is Priority.DETECTED):
             number = port.value if port else TORCHRUN_PORT
@@ -147,7 +154,6 @@ def _resolve_store(settings: SettingsByPath) -> DerivedSettings:
                 notes = [f"{host.source.describe()} has no port: {number} is used, as by torchrun"]
             derived.append(Setting("scheduler.host", host.value, host.source))
             if scheduler_port is None:
-                ports = value_of(settings, "place.port_range", None)
                 beside = port_beside_store(number, ports)
                 derived.append(Setting("scheduler.port", beside, (port or host).source))
         elif not has_hosts and given.source.priority is not Priority.DETECTED:

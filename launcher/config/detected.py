@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from pdrun.endpoint import port_beside_store, port_for_job
+from pdrun.endpoint import port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import ascend, detect, mpi, slurm
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
@@ -403,7 +403,7 @@ def _scheduler_settings(
     Return the scheduler's address.
 
     The host is the first of the list, or the host of mpirun. The port is the launcher's, or it is
-    derived from the job name.
+    derived from the job name. A launcher that gives the port of torch's store has none for it.
     """
     key = "hosts" if found.hosts else "head"
     host = _first_host(found) if found.hosts else found.head
@@ -423,14 +423,11 @@ def _scheduler_settings(
             where=found.sources.get(key, ""),
             hint="set --scheduler HOST:PORT (PDRUN_SCHEDULER) to the same value on all nodes",
         )
+    derived = [_make_setting("scheduler.host", host, found, key)]
+    if found.sources.get("port") == "MASTER_PORT":
+        return derived  # the port of the store, from which `combine` computes the scheduler's
+    if found.port is not None:
+        return [*derived, _make_setting("scheduler.port", found.port, found, "port")]
     name = found.job_name or f"{found.launcher}-{found.world}"
-    ports = value_of(given, "place.port_range", None)
-    port = found.port if found.port is not None else port_for_job(name, ports)
-    if found.port is not None and found.sources.get("port") == "MASTER_PORT":
-        port = port_beside_store(found.port, ports)
-    return [
-        _make_setting("scheduler.host", host, found, key),
-        _make_setting(
-            "scheduler.port", port, found, "port" if found.port is not None else "job_id"
-        ),
-    ]
+    port = port_for_job(name, value_of(given, "place.port_range", None))
+    return [*derived, _make_setting("scheduler.port", port, found, "job_id")]

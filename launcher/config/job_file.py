@@ -119,6 +119,8 @@ FIELD_PATHS = {
     "place.exclude": "hosts.exclude",
 }
 """Field paths of keys that `pdrun.launcher.config.combine` combines."""
+ADDRESS_KEYS = ("scheduler", "store")
+"""Keys of ``place`` whose host and port it combines with those of options and variables."""
 TOP_LEVEL_PARSERS: Mapping[str, Parser] = {
     "job": parsers.parse_job_name,
     "chdir": parsers.parse_path,
@@ -238,6 +240,10 @@ class JobFileReader:
                 both = self.read_value("resources.nodes", value, keys[name])
                 yield Setting("resources.nodes", both.value[1], both.source)
                 yield Setting("resources.min_nodes", both.value[0], both.source)
+            elif name in ADDRESS_KEYS:
+                address = self.read_value(f"place.{name}", value, keys[name])
+                yield Setting(f"{name}.host", address.value.host, address.source)
+                yield Setting(f"{name}.port", address.value.port, address.source)
             else:
                 path = f"{group}.{name}"
                 yield self.read_value(FIELD_PATHS.get(path, path), value, keys[name])

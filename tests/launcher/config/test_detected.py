@@ -67,6 +67,27 @@ def test_a_master_port_is_the_stores_and_the_scheduler_is_in_the_range(pod: dict
     assert place.store == by_options.store == Endpoint("h1", 29500)
 
 
+PODS = {**HAND, "RANK": "1", "WORLD_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "job", "store"),
+    [
+        (PODS, "", "2 1 8 h1:19500", "h1:29500"),
+        (PODS, "--master-port 30100", "2 1 8 h1:20100", "h1:30100"),
+        ({**PODS, "MASTER_PORT": "2222"}, "", "2 1 8 h1:12222", "h1:2222"),
+        (LWS, "--master-port 30100", "4 1 8 lws-0.lws.default:*", "lws-0.lws.default:30100"),
+        (PODS, "--scheduler h1:7", "2 1 8 h1:7", "h1:29500"),
+    ],
+)
+def test_the_schedulers_port_follows_from_the_stores(
+    environ: dict[str, str], options: str, job: str, store: str
+) -> None:
+    found = resolve_line(f"{options} --devices 8 x", environ)
+    assert describe_place(found).startswith(job.removesuffix("*"))
+    assert str(found.spec.place.store).rpartition(":")[2] == store.rpartition(":")[2]
+
+
 def test_a_group_of_pods_is_one_job() -> None:
     found = resolve_line("--devices 8 x", LWS).spec
     assert (found.resources.nodes, found.place.node_rank) == (4, 1)

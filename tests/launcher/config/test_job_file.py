@@ -14,6 +14,7 @@ from pdrun.launcher.config import job_file
 from pdrun.launcher.config.resolve import resolve_spec
 from pdrun.launcher.config.spec import JobSpec, list_field_paths
 from tests.launcher.cli.conftest import Outcome
+from tests.launcher.config.test_aliases import resolve_line
 
 Call = Callable[..., Outcome]
 HEAD = "program:\n  script: train.py\n"
@@ -146,6 +147,34 @@ def test_the_command_line_overrides_the_file(pdrun: Call, folder: Path) -> None:
     assert "job.yaml:5 (3) is overridden by --nodes 1" in outcome.out
     assert re.search(r"resources.devices +2 ", outcome.out)
     assert "job.yaml:6" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "scheduler", "store"),
+    [
+        ("store: h1:29500", "", "h1:19500", "h1:29500"),
+        ("store: h1:29500\n  port_range: 21000-21100", "", "h1:21021", "h1:29500"),
+        ("store: h1:29500", "--master-port 30000", "h1:20000", "h1:30000"),
+        ("store: h1:29500", "--scheduler h1:7", "h1:7", "h1:29500"),
+        ("scheduler: h1:7\n  store: h1:29500", "", "h1:7", "h1:29500"),
+        ("scheduler: h1:7", "--master-port 30000", "h1:7", ":30000"),
+        ("scheduler: h1:7", "--scheduler h2:9", "h2:9", "None"),
+    ],
+)
+def test_addresses_are_combined_with_those_of_options(
+    folder: Path, place: str, options: str, scheduler: str, store: str
+) -> None:
+    text = HEAD + f"resources:\n  nodes: 2\nplace:\n  {place}\n"
+    (folder / "job.yaml").write_text(text)
+    found = resolve_line(f"{options} {folder}/job.yaml", {}).spec.place
+    assert (str(found.scheduler), str(found.store)) == (scheduler, store)
+
+
+def test_hosts_of_scheduler_and_store_in_one_file_agree(folder: Path) -> None:
+    text = HEAD + "resources:\n  nodes: 2\nplace:\n  scheduler: h1:7\n  store: h2:29500\n"
+    (folder / "job.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"job.yaml:7 \(h2:29500\) contradicts job.yaml:6"):
+        resolve_line(f"{folder}/job.yaml", {})
 
 
 def test_the_template_has_every_key(folder: Path) -> None:

@@ -7,61 +7,29 @@ and each value has its type and range before it is used.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
 from collections.abc import Mapping
-from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint.regions import DimRanges, count_elements
-from pdrun.parallel.checkpoint.storage import BLOCK_BYTES, DTYPES, READABLE_VERSIONS, TensorPiece
+from pdrun.parallel.checkpoint.storage import (
+    BLOCK_BYTES,
+    DTYPES,
+    READABLE_VERSIONS,
+    TensorPiece,
+    read_json,
+)
 from pdrun.text import escape_text
 
-MAX_JSON_BYTES = 1 << 28
-"""Size of a JSON file: index entries of millions of tensors."""
 MAX_DIMS = 64
 MAX_INTEGER = (1 << 63) - 1
 _INDEX_NAME = re.compile(r"rank-[0-9]{1,9}\.json")
 _DATA_NAME = re.compile(r"rank-[0-9]{1,9}\.bin")
 _FIELDS = frozenset(("name", "dtype", "shape", "start", "stop"))
 _OPTIONAL_FIELDS = frozenset(("file", "offset", "crc", "crcs", "ranges"))
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """
-    Open a file for reading. A pipe or a device, which could block or never end, is refused.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return open(fd, "rb")
-    os.close(fd)
-    raise OSError(0, "is not a regular file", str(path))
-
-
-def read_json(path: Path) -> Any:
-    """
-    Return the value of a JSON file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, or not JSON in UTF-8.
-    """
-    with open_regular(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES >> 20} MiB")
-    try:
-        return json.loads(data.decode("utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], list[TensorPiece]]:

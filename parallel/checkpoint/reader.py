@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.index import open_regular, read_index
+from pdrun.parallel.checkpoint.index import read_index
 from pdrun.parallel.checkpoint.regions import Region, SpanCopy, full_region
 from pdrun.parallel.checkpoint.storage import (
     BLOCK_BYTES,
@@ -21,6 +21,7 @@ from pdrun.parallel.checkpoint.storage import (
     TensorPiece,
     byte_view,
     find_sources,
+    open_regular,
 )
 from pdrun.text import escape_text
 

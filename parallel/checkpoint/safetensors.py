@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.index import open_regular
-from pdrun.parallel.checkpoint.storage import byte_view
+from pdrun.parallel.checkpoint.storage import byte_view, open_regular
 from pdrun.text import escape_text
 
 DTYPE_NAMES = {

@@ -23,9 +23,11 @@ import ctypes
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ DTYPES = {
         torch.float8_e5m2fnuz,
     )
 }
+MAX_JSON_BYTES = 1 << 28
+"""Size of a JSON file: index entries of millions of tensors."""
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 
@@ -220,6 +224,38 @@ def _sync_folder(path: Path) -> None:
 # ---- reading ----------------------------------------------------------------
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """
+    Open a file for reading. A pipe or a device, which could block or never end, is refused.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return open(fd, "rb")
+    os.close(fd)
+    raise OSError(0, "is not a regular file", str(path))
+
+
+def read_json(path: Path) -> Any:
+    """
+    Return the value of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, or not JSON in UTF-8.
+    """
+    with open_regular(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """
     Return the complete checkpoints in a folder, in the order in which they were written.
@@ -231,16 +267,24 @@ def list_checkpoints(folder: Path) -> list[Path]:
     for path in sorted(folder.glob(f"*{FOLDER_PREFIX}*")) if folder.is_dir() else []:
         step = path.name.rpartition("-")[2]
         known = path.name in (f"{FOLDER_PREFIX}{step}", f".old-{FOLDER_PREFIX}{step}")
-        if known and step.isdigit() and (path / "run.json").is_file():
+        if known and step.isdecimal() and _is_complete(path):
             found[int(step)] = path  # ".old-" sorts before "step-"
     return [
         path for _, _, path in sorted((read_turn(path), step, path) for step, path in found.items())
     ]
 
 
+def _is_complete(path: Path) -> bool:
+    try:
+        return (path / "run.json").is_file()
+    except OSError:  # a folder that this user may not read
+        return False
+
+
 def read_turn(path: Path) -> int:
     """Return the sequence number of a checkpoint in its folder; 0 if it has none."""
     try:
-        return int(json.loads((path / "run.json").read_bytes()).get("turn", 0))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        turn = read_json(path / "run.json").get("turn", 0)
+    except (OSError, ValueError, AttributeError, RecursionError, MemoryError):
         return 0
+    return turn if type(turn) is int else 0

@@ -18,10 +18,10 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.index import check_run, read_json
+from pdrun.parallel.checkpoint.index import check_run
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, count_elements, full_region
-from pdrun.parallel.checkpoint.storage import TensorPiece
+from pdrun.parallel.checkpoint.storage import TensorPiece, read_json
 from pdrun.parallel.comm.mesh import make_mesh
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore

@@ -16,6 +16,7 @@ shuts down would unwind frames of C++, which ends the process with SIGABRT after
 from __future__ import annotations
 
 import atexit
+import itertools
 import re
 import sys
 import threading
@@ -37,6 +38,8 @@ ASK_FRACTION = 0.8
 """Fraction of the limit after which the other ranks are asked."""
 MEET_FRACTION = 0.75
 """Fraction of the limit that ranks have to meet: others may wait in a collective for that long."""
+REPORT_SECONDS = 5.0
+"""Time after which a rank that waits for others to meet prints so."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0002, 0.05
 """Time between two looks at who has met."""
 QUESTION_KEY = "pdrun/watch/question"
@@ -52,6 +55,8 @@ CLOSE_SECONDS = 5.0
 
 _running_watchdogs: set[CollectiveWatchdog] = set()
 """Watchdogs whose threads have not ended."""
+_questions = itertools.count()
+"""Questions of this process, of all its watchdogs."""
 _meetings: Counter[tuple[str, str]] = Counter()
 """Meetings so far, by their ranks and label."""
 _newest: CollectiveWatchdog | None = None
@@ -150,6 +155,11 @@ class CollectiveWatchdog:
         """Note a phase of the program; errors name it."""
         self._phase, self._phase_start = place, time.monotonic()
 
+    @property
+    def is_in_phase(self) -> bool:
+        """Whether a phase has begun and not ended."""
+        return self._phase_start is not None
+
     def leave_phase(self) -> None:
         """Note the end of the phase."""
         self._phase_start = None
@@ -205,12 +215,26 @@ class CollectiveWatchdog:
         place = "-".join(map(str, ranks))
         _meetings[place, label] += 1
         key = f"pdrun/meet/{place}/{label}/{_meetings[place, label]}"
-        self._store.set(f"{key}/{self.rank}", "1")
-        end = time.monotonic() + MEET_FRACTION * self.seconds
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        self._store.set(keys[self.rank], "1")
+        begin = time.monotonic()
+        end = begin + MEET_FRACTION * self.seconds
         pause = MIN_PAUSE_SECONDS
-        while missing := [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]:
+        is_reported = False
+        while not self._store.check(list(keys.values())):
+            if not is_reported and time.monotonic() > begin + REPORT_SECONDS:
+                is_reported = True
+                print(
+                    f"pdrun: {self._user_line()}: {what}, and rank {self.rank} has waited"
+                    f" {REPORT_SECONDS:g} s for the other ranks: every rank must do so",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if time.monotonic() > end:
-                self._store.delete_key(f"{key}/{self.rank}")
+                missing = [rank for rank, each in keys.items() if not self._store.check([each])]
+                if not missing:
+                    break
+                self._store.delete_key(keys[self.rank])
                 _meetings[place, label] -= 1
                 who = " and ".join(f"rank {rank}" for rank in missing)
                 raise UsageError(
@@ -220,6 +244,9 @@ class CollectiveWatchdog:
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        if self._store.add(f"{key}/left", 1) == len(ranks):  # the last one cleans up
+            for each in (*keys.values(), f"{key}/left"):
+                self._store.delete_key(each)
 
     def _deadline_error(self, report: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"
@@ -240,7 +267,7 @@ class CollectiveWatchdog:
             try:
                 question = self._read_question()
                 if not question or question in self._answered:
-                    self._store.set(QUESTION_KEY, f"{self.rank}-{len(self._answered)}")
+                    self._store.set(QUESTION_KEY, f"{self.rank}-{next(_questions)}")
                 self._collect_answers(answers)
             except RuntimeError:
                 pass  # the store has ended with rank 0
@@ -266,6 +293,19 @@ class CollectiveWatchdog:
                     answers[rank] = self._store.get(key).decode()
             time.sleep(0.05)
 
+    def _describe_position(self) -> str:
+        """
+        Return what this process waits for, or its line.
+
+        A run and the user's own groups have watchdogs of their own, and each answers: all of them
+        give the same answer, so that none overwrites the one of the watchdog that waits.
+        """
+        watchdogs = sorted(_running_watchdogs | {self}, key=lambda each: not each._wait_label)
+        phases = [each._phase_text() for each in watchdogs]
+        label = watchdogs[0]._wait_label
+        place = f"waits for {label}" if label else f"is at {self._user_line()}"
+        return place + next(filter(None, phases), "")
+
     def _read_question(self) -> str:
         if self._store.check([QUESTION_KEY]):
             return str(self._store.get(QUESTION_KEY).decode())
@@ -289,10 +329,8 @@ class CollectiveWatchdog:
                 question = self._read_question()
                 if question and question not in self._answered:
                     self._answered.add(question)
-                    label = self._wait_label
-                    place = f"waits for {label}" if label else f"is at {self._user_line()}"
                     self._store.set(
-                        f"{QUESTION_KEY}/{question}/{self.rank}", place + self._phase_text()
+                        f"{QUESTION_KEY}/{question}/{self.rank}", self._describe_position()
                     )
             except RuntimeError:
                 return  # the store has ended with rank 0

@@ -40,6 +40,7 @@ class ConsistencyGuard:
         """Remember the current weights and optimizer groups."""
         self.torn_checkpoint = ""
         self._versions = [weight.param._version for weight in self._engine.copied_weights]
+        self._memory = [weight.param.data_ptr() for weight in self._engine.fixed_weights]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def check_unchanged(self) -> None:
@@ -63,6 +64,12 @@ class ConsistencyGuard:
                 raise UsageError(
                     what, where=RUN_STEP, hint="use run.load_weights(FILE) or run.load(FOLDER)"
                 )
+        for weight, memory in zip(self._engine.fixed_weights, self._memory, strict=True):
+            if weight.param.data_ptr() != memory:
+                what = f"{weight.name} was given other memory (param.data = ...): the optimizer "
+                what += "trains what it had before"
+                hint = "use run.load_weights(FILE), or copy into it below level 1"
+                raise UsageError(what, where=RUN_STEP, hint=hint)
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.is_retargeted:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, it had "

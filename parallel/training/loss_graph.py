@@ -108,4 +108,4 @@ def _compares_rows(node: Any) -> bool:
     rows = target.shape[0]
     if target.dim() != 1 or rows < 2 or tuple(node._saved_self.shape) != (rows, rows):
         return False
-    return torch.equal(target, torch.arange(rows, device=target.device))
+    return bool(torch.equal(target, torch.arange(rows, device=target.device)))

@@ -355,6 +355,13 @@ class Engine(WeightBuckets):
                 copied |= {weight.index for weight in bucket.weights if weight.is_trained}
         return [weight for weight in self.weights if weight.index in copied]
 
+    @cached_property
+    def fixed_weights(self) -> list[Weight]:
+        """Weights that must keep their memory between steps: it is written after each step."""
+        buckets = [bucket for bucket in self.sharded_buckets if not bucket.frees_full]
+        fixed = {weight.index for bucket in buckets for weight in bucket.weights}
+        return [weight for weight in self.weights if weight.index in fixed | set(self.masters)]
+
     @property
     def is_retargeted(self) -> bool:
         """Whether the optimizer trains other tensors than the model's parameters."""

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import ShardedGroup
+from pdrun.parallel.model.digest import digest_values
 from pdrun.parallel.model.released import refuse_read
 from pdrun.parallel.zero.gather_order import (
     GatherSchedule,
@@ -181,16 +182,17 @@ class UnitGatherer:
         start_gathers(cuts)
         wait_gathers(cuts)
         weights = [weight for cut in cuts for weight in cut.weights]
-        versions = [weight.param._version for weight in weights]
+        values = digest_values([weight.param for weight in weights])
         self.is_paused = self._is_gathered = True
         try:
             yield
         finally:
             self.is_paused = self._is_gathered = False
+            now = digest_values([weight.param for weight in weights])
             changed = [
                 weight.name
-                for weight, version in zip(weights, versions, strict=True)
-                if weight.param._version != version
+                for weight, before, after in zip(weights, values, now, strict=True)
+                if before != after
             ]
             release_buckets(cuts)
         if changed:
@@ -249,8 +251,13 @@ class UnitGatherer:
         schedule.keep_unit(unit)
 
     def _meet(self, label: str, what: str) -> None:
-        """Wait for the other ranks that gather with this one; see `CollectiveWatchdog.meet`."""
-        self._comm.watchdog.meet(label, self._comm.shard_ranks, what)
+        """
+        Wait for the other ranks on the data axes; see `CollectiveWatchdog.meet`.
+
+        Ranks with other copies of the shards take part: all must gather, and later sum gradients,
+        in one order.
+        """
+        self._comm.watchdog.meet(label, self._comm.ranks, what)
 
     def position_of(self, unit: int) -> int:
         """

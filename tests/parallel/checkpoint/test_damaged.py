@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.parallel.checkpoint import describe, index, regions, safetensors, storage
+from pdrun.parallel.checkpoint import describe, regions, safetensors, storage
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, full_region, iter_spans
 from pdrun.parallel.checkpoint.storage import TensorPiece
@@ -180,7 +180,7 @@ def test_names_are_escaped_and_huge_files_refused(
     assert json.loads(describe.show_checkpoint(str(folder), as_json=True))["tensors"][evil]
     with pytest.raises(ConfigError, match=re.escape("has no w\\x1b")):
         CheckpointReader(folder).shape_of("w\x1b")
-    monkeypatch.setattr(index, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(storage, "MAX_JSON_BYTES", 100)
     with pytest.raises(ConfigError, match="is larger than"):
         CheckpointReader(folder)
 

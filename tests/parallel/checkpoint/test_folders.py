@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.parallel.checkpoint import save
+from pdrun.parallel.checkpoint import save, storage
 from pdrun.parallel.checkpoint.storage import list_checkpoints, prune_checkpoints, publish_folder
 
 pytestmark = pytest.mark.torch
@@ -90,3 +91,42 @@ def test_a_save_that_fails_after_the_last_step_is_told(
         pending.wait()
     report()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"turn": Infinity}',
+        '{"turn": NaN}',
+        '{"turn": "9"}',
+        '{"turn": [1]}',
+        "[]",
+        "{" * 100_000,
+        "\x00",
+        '{"turn": 1' + "0" * 5000 + "}",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_strange_file_does_not_end_the_search(text: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "step-00000001", 1)
+    odd = make_checkpoint(tmp_path, "step-00000002", 2)
+    (odd / "run.json").write_text(text)
+    assert names(tmp_path) == ["step-00000002", "step-00000001"]
+
+
+def test_a_pipe_and_a_huge_file_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "MAX_JSON_BYTES", 1000)
+    make_checkpoint(tmp_path, "step-00000001", 1)
+    huge = make_checkpoint(tmp_path, "step-00000002", 2)
+    (huge / "run.json").write_text('{"turn": 9, "more": "' + "x" * 1000 + '"}')
+    assert names(tmp_path) == ["step-00000002", "step-00000001"]
+    pipe = tmp_path / "step-00000003"
+    pipe.mkdir()
+    os.mkfifo(pipe / "run.json")
+    assert names(tmp_path) == ["step-00000002", "step-00000001"]
+    assert storage.read_turn(pipe) == 0  # it replaced a file after the search
+    (tmp_path / "step-\u00b2").mkdir()  # a digit that is no number
+    (tmp_path / "step-\u00b2" / "run.json").write_text("{}")
+    assert names(tmp_path) == ["step-00000002", "step-00000001"]

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 import torch
 
 from pdrun.errors import DeadlineExceeded, PeerLost
+from pdrun.parallel.comm import watchdog
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 
 pytestmark = pytest.mark.torch
@@ -121,3 +124,89 @@ def test_a_store_that_does_not_answer_is_not_waited_for_long() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class CountsOfThread(threading.local):
+    """Meetings so far, of this thread."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] = {}
+
+    def __getitem__(self, key: Any) -> int:
+        return self.counts.get(key, 0)
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        self.counts[key] = value
+
+
+class CountingStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store = torch.distributed.HashStore()
+        self.checks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.checks += 1
+        return bool(self.store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_meetings_leave_nothing_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore()
+    before = store.num_keys()
+    ranks = tuple(range(4))
+    monkeypatch.setattr(watchdog, "_meetings", CountsOfThread())  # a thread plays a process
+
+    def meet(rank: int) -> None:
+        watch = CollectiveWatchdog(20.0, rank)
+        watch._store = store
+        for _ in range(5):
+            watch.meet("a call", ranks, "it is called")
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.num_keys() == before
+
+
+def test_a_meeting_asks_for_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore()
+    watch = CollectiveWatchdog(20.0, 0)
+    watch._store = store
+    monkeypatch.setattr(watchdog, "_meetings", CountsOfThread())
+    ranks = tuple(range(100))
+    for rank in ranks:
+        store.set(f"pdrun/meet/{'-'.join(map(str, ranks))}/a call/1/{rank}", "1")
+    watch.meet("a call", ranks, "it is called")
+    assert store.checks == 1
+
+
+def test_all_watchdogs_of_a_process_give_one_answer() -> None:
+    """The second one would overwrite what the run's waits for."""
+    store = torch.distributed.HashStore()
+    run, groups = (CollectiveWatchdog(100.0, 0) for _ in range(2))
+    for each in (run, groups):
+        each._store = store
+        watchdog._running_watchdogs.add(each)
+    try:
+        run.enter_phase("step 3")
+        run._wait_label = "the losses"
+        answers = {each._describe_position() for each in (run, groups)}
+    finally:
+        for each in (run, groups):
+            watchdog._running_watchdogs.discard(each)
+    assert answers == {"waits for the losses in step 3"}
+    groups._collect_answers = lambda answers: None  # type: ignore[method-assign]
+    run._collect_answers = lambda answers: None  # type: ignore[method-assign]
+    asked = []
+    for each in (run, groups):
+        each._ask_ranks("the losses")
+        asked.append(store.get(watchdog.QUESTION_KEY))
+        each._answered.add(asked[-1].decode())
+        groups._answered |= run._answered
+    assert len(set(asked)) == 2  # no question has the name of an earlier one

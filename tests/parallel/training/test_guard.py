@@ -29,7 +29,9 @@ def optimizer(model: nn.Linear) -> torch.optim.Optimizer:
 @pytest.fixture
 def guard(model: nn.Linear, optimizer: torch.optim.Optimizer) -> ConsistencyGuard:
     copied = [SimpleNamespace(name="weight", param=model.weight)]
-    engine: Any = SimpleNamespace(weights=[], copied_weights=copied, is_retargeted=True)
+    engine: Any = SimpleNamespace(
+        weights=[], copied_weights=copied, fixed_weights=copied, is_retargeted=True
+    )
     return ConsistencyGuard(engine, optimizer, model, ranks=1)
 
 
@@ -38,6 +40,14 @@ def test_a_weight_that_is_a_copy_may_not_change(guard: ConsistencyGuard, model: 
     with torch.no_grad():
         model.weight.add_(1.0)
     with pytest.raises(UsageError, match="weight was changed in place"):
+        guard.check_unchanged()
+    guard.remember_state()
+    guard.check_unchanged()
+
+
+def test_a_weight_may_not_be_given_other_memory(guard: ConsistencyGuard, model: nn.Linear) -> None:
+    model.weight.data = torch.ones(2, 2)
+    with pytest.raises(UsageError, match=r"weight was given other memory \(param.data = ...\)"):
         guard.check_unchanged()
     guard.remember_state()
     guard.check_unchanged()

@@ -229,12 +229,19 @@ def read_gathered() -> Any:
         copied = copy.deepcopy(run.model)
     after = run.step(tokens_of(1)).loss
     expected = copied.blocks[1](torch.ones(1, WIDTH)).tolist()
-    try:
-        with run.gathered_weights(), torch.no_grad():
-            run.model.head.bias.zero_()
-        changed = ""
-    except UsageError as error:
-        changed = str(error)
+    changed = []
+    bias = run.model.head.bias
+    for change in (
+        lambda: bias.add_(1.0),
+        lambda: bias.data.add_(1.0),
+        lambda: setattr(bias, "data", bias.detach() + 1.0),
+        lambda: bias.data.copy_(bias.detach().flip(0)),
+    ):
+        try:
+            with run.gathered_weights(), torch.no_grad():
+                change()
+        except UsageError as error:
+            changed.append(str(error))
     return state == full, inner == expected, after == after, changed
 
 
@@ -243,11 +250,12 @@ def test_gathered_weights_can_be_read_but_not_changed(worlds: Worlds) -> None:
         assert same
         assert inner
         assert finite
-        assert "head.bias was changed in place" in changed
+        assert len(changed) == 4
+        assert all("head.bias was changed in place" in text for text in changed)
 
 
-def call_on_one_rank() -> None:
-    run = make("block of another", optimizer_level=3)
+def call_on_one_rank(shard_group: int | None = None) -> None:
+    run = make("block of another", optimizer_level=3, shard_group=shard_group)
     run.step(tokens_of(0))
     run.state.data_group.watchdog.seconds = 2.0
     if torch.distributed.get_rank() == 0:
@@ -255,8 +263,9 @@ def call_on_one_rank() -> None:
     run.step(tokens_of(1))
 
 
-def test_a_call_on_one_rank_only_is_refused(worlds: Worlds) -> None:
-    kind, text = worlds(2).failure(0, call_on_one_rank)
+@pytest.mark.parametrize("shard_group", [None, 1])  # 1: every rank has a copy of all shards
+def test_a_call_on_one_rank_only_is_refused(shard_group: int | None, worlds: Worlds) -> None:
+    kind, text = worlds(2).failure(0, call_on_one_rank, shard_group)
     assert kind == "UsageError", text
     assert "the model is called outside of a step" in text
     assert "rank 1 did not do so in 2 s" in text

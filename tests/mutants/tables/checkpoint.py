@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint that is not complete is listed",
         f"{CHECKPOINT}storage.py",
-        'step.isdigit() and (path / "run.json").is_file()',
-        "step.isdigit()",
+        "step.isdecimal() and _is_complete(path)",
+        "step.isdecimal()",
         f"{FOLDERS}a_folder_without_its_last_file_is_no_checkpoint",
     ),
     Mutant(

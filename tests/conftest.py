@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from pdrun import process_setup
 from tests.lib import tiers
+from tests.lib.descriptors import DescriptorWatch
 
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",
@@ -154,6 +156,17 @@ def shuffle_tests(items: list[pytest.Item], source: random.Random) -> None:
     for group in groups:
         source.shuffle(group)
     items[:] = [item for group in groups for item in group]
+
+
+_descriptors = DescriptorWatch()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_descriptors_left() -> Iterator[None]:
+    """Fail after a module of tests that has left hundreds of descriptors open."""
+    yield
+    if complaint := _descriptors.complaint():
+        pytest.fail(complaint, pytrace=False)
 
 
 @pytest.fixture(autouse=True)

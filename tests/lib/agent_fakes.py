@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 
 from pdrun.endpoint import Endpoint
@@ -26,16 +27,20 @@ class FakeSupervisor:
         self.dismissed = False
         self.fences: list[float | None] = []
         self.failure: Exception | None = None
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._event_fd: int | None = None
+        """Made when somebody wants to wait: simulations have a thousand of these."""
 
     def fileno(self) -> int:
+        if self._event_fd is None:
+            self._event_fd = os.eventfd(0, os.EFD_NONBLOCK)
+            self._close_event_fd = weakref.finalize(self, os.close, self._event_fd)
         return self._event_fd
 
     def add_events(self, *events: SupervisorEvent) -> None:
         """Have events handed out, and wake who waits for them."""
         self.queue += events
         if events:
-            os.eventfd_write(self._event_fd, 1)
+            os.eventfd_write(self.fileno(), 1)
 
     def spawn(
         self,
@@ -63,7 +68,7 @@ class FakeSupervisor:
         if self.failure is not None:
             raise self.failure
         if self.queue:
-            os.eventfd_read(self._event_fd)
+            os.eventfd_read(self.fileno())
         found, self.queue = self.queue, []
         return found
 
@@ -75,8 +80,8 @@ class FakeSupervisor:
         self.fences.append(None)
 
     def close(self) -> None:
-        if not self.closed:
-            os.close(self._event_fd)
+        if self._event_fd is not None:
+            self._close_event_fd()
         self.closed = True
 
 
@@ -145,6 +150,7 @@ class FakeLink:
         self.sent: list[Message] = []
         self.silence, self.renewed = 0.0, 0
         self.read, self._write = os.pipe()
+        self._close_pipe = [weakref.finalize(self, os.close, fd) for fd in (self.read, self._write)]
         self.closed = False
 
     def fileno(self) -> int:
@@ -178,9 +184,8 @@ class FakeLink:
         self.renewed += 1
 
     def close(self, timeout: float = 1.0) -> None:
-        if not self.closed:
-            os.close(self.read)
-            os.close(self._write)
+        for close in self._close_pipe:
+            close()
         self.closed = True
 
 

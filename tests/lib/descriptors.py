@@ -1,0 +1,49 @@
+"""Which test modules leave descriptors behind: a long run of tests would have none left at its end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import os
+import re
+
+ALLOWED = 256
+"""More than the ranks of all sizes have (`tests.lib.rank_pool`), less than select can bear."""
+
+
+def count_open() -> int:
+    """Return how many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+class DescriptorWatch:
+    """Says after which module ALLOWED more descriptors were open than before."""
+
+    def __init__(self, allowed: int = ALLOWED) -> None:
+        self.allowed = allowed
+        self.before = count_open()
+        """Open at the start, or when the last complaint was made."""
+
+    def complaint(self) -> str:
+        """Return what is wrong now, empty: nothing. What was complained of is not told again."""
+        if count_open() - self.before <= self.allowed:
+            return ""
+        gc.collect()  # what nobody holds any more would be closed sooner or later
+        more = count_open() - self.before
+        if more <= self.allowed:
+            return ""
+        self.before += more
+        return (
+            f"{more} more descriptors are open than before ({describe_open()}): close what this "
+            "module, or those before it in this process, have opened"
+        )
+
+
+def describe_open(most: int = 3) -> str:
+    """Return the kinds of descriptors of which most are open."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kinds[re.sub(r":?\[?\d+\]?", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(most))

@@ -65,7 +65,7 @@ class OwnLoss:
             return None
 
     def _count_terms(self, terms: Sequence[LossTerm]) -> torch.Tensor | int | None:
-        if self._compares_rows or any(term.compares_rows for term in terms):
+        if self._compares_rows:
             raise self._refuse("compares each row with all rows of a slice")
         means = [term for term in terms if term.count is not None]
         if means and len(means) < len(terms):
@@ -95,6 +95,7 @@ def find_own_loss(model: nn.Module) -> OwnLoss | None:
     base = getattr(model, "get_base_model", lambda: model)()
     if not hasattr(getattr(base, "config", None), "model_type"):
         return None
+    # the library's name for a loss between the texts and the images of a batch
     compares_rows = "return_loss" in inspect.signature(base.forward).parameters
     return OwnLoss(type(base).__name__, compares_rows)
 

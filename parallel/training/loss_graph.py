@@ -40,13 +40,11 @@ class LossTerm:
         operation: that made it, by autograd's name.
         count: of the elements over which it is a mean; None if it is no mean that can be read.
         is_sum: whether it is a sum over elements.
-        compares_rows: whether it takes the other rows of a slice for the wrong answers of a row.
     """
 
     operation: str
     count: torch.Tensor | int | None = None
     is_sum: bool = False
-    compares_rows: bool = False
 
 
 def read_terms(loss: torch.Tensor) -> list[LossTerm]:
@@ -94,18 +92,9 @@ def _read_term(node: Any, kind: str, is_divided: bool) -> LossTerm:
     if reduction != MEAN:
         return LossTerm(kind)
     if kind in LABEL_LOSSES:
-        return LossTerm(kind, node._saved_total_weight, compares_rows=_compares_rows(node))
+        return LossTerm(kind, node._saved_total_weight)
     if kind in ELEMENT_LOSSES:
         return LossTerm(kind, node._saved_self.numel())
     if kind in ROW_LOSSES:
         return LossTerm(kind, node._saved_target.shape[0])
     return LossTerm(kind)
-
-
-def _compares_rows(node: Any) -> bool:
-    """Whether the classes of a cross entropy are the rows, and each row's class is its own."""
-    target = node._saved_target
-    rows = target.shape[0]
-    if target.dim() != 1 or rows < 2 or tuple(node._saved_self.shape) != (rows, rows):
-        return False
-    return bool(torch.equal(target, torch.arange(rows, device=target.device)))

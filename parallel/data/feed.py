@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import BatchSlicing
-from pdrun.parallel.data.loader import (
-    BatchShard,
-    Loader,
-    Position,
-    from_torch,
-    read_batches,
-    same_source,
-)
+from pdrun.parallel.data.loader import BatchShard, Loader, Position, read_batches
+from pdrun.parallel.data.samplers import set_epoch
+from pdrun.parallel.data.streams import OwnRows, SeededStream
+from pdrun.parallel.data.torch_loaders import describe_loader, from_torch, same_source
+from pdrun.parallel.rng.hashing import mix_bits
 
 MAX_NESTED_LOOPS = 4
 """Nested loops over Loaders; the last batch of each is remembered."""
@@ -34,6 +31,22 @@ EVALUATE_HINT = (
 RUN_DATA = "pdrun.Run.data"
 
 
+class FeedLink(Protocol):
+    """What a feed asks of the other ranks of its run."""
+
+    def compare_order(self, batches: Any) -> None:
+        """Refuse indices that differ from those of another rank."""
+        ...
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        ...
+
+    def announce(self, text: str) -> None:
+        """Print a line once per job."""
+        ...
+
+
 class DataFeed:
     """
     The sources of one run.
@@ -41,10 +54,15 @@ class DataFeed:
     Attributes:
         position: the run's position in its training data.
         source: the last loader of a training loop.
+
+    Args:
+        link: how this rank reaches the others; None: it is alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: FeedLink | None = None) -> None:
         self.position = Position()
+        self._link = link
+        self._has_announced = False
         self.source: Loader | None = None
         self._bound_source: Any = None
         """The source that the position belongs to: the last one of a training loop."""
@@ -85,16 +103,24 @@ class DataFeed:
             raise UsageError(
                 "dataset_strategy is not supported with a Loader, which slices along rows",
                 where=RUN_DATA,
+                hint="leave dataset_strategy out, or pass an iterable of batches",
             )
         batches = source if loader is None else loader
+        if training and isinstance(source, DataLoader) and ranks[0] > 1:
+            self._announce(describe_loader(source, loader, ranks[0], strategy.data_parallel))
+        own = strategy.data_parallel and ranks[0] > 1
         if not training:
-            yield from self._iter_batches(batches, Position(), object(), seed, ranks, accumulate)
+            yield from self._iter_batches(
+                batches, Position(), object(), seed, ranks, accumulate, own
+            )
             return
         self._bind_source(source, loader)
         loop = self._loop = object()
         try:
             before = replace(self.position)
-            for batch in self._iter_batches(batches, self.position, loop, seed, ranks, accumulate):
+            for batch in self._iter_batches(
+                batches, self.position, loop, seed, ranks, accumulate, own
+            ):
                 self._unused_position = before
                 yield batch
                 if self._loop is not loop:
@@ -176,21 +202,45 @@ class DataFeed:
         seed: int,
         ranks: tuple[int, int],
         accumulate: int,
+        own: bool,
     ) -> Iterator[Any]:
-        """Yield the batches of one epoch from a position, and advance the position."""
+        """
+        Yield the batches of one epoch from a position, and advance the position.
+
+        Args:
+            own: whether batches of a source that is not a Loader are this rank's own rows.
+        """
         if isinstance(source, Loader):
-            for batch, shard in read_batches(source, seed, position, *ranks, accumulate):
-                for old in [entry for entry in self._recent_batches if entry[0] is loop]:
-                    self._recent_batches.remove(old)
-                self._recent_batches.append((loop, batch, shard))
+            compare = self._link.compare_order if self._link is not None else None
+            for batch, shard in read_batches(source, seed, position, *ranks, accumulate, compare):
+                self._remember(loop, batch, shard)
                 yield batch
             return
         epoch = position.epoch
         skip = position.batch
+        set_epoch(source, epoch)
+        if isinstance(source, DataLoader):
+            source = SeededStream(source, mix_bits(seed, ranks[1]) if own else seed, epoch)
+        if own and self._link is not None:
+            source = OwnRows(source, self._link.largest)
         for index, batch in enumerate(source):
             if index >= skip:
                 position.epoch = epoch
                 position.batch = index + 1
+                if isinstance(source, OwnRows) and source.has_ended:
+                    self._remember(loop, batch, BatchShard(0, [0] * accumulate))
                 yield batch
         position.epoch = epoch + 1
         position.batch = 0
+
+    def _remember(self, loop: object, batch: Any, shard: BatchShard) -> None:
+        """Note the last batch of a loop, which a step will recognise."""
+        for old in [entry for entry in self._recent_batches if entry[0] is loop]:
+            self._recent_batches.remove(old)
+        self._recent_batches.append((loop, batch, shard))
+
+    def _announce(self, text: str) -> None:
+        """Say once what the batch size of a DataLoader means."""
+        if self._link is not None and not self._has_announced:
+            self._has_announced = True
+            self._link.announce(text)

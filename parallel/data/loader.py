@@ -6,25 +6,25 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, default_collate
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import slice_rows
+from pdrun.parallel.data.samplers import (
+    RUN_DATA,
+    count_repeats,
+    draw_epoch,
+    is_distributed,
+    number_of,
+    whole_sampler,
+)
 from pdrun.parallel.data.seeded import SeededCollate, SeededDataset
 from pdrun.parallel.rng.hashing import mix_bits
-
-RUN_DATA = "pdrun.Run.data"
 
 
 @dataclass
@@ -42,104 +42,87 @@ class Loader:
     Batches of a dataset with a length and an index.
 
     Attributes:
-        batch: rows of a global batch: one step's rows over all ranks and micro-batches.
+        batch: rows of a global batch: one step's rows over all ranks and micro-batches. None if
+            ``sampler`` yields batches.
         shuffle: a new order each epoch, from the run's seed and the epoch.
         drop_last: skip a smaller last batch of an epoch; otherwise it counts by its rows.
         collate: makes a batch of a list of samples; default: torch's.
         workers: processes that read ahead.
         seeded: seed random numbers inside the dataset and ``collate`` (torch, random, numpy) by
             (seed, epoch, index), so that a sample and a slice are the same on any rank.
+        sampler: yields indices, or with ``batch=None`` lists of indices, in place of ``shuffle``:
+            any sampler of torch, over all rows. It draws from the run's seed and the epoch.
+        options: more arguments of torch's DataLoader, which reads the rows.
     """
 
     dataset: Any
-    batch: int
+    batch: int | None
     shuffle: bool = False
     drop_last: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
     workers: int = 0
     pin: bool = False
     seeded: bool = True
+    sampler: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        where = "pdrun.Loader"
         if not isinstance(self.dataset, Sized) or not hasattr(self.dataset, "__getitem__"):
             hint = "pass an iterable of batches to run.data instead"
+            raise UsageError("dataset must have __len__ and __getitem__", where=where, hint=hint)
+        if self.batch is None and self.sampler is None:
             raise UsageError(
-                "dataset must have __len__ and __getitem__", where="pdrun.Loader", hint=hint
+                "batch=None needs a sampler that yields batches", where=where, hint="batch=256"
             )
-        if self.batch < 1:
-            raise UsageError(f"batch must be at least 1, got {self.batch}", where="pdrun.Loader")
+        if self.batch is not None and self.batch < 1:
+            raise UsageError(f"batch must be at least 1, got {self.batch}", where=where)
+        if self.sampler is not None and self.shuffle:
+            hint = "leave shuffle out, or sampler"
+            raise UsageError("sampler defines the order, so does shuffle", where=where, hint=hint)
+        if self.sampler is not None and not isinstance(self.sampler, Iterable):
+            kind = type(self.sampler).__name__
+            raise UsageError(f"sampler must be an iterable of indices, got {kind}", where=where)
+        if is_distributed(self.sampler):
+            object.__setattr__(self, "sampler", whole_sampler(self.sampler))
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        rows = len(self.dataset)
+        rows = len(self.dataset) if self.sampler is None else len(self.sampler)
+        if self.batch is None:
+            return rows
         if self.drop_last:
             return rows // self.batch
         return -(-rows // self.batch)
 
-    def order(self, seed: int, epoch: int) -> list[int]:
-        """Return the dataset's indices in the order of an epoch."""
+    def order(self, seed: int, epoch: int) -> list[Any]:
+        """Return the dataset's indices in the order of an epoch; lists of them if batch is None."""
+        if self.sampler is not None:
+            return draw_epoch(self.sampler, seed, epoch)
         if not self.shuffle:
             return list(range(len(self.dataset)))
         generator = torch.Generator().manual_seed(mix_bits(seed, epoch, 3))
         found: list[int] = torch.randperm(len(self.dataset), generator=generator).tolist()
         return found
 
+    def batches(self, seed: int, epoch: int) -> list[list[Any]]:
+        """
+        Return the indices of each global batch of an epoch.
 
-def from_torch(loader: DataLoader[Any]) -> Loader | None:
-    """
-    Return the Loader that does what torch's DataLoader does; None for an IterableDataset, which is
-    read unchanged.
-
-    Raises:
-        UsageError: it has a custom sampler: the samples of each rank are unknown.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    sampler: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-    if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
-        raise UsageError(
-            f"a DataLoader with a {type(sampler).__name__} is not supported",
-            where=RUN_DATA,
-            hint="use pdrun.Loader(dataset, batch, shuffle=True) or "
-            "dataset_strategy='data_parallel'",
-        )
-    if isinstance(sampler, RandomSampler) and (
-        sampler.replacement or len(sampler) != len(loader.dataset)
-    ):
-        raise UsageError(
-            "a RandomSampler that skips or repeats samples is not supported", where=RUN_DATA
-        )
-    return Loader(
-        loader.dataset,
-        loader.batch_size,
-        isinstance(sampler, RandomSampler),
-        loader.drop_last,
-        loader.collate_fn,
-        loader.num_workers,
-        loader.pin_memory,
-    )
-
-
-def same_source(one: Any, other: Any) -> bool:
-    """
-    Whether two sources of batches are equal: one object, equal loaders, or calls of one generator.
-    """
-    if one is other:
-        return True
-    loaders = []
-    for source in (one, other):
-        if isinstance(source, DataLoader):
-            source = from_torch(source)
-        if isinstance(source, Loader):
-            loaders.append(source)
-    if len(loaders) == 2:
-        alike = [
-            (id(source.dataset), source.batch, source.shuffle, source.drop_last)
-            for source in loaders
-        ]
-        return alike[0] == alike[1]
-    codes = [getattr(source, "gi_code", None) for source in (one, other)]
-    return codes[0] is not None and codes[0] is codes[1]
+        Raises:
+            UsageError: the sampler does not yield batches, or an empty one.
+        """
+        order = self.order(seed, epoch)
+        if self.batch is None:
+            for rows in order:
+                if not isinstance(rows, list) or not rows:
+                    what = f"the sampler must yield lists of indices, got {rows!r}"
+                    raise UsageError(what, where=RUN_DATA, hint="set batch= for single indices")
+            return order
+        found = [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
+        if self.drop_last and found and len(found[-1]) < self.batch:
+            found.pop()
+        return found
 
 
 @dataclass
@@ -156,20 +139,37 @@ class BatchShard:
 
 
 def read_batches(
-    loader: Loader, seed: int, position: Position, world: int, rank: int, accumulate: int
+    loader: Loader,
+    seed: int,
+    position: Position,
+    world: int,
+    rank: int,
+    accumulate: int,
+    compare: Callable[[Any], None] | None = None,
 ) -> Iterator[tuple[Any, BatchShard]]:
     """
     Yield this rank's part of each batch, from the position to the end of the epoch; advance the
     position.
+
+    Args:
+        compare: called with the batches that a sampler has drawn; refuses those of other ranks.
     """
     epoch = position.epoch
     first = position.batch
-    order = loader.order(seed, epoch)
-    batches = [order[i * loader.batch : (i + 1) * loader.batch] for i in range(len(loader))][first:]
+    every = loader.batches(seed, epoch)
+    if loader.sampler is not None and compare is not None:
+        compare(every)
+    repeats = count_repeats(every) if loader.sampler is not None else [[0] * len(b) for b in every]
+    batches = every[first:]
     cuts = [slice_rows(len(batch), world, accumulate)[rank] for batch in batches]
     mine: list[Any] = [
-        [(batch[i], place) for place, part in enumerate(cut) for i in part] or [(batch[0], 0)]
-        for batch, cut in zip(batches, cuts, strict=True)
+        [
+            (batch[i], place, _seed_number(batch[i], again[i]))
+            for place, part in enumerate(cut)
+            for i in part
+        ]
+        or [(batch[0], 0, _seed_number(batch[0], again[0]))]
+        for batch, cut, again in zip(batches, cuts, repeats[first:], strict=True)
     ]
     if not mine:
         return
@@ -179,7 +179,7 @@ def read_batches(
         source = SeededDataset(source, seed, epoch)
         collate = SeededCollate(collate, seed, epoch)
     else:
-        mine = [[index for index, _ in rows] for rows in mine]
+        mine = [[index for index, _, _ in rows] for rows in mine]
     feed: Iterable[Any] = DataLoader(
         source,
         batch_sampler=mine,
@@ -187,12 +187,19 @@ def read_batches(
         collate_fn=collate,
         pin_memory=loader.pin,
         generator=torch.Generator().manual_seed(mix_bits(seed, epoch, 4)),
+        **loader.options,
     )
     for done, (batch, indices, cut) in enumerate(zip(feed, batches, cuts, strict=True), first + 1):
-        if done < len(loader):
+        if done < len(every):
             position.epoch = epoch
             position.batch = done
         else:
             position.epoch = epoch + 1
             position.batch = 0
         yield batch, BatchShard(len(indices), [len(part) for part in cut])
+
+
+def _seed_number(index: Any, repeat: int) -> int:
+    """Return the number that seeds a sample; a row that is drawn again has another one."""
+    number = number_of(index)
+    return mix_bits(number, repeat) if repeat else number

@@ -29,7 +29,7 @@ class SeededRow(NamedTuple):
     """A sample on its way to the collate function."""
 
     row: int
-    """Its index in the dataset."""
+    """The number of the sample that seeds: its index, if it comes once in the epoch."""
     place: int
     """Of its micro-batch."""
     sample: Any
@@ -39,6 +39,21 @@ class SlicedBatch(list[Any]):
     """The collated micro-batches of a rank, if they cannot be joined: they have other shapes."""
 
 
+def read_generators() -> tuple[Any, ...]:
+    """Return the states of the generators of torch, Python and numpy."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def restore_generators(states: tuple[Any, ...]) -> None:
+    """Set the generators to the states of `read_generators`."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy = sys.modules.get("numpy")
+    if numpy and states[2] is not None:
+        numpy.random.set_state(states[2])
+
+
 @contextmanager
 def seeded_random(seed: int) -> Iterator[Callable[[], bool]]:
     """
@@ -46,31 +61,21 @@ def seeded_random(seed: int) -> Iterator[Callable[[], bool]]:
 
     Yields a function that returns whether any of them has been used.
     """
-    numpy = sys.modules.get("numpy")
-
-    def read_states() -> tuple[Any, ...]:
-        return (
-            torch.get_rng_state(),
-            random.getstate(),
-            numpy.random.get_state() if numpy else None,
-        )
 
     def is_used() -> bool:
-        return _comparable(read_states()) != _comparable(begin)
+        return _comparable(read_generators()) != _comparable(begin)
 
-    kept = read_states()
+    kept = read_generators()
     try:
         torch.random.default_generator.manual_seed(seed)
         random.seed(seed)
+        numpy = sys.modules.get("numpy")
         if numpy:
             numpy.random.seed(seed % 2**32)
-        begin = read_states()
+        begin = read_generators()
         yield is_used
     finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy:
-            numpy.random.set_state(kept[2])
+        restore_generators(kept)
 
 
 def _comparable(states: tuple[Any, ...]) -> list[Any]:
@@ -95,10 +100,10 @@ class SeededDataset(Dataset[SeededRow]):
         self._seed = seed
         self._epoch = epoch
 
-    def __getitem__(self, row: tuple[int, int]) -> SeededRow:
-        index, place = row
-        with seeded_random(mix_bits(self._seed, self._epoch, index, DATASET_STREAM)):
-            return SeededRow(index, place, self._dataset[index])
+    def __getitem__(self, row: tuple[Any, int, int]) -> SeededRow:
+        index, place, number = row
+        with seeded_random(mix_bits(self._seed, self._epoch, number, DATASET_STREAM)):
+            return SeededRow(number, place, self._dataset[index])
 
 
 class SeededCollate:

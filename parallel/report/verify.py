@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.data.batch_slicing import (
@@ -31,6 +32,7 @@ from pdrun.parallel.data.batch_slicing import (
     to_device,
 )
 from pdrun.parallel.data.loader import Loader
+from pdrun.parallel.data.torch_loaders import from_torch
 from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.report.model_copies import reference_copy
 from pdrun.parallel.training.step import probe_gradients
@@ -44,6 +46,10 @@ LOW_PRECISION_TOLERANCE = 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
 ROW_DEPENDENCE_TOLERANCE = 1e-4
 """Relative difference of the loss above which two slices as one count as another loss."""
+ROUNDING_FACTOR = 8.0
+"""How much further than one process in fp32 a run can be from fp64, if it differs by rounding."""
+MAX_ROUNDING = 1e-2
+"""Relative difference of one process in fp32 from fp64 above which nothing can be said."""
 TENSOR_PARALLEL_TOLERANCE = 1e-6
 PIPELINE_TOLERANCE = 2e-6
 """Largest relative difference of a loss with sharded operators, and with stages."""
@@ -68,6 +74,11 @@ class StepComparison:
     """
     Relative difference, in one process, between the loss of two slices as one and separately.
     """
+    rounding: tuple[float, float] | None = None
+    """
+    The largest relative differences from gradients in fp64, of one process in fp32 and of the run,
+    if the run differs from one process by rounding that the model amplifies.
+    """
 
     @property
     def same_bits(self) -> bool:
@@ -78,6 +89,11 @@ class StepComparison:
         bits = "the same bits"
         if not self.same_bits:
             bits = f"gradients within {self.max_difference:.1e} ({self.worst_weight})"
+        if self.rounding is not None:
+            bits += (
+                "; the model amplifies rounding: one process in fp32 is within"
+                f" {self.rounding[0]:.1e} of fp64, the run within {self.rounding[1]:.1e}"
+            )
         norms = f"norm {self.norm:.9g} and {self.reference_norm:.9g}"
         return f"loss {self.loss:.9g} and {self.reference_loss:.9g} in one process, {norms}, {bits}"
 
@@ -136,9 +152,12 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
                 numbers, norm, grads = _probe_run(state, batch)
             _restore_buffers(state, buffers)
             with state.engine.paused(), state.rng.isolate_generators(state.device):
-                found.append(
-                    _compare_results(numbers, norm, grads, _compute_reference(state, batch))
-                )
+                want = _compute_reference(state, batch)
+                step = _compare_results(numbers, norm, grads, want)
+                if _is_fp32(state) and not _is_close(step, *_tolerances(state)):
+                    _restore_buffers(state, buffers)
+                    step = _compare_rounding(state, batch, step, grads, want)
+                found.append(step)
         finally:
             state.steps -= 1
             _restore_buffers(state, buffers)
@@ -161,8 +180,69 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
     return VerifyReport(tuple(found), row_dependence)
 
 
+def _is_fp32(state: RunState) -> bool:
+    """Whether the run computes and communicates in fp32."""
+    return (
+        not state.settings.precision.compute
+        and not state.settings.wire_dtype
+        and all(weight.dtype != torch.float64 for weight in state.engine.weights)
+    )
+
+
+def _compare_rounding(
+    state: RunState,
+    batch: Any,
+    step: StepComparison,
+    grads: dict[str, torch.Tensor],
+    want: _Reference,
+) -> StepComparison:
+    """
+    Compare a step that differs from one process with fp64; note it if both differ alike.
+
+    Args:
+        grads: of the run.
+        want: one process in fp32.
+    """
+    try:
+        exact = _compute_reference(state, batch, in_fp64=True)
+    except RuntimeError:  # a loss or model with tables of another type
+        return step
+    own, mine = (_relative_differences(each, exact) for each in (want.grads, grads))
+    if not set(own) == set(mine) == set(exact.grads):
+        return step
+    largest = max(own.values(), default=math.inf)
+    loss_rounding = abs(want.loss - exact.loss)
+    loss_limit = ROUNDING_FACTOR * loss_rounding + 1e-6 * abs(exact.loss)
+    is_rounding = (
+        largest <= MAX_ROUNDING
+        and loss_rounding <= MAX_ROUNDING * abs(exact.loss)
+        and abs(step.loss - exact.loss) <= loss_limit
+        and all(mine[name] <= ROUNDING_FACTOR * own[name] + largest for name in own)
+    )
+    if not is_rounding:
+        return step
+    return replace(step, rounding=(largest, max(mine.values())))
+
+
+def _relative_differences(grads: dict[str, torch.Tensor], want: _Reference) -> dict[str, float]:
+    """Return how much each gradient differs; see `StepComparison.max_difference`."""
+    return {
+        name: _relative_difference(grads[name], expected, want.norm)
+        for name, expected in want.grads.items()
+        if name in grads
+    }
+
+
+def _relative_difference(mine: torch.Tensor, expected: torch.Tensor, norm: float) -> float:
+    # a gradient that should vanish is only rounding: compare it with the model's norm too
+    size = float(expected.double().norm()) + 1e-2 * norm
+    return float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+
+
 def _is_close(step: StepComparison, grad_tolerance: float, loss_tolerance: float) -> bool:
-    """Whether a step of the run agrees with one process."""
+    """Whether a step of the run agrees with one process, or differs by amplified rounding."""
+    if step.rounding is not None:
+        return True
     loss_limit = loss_tolerance * max(abs(step.reference_loss), 1e-6)
     # every weight is within its tolerance plus a hundredth of the norm, so the norm is within two
     norm_limit = 2 * grad_tolerance * step.reference_norm
@@ -204,13 +284,11 @@ def _probe_run(
 def _iter_batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
     """Yield global batches."""
     source = state.feed.source if source is None else source
+    if isinstance(source, DataLoader):
+        source = from_torch(source) or source
     if isinstance(source, Loader):
-        order = source.order(state.seed, state.feed.position.epoch)
-        starts = range(0, min(len(source), steps) * source.batch, source.batch)
-        for start in starts:
-            yield source.collate(
-                [source.dataset[index] for index in order[start : start + source.batch]]
-            )
+        for rows in source.batches(state.seed, state.feed.position.epoch)[:steps]:
+            yield source.collate([source.dataset[index] for index in rows])
         return
     if source is None or state.batch_slicing.data_parallel:
         raise UsageError(
@@ -226,14 +304,16 @@ def _restore_buffers(state: RunState, buffers: list[torch.Tensor]) -> None:
             buffer.copy_(old)
 
 
-def _compute_reference(state: RunState, batch: Any) -> _Reference:
+def _compute_reference(state: RunState, batch: Any, in_fp64: bool = False) -> _Reference:
     """Compute a batch slice by slice in this process."""
     model = reference_copy(state)
+    if in_fp64:
+        model = model.double()
     slicing = state.batch_slicing.for_rows()
     is_joined = any(isinstance(part, sync_batchnorm.SyncedBatchNorm) for part in model.modules())
 
     def load_rows(rows: range) -> Any:
-        dtype = state.settings.precision.input_dtype
+        dtype = torch.float64 if in_fp64 else state.settings.precision.input_dtype
         return to_device(take_rows(batch, rows, slicing), state.device, dtype)
 
     totals = []
@@ -248,13 +328,13 @@ def _compute_reference(state: RunState, batch: Any) -> _Reference:
                 totals.append(float(total.detach()))
                 counts.append(float(count))
                 slices.append(rows)
-        if len(slices) > 1 and not is_joined:
+        if len(slices) > 1 and not is_joined and not in_fp64:
             both = _join_ranges(slices[:2])
             with torch.no_grad():
                 joint = float(state.compute_objective(model, load_rows(both), both, 0)[0])
             separate = totals[0] + totals[1]
             row_dependence = abs(joint - separate) / max(abs(separate), 1e-6)
-        if any(slicing.dims or ()):
+        if any(slicing.dims or ()) and not in_fp64:
             _check_slices_are_rows(state, model, slices, load_rows)
     grads, norm = _divide_and_clip(state, model, sum(counts))
     return _Reference(sum(totals) / sum(counts), norm, grads, row_dependence)
@@ -356,11 +436,9 @@ def _compare_results(
     worst_weight = ""
     for name, expected in want.grads.items():
         mine = grads.get(name)
-        # a gradient that should vanish is only rounding: compare it with the model's norm too
-        size = float(expected.double().norm()) + 1e-2 * want.norm
         difference = math.inf
         if mine is not None:
-            difference = float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+            difference = _relative_difference(mine, expected, want.norm)
         if not difference <= max_difference:
             max_difference = difference
             worst_weight = name

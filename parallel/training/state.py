@@ -22,6 +22,7 @@ from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
+from pdrun.parallel.training.data_link import DataLink
 from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
 from pdrun.parallel.training.guard import ConsistencyGuard
 from pdrun.parallel.training.loss import Objective
@@ -87,7 +88,7 @@ class RunState:
 
     steps: int = field(default=0, init=False)
     """Steps made so far."""
-    feed: DataFeed = field(default_factory=DataFeed, init=False)
+    feed: DataFeed = field(init=False)
     """The batches that were handed out, and the position in the data."""
     persistent_buffers: set[str] = field(init=False)
     """Names of the buffers that are in the model's state dict."""
@@ -104,6 +105,7 @@ class RunState:
         self.synced_buffers = list(_unsynced_buffers(self.model))
         precision = self.settings.precision
         self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
+        self.feed = DataFeed(DataLink(self.engine.place.job, self.agreement))
         self.guard = ConsistencyGuard(
             self.engine, self.optimizer, self.model, self.data_group.world
         )

@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel.data import loader
+from pdrun.parallel.data import loader, torch_loaders
 from pdrun.parallel.data.batch_slicing import parse_batch_slicing
 from pdrun.parallel.data.loader import Loader, Position
 from tests.lib import small_models as zoo
@@ -86,20 +80,14 @@ def test_a_dataset_leaves_the_program_s_own_randomness_alone() -> None:
 
 def test_loaders_of_torch() -> None:
     data = TensorDataset(torch.arange(10))
-    made = loader.from_torch(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
+    made = torch_loaders.from_torch(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
     assert made == Loader(data, 4, True, True, made.collate if made else None)
-    with pytest.raises(
-        UsageError, match=r"WeightedRandomSampler is not supported; use pdrun\.Loader"
-    ):
-        loader.from_torch(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10)))
-    with pytest.raises(UsageError, match="a DataLoader with a list is not supported"):
-        loader.from_torch(DataLoader(data, batch_sampler=[[0], [1]]))
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(range(3))
 
-    assert loader.from_torch(DataLoader(Stream())) is None
+    assert torch_loaders.from_torch(DataLoader(Stream())) is None
 
 
 def words(rows: int) -> TensorDataset:

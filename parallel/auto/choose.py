@@ -1,0 +1,149 @@
+"""
+The choice of a plan for one graph on given tensor axes: one of three searches, and the templates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.auto.flops import count_products
+from pdrun.parallel.auto.prices import price_plan
+from pdrun.parallel.auto.search.exact import SearchResult, search_exact
+from pdrun.parallel.auto.search.problem import SearchProblem
+from pdrun.parallel.auto.search.recursive import search_recursive
+from pdrun.parallel.auto.search.templates import list_templates, propagate_seeds
+from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding
+from pdrun.parallel.operators.rules.rule import view_operator
+
+AUTO_API = "pdrun.Auto"
+EXACT = "dynamic_programming"
+RECURSIVE = "recursive_programming"
+PROPAGATION = "sharding_propagation"
+SEARCHES = (EXACT, RECURSIVE, PROPAGATION)
+MAX_FLOPS_SHARE = 0.1
+"""Share of the FLOPs above which an operator without a rule is an error."""
+MAX_JOINT_AXES = 2
+"""Tensor axes that are searched together; with more, pairs of axes are searched in rounds."""
+SIGNIFICANT_SAVING = 1e-9
+"""Relative saving by which a template replaces the plan that was searched."""
+
+
+def check_search(name: object) -> str:
+    """
+    Return the name of a search.
+
+    Raises:
+        UsageError: there is no such search.
+    """
+    if name not in SEARCHES:
+        hint = did_you_mean(str(name), SEARCHES) or f"one of {', '.join(SEARCHES)}"
+        raise UsageError(f"search={name!r} is unknown", where=AUTO_API, hint=hint)
+    return str(name)
+
+
+def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) -> SearchResult:
+    """
+    Return the plan that a search finds, or a template that is cheaper.
+
+    Raises:
+        UsageError: an operator without a rule has too many of the FLOPs, or the user's layouts
+            allow no plan.
+    """
+    _check_rules(problem)
+    if search == EXACT and len(problem.candidates.axes) > MAX_JOINT_AXES:
+        found = _search_rounds(problem, fold)
+    elif search == EXACT:
+        found = search_exact(problem, fold)
+    elif search == RECURSIVE:
+        found = search_recursive(problem)
+    else:
+        plan = propagate_seeds(problem, {})
+        found = SearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
+        if problem.user.shardings or problem.user.weights:
+            return _with_notes(problem, found)
+    if not found.is_exact:
+        found = _take_template(problem, found)
+    return _with_notes(problem, found)
+
+
+def _take_template(problem: SearchProblem, found: SearchResult) -> SearchResult:
+    """Return the cheapest of a result and the templates."""
+    for _, plan in list_templates(problem):
+        seconds = price_plan(problem.prices, plan).total
+        if seconds < found.seconds * (1 - SIGNIFICANT_SAVING):
+            found = SearchResult(plan, seconds, is_exact=False)
+    return found
+
+
+def _search_rounds(problem: SearchProblem, fold: bool) -> SearchResult:
+    """
+    Search three and more axes: each pair exactly while the others keep their splits, until no pair
+    improves. The start is the recursive search or a template, the cheaper of both.
+    """
+    best = _take_template(problem, search_recursive(problem))
+    pairs = list(itertools.combinations(problem.candidates.axes, 2))
+    unchanged = 0
+    while unchanged < len(pairs):
+        pair = pairs[0]
+        pairs = [*pairs[1:], pair]
+        found = search_exact(_hold_axes(problem, best.plan, pair), fold)
+        unchanged += 1
+        if found.seconds < best.seconds * (1 - SIGNIFICANT_SAVING):
+            best = SearchResult(found.plan, found.seconds, is_exact=False)
+            unchanged = 1
+    shardings = [
+        replace(sharding, fixed_axes=_given_axes(problem, position))
+        for position, sharding in enumerate(best.plan.shardings)
+    ]
+    return replace(best, plan=replace(best.plan, shardings=shardings))
+
+
+def _given_axes(problem: SearchProblem, position: int) -> tuple[str, ...]:
+    given = problem.user.shardings.get(position)
+    return given.fixed_axes if given is not None else ()
+
+
+def _hold_axes(problem: SearchProblem, plan: OperatorPlan, pair: tuple[str, ...]) -> SearchProblem:
+    """Return the problem of a pair of axes: along all others the splits are those of a plan."""
+    shardings = {}
+    for position, sharding in enumerate(plan.shardings):
+        given = _given_axes(problem, position)
+        held = tuple(axis for axis in problem.grid.names if axis not in pair or axis in given)
+        splits = {axis: split for axis, split in sharding.splits.items() if axis in held}
+        shardings[position] = OperatorSharding(splits, sharding.axis_order, held)
+    user = replace(problem.user, shardings=shardings)
+    return SearchProblem(problem.graph, problem.grid, problem.prices, user, problem.gather)
+
+
+def _with_notes(problem: SearchProblem, found: SearchResult) -> SearchResult:
+    """Return a result whose plan names the operators that no rule splits."""
+    names = [problem.graph.operators[place].name for place in problem.candidates.without_rule]
+    if not names:
+        return found
+    note = f"computed in full on every rank, because no rule splits them: {', '.join(names)}"
+    return replace(found, plan=replace(found.plan, notes=[*found.plan.notes, note]))
+
+
+def _check_rules(problem: SearchProblem) -> None:
+    """Refuse an operator without a rule that has a large share of the FLOPs."""
+    graph = problem.graph
+    flops = {}
+    for position, operator in enumerate(graph.operators):
+        view = view_operator(graph, operator)
+        if position not in problem.user.replicated:
+            product = count_products(operator, view.in_shapes, view.out_shapes)
+            flops[position] = product.flops if product is not None else 0.0
+    total = sum(flops.values())
+    for position in problem.candidates.without_rule:
+        if flops[position] > MAX_FLOPS_SHARE * total:
+            operator = graph.operators[position]
+            what = (
+                f"no rule splits {operator.kind} ({operator.name}), which has"
+                f" {flops[position] / total:.0%} of the operations"
+            )
+            hint = (
+                f'Auto({{"{operator.name}": pdrun.replicate()}}) computes it in full on every rank'
+            )
+            raise UsageError(what, where=operator.source or AUTO_API, hint=hint)

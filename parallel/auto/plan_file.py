@@ -1,0 +1,162 @@
+"""
+Plan files: what `run.plan.save` writes and ``mesh="plan.json", strategy="plan.json"`` reads.
+
+    {"format": 1, "mesh": {"pp": 1, "dp": 4, "cp": 1, "tp": 2},
+     "options": {"optimizer_level": 1, "accumulate": 2},
+     "pipeline": {"microbatches": 8, "schedule": "1f1b", "stages": {"layers.0": 0}},
+     "operators": {"layers.*.q.linear": {"in": [[null, null, null], ["tp", null]]}},
+     "weights": {...}}
+
+``weights`` describes checkpoints; `pdrun.parallel.layouts.placement` reads it. The others decide
+how a run is made. The world may have another number of devices: "dp" takes what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdrun.errors import ConfigError
+from pdrun.parallel.auto.plan_entries import Entry, plan_from_entries
+from pdrun.parallel.comm.mesh import Mesh, make_mesh
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.operators.graph.constraints import LayoutSpec
+from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.module import Operators
+from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.pipeline.pipeline import Pipeline
+
+PLAN_FORMAT = 1
+OPTION_NAMES = ("optimizer_level", "shard_group", "accumulate", "copies", "gather", "recompute")
+"""Arguments of `parallelize` that a plan decides."""
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """
+    The part of a plan file from which a run is made.
+
+    Attributes:
+        mesh: degrees of all axes.
+        operators, stored: see `pdrun.parallel.auto.plan_entries`; None: the plan has no operators.
+        gather_results: see `pdrun.Operators`.
+        options: arguments of `parallelize`.
+        pipeline: arguments of `pdrun.Pipeline`, or None.
+        where: the file, for errors.
+    """
+
+    mesh: Mapping[str, int]
+    operators: Mapping[str, Entry] | None = None
+    stored: Mapping[str, Entry] = field(default_factory=dict)
+    gather_results: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] | None = None
+    where: str = "plan"
+
+    def make_mesh(self, world: int) -> Mesh:
+        """
+        Return the mesh for a number of devices: the file's, with another dp if the world differs.
+
+        Raises:
+            ConfigError: the other axes do not divide the number of devices.
+        """
+        others = math.prod(size for axis, size in self.mesh.items() if axis != "dp")
+        if world % others:
+            axes = ", ".join(f"{a}={size}" for a, size in self.mesh.items() if a != "dp")
+            what = f"the plan has {axes}, and {others} does not divide the {world} devices"
+            raise ConfigError(what, where=self.where, hint="plan again for this world")
+        return make_mesh(**{**self.mesh, "dp": world // others})
+
+    def make_strategy(self) -> PlannedOperators | None:
+        """Return the strategy; None if the plan has no operators."""
+        if self.operators is None:
+            return None
+        return PlannedOperators(self)
+
+    def make_pipeline(self) -> Pipeline | None:
+        """Return the pipeline; None if the plan has none."""
+        return None if self.pipeline is None else Pipeline(**self.pipeline)
+
+
+class PlannedOperators(Operators):
+    """The strategy of a plan file: its operators, and by propagation what it leaves out."""
+
+    def __init__(self, plan: PlanFile) -> None:
+        super().__init__(gather=plan.gather_results)
+        self.plan_file = plan
+
+    def plan_of(
+        self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
+    ) -> OperatorPlan:
+        """Return the plan for a graph; layouts that `shard` set are already in the file."""
+        source = self.plan_file
+        found = plan_from_entries(graph, mesh, source.operators or {}, source.stored, source.where)
+        if not self.gather:
+            found.keep_results_sharded()
+        return found
+
+
+def read_plan(path: str | Path) -> PlanFile:
+    """
+    Return the plan of a file.
+
+    Raises:
+        ConfigError: it is no plan file, or one of another version.
+    """
+    where = str(path)
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = "run.plan.save or pdrun plan --save writes one"
+        raise ConfigError(f"cannot be read as a plan: {error}", where=where, hint=hint) from None
+    return parse_plan(value, where)
+
+
+def parse_plan(value: Any, where: str = "plan") -> PlanFile:
+    """
+    Return the plan of a JSON object.
+
+    Raises:
+        ConfigError: a key has another form.
+    """
+    if not isinstance(value, dict) or value.get("format") != PLAN_FORMAT:
+        found = value.get("format") if isinstance(value, dict) else value
+        what = f"format must be {PLAN_FORMAT}, got {found!r}"
+        raise ConfigError(what, where=where, hint="write it with this version of pdrun")
+    mesh = _read_object(value, "mesh", where)
+    for axis, size in mesh.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"mesh: {axis} must be a count, got {size!r}", where=where)
+    options = _read_object(value, "options", where)
+    for name in options:
+        if name not in OPTION_NAMES:
+            what = f"options has the unknown key {name!r}"
+            hint = f"the keys are {', '.join(OPTION_NAMES)}"
+            raise ConfigError(what, where=where, hint=hint)
+    pipeline = value.get("pipeline")
+    if pipeline is not None:
+        pipeline = _read_object(value, "pipeline", where)
+        known = ("microbatches", "schedule", "stages", "chunks", "shared")
+        for name in pipeline:
+            if name not in known:
+                what = f"pipeline has the unknown key {name!r}"
+                raise ConfigError(what, where=where, hint=f"the keys are {', '.join(known)}")
+    operators = value.get("operators")
+    if operators is not None:
+        operators = _read_object(value, "operators", where)
+    gather = value.get("gather_results", True)
+    if not isinstance(gather, bool):
+        raise ConfigError(f"gather_results must be true or false, got {gather!r}", where=where)
+    stored = _read_object(value, "stored", where)
+    return PlanFile(mesh, operators, stored, gather, options, pipeline, where)
+
+
+def _read_object(value: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    found = value.get(key, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key} must be an object, got {found!r}", where=where)
+    return found

@@ -11,6 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pdrun.quick_dataclass import dataclass
 
+INTERFACES_VARIABLE = "PDRUN_INTERFACES"
+"""
+Variable in which `pdrun.init` lists the variables that it has set (``GLOO_SOCKET_IFNAME=lo``). A
+job that the process starts has other interfaces, and takes them for the user's otherwise.
+"""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -89,6 +95,19 @@ def choose_interface_variables(
     if backend == "npu" and not is_loopback and not environ.get("HCCL_IF_IP"):
         found["HCCL_SOCKET_IFNAME"] = f"={name}"
     return {variable: value for variable, value in found.items() if not environ.get(variable)}
+
+
+def record_interface_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return INTERFACES_VARIABLE for variables that this process sets; nothing without any."""
+    text = ",".join(f"{name}={value}" for name, value in variables.items())
+    return {INTERFACES_VARIABLE: text} if text else {}
+
+
+def recorded_interface_variables(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of the recorded variables that nobody has changed since."""
+    record = environ.get(INTERFACES_VARIABLE, "")
+    pairs = [part.partition("=") for part in record.split(",")]
+    return frozenset(name for name, _, value in pairs if name and environ.get(name) == value)
 
 
 def is_in_kubernetes(environ: Mapping[str, str] | None = None) -> bool:

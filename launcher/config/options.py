@@ -104,6 +104,7 @@ OTHER_VARIABLES = (
     "PDRUN_WORKER_OF",
     "PDRUN_AGREED_STEP",
     "PDRUN_AGENT",
+    "PDRUN_INTERFACES",
 )
 """
 Variables of pdrun without an option: the token, those of a dynamic cluster, those of workers.

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pdrun.endpoint import parse_endpoint
+from pdrun.topology import recorded_interface_variables
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def is_launcher_variable(name: str) -> bool:
 
 def remove_launcher_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the remaining environment, and the sorted names of the removed variables."""
-    removed = tuple(sorted(name for name in environ if is_launcher_variable(name)))
+    ours = recorded_interface_variables(environ)
+    removed = tuple(sorted(name for name in environ if name in ours or is_launcher_variable(name)))
     return {name: value for name, value in environ.items() if name not in removed}, removed
 
 

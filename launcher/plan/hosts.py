@@ -33,6 +33,7 @@ from pdrun.launcher.plan.environment import (
 from pdrun.launcher.plan.model import Facts, HostLaunch, HostPlan, LaunchPlan
 from pdrun.launcher.plan.placement import resources_on_host
 from pdrun.text import make_name
+from pdrun.topology import recorded_interface_variables
 
 MAX_PARALLEL_CONNECTIONS = 64
 """Number of connections that are opened at the same time."""
@@ -141,6 +142,7 @@ def select_forwarded(
         UsageError: a name without ``*`` or ``?`` is not set, or is never forwarded.
     """
     chosen: dict[str, str] = {}
+    ours = recorded_interface_variables(environ)
     for pattern in patterns:
         if not set("*?") & set(pattern):
             if is_launcher_variable(pattern):
@@ -154,7 +156,8 @@ def select_forwarded(
                     hint="set it, or use --env NAME=VALUE",
                 )
         for name, value in environ.items():
-            if fnmatch.fnmatchcase(name, pattern) and not is_launcher_variable(name):
+            is_removed = name in ours or is_launcher_variable(name)
+            if fnmatch.fnmatchcase(name, pattern) and not is_removed:
                 chosen[name] = value
     return dict(sorted(chosen.items()))
 

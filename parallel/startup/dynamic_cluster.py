@@ -15,7 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdrun.topology import choose_interface_variables
+from pdrun.topology import (
+    choose_interface_variables,
+    record_interface_variables,
+    recorded_interface_variables,
+)
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -122,7 +126,10 @@ def set_interfaces(member: DynamicMember | None) -> list[str]:
             if entry.family in (socket.AF_INET, socket.AF_INET6)
         ]
         physical = [name for name, _ in addresses if Path(f"/sys/class/net/{name}/device").exists()]
-    found = choose_interface_variables(address, addresses, physical, os.environ)
+    inherited = recorded_interface_variables(os.environ)
+    environ = {key: value for key, value in os.environ.items() if key not in inherited}
+    found = choose_interface_variables(address, addresses, physical, environ)
+    found |= record_interface_variables(found)
     os.environ.update(found)
     return list(found)
 

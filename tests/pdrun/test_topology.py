@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdrun.topology import choose_interface_variables
+from pdrun.topology import (
+    choose_interface_variables,
+    record_interface_variables,
+    recorded_interface_variables,
+)
 
 LOOPBACK = ("lo", "127.0.0.1")
 ETH0 = ("eth0", "10.0.0.1")
@@ -58,3 +62,14 @@ def test_ascend_gets_the_exact_name_unless_the_user_chose_an_address() -> None:
     assert found["HCCL_SOCKET_IFNAME"] == "=eth0"
     user = {"HCCL_IF_IP": "10.0.0.1"}
     assert choose_interface_variables("10.0.0.1", [ETH0], [], user, "npu") == ALL
+
+
+def test_only_unchanged_variables_count_as_recorded() -> None:
+    mine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
+    environ = {**mine, **record_interface_variables(mine)}
+    assert recorded_interface_variables(environ) == set(mine)
+    assert recorded_interface_variables({**environ, "GLOO_SOCKET_IFNAME": "eth0"}) == {
+        "NCCL_SOCKET_IFNAME"
+    }
+    assert recorded_interface_variables(mine) == frozenset()
+    assert record_interface_variables({}) == {}

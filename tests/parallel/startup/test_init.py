@@ -124,6 +124,28 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 @torch
+def test_a_job_started_by_a_process_alone_has_interfaces_of_its_own(tmp_path: Path) -> None:
+    """Collectives over several hosts would use the loopback interface of the process alone."""
+    body = """
+ctx = pdrun.init()
+import subprocess
+job = [sys.executable, "-m", "pdrun", "--devices", "1", "--no-files", "--no-python", "env"]
+def run(**more):
+    done = subprocess.run(job, capture_output=True, text=True, env={**os.environ, **more})
+    return [line for line in done.stdout.splitlines() if "GLOO_SOCKET_IFNAME" in line]
+report(ctx, here=os.environ["GLOO_SOCKET_IFNAME"], job=run(), user=run(GLOO_SOCKET_IFNAME="ib0"))
+ctx.close()
+report(ctx, left=[name for name in os.environ if "INTERFACES" in name])
+"""
+    code, out, err = finish(start(tmp_path, body))
+    assert code == 0, err
+    first, second = reports(out)
+    assert (first["here"], first["job"]) == ("lo", [])
+    assert first["user"] and first["user"][0].endswith("GLOO_SOCKET_IFNAME=ib0")
+    assert second["left"] == []
+
+
+@torch
 def test_alone_listens_on_loopback_only_and_leaves_no_trace(tmp_path: Path) -> None:
     body = (
         SUM

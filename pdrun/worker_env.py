@@ -140,7 +140,7 @@ def refuse_reserved(name: str, *, where: str) -> None:
     ROLE_NAME is allowed: it is a label that torchrun's ``--role`` sets.
     """
     owned = set(WorkerEnv(0, 1, 0, 1, 0, 1, "", 0, "").to_env()) - {"ROLE_NAME"}
-    if name in owned or name.startswith(("TORCHELASTIC_", "PDRUN_WORKER_")):
+    if name in owned or name.startswith(("TORCHELASTIC_", "PDRUN_WORKER_", "PDRUN_SERVER")):
         raise UsageError(
             f"{name} is set by pdrun for each worker and cannot be set by the user",
             where=where,

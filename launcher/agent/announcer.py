@@ -21,7 +21,7 @@ from pdrun.launcher.agent.event_tail import EventTail
 from pdrun.launcher.agent.interfaces import WorkerOutput
 from pdrun.launcher.agent.summary import format_duration, format_summary, sanitize_line
 from pdrun.launcher.common.network import is_loopback
-from pdrun.launcher.common.rank_lists import RankSet
+from pdrun.launcher.common.rank_lists import RankSet, describe_ranks
 from pdrun.launcher.common.termination_log import termination_log_path, write_termination_log
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import Assign, Failure, StopWorkers, Verdict, Waiting
@@ -211,22 +211,23 @@ class Announcer:
         self._world_size = assign.world_size
         if self._is_quiet or plan is None or before == assign.world_size:
             return
-        self._warn_unknown_ranks(plan.spec.output.show_ranks, assign.world_size)
+        self._warn_unknown_ranks(plan, assign.world_size)
         workers = plural(assign.world_size, "worker")
         nodes = plural(assign.nodes, "node")
         self.print_line(f"{workers} on {nodes}, {plan.backend}{self._logs_text()}")
         if plan.spec.resources.is_elastic and self._address and not before:
             self.print_line(f"further nodes may join with: {self._join_command()}")
 
-    def _warn_unknown_ranks(self, show_ranks: str, world_size: int) -> None:
-        """Warn about ranks of --show-ranks that the job does not have."""
-        unknown = RankSet(show_ranks).unmatched_parts(range(world_size))
-        if not unknown:
-            return
-        known = "the only rank is 0"
-        if world_size > 1:
-            known = f"the ranks are 0-{world_size - 1}"
-        self.print_line(f"warning: --show-ranks {show_ranks}: there is no rank {unknown}; {known}")
+    def _warn_unknown_ranks(self, plan: LaunchPlan, world_size: int) -> None:
+        """Warn about ranks in options that the job does not have."""
+        output = plan.spec.output
+        stdin = plan.spec.program.stdin
+        lists = {"--show-ranks": output.show_ranks, "--show-stderr": output.show_stderr or "all"}
+        lists["--stdin"] = "none" if stdin is None else str(stdin)
+        for option, text in lists.items():
+            if unknown := RankSet(text).unmatched_parts(range(world_size)):
+                known = describe_ranks(world_size)
+                self.print_line(f"warning: {option} {text}: there is no rank {unknown}; {known}")
 
     def announce_stop(self, message: StopWorkers) -> None:
         """Print why the workers are stopped, unless everything has ended after a moment."""

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Announcer
 from pdrun.launcher.agent.helpers import HelperProcesses
-from pdrun.launcher.agent.interfaces import AgentDeps, WorkerOutput
+from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle, WorkerOutput
 from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import files
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.program import check_program
+from pdrun.launcher.plan.servers import make_server_commands, make_worker_variables
 from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import (
     Assign,
@@ -50,6 +51,8 @@ class GenerationRunner:
         self._send = send
         self._assign: Assign | None = None
         self.group: WorkerGroup | None = None
+        self._server_key = b""
+        self._channel_path = ""
         self.is_finished = False
         """Whether all workers of this generation have ended, and that was reported."""
 
@@ -89,6 +92,9 @@ class GenerationRunner:
             is_wrapped=plan.spec.program.kind == "command",
             hang_timeout=plan.spec.policy.hang_timeout,
         )
+        self._channel_path = channel_path
+        if plan.spec.resources.servers and not self._server_key:
+            self._server_key = self._deps.make_server_key(run)
         self.group = WorkerGroup(
             plan,
             run,
@@ -99,9 +105,10 @@ class GenerationRunner:
             self._report_exit,
             self._deps.stdin,
             channel_path,
+            make_worker_variables(plan, message, self._server_key),
         )
         self._helpers.stores.is_wanted = message.node_rank == 0
-        if found.imports_torch:
+        if found.imports_torch or plan.spec.resources.servers:
             self._helpers.start_store(plan)
         self._send(Ready(message.generation))
 
@@ -117,10 +124,25 @@ class GenerationRunner:
         self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
         self._helpers.send_ping()  # no worker runs without a fence
+        self._start_servers(plan, supervisor)
         group.start_workers()
         self._announcer.stdin_rank = group.stdin_rank
         if not plan.spec.can_restart:
             supervisor.release_fork_server()
+
+    def _start_servers(self, plan: LaunchPlan, supervisor: SupervisorHandle) -> None:
+        """Start this node's parameter servers; they end with the supervisor, or are replaced."""
+        assert self._assign is not None
+        if not plan.spec.resources.servers:
+            return
+        folder = self._channel_path.rpartition("/")[0]
+        if not folder:
+            raise ConfigError(
+                "parameter servers need a folder for their sockets",
+                hint="set TMPDIR to a folder with a short path",
+            )
+        commands = make_server_commands(plan, self._assign, self._server_key, folder)
+        self._helpers.servers.start_processes(supervisor, commands)
 
     def stop_workers(self, number: int, grace: float) -> None:
         """Send a signal to the started workers, and SIGKILL after ``grace`` seconds."""

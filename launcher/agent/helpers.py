@@ -10,17 +10,22 @@ as a restart.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle
 from pdrun.launcher.agent.store import StorePair
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.launcher.plan.servers import find_interpreter
 from pdrun.launcher.plan.start_method import fork_server_command
-from pdrun.launcher.supervisor.events import ForkServerStatus, WorkersFenced
+from pdrun.launcher.supervisor.events import (
+    SERVER_SLOT,
+    ForkServerStatus,
+    SupervisorEvent,
+    WorkersFenced,
+)
+from pdrun.launcher.supervisor.server_processes import ServerProcesses
 
 
 class HelperProcesses:
@@ -45,6 +50,7 @@ class HelperProcesses:
         self._print_line = print_line
         self.supervisor: SupervisorHandle | None = None
         self.stores = StorePair()
+        self.servers = ServerProcesses(print_line)
         self._next_ping: float | None = None
         """Monotonic time at which the supervisor must show that it is alive."""
 
@@ -90,6 +96,8 @@ class HelperProcesses:
                         self._print_line(
                             f"workers cannot be forked, each imports for itself: {event.why}"
                         )
+                elif event.slot <= SERVER_SLOT:
+                    self._handle_server_event(event, group, is_finished=is_finished)
                 elif event.slot < 0:
                     problem = self.stores.describe_exit(event)
                     if problem and not is_finished:
@@ -98,6 +106,7 @@ class HelperProcesses:
                         )
                 elif group is not None:
                     group.handle_event(event)
+            self.servers.read_lines()
             if group is not None and group.has_started and not group.is_done:
                 self.send_ping()
             elif self._next_ping is not None:
@@ -114,6 +123,17 @@ class HelperProcesses:
                 self._on_fenced()
             group.mark_lost(error.what)
 
+    def _handle_server_event(
+        self, event: SupervisorEvent, group: WorkerGroup | None, *, is_finished: bool
+    ) -> None:
+        """Let the generation fail if one of its servers has ended: nothing can replace its rows."""
+        problem = self.servers.describe_exit(event)
+        if problem and not is_finished:
+            self.servers.read_lines()
+            self._print_line(problem)
+            if group is not None:
+                group.fail_first(problem)
+
     def send_ping(self) -> None:
         """Send the supervisor a ping, with the time until which the workers may run."""
         if self.supervisor is not None:
@@ -122,13 +142,9 @@ class HelperProcesses:
     def start_store(self, plan: LaunchPlan) -> None:
         """Start the process of torch's store on the socket that is announced."""
         assert self.supervisor is not None
-        program = plan.workers[0].argv[0]
-        python = sys.executable
-        if plan.spec.program.kind != "command" or Path(program).name.startswith("python"):
-            python = program  # the interpreter that has the workers' torch
         self.stores.start_process(
             self.supervisor,
-            python,
+            find_interpreter(plan),
             {**plan.base_env, **plan.spec.env},
             plan.cwd,
             fork=plan.start_method.how == "fork",
@@ -165,3 +181,4 @@ class HelperProcesses:
         if self.supervisor is not None:
             self.supervisor.close()
         self.stores.close()
+        self.servers.close()

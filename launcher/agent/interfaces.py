@@ -5,6 +5,7 @@ fakes.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Protocol
@@ -316,6 +317,11 @@ def _ignore_progress(mark: bytes) -> None:
     """The default of `AgentDeps.on_progress`."""
 
 
+def _make_random_key(run: str) -> bytes:
+    """The default of `AgentDeps.make_server_key`, for a job of one node."""
+    return secrets.token_bytes(32)
+
+
 @dataclass(frozen=True)
 class AgentDeps:
     """What an agent is given: real implementations in production, fakes in a test."""
@@ -344,3 +350,5 @@ class AgentDeps:
     """Prints a line of pdrun before the output is open; must not block."""
     is_quiet: bool = False
     """Another agent prints what concerns the whole job."""
+    make_server_key: Callable[[str], bytes] = _make_random_key
+    """Returns the key of a run's parameter servers, equal on all nodes of the job."""

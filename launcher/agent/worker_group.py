@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pdrun.clock import Clock
 from pdrun.launcher.agent.group_worker import GroupWorker, is_dumping_core, is_suspended
@@ -77,7 +77,9 @@ class WorkerGroup:
         report_exit: ReportExit,
         stdin: StandardInput | None = None,
         channel_path: str = "",
+        extra_env: Mapping[str, str] | None = None,
     ) -> None:
+        self._extra_env = extra_env or {}
         self._channel_path = channel_path
         self._plan = plan
         self._run_name = run_name
@@ -120,6 +122,7 @@ class WorkerGroup:
                 env = build_worker_env(
                     self._plan, self._run_name, self._assign, worker.plan, self._channel_path
                 )
+                env |= self._extra_env
                 out, err = self._output.open_pipes(worker.rank, slot, self.generation)
                 stdin = null
                 if self._stdin is not None and worker.rank == self.stdin_rank:
@@ -229,6 +232,21 @@ class WorkerGroup:
         to_group = self._is_command or number in (signal.SIGSTOP, signal.SIGCONT)
         for worker in self._running_workers():
             self._supervisor.send_signal(worker.plan.local_rank, number, group=to_group)
+
+    def fail_first(self, why: str) -> None:
+        """
+        Report the first running worker as lost with a process that it needs, and kill it.
+
+        The generation ends with this cause, as with any worker's.
+        """
+        worker = next(self._running_workers(), None)
+        if worker is None or self.is_stopping:
+            return
+        now = self._clock.monotonic()
+        worker.stopped_at = now
+        worker.cause = Cause("exit", 1, at=now, summary=why, log=self._output.log_path(worker.rank))
+        self._send_signal(worker, signal.SIGKILL, group=True)
+        self._report_worker(worker)
 
     def mark_lost(self, why: str) -> None:
         """Report the running workers as lost: the supervisor died, and every worker with it."""

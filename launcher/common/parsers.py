@@ -21,6 +21,8 @@ Parser = Callable[[str, str], Any]
 
 MAX_COUNT = 1_000_000
 """Larger numbers of nodes, workers, threads or restarts are typing errors."""
+MAX_SERVERS = 1024
+"""Parameter servers of a job, or of a node."""
 _UNIT_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_DURATION_SECONDS = 366 * 86400.0
 _LOG_NAME_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
@@ -64,6 +66,17 @@ def int_or_auto_parser(least: int = 1) -> Parser:
         return int(number(text, where))
 
     return parse
+
+
+def parse_servers(text: str, where: str) -> str:
+    """Parse the number of parameter servers, ``N`` or ``N/node``; 0 means none."""
+    number, slash, unit = text.partition("/")
+    if slash and unit != "node":
+        raise UsageError(
+            f"must be N or N/node, got {quote_text(text)}", where=where, hint="use 2, or 1/node"
+        )
+    count = int_parser(1, MAX_SERVERS)(number, where)
+    return f"{count}{slash}{unit}"
 
 
 def choice_parser(*words: str) -> Parser:

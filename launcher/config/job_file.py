@@ -56,6 +56,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
     "resources": {
         "nodes": parsers.parse_node_range,
         "spares": parsers.int_parser(0),
+        "servers": parsers.parse_servers,
         "devices": parsers.int_or_auto_parser(),
         "backend": parsers.choice_parser(*BACKENDS),
         "threads": parsers.int_or_auto_parser(),

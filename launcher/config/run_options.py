@@ -136,6 +136,14 @@ RUN_OPTIONS = (
         ("PDRUN_SPARES",),
     ),
     Option(
+        ("--servers",),
+        "parameter servers of the job, or of each node (N/node) (default: 0)",
+        store_parsed("resources.servers", parsers.parse_servers),
+        HELP_GROUPS[1],
+        "N",
+        ("PDRUN_SERVERS",),
+    ),
+    Option(
         ("--devices",),
         "workers per node (auto: one per device)",
         store_parsed("resources.devices", parsers.int_or_auto_parser()),

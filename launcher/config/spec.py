@@ -72,6 +72,8 @@ class Resources:
     """MIN of ``--nodes MIN:MAX``; 0: the job runs with exactly ``nodes`` nodes."""
     spares: int = 0
     """Additional idle nodes that replace lost ones."""
+    servers: str = ""
+    """Parameter servers of the job (``2``) or of each node (``1/node``); empty: none."""
     devices: int | Literal["auto", "accelerators", "cpus", "accelerators-or-cpus"] = "auto"
     """
     Workers per node. auto: one per visible accelerator, else one. The others are torchrun's

@@ -103,7 +103,7 @@ def _execute_single(plan: LaunchPlan, options: AgentOptions) -> int:
         host=plan.compared.get("host", ""),
         events_path=event_log_path(plan, run),
     )
-    return run_node_agent(plan, link, options, has_scheduler=True)
+    return run_node_agent(plan, link, options, has_scheduler=True, is_alone=True)
 
 
 def _execute_head(plan: LaunchPlan, options: AgentOptions) -> int:
@@ -145,6 +145,7 @@ def _execute_head(plan: LaunchPlan, options: AgentOptions) -> int:
                 scheduler_process=child,
                 event_log=str(events or ""),
                 has_scheduler=True,
+                secret=secret,
             )
         finally:
             child.close()
@@ -189,9 +190,10 @@ def _execute_join(plan: LaunchPlan, options: AgentOptions) -> int:
             "the scheduler listens there, so a firewall between the hosts blocks the port: allow"
             " it, or set open ports with --port-range LOW-HIGH"
         )
+    secret = _find_secret_of_plan(plan, options)
     link = make_zmq_link(
         plan.scheduler,
-        _find_secret_of_plan(plan, options),
+        secret,
         job=plan.job,
         start_timeout=plan.spec.policy.start_timeout,
         command=plan.compared.get("command", ""),
@@ -199,7 +201,7 @@ def _execute_join(plan: LaunchPlan, options: AgentOptions) -> int:
         expected_nodes=plan.spec.resources.max_members,
         print_line=options.print_line,
     )
-    return run_node_agent(plan, link, options)
+    return run_node_agent(plan, link, options, secret=secret)
 
 
 def _bind_scheduler(plan: LaunchPlan, options: AgentOptions) -> socket.socket | None:

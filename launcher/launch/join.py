@@ -63,7 +63,7 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
             expected_nodes=ASSUMED_NODES,
             print_line=options.print_line,
         )
-        return run_node_agent(plan_from_welcome, link, options)
+        return run_node_agent(plan_from_welcome, link, options, secret=secret)
 
 
 def merge_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:

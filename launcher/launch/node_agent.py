@@ -35,6 +35,8 @@ def run_node_agent(
     scheduler_process: SchedulerChild | None = None,
     event_log: str = "",
     has_scheduler: bool = False,
+    is_alone: bool = False,
+    secret: Secret | None = None,
 ) -> int:
     """
     Run the agent of this node; return the exit code of the job.
@@ -47,6 +49,9 @@ def run_node_agent(
         event_log: path of the event log that the scheduler process writes; empty: none.
         has_scheduler: the scheduler is in this process or a child of it; this node registers the
             job.
+        is_alone: the job has one node.
+        secret: of the job, from which the key of its parameter servers is made; None: an insecure
+            job, or one node.
     """
     from pdrun.launcher.agent.agent import run_agent
     from pdrun.launcher.agent.interfaces import AgentDeps
@@ -94,11 +99,21 @@ def run_node_agent(
         is_quiet=options.is_quiet,
         print_line=options.print_line,
     )
+    if not is_alone:
+        deps = replace(deps, make_server_key=lambda run: _derive_server_key(secret, run))
     try:
         return run_agent(plan, link, deps)
     finally:
         if stdin is not None:
             stdin.restore_terminal()
+
+
+def _derive_server_key(secret: Secret | None, run: str) -> bytes:
+    """Return the key of a run's parameter servers; that of an insecure job is no secret."""
+    from pdrun.rendezvous.protocol.security import SECRET_BYTES, derive_key
+
+    own = bytes(SECRET_BYTES) if secret is None else secret.reveal()
+    return derive_key(own, f"parameter servers of {run}".encode())
 
 
 def _join_address(

@@ -284,5 +284,7 @@ class LaunchPlan:
     """Set in mode hosts."""
     external_launch: ExternalLaunch | None = None
     """Set in mode external."""
+    server_cpus: tuple[tuple[int, ...], ...] = ()
+    """CPUs of each parameter server of this node; empty: they are not bound."""
     store: StoreListener | None = None
     """Where this node serves torch's store. None: at ``listen``, on any port."""

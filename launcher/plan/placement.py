@@ -19,6 +19,7 @@ from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.config.spec import JobSpec, Resources, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.model import Facts
+from pdrun.launcher.plan.servers import most_servers_of_node
 from pdrun.quick_dataclass import dataclass
 from pdrun.topology import CpuSet, Device
 
@@ -37,6 +38,8 @@ class WorkerPlacement:
     grants: tuple[DeviceGrant, ...]
     binding: CpuBinding
     notes: tuple[str, ...] = ()
+    server_cpus: tuple[tuple[int, ...], ...] = ()
+    """CPUs of each parameter server; empty: not bound."""
 
 
 def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacement:
@@ -63,7 +66,8 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
     cpus = facts.cpus
     if nodes > 1:
         cpus = affinity.share_cpus(facts.cpus, index, nodes)
-    binding = affinity.split_cpus(cpus, workers, _binding_mode(spec, facts.cpus, nodes))
+    mode = _binding_mode(spec, facts.cpus, nodes)
+    binding, server_cpus = _bind_with_servers(spec, cpus, workers, mode)
     cores = len(facts.cpus.cores) or len(facts.cpus.cpus)
     _check_binding(spec, sources, binding, cores, workers * nodes)
     devices: tuple[Device, ...] = ()
@@ -77,7 +81,25 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
         grants = grant_devices(backend, devices, facts.environ)
     else:
         grants = _cpu_grants(indices, workers)
-    return WorkerPlacement(backend, reason, workers, devices, grants, binding, notes)
+    return WorkerPlacement(backend, reason, workers, devices, grants, binding, notes, server_cpus)
+
+
+def _bind_with_servers(
+    spec: JobSpec, cpus: CpuSet, workers: int, mode: affinity.BindMode
+) -> tuple[CpuBinding, tuple[tuple[int, ...], ...]]:
+    """
+    Distribute the CPUs to workers and servers.
+
+    Servers get cores if there is one for each process of the node. Otherwise they are not bound,
+    and the workers are bound as without servers.
+    """
+    servers = most_servers_of_node(spec.resources.servers, spec.resources.nodes)
+    if servers:
+        both = affinity.split_cpus(cpus, workers + servers, mode)
+        if both.is_bound:
+            mine = replace(both, sets=both.sets[:workers], threads=both.threads[:workers])
+            return mine, both.sets[workers:]
+    return affinity.split_cpus(cpus, workers, mode), ()
 
 
 def resources_on_host(

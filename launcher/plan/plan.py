@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher.common.rank_lists import describe_ranks
 from pdrun.launcher.config.job_key import format_command, make_job_key
 from pdrun.launcher.config.spec import JobSpec, Sources, source_of
 from pdrun.launcher.plan import external, hosts
@@ -114,6 +115,7 @@ def make_plan(
         compared=_facts_to_compare(spec, facts, placement.backend.name),
         notes=tuple(filter(None, all_notes)),
         start_method=start_method,
+        server_cpus=placement.server_cpus,
         store=store,
     )
 
@@ -154,10 +156,7 @@ def _check_stdin(
             hint="use one node, or start pdrun on each node",
         )
     if workers and rank >= workers:
-        known = "the only rank is 0"
-        if workers > 1:
-            known = f"the ranks are 0 to {workers - 1}"
-        raise UsageError(f"there is no rank {rank}: {known}", where=source)
+        raise UsageError(f"there is no rank {rank}; {describe_ranks(workers)}", where=source)
 
 
 def spec_for_this_host(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:

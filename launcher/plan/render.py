@@ -20,6 +20,7 @@ from pdrun.launcher.plan.external import describe_external
 from pdrun.launcher.plan.hosts import describe_hosts
 from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.program import program_argv
+from pdrun.launcher.plan.servers import describe_node_servers, describe_servers
 
 _MODE_TEXTS = {
     "single": "one node, nothing listens",
@@ -57,6 +58,7 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("folder", plan.cwd),
         ("backend", _format_backend(plan)),
         ("interface", format_variables(plan.interfaces) if plan.interfaces else ""),
+        ("servers", describe_servers(plan)),
         ("logs", _format_logs(plan.spec)),
         ("policy", _format_policy(plan.spec)),
         ("changes", _format_elasticity(plan.spec)),
@@ -72,6 +74,7 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         return "\n".join(lines) + "\n" + describe_external(plan)
     for node in nodes or (plan,):
         lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_format_workers(node)]
+        lines += describe_node_servers(node)
     return "\n".join(lines) + "\n"
 
 
@@ -232,6 +235,7 @@ def _plan_as_dict(plan: LaunchPlan) -> dict[str, Any]:
             }
             for worker in plan.workers
         ],
+        "server_cpus": [list(cpus) for cpus in plan.server_cpus],
         "starting": asdict(plan.start_method),
         "removed": list(plan.removed),
         "compared": dict(plan.compared),

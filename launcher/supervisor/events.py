@@ -50,7 +50,7 @@ class WorkerCommand:
     """A process that the supervisor starts. ``slot`` identifies it in later events."""
 
     slot: int
-    """The local rank, or STORE_SLOT."""
+    """The local rank, or STORE_SLOT and below, or SERVER_SLOT and below."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: str
@@ -61,6 +61,19 @@ class WorkerCommand:
 
 STORE_SLOT = -1
 """Slot of the process that serves the TCPStore."""
+SERVER_SLOT = -(1 << 20)
+"""Slot of the first parameter server; each generation has MAX_SERVERS slots."""
+MAX_SERVERS = 1024
+
+
+def slot_of_server(generation: int, server: int) -> int:
+    """Return the slot of a server: a new one, since the last generation's may not be reaped."""
+    return SERVER_SLOT - generation * MAX_SERVERS - server
+
+
+def server_of_slot(slot: int) -> int:
+    """Return the number of the server in a slot."""
+    return (SERVER_SLOT - slot) % MAX_SERVERS
 
 
 @dataclass(frozen=True)

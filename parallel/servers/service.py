@@ -140,7 +140,7 @@ class ParameterService:
         except (OSError, FrameError, AuthenticationError) as error:
             connection.close()
             if isinstance(error, AuthenticationError):
-                self._print_line(f"server {self._server}: {error}")
+                self._print_line(str(error))
             return
         with self._lock:
             self._channels.add(channel)
@@ -149,7 +149,7 @@ class ParameterService:
             session.serve()
         except FrameError as error:
             if not self._is_closed and session.is_active:
-                self._print_line(f"server {self._server}: a connection was refused: {error}")
+                self._print_line(f"a connection was refused: {error}")
             session.refuse(0, error)
         except OSError:
             pass  # the worker has ended

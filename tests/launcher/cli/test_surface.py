@@ -35,7 +35,7 @@ OPTIONS = words("""
     -m --module --no-python --no_python --python --start --no-warm --env --chdir --nodes --devices --backend
     --threads --bind --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job
     --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
-    --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
+    --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --servers --restart-window --restart-on
     --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
     --launch-compat --local-rank-arg --show-stderr --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
     --stdin --port-range --ssh-window
@@ -80,7 +80,7 @@ VARIABLES = words("""
     PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
     PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH
     PDRUN_LAUNCH_COMPAT PDRUN_LOCAL_RANK_ARG PDRUN_SHOW_STDERR
-    PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN PDRUN_PORT_RANGE PDRUN_SSH_WINDOW
+    PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN PDRUN_SERVERS PDRUN_PORT_RANGE PDRUN_SSH_WINDOW
 """)
 PUBLIC = words("""
     ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
@@ -100,7 +100,7 @@ WORKER_VARIABLES = words("""
 """)
 FIELDS = words("""
     output.show_stderr program.local_rank_arg program.kind program.target program.args program.python program.start program.warm program.stdin resources.nodes
-    resources.devices resources.min_nodes resources.spares resources.indices
+    resources.devices resources.min_nodes resources.spares resources.servers resources.indices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
     policy.scheduler_loss policy.hang_timeout

@@ -54,6 +54,11 @@ def format_ranks(numbers: tuple[int, ...]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
 
 
+def describe_ranks(world_size: int) -> str:
+    """Return which ranks a job has, for a message."""
+    return "the only rank is 0" if world_size == 1 else f"the ranks are 0-{world_size - 1}"
+
+
 class RankSet:
     """The ranks of ``all``, ``none`` or ``0,7-9``, for ``in``."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pdrun.endpoint import Endpoint, port_for_job
 from pdrun.errors import UsageError
+from pdrun.launcher.common.rank_lists import RankSet, describe_ranks
 from pdrun.launcher.config.combine import RESOLVERS
 from pdrun.launcher.config.job_key import make_job_key
 from pdrun.launcher.config.settings import (
@@ -130,6 +131,7 @@ def _check_combinations(settings: SettingsByPath) -> None:
     _check_launcher(settings)
     _check_worker_env(settings)
     _check_log_name(settings)
+    _check_ranks(settings)
 
 
 def _check_local(settings: SettingsByPath) -> None:
@@ -192,6 +194,34 @@ def _check_log_name(settings: SettingsByPath) -> None:
         raise name.source.make_error(
             f"{name.value!r} gives the same file names on every node", "add {rank} or {node}"
         )
+
+
+def _check_ranks(settings: SettingsByPath) -> None:
+    """
+    Refuse ``--stdin`` and ``--show-stderr`` with ranks that the job cannot have, if its size is
+    known. Otherwise the agent warns of them. Lists that torchrun's options give are not the user's.
+    """
+    theirs = {one.source for path, one in settings.items() if path.startswith("torchrun.")}
+    size = _known_world_size(settings)
+    for path in ("program.stdin", "output.show_stderr"):
+        setting = settings.get(path)
+        if setting is None or setting.source in theirs:
+            continue
+        unknown = RankSet(str(setting.value)).unmatched_parts(range(size))
+        if size and unknown:
+            raise setting.source.make_error(f"there is no rank {unknown}; {describe_ranks(size)}")
+
+
+def _known_world_size(settings: SettingsByPath) -> int:
+    """Return the largest number of workers that one command starts; 0: not known yet."""
+    devices = value_of(settings, "resources.devices", "auto")
+    per_node = devices if isinstance(devices, int) else 0
+    counts = [per_node] * node_count(settings)
+    if hosts := value_of(settings, "place.hosts", ()):
+        counts = [host.devices or len(host.indices or ()) or per_node for host in hosts]
+    elif len(counts) > 1 and not value_of(settings, "place.local", False):
+        return 0  # each node has its own command
+    return sum(counts) if all(counts) else 0
 
 
 def _check_elastic(settings: SettingsByPath) -> None:

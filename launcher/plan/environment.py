@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pdrun.endpoint import parse_endpoint
-from pdrun.topology import recorded_interface_variables
+from pdrun.topology import record_interface_variables, recorded_interface_variables
 from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def build_worker_env(
 
         env |= trace_variables(channel.rpartition("/")[0])
     env |= plan.interfaces
+    env |= record_interface_variables(plan.interfaces)  # not the user's, if a worker starts a job
     env |= plan.base_env
     if plan.spec.place.rank_table:
         env["RANK_TABLE_FILE"] = plan.spec.place.rank_table

@@ -168,7 +168,7 @@ def test_a_job_in_the_background_gets_no_terminal(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "2", "--stdin", "2"], "there is no rank 2: the ranks are 0 to 1"),
+        (["--devices", "2", "--stdin", "2"], "there is no rank 2; the ranks are 0-1"),
         (["--nodes", "2", "--local", "--stdin", "0"], "no worker can read standard input"),
         (["--hosts", "a,b", "--stdin", "0"], "no worker can read standard input"),
     ],

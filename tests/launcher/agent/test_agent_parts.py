@@ -20,7 +20,7 @@ from pdrun.launcher.common.procfs import count_oom_kills
 from pdrun.launcher.common.signals import SignalReceiver
 from pdrun.launcher.jobs.run_record import make_run_name
 from pdrun.launcher.launch.join import merge_spec
-from pdrun.launcher.plan.environment import build_worker_env
+from pdrun.launcher.plan.environment import build_worker_env, remove_launcher_variables
 from pdrun.launcher.plan.model import WorkerPlan
 from pdrun.rendezvous.protocol.messages import StopWorkers, Verdict
 from pdrun.worker_env import WorkerEnv
@@ -97,6 +97,15 @@ def test_threads_that_the_user_has_set_stay():
     assert build_worker_env(plan, "r", make_assign(1), plan.workers[0])["OMP_NUM_THREADS"] == "7"
 
 
+def test_a_job_inside_a_worker_chooses_its_own_interface():
+    plan = replace(make_plan(1), interfaces={"GLOO_SOCKET_IFNAME": "eth0"})
+    env = build_worker_env(plan, "r", make_assign(1), plan.workers[0])
+    assert env["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "GLOO_SOCKET_IFNAME" not in remove_launcher_variables(env)[0]
+    mine = {**env, "GLOO_SOCKET_IFNAME": "ib0"}
+    assert remove_launcher_variables(mine)[0]["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
 def test_the_flight_recorder_is_set_up_with_a_hang_timeout_unless_the_user_has_done_it():
     plan = make_plan(1)
     names = {
@@ -170,6 +179,23 @@ def test_why_workers_are_stopped_is_said_only_when_it_takes_long():
     voice.announce_stop(StopWorkers(0, 15, 30.0, "rank 2 on node0 failed: exit code 3"))
     voice.announce_verdict(Verdict(0, ""))
     assert len(output.printed_lines) == 2
+
+
+def test_ranks_in_options_that_the_job_does_not_have_are_a_warning():
+    clock, output = FakeClock(), FakeOutput()
+    voice = Announcer(clock, is_quiet=False, address="")
+    plan = make_plan(2)
+    shown = replace(plan.spec.output, show_ranks="0,7", show_stderr="1,8-9")
+    program = replace(plan.spec.program, stdin=5)
+    voice.use_output(
+        replace(plan, spec=replace(plan.spec, output=shown, program=program)), "run", output
+    )
+    voice.announce_start(replace(make_assign(1), world_size=2))
+    assert output.printed_lines[:3] == [
+        "pdrun: warning: --show-ranks 0,7: there is no rank 7; the ranks are 0-1",
+        "pdrun: warning: --show-stderr 1,8-9: there is no rank 8-9; the ranks are 0-1",
+        "pdrun: warning: --stdin 5: there is no rank 5; the ranks are 0-1",
+    ]
 
 
 def test_what_the_scheduler_process_notes_is_shown(tmp_path):

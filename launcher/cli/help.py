@@ -67,12 +67,10 @@ def _write_section(formatter: click.HelpFormatter, title: str, rows: Sequence[Op
 
 def own_names() -> dict[str, str]:
     """Return pdrun's own option for each spelling, and each option of torchrun and msrun."""
-    own = {name for row in RUN_OPTIONS for name in row.names}
     found = {name: row.names[0] for row in RUN_OPTIONS for name in row.names if "_" in name}
     for row in (*TORCHRUN_OPTIONS, *MSRUN_OPTIONS):
-        first = row.help.replace(";", " ").split(" ")[0]
-        if first in own:
-            found |= dict.fromkeys(row.names, first)
+        if row.same_as:
+            found |= dict.fromkeys(row.names, row.same_as)
     return found
 
 

@@ -189,7 +189,7 @@ def find_same_machine(names: Iterable[str], wait: float = LOOKUP_SECONDS) -> tup
     found: dict[str, tuple[str, ...]] = {}
 
     def look_up(name: str) -> None:
-        found[name] = resolve_host(name)
+        found[name] = _resolve_now(name)
 
     listed = list(names)[:MAX_COMPARED_NAMES]
     threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in listed]

@@ -80,8 +80,12 @@ def _read_rank_table(text: str, where: str) -> FieldValues:
     return {"place.rank_table": parsers.parse_path(text, where)}
 
 
-def _msrun_option(name: str, help: str, read: OptionReader, metavar: str, note: str = "") -> Option:
-    return Option(("--" + name,), help, read, metavar=metavar, origin="msrun", note=note)
+def _msrun_option(
+    name: str, help: str, read: OptionReader, metavar: str, note: str = "", same_as: str = ""
+) -> Option:
+    return Option(
+        ("--" + name,), help, read, metavar=metavar, origin="msrun", same_as=same_as, note=note
+    )
 
 
 MSRUN_OPTIONS = (
@@ -96,14 +100,27 @@ MSRUN_OPTIONS = (
         "--devices (default: 8)",
         store_parsed("msrun.local_workers", parsers.int_parser(1)),
         "N",
+        same_as="--devices",
     ),
     _msrun_option("join", "True only", _read_join, "BOOL", "pdrun always waits for its workers"),
-    _msrun_option("cluster_time_out", "--start-timeout", _read_cluster_time_out, "S"),
+    _msrun_option(
+        "cluster_time_out",
+        "--start-timeout",
+        _read_cluster_time_out,
+        "S",
+        same_as="--start-timeout",
+    ),
     _msrun_option("bind_core", "True: --bind cores", _binding_reader("msrun.bind_core"), "BOOL"),
     _msrun_option("bind_numa", "True: --bind numa", _binding_reader("msrun.bind_numa"), "BOOL"),
-    _msrun_option("worker_log_name", "--log-name NAME_{rank}", _read_log_stem, "NAME"),
-    _msrun_option("tail_worker_log", "--show-ranks; -1: all", _read_tail, "RANKS"),
-    _msrun_option("rank_table_file", "--rank-table", _read_rank_table, "FILE"),
+    _msrun_option(
+        "worker_log_name", "--log-name NAME_{rank}", _read_log_stem, "NAME", same_as="--log-name"
+    ),
+    _msrun_option(
+        "tail_worker_log", "--show-ranks; -1: all", _read_tail, "RANKS", same_as="--show-ranks"
+    ),
+    _msrun_option(
+        "rank_table_file", "--rank-table", _read_rank_table, "FILE", same_as="--rank-table"
+    ),
     _msrun_option(
         "sim_level",
         "refused",

@@ -49,6 +49,8 @@ class Option:
     off_values: FieldValues = field(default_factory=dict)
     """Values of a flag whose environment variable is 0."""
     origin: Literal["pdrun", "torchrun", "msrun"] = "pdrun"
+    same_as: str = ""
+    """pdrun's own option with this meaning, for messages; empty: there is no such option."""
     note: str = ""
     """Note of ``--explain`` about the effect of the option."""
     is_in_short_help: bool = False

@@ -213,7 +213,13 @@ def _both_spellings(name: str) -> tuple[str, ...]:
 
 
 def _torchrun_option(
-    name: str, help: str, read: OptionReader, metavar: str = "", note: str = "", short: str = ""
+    name: str,
+    help: str,
+    read: OptionReader,
+    metavar: str = "",
+    note: str = "",
+    short: str = "",
+    same_as: str = "",
 ) -> Option:
     """Return an option of torchrun. Its environment variable is PET_NAME."""
     names = (*((short,) if short else ()), *_both_spellings(name))
@@ -224,17 +230,25 @@ def _torchrun_option(
         metavar=metavar,
         env=(f"PET_{name.upper().replace('-', '_')}",),
         origin="torchrun",
+        same_as=same_as,
         note=note,
     )
 
 
 TORCHRUN_OPTIONS = (
-    _torchrun_option("nnodes", "--nodes; MIN:MAX also sets --grow 30s", _read_nnodes, "N|MIN:MAX"),
+    _torchrun_option(
+        "nnodes",
+        "--nodes; MIN:MAX also sets --grow 30s",
+        _read_nnodes,
+        "N|MIN:MAX",
+        same_as="--nodes",
+    ),
     _torchrun_option(
         "nproc-per-node",
         "--devices; a number, auto, gpu, cpu, xpu or npu",
         _read_nproc_per_node,
         "N",
+        same_as="--devices",
     ),
     _torchrun_option(
         "master-addr",
@@ -255,7 +269,7 @@ TORCHRUN_OPTIONS = (
         "HOST:PORT",
         f"the default port is {C10D_PORT}, as with torchrun",
     ),
-    _torchrun_option("rdzv-id", "--job", _read_rdzv_id, "NAME"),
+    _torchrun_option("rdzv-id", "--job", _read_rdzv_id, "NAME", same_as="--job"),
     _torchrun_option(
         "rdzv-backend",
         "static or c10d",
@@ -322,12 +336,14 @@ TORCHRUN_OPTIONS = (
         "--interface",
         store_parsed("place.interface", parsers.parse_interface),
         "ADDR",
+        same_as="--interface",
     ),
     _torchrun_option(
         "shutdown-timeout",
         "--grace",
         store_parsed("policy.grace", parsers.parse_duration_or_zero),
         "S",
+        same_as="--grace",
     ),
     _torchrun_option("numa-binding", "node: --bind numa", _read_numa_binding, "HOW"),
     _torchrun_option(

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.launcher.common.name_distance import similar_names
+from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
+from pdrun.launcher.config.run_options import RUN_OPTIONS
+from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 from pdrun.launcher.launch import execute
 from pdrun.launcher.plan.model import LaunchPlan
 from tests.launcher.cli.conftest import Outcome
@@ -220,3 +223,12 @@ def test_no_hint_has_a_line_that_pdrun_refuses(pdrun: Call, line: str, reason: s
     assert reason in outcome.err
     for text in ("use pdrun --nodes 1", "this line does it"):
         assert text not in outcome.err
+
+
+def test_an_option_of_another_launcher_names_an_option_of_pdrun() -> None:
+    own = {name for row in RUN_OPTIONS for name in row.names}
+    theirs = [row for row in (*TORCHRUN_OPTIONS, *MSRUN_OPTIONS) if row.same_as]
+    assert len(theirs) >= 10
+    for row in theirs:
+        assert row.same_as in own and row.same_as in row.help
+        assert row.origin != "pdrun"

@@ -87,6 +87,8 @@ def test_a_jump_host_that_drops_every_login_is_named(
     monkeypatch.setattr(host_connector, "FIRST_PAUSE_SECONDS", 0.01)
     with pytest.raises(RendezvousError, match=r"2 of 2 host\(s\) cannot serve"):
         connector_through(tmp_path, limit=0, count=2).connect_all()
-    for line in capsys.readouterr().err.splitlines():
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2  # one per host
+    for line in lines:
         assert "its jump host, bastion.example, or the host closed the connection 5 times" in line
         assert "smaller --ssh-window" in line

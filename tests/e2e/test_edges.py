@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Job, Shell, gone_within, until
+from tests.lib.tiers import by_tier, thorough
 
 LOCAL = ("--nodes", "2", "--devices", "1", "--local")
 HI = "print('hi')\n"
@@ -60,8 +61,16 @@ def in_shell(shell: Shell, command: str) -> subprocess.CompletedProcess[str]:
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.3, 0.4])
+DELAYS = (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("delay", "which"),
+    [
+        *((delay, place % 2) for place, delay in enumerate(DELAYS)),
+        *(thorough(delay, 1 - place % 2) for place, delay in enumerate(DELAYS)),
+    ],
+)
 def test_an_agent_killed_during_the_start_ends_the_job_soon(
     shell: Shell, which: int, delay: float
 ) -> None:
@@ -97,7 +106,7 @@ def test_a_stop_at_any_moment_of_the_start_has_its_code_and_no_traceback(
         "import signal, time\nfor n in (2, 3, 15): signal.signal(n,"
         " signal.SIG_DFL)\ntime.sleep(60)\n"
     )
-    for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
+    for delay in by_tier((0.0, 0.05, 0.2, 0.5), (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)):
         job = shell.start(*nodes, name)
         until(lambda job=job: _begun(job), "handlers")
         time.sleep(delay)  # the moment is what is tested
@@ -229,8 +238,15 @@ def test_too_few_descriptors_is_one_line(shell: Shell, limit: int, args: str) ->
     assert "ulimit -n" in done.stderr
 
 
-@pytest.mark.parametrize("args", ["--devices 4", "--nodes 2 --devices 2 --local"])
-@pytest.mark.parametrize("imports", ["", pytest.param("import torch\n", marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    ("imports", "args"),
+    [
+        ("", "--devices 4"),
+        ("", "--nodes 2 --devices 2 --local"),
+        pytest.param("import torch\n", "--devices 4", marks=pytest.mark.torch),
+        thorough("import torch\n", "--nodes 2 --devices 2 --local"),
+    ],
+)
 def test_the_limit_that_is_said_to_do_does(shell: Shell, args: str, imports: str) -> None:
     if imports:
         pytest.importorskip("torch")

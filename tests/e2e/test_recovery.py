@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Job, Shell, alive, free_port, gone_within, until
+from tests.lib.tiers import by_tier
 
 STAMPS = """
 import os, sys, time
@@ -143,14 +144,15 @@ def running(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_kills_disturb_no_worker(shell: Shell) -> None:
+def test_kills_disturb_no_worker(shell: Shell) -> None:
     first, second = two_nodes(
         shell, script=shell.script(STAMPS), runner=shell.script(PATIENT, "patient.py")
     )
     running(shell)
     pids = sorted(shell.pids("pids"))
     began, outages, start_up = time.monotonic(), [], start_of_a_process()
-    for number in range(20):
+    kills = by_tier(8, 20)
+    for number in range(kills):
         start = killed(first)
         back(first, number + 1)
         outages.append(time.monotonic() - start)
@@ -170,7 +172,7 @@ def test_twenty_kills_disturb_no_worker(shell: Shell) -> None:
     )
     (shell.folder / "enough").touch()
     assert [job.wait(60) for job in (first, second)] == [0, 0], first.err + second.err
-    assert "was lost" not in first.err + second.err and first.err.count("restarting it") == 20
+    assert "was lost" not in first.err + second.err and first.err.count("restarting it") == kills
 
 
 @pytest.mark.parametrize("when", ["after", "meanwhile"])

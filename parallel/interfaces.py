@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
     from pdrun.parallel.pipeline.split import StageSplit
     from pdrun.parallel.training.driver import Driver
+    from pdrun.parallel.training.loss import ForwardFunction
 
 
 class Cutter(Protocol):
@@ -49,6 +50,15 @@ class StagedCutter(Cutter, Protocol):
         Args:
             split: the stage of each module.
         """
+        ...
+
+
+@runtime_checkable
+class CallCutter(Cutter, Protocol):
+    """A `Cutter` that must know how the model is called on a batch."""
+
+    def with_forward(self, forward: ForwardFunction) -> Cutter:
+        """Return a cutter for a model that ``forward(model, batch)`` calls."""
         ...
 
 

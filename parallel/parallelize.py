@@ -193,7 +193,7 @@ def parallelize(
     with claim_model(model) as begin_partitioning:
         prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
         begin_partitioning()
-        cuts = PartitionSpec(strategy, pipeline, context, sample)
+        cuts = PartitionSpec(strategy, pipeline, context, sample, forward)
         partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
         state = _build_state(
             arguments, mesh, settings, slicing, job, agreement, prepared, partitioned

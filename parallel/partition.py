@@ -15,6 +15,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.interfaces import (
+    CallCutter,
     Cutter,
     PipelineCutter,
     SequenceCutter,
@@ -26,6 +27,7 @@ from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue, exchange_shards
 from pdrun.parallel.model.weights import API_NAME, Weight
 from pdrun.parallel.training.driver import Driver, SimpleDriver
+from pdrun.parallel.training.loss import ForwardFunction
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PartitionSpec:
     pipeline: PipelineCutter | None = None
     context: SequenceCutter | None = None
     sample: Any = None
+    forward: ForwardFunction | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -113,6 +116,8 @@ def apply_partitioning(
 def _apply_strategy(
     strategy: Cutter, model: nn.Module, place: RankGroups, cuts: PartitionSpec
 ) -> nn.Module:
+    if cuts.forward is not None and isinstance(strategy, CallCutter):
+        strategy = strategy.with_forward(cuts.forward)
     if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, StageSplitter):
         split = cuts.pipeline.split(model, place.axes, cuts.sample)
         return strategy.apply_in_stages(model, place.axes, cuts.sample, split)

@@ -7,7 +7,6 @@ the full model and builds the local graphs of its stages.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.operators.choose_splits import OPERATORS_API
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
-from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.fake_model import FakeModel
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.partition import build_local_program
 from pdrun.parallel.operators.plan import OperatorPlan
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from pdrun.parallel.pipeline.stage import PipelineStages
 
 
+PlanFunction = Callable[[OperatorGraph, Grid, Mapping[str, LayoutSpec]], OperatorPlan]
+
+
 class OperatorEngine:
     """
     Plans and local programs of one model on one rank, by the shapes of the call.
@@ -45,7 +47,9 @@ class OperatorEngine:
     Copies of the model share the engine: it has process groups.
 
     Args:
-        entries, gather: see `pdrun.parallel.operators.module.Operators`.
+        plan_first: makes the plan of the first graph, from the graph, the mesh and the layouts that
+            `shard` set.
+        gather: see `pdrun.parallel.operators.module.Operators`.
         split: the stage of each module, in a pipeline.
     """
 
@@ -53,18 +57,19 @@ class OperatorEngine:
         self,
         model: nn.Module,
         axes: MeshGroups,
-        entries: Mapping[str, StrategyEntry],
+        plan_first: PlanFunction,
         *,
         gather: bool = True,
         split: StageSplit | None = None,
     ) -> None:
         self.axes = axes
-        self.entries = entries
         self.gather = gather
+        self._plan_first = plan_first
         self._split = split
-        self.meta_model = meta_copy(model)
+        self._fake_model = FakeModel(model, axes.device)
         self.weight_layouts = find_weight_layouts(model)
-        self.all_names = _names_of_tensors(self.meta_model)
+        self.all_names = _names_of_tensors(self._fake_model.model)
+        self._first_modes = {name: module.training for name, module in model.named_modules()}
         self.plans: dict[Any, OperatorPlan] = {}
         self.programs: dict[Any, LocalProgram] = {}
         self.first_plan: OperatorPlan | None = None
@@ -75,19 +80,21 @@ class OperatorEngine:
         return self
 
     def plan_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OperatorPlan:
-        """Return the plan for a call. It is made on the first call with these shapes."""
-        key = _call_key(args, kwargs, training)
+        """
+        Return the plan for a call. It is made on the first call with these shapes.
+
+        Args:
+            model: this rank's part of it, whose modules are in training mode or not.
+        """
+        key = _call_key(args, kwargs, self._modules_in_training(model))
         if key not in self.plans:
-            self.meta_model.train(training)
-            graph = export_graph(self.meta_model, *on_meta((args, kwargs)))
+            graph = self._fake_model.export(args, kwargs, self._modules_in_training(model))
             if self._split is not None:
                 assign_stages(graph, self._split)
             if self.first_plan is None:
-                self.first_plan = plan_graph(
-                    graph, self.axes.grid, self.entries, self.weight_layouts, gather=self.gather
-                )
+                self.first_plan = self._plan_first(graph, self.axes.grid, self.weight_layouts)
                 self.plans[key] = self.first_plan
             else:
                 self.plans[key] = replan(self.first_plan, graph)
@@ -99,9 +106,9 @@ class OperatorEngine:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int = 0
     ) -> LocalProgram:
         """Return the local program for a call. It is built on the first call with these shapes."""
-        key = (stage, _call_key(args, kwargs, model.training))
+        key = (stage, _call_key(args, kwargs, self._modules_in_training(model)))
         if key not in self.programs:
-            plan = self.plan_call(args, kwargs, model.training)
+            plan = self.plan_call(model, args, kwargs)
             stage_plan = stage_plans(plan)[stage]
             local_name: Callable[[str], str] = str
             if self._split is not None:
@@ -110,6 +117,18 @@ class OperatorEngine:
                 plan, self.axes, stage_plan, find_called_modules(model), local_name
             )
         return self.programs[key]
+
+    def _modules_in_training(self, model: nn.Module) -> frozenset[str]:
+        """
+        Return the names of the modules in training mode. A rank does not have those of the other
+        stages: they are as at the start if the model is.
+        """
+        modes = {name: module.training for name, module in model.named_modules()}
+        if len(modes) != len(self._first_modes):
+            is_as_at_start = model.training == self._first_modes[""]
+            for name, mode in self._first_modes.items():
+                modes.setdefault(name, mode if is_as_at_start else model.training)
+        return frozenset(name for name, mode in modes.items() if mode)
 
     def split(self) -> StageSplit | None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
@@ -153,7 +172,7 @@ def plan_graph(
         weight_layouts: layouts of weights that `shard` set, by name.
 
     Raises:
-        UsageError: an operator has no rule, an entry is impossible, or ``gather`` is False and no
+        UsageError: an entry is impossible, or ``gather`` is False and no
             result is sharded on its last dim.
     """
     grid = tensor_grid(mesh)
@@ -169,13 +188,19 @@ def plan_graph(
     return plan
 
 
+def find_engine(model: nn.Module) -> OperatorEngine | None:
+    """Return the engine of a sharded model; None if the model has none."""
+    engine = getattr(model, "_pdrun_engine", None)
+    return engine if isinstance(engine, OperatorEngine) else None
+
+
 def tensor_grid(mesh: Grid) -> Grid:
     """Return the tensor axes of a mesh."""
     names = tuple(name for name in mesh.names if name not in FIXED_AXES)
     return Grid(names, tuple(mesh.degree(name) for name in names))
 
 
-def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any], training: frozenset[str]) -> Any:
     flat, structure = pytree.tree_flatten((args, kwargs))
     return (training, str(structure), *map(_value_key, flat))
 
@@ -186,22 +211,6 @@ def _value_key(value: Any) -> Any:
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     return str(value)
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy on the meta device. Tied weights stay tied."""
-    memo = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        meta_tensor = tensor.detach().to("meta")
-        if isinstance(tensor, nn.Parameter):
-            meta_tensor = nn.Parameter(meta_tensor, tensor.requires_grad)
-        memo[id(tensor)] = meta_tensor
-    return copy.deepcopy(model, memo)
-
-
-def on_meta(values: Any) -> Any:
-    """Return nested values with their tensors on the meta device."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
 
 
 def _names_of_tensors(model: nn.Module) -> dict[str, list[str]]:

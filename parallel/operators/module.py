@@ -16,8 +16,8 @@ of the current stage.
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,13 @@ from pdrun.parallel.operators.choose_splits import OPERATORS_API
 from pdrun.parallel.operators.compiler import (
     OperatorEngine,
     find_weight_layouts,
-    meta_copy,
-    on_meta,
     plan_graph,
 )
 from pdrun.parallel.operators.graph.constraints import LayoutSpec
-from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.fake_model import FakeModel, find_device
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.graph.sample_call import capture_call
+from pdrun.parallel.operators.graph.trace_check import check_trace
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.segments import accept_segments, derive_class
 from pdrun.parallel.operators.strategy import StrategyEntry
@@ -48,6 +48,7 @@ from pdrun.parallel.tensor.vocab_cross_entropy import mark_sharded_logits
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import StageSplit
+    from pdrun.parallel.training.loss import ForwardFunction
 
 
 class Operators:
@@ -80,6 +81,13 @@ class Operators:
             )
         self.entries = dict(entries or {})
         self.gather = gather
+        self._forward: ForwardFunction | None = None
+
+    def with_forward(self, forward: ForwardFunction) -> Operators:
+        """Return a copy that traces the call which ``forward(model, batch)`` makes of a sample."""
+        same = copy.copy(self)
+        same._forward = forward
+        return same
 
     def plan(
         self,
@@ -97,14 +105,10 @@ class Operators:
             args, kwargs: of a call, with the rows of one data rank; only shapes and types matter.
 
         Raises:
-            UsageError: the model does not export, an operator has no rule, or an entry is
-                impossible.
+            UsageError: the model does not export, or an entry is impossible.
         """
-        meta_model = meta_copy(model)
-        args, kwargs = on_meta((args, kwargs or {}))
-        return self.plan_of(
-            export_graph(meta_model, args, kwargs), mesh, find_weight_layouts(model)
-        )
+        fake_model = FakeModel(model, find_device(model, (args, kwargs)))
+        return self.plan_of(fake_model.export(args, kwargs), mesh, find_weight_layouts(model))
 
     def plan_of(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
@@ -120,7 +124,8 @@ class Operators:
             sample: a batch as `parallelize` takes it.
 
         Raises:
-            UsageError: see `plan`; or there is no sample, or the mesh has axes for context
+            UsageError: see `plan`; the model computes something else on the sample than its graph;
+                or there is no sample, or the mesh has axes for context
                 parallel, or for stages without a `pdrun.Pipeline`.
         """
         if axes.grid.degree("pp") > 1:
@@ -158,7 +163,15 @@ class Operators:
                 where=OPERATORS_API,
                 hint="give sample=batch",
             )
-        return self.cut(model, axes, *call_arguments(model, sample), split)
+        if isinstance(sample, (tuple, list)) and not sample:
+            raise UsageError(
+                f"sample must be a batch, got an empty {type(sample).__name__}",
+                where=OPERATORS_API,
+                hint="sample= is a batch as run.step takes it",
+            )
+        return self.cut(
+            model, axes, *capture_call(model, self._forward, sample, axes.device), split
+        )
 
     def cut(
         self,
@@ -169,8 +182,10 @@ class Operators:
         split: StageSplit | None = None,
     ) -> nn.Module:
         """Shard a model (see `apply`) for a call with these arguments."""
-        engine = OperatorEngine(model, axes, self.entries, gather=self.gather, split=split)
-        plan = engine.plan_call(args, kwargs, model.training)
+        engine = OperatorEngine(model, axes, self.plan_of, gather=self.gather, split=split)
+        plan = engine.plan_call(model, args, kwargs)
+        if all(param.device.type != "meta" for param in model.parameters()):
+            check_trace(plan.graph, model, args, kwargs, axes.device)
         params = dict(model.named_parameters())
         for index, layout in plan.weights.items():
             tensor = plan.graph.tensors[index]
@@ -219,26 +234,3 @@ class PartitionedModule(nn.Module):
 
         assert self._pdrun_engine.first_plan is not None
         return explain_plan(self._pdrun_engine.first_plan)
-
-
-def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """
-    Return the arguments with which `parallelize` calls a model on a batch.
-
-    See `pdrun.parallel.training.loss.call_model`.
-    """
-    if isinstance(batch, Mapping):
-        parameters = inspect.signature(model.forward).parameters
-        takes_all = any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-        )
-        return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
-    if isinstance(batch, (tuple, list)) and not batch:
-        raise UsageError(
-            f"sample must be a batch, got an empty {type(batch).__name__}",
-            where=OPERATORS_API,
-            hint="sample= is a batch as run.step takes it",
-        )
-    if isinstance(batch, (tuple, list)):
-        return (batch[0],), {}
-    return (batch,), {}

@@ -249,7 +249,7 @@ class _ProgramBuilder:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     """
-    Return arguments with this rank's device in place of devices. The model was exported on meta.
+    Return arguments with this rank's device in place of devices: everything is on it.
     """
     if isinstance(value, torch.device):
         return device

@@ -22,7 +22,6 @@ from collections import deque
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.choose_splits import missing_rule_error
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.plan import (
     OperatorPlan,
@@ -48,8 +47,7 @@ def propagate_layouts(graph: OperatorGraph, grid: Grid, user_layouts: UserLayout
     Args:
         grid: the tensor axes.
 
-    Raises:
-        UsageError: an operator has no rule and is not replicated.
+    An operator without a rule is computed in full on every rank; the plan's notes list them.
     """
     return _Propagation(graph, grid, user_layouts).make_plan()
 
@@ -65,17 +63,18 @@ class _Propagation:
         self.grid = grid
         self.user_layouts = user_layouts
         self.options: list[list[OpSplit]] = []
+        self.without_rule: list[int] = []
         for position, operator in enumerate(graph.operators):
             view = view_operator(graph, operator)
             options = list_splits(view)
-            if position in user_layouts.replicated:
+            if options is None:
+                self.without_rule.append(position)
+            if options is None or position in user_layouts.replicated:
                 options = [
                     OpSplit(
                         (REPLICATED,) * len(view.in_shapes), (REPLICATED,) * len(view.out_shapes)
                     )
                 ]
-            if options is None:
-                raise missing_rule_error(operator)
             self.options.append(options)
         self.users = graph.tensor_users()
         self.producers = graph.tensor_producers()
@@ -104,6 +103,12 @@ class _Propagation:
             if tensor.kind == "param":
                 plan.weights[index] = self._weight_layout(index, plan)
         find_grad_sums(plan, self.users)
+        if self.grid.size > 1:
+            plan.notes += [
+                f"no rule for {operator.kind}, so every rank computes it in full:"
+                f" {operator.display_name}{f' at {operator.source}' if operator.source else ''}"
+                for operator in (self.graph.operators[position] for position in self.without_rule)
+            ]
         return plan
 
     def _make_sharding(self, position: int, before: list[OperatorSharding]) -> OperatorSharding:

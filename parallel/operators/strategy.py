@@ -10,7 +10,7 @@ The entries of `pdrun.Operators`: operators and weights by name, as layouts or a
         "attend.softmax": (L(None, "tp", None, None),),
         # the result: partial sums are reduce-scattered
         "blocks.*.mlp.down": OpLayout(out=L(None, "tp", None)),
-        # computed in full on every rank: needs no rule
+        # computed in full on every rank, as operators without a rule are
         "strange.op": replicate(),
     })
 
@@ -224,6 +224,8 @@ class _EntryResolver:
                         self.layouts.entry_names.get(position, operator.name),
                     )
         for position, operator in enumerate(self.graph.operators):
+            if list_splits(view_operator(self.graph, operator)) is None:
+                continue  # computed in full, with weights that are gathered
             sharded = [
                 index for index in operator.inputs if self.layouts.weights.get(index, L()).axes
             ]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,9 +52,26 @@ def export_graph(
     except UsageError:
         raise
     except Exception as error:
-        what = f"{type(model).__name__} does not export: {str(error).strip().splitlines()[0]}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"{type(model).__name__} does not export: {reason}"
         hint = "remove control flow that depends on data, or use a strategy of module styles"
-        raise UsageError(what, where=OPERATOR_ENGINE, hint=hint) from error
+        if "Cache'> in output" in reason:
+            hint = "use_cache=False in the batch: caches cannot be results"
+        raise UsageError(
+            what, where=_find_user_line(error) or OPERATOR_ENGINE, hint=hint
+        ) from error
+
+
+def _find_user_line(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback that is not in torch or pdrun."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).parents[2])
+    for frame in reversed(frames):
+        if "/torch/" not in frame.filename and not frame.filename.startswith(own):
+            if frame.filename.startswith("<"):
+                continue
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 def _export_once(
@@ -65,6 +84,7 @@ def _export_once(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):
             if folded:

@@ -133,6 +133,10 @@ class ExportReader:
             self.found[node] = args[0][args[1]]
             return
         kind = operator_kind(target)
+        if kind in _UNFILLED_KINDS:  # with any values, so with zeros
+            target = _UNFILLED_KINDS[kind]
+            kwargs.pop("memory_format", None)
+            kind = operator_kind(target)
         if kind in _CHECK_KINDS:
             return
         if kind in _IDENTITY_KINDS:
@@ -259,6 +263,11 @@ _CHECK_KINDS = (
     "sym_constrain_range_for_size",
     "sym_size",
 )
+_UNFILLED_KINDS = {
+    "empty": torch.ops.aten.zeros.default,
+    "empty_like": torch.ops.aten.zeros_like.default,
+    "new_empty": torch.ops.aten.new_zeros.default,
+}
 _IDENTITY_KINDS = ("lift_fresh_copy", "alias", "contiguous")
 
 

@@ -14,6 +14,7 @@ from pdrun.parallel.operators.rules import (
     matrix,
     normalization,
     pointwise,
+    recurrent,
     reduction,
     shapes,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "matrix",
     "normalization",
     "pointwise",
+    "recurrent",
     "reduction",
     "shapes",
 ]

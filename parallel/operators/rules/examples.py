@@ -31,6 +31,8 @@ class OperatorExample:
     @property
     def target(self) -> Any:
         """The function to call."""
+        if self.kind == "grouped_mm_fallback":
+            return _multiply_groups
         library = torch.ops.pdrun if self.kind in ("constrain", "stop") else torch.ops.aten
         packet = getattr(library, self.kind)
         return getattr(packet, self.overload) if self.overload else packet
@@ -80,6 +82,8 @@ def all_examples() -> Iterator[OperatorExample]:
         _convolution_examples,
         _creation_examples,
         _loss_examples,
+        _group_examples,
+        _recurrent_examples,
     ):
         yield from part()
 
@@ -116,6 +120,7 @@ def _pointwise_examples() -> Iterator[OperatorExample]:
     yield OperatorExample("masked_fill", (_floats(4, 6), _booleans(1, 6), 0))
     yield OperatorExample("masked_fill", (_floats(4, 6), _booleans(4, 1), float("-inf")))
     yield OperatorExample("fill", (_floats(4, 6), torch.tensor(2.0, dtype=torch.float64)))
+    yield OperatorExample("copy", (_floats(4, 6), _floats(1, 6, seed=1)))
     for kind in ("dropout", "native_dropout"):
         yield OperatorExample(kind, (_floats(4, 6), 0.4, True))
         yield OperatorExample(kind, (_floats(4, 6), 0.4, False))
@@ -198,6 +203,8 @@ def _slicing_examples() -> Iterator[OperatorExample]:
     for kind in ("tril", "triu"):
         yield OperatorExample(kind, (_floats(4, 6, 6),))
     yield OperatorExample("cumsum", (_floats(4, 6), 1))
+    yield OperatorExample("diff", (_floats(4, 6), 1, 1, _floats(4, 1, seed=1)))
+    yield OperatorExample("histc", (_floats(4, 6), 5, 0, 1))
 
 
 def _reduction_examples() -> Iterator[OperatorExample]:
@@ -336,6 +343,43 @@ def _creation_examples() -> Iterator[OperatorExample]:
     yield OperatorExample("eye", (4,))
     yield OperatorExample("tril_indices", (4, 4))
     yield OperatorExample("triu_indices", (4, 4))
+
+
+def _multiply_groups(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return what the transformers library computes where torch has no grouped product."""
+    parts = rows.tensor_split([int(end) for end in ends[:-1]])
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+def _group_examples() -> Iterator[OperatorExample]:
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    narrow = _floats(6, 4), _floats(3, 4, 5, seed=1)
+    yield OperatorExample("grouped_mm_fallback", (*narrow, ends))
+    wide = _floats(6, 16).float(), _floats(3, 16, 16, seed=1).float()
+    yield OperatorExample("_grouped_mm", (*wide, ends))
+    matrices = _floats(2, 4, 3), _floats(2, 3, 6, seed=1)
+    yield OperatorExample(
+        "baddbmm", (_floats(2, 1, 6, seed=2), *matrices), {"beta": 0.5, "alpha": 2.0}
+    )
+    places = torch.tensor([2, 0])
+    yield OperatorExample("index_put", (_floats(4, 6), [places], _floats(2, 6, seed=1)))
+    yield OperatorExample("index_put", (_floats(4, 6), [None, places], _floats(1, seed=1), True))
+    yield OperatorExample("index_put", (_floats(4, 6), [_booleans(4, 6)], _floats(1, seed=1)[0]))
+
+
+def _recurrent_examples() -> Iterator[OperatorExample]:
+    x = _floats(4, 3, 5)
+    options = (True, 2, 0.0, False, False)
+    for kind, gates in (("rnn_tanh", 1), ("rnn_relu", 1), ("gru", 3), ("lstm", 4)):
+        weights = []
+        for layer in range(2):
+            sizes = ((5, 2)[layer], 2)
+            weights += [_floats(2 * gates, size, seed=layer + 1) - 0.5 for size in sizes]
+            weights += [_floats(2 * gates, seed=layer + 3) - 0.5 for _ in sizes]
+        for batch_first, rows in ((True, 4), (False, 3)):
+            state = _floats(2, rows, 2, seed=5)
+            start = [state, state * 0.5] if kind == "lstm" else state
+            yield OperatorExample(kind, (x, start, weights, *options, batch_first), {}, "input")
 
 
 def _loss_examples() -> Iterator[OperatorExample]:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pdrun.parallel.operators.rules.labels import (
     Labels,
+    broadcast_labels,
     labels_except,
     partial_sum_splits,
     splits_by_labels,
@@ -154,6 +155,30 @@ def split_index(view: OperatorView) -> list[OpSplit]:
     return splits_by_labels(
         view, [x, *[index_labels] * (len(view.in_shapes) - 1)], [out_labels]
     ) + partial_sum_splits(view, [0])
+
+
+@register_rule("index_put")
+def split_index_put(view: OperatorView) -> list[OpSplit]:
+    """x[i, j] = values: split the dims of x that are not indexed."""
+    indices: list[Any] = list(view.get_arg(1, "indices"))
+    x, *index_shapes, values = view.in_shapes
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(index_shapes) != len(indexed) or not indexed:
+        return []
+    if any(
+        len(shape) > 1 and shape == x[dim : dim + len(shape)]
+        for dim, shape in zip(indexed, index_shapes, strict=True)
+    ):  # it can be a mask, which is for several dims
+        return []
+    labels = labels_except(len(x), *indexed)
+    index_dims = list(torch.broadcast_shapes(*index_shapes))
+    first = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    shape = [size for dim, size in enumerate(x) if dim not in indexed]
+    names: list[Hashable | None] = [name for name in labels if name is not None]
+    shape[first:first] = index_dims
+    names[first:first] = [None] * len(index_dims)
+    ins: list[Labels] = [labels, *[[None] * len(each) for each in index_shapes]]
+    return splits_by_labels(view, [*ins, broadcast_labels(values, tuple(shape), names)], [labels])
 
 
 @register_rule("one_hot")

@@ -102,7 +102,7 @@ def partial_sum_splits(view: OperatorView, *sets: Iterable[int]) -> list[OpSplit
 
 
 def broadcast_labels(
-    shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable] | None = None
+    shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable | None] | None = None
 ) -> list[Hashable | None]:
     """
     Return the labels of an input that is broadcast to ``out``; None for dims that are broadcast.

@@ -96,6 +96,54 @@ def split_addmm(view: OperatorView) -> list[OpSplit]:
     return splits_by_labels(view, [added, ["i", "k"], ["k", "j"]], [["i", "j"]], summed=["k"])
 
 
+def local_partial_baddbmm(
+    added: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    factor: float,
+    beta: float,
+    alpha: float,
+) -> torch.Tensor:
+    """Return `torch.baddbmm` with a factor for the added matrices."""
+    return torch.baddbmm(added * factor, x, y, beta=beta, alpha=alpha)
+
+
+def _call_baddbmm(context: LocalContext) -> LocalCall:
+    operator = context.operator
+    if not context.is_partial_sum():
+        return operator.target, operator.args, operator.kwargs
+    factors = (operator.kwargs.get("beta", 1), operator.kwargs.get("alpha", 1))
+    return local_partial_baddbmm, (*operator.args, float(context.is_first_term()), *factors), {}
+
+
+@register_rule("baddbmm", local_call=_call_baddbmm)
+def split_baddbmm(view: OperatorView) -> list[OpSplit]:
+    """added [N, I, J] (broadcast), [N, I, K] x [N, K, J]: split any dim, K for partial sums."""
+    added = broadcast_labels(view.in_shapes[0], view.out_shapes[0], ["n", "i", "j"])
+    return splits_by_labels(
+        view, [added, ["n", "i", "k"], ["n", "k", "j"]], [["n", "i", "j"]], summed=["k"]
+    )
+
+
+@register_rule("_grouped_mm", "grouped_mm_fallback")
+def split_grouped_product(view: OperatorView) -> list[OpSplit]:
+    """Rows [S, K] sorted by group, weights [G, K, J]: split J, or K for partial sums."""
+    if len(view.in_shapes) != 3 or [len(shape) for shape in view.in_shapes] != [2, 3, 1]:
+        return []
+    # torch's kernel requires rows that are aligned to 16 bytes
+    unit = 8 if view.operator.kind == "_grouped_mm" else 1
+    sizes = {"k": view.in_shapes[1][1], "j": view.in_shapes[1][2]}
+    if any(size % unit for size in sizes.values()):
+        return []
+    return splits_by_labels(
+        view,
+        [[None, "k"], [None, "k", "j"], [None]],
+        [[None, "j"]],
+        must_divide={label: size // unit for label, size in sizes.items()},
+        summed=["k"],
+    )
+
+
 @register_rule("einsum")
 def split_einsum(view: OperatorView) -> list[OpSplit]:
     """

@@ -194,6 +194,12 @@ def split_masked_fill(view: OperatorView) -> list[OpSplit]:
     return _split_any_dim(view) + (partial_sum_splits(view, [0]) if is_zero else [])
 
 
+@register_rule("copy")
+def split_copy(view: OperatorView) -> list[OpSplit]:
+    """As `elementwise`; the values can be broadcast."""
+    return _split_any_dim(view)
+
+
 @register_rule("fill")
 def split_fill(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; the value is replicated."""

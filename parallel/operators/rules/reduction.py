@@ -87,6 +87,15 @@ def split_mean(view: OperatorView) -> list[OpSplit]:
     return split_sum(view)
 
 
+@register_rule("histc")
+def split_histogram(view: OperatorView) -> list[OpSplit]:
+    """Split any dim for partial sums, if the range is given."""
+    if view.get_arg(2, "min", 0) == view.get_arg(3, "max", 0):  # the range is that of the values
+        return []
+    dims = list(range(len(view.in_shapes[0])))
+    return splits_by_labels(view, [dims], [[None]], summed=dims)
+
+
 OTHER_REDUCTION_KINDS = (
     "amax",
     "amin",

@@ -156,6 +156,16 @@ class LocalContext:
         )
 
 
+def full_context(graph: OperatorGraph, operator: Operator) -> LocalContext:
+    """Return the context of a rank that computes an operator in full."""
+    view = view_operator(graph, operator)
+    in_boxes, out_boxes = (
+        tuple(tuple((0, size) for size in shape) for shape in shapes)
+        for shapes in (view.in_shapes, view.out_shapes)
+    )
+    return LocalContext(operator, {}, view.in_shapes, view.out_shapes, in_boxes, out_boxes)
+
+
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """
 What a rank computes: a function of local tensors, and its arguments with references in place of

@@ -286,3 +286,11 @@ def split_cumsum(view: OperatorView) -> list[OpSplit]:
     (over,) = normalize_dims(view.get_arg(1, "dim"), len(view.in_shapes[0]))
     labels = labels_except(len(view.in_shapes[0]), over)
     return _linear_splits(view, [labels], [labels])
+
+
+@register_rule("diff")
+def split_diff(view: OperatorView) -> list[OpSplit]:
+    """Split all other dims."""
+    (over,) = normalize_dims(view.get_arg(2, "dim", -1), len(view.in_shapes[0]))
+    labels = labels_except(len(view.in_shapes[0]), over)
+    return splits_by_labels(view, [labels] * len(view.in_shapes), [labels])

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel.operators.compiler import meta_copy
-from pdrun.parallel.operators.graph.export import export_graph
+from pdrun.parallel.operators.graph.fake_model import FakeModel
 from pdrun.parallel.operators.graph.fold_layers import find_equal_layers, fold_equal_layers
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
@@ -156,8 +155,8 @@ MODELS: dict[str, tuple[nn.Module, Tensor, int]] = {
 def test_a_folded_export_is_the_export(name: str) -> None:
     model, x, count = MODELS[name]
     assert sum(map(len, find_equal_layers(model))) == count
-    shadow = meta_copy(model)
-    folded, whole = (export_graph(shadow, (x.to("meta"),), fold=fold) for fold in (True, False))
+    shadow = FakeModel(model, torch.device("cpu"))
+    folded, whole = (shadow.export((x,), fold=fold) for fold in (True, False))
     assert folded.tensors == whole.tensors
     assert folded.operators == whole.operators
     assert (folded.inputs, folded.results, folded.result_structure) == (
@@ -165,11 +164,11 @@ def test_a_folded_export_is_the_export(name: str) -> None:
         whole.results,
         whole.result_structure,
     )
-    assert all("forward" not in module.__dict__ for module in shadow.modules())
+    assert all("forward" not in module.__dict__ for module in shadow.model.modules())
 
 
 def test_equal_layers_leave_a_node_each() -> None:
-    model = meta_copy(Tiny(layers=6))
+    model = Tiny(layers=6).to("meta")
     with fold_equal_layers(model) as folded:
         assert folded
         nodes = torch.export.export(model, (words().to("meta"),), strict=False).graph.nodes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.explain import explain_plan
 from pdrun.parallel.operators.graph.constraints import decode_layout, encode_layout
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
@@ -431,19 +433,20 @@ class Strange(torch.nn.Module):
         return torch.linalg.matrix_exp(self.fc(x))
 
 
-def test_a_missing_rule_names_the_line_of_the_model() -> None:
+def test_an_operator_without_a_rule_is_computed_in_full_and_listed_with_its_line() -> None:
     """Fault 34."""
     grid, sample = Grid(("tp",), (2,)), (torch.zeros(4, 4),)
-    with pytest.raises(
-        UsageError, match=r"test_operators.py:\d+: return torch.linalg.matrix_exp"
-    ) as error:
-        Operators({}).plan(Strange(), grid, sample)
-    assert "no rule for splitting linalg_matrix_exp" in str(error.value)
-    assert '"linalg_matrix_exp": pdrun.replicate()' in error.value.hint
-    plan = Operators({"linalg_matrix_exp": replicate(), "fc": ((2, 1), (1, 1))}).plan(
-        Strange(), grid, sample
-    )
-    assert not plan.shardings[1].splits
+    entries = {"fc": ((2, 1), (1, 1))}
+    plan = Operators(entries).plan(Strange(), grid, sample)
+    asked = Operators({**entries, "linalg_matrix_exp": replicate()}).plan(Strange(), grid, sample)
+    assert plan.shardings[0].splits and not plan.shardings[1].splits
+    assert plan.shardings == asked.shardings
+    (note,) = plan.notes
+    assert re.match("no rule for linalg_matrix_exp, so every rank computes it in full: lin", note)
+    assert re.search(r"test_operators.py:\d+: return torch.linalg.matrix_exp", note)
+    assert note in explain_plan(plan)
+    with pytest.raises(UsageError, match=r"test_operators.py:\d+.*no rule for splitting linalg_m"):
+        Operators({"linalg_matrix_exp": ((2, 1),)}).plan(Strange(), grid, sample)
 
 
 class Branching(torch.nn.Module):
@@ -456,7 +459,7 @@ class Branching(torch.nn.Module):
 def test_a_model_that_does_not_export_is_refused(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UsageError, match=r"Branching does not export.*module styles"):
+    with pytest.raises(UsageError, match=r"test_operators.py:\d+: Branching does not export"):
         Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))
     out, err = capfd.readouterr()
     assert (out, err) == ("", ""), "torch has printed its graph"

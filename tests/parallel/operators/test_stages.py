@@ -321,7 +321,7 @@ def test_a_plan_that_fails_names_stage_and_operator() -> None:
     with pytest.raises(
         UsageError, match=r"linalg_matrix_exp \(blocks.2.drop.linalg_matrix_exp of stage 1\)"
     ):
-        located(Strange(), {}, 2, words())
+        located(Strange(), {"blocks.2.drop.linalg_matrix_exp": (L("tp"),)}, 2, words())
     with pytest.raises(
         UsageError, match=r"layer_norm \(blocks.3.norm1.layer_norm of stage 1\) at .* cannot take"
     ):

@@ -66,6 +66,7 @@ def test_train_gpt_alone_learns_and_saves(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
+@pytest.mark.thorough
 def test_train_gpt_stops_when_its_time_is_over() -> None:
     done = run(
         sys.executable,

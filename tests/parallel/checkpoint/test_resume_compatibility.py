@@ -25,6 +25,7 @@ from pdrun.parallel.checkpoint.regions import Region
 from pdrun.parallel.checkpoint.storage import TensorPiece
 from pdrun.parallel.run import Run
 from tests.lib.rank_pool import Worlds
+from tests.lib.tiers import thorough
 from tests.lib.worker_processes import clean
 from tests.parallel.test_user_loops import adam, loss, mlp, rows, sgd
 
@@ -464,7 +465,7 @@ run.save(sys.argv[1], wait=False)
 """
 
 
-@pytest.mark.parametrize("good", [False, True])
+@pytest.mark.parametrize("good", [False, thorough(True)])
 def test_a_last_save_that_fails_is_not_silent(good: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder, root = tmp_path / ("kept" if good else "file") / "below", str(Path(__file__).parents[3])

@@ -21,6 +21,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.redistribute import plan_full_gather, plan_redistribution
 from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
+from tests.lib.tiers import by_tier
 from tests.parallel.layouts import simulated_ranks as simulate
 
 pytestmark = pytest.mark.torch
@@ -78,7 +79,10 @@ def compare_many(size: int, seeds: range) -> int:
     return sent
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 60), (4, 120), (6, 60), (8, 80)])
+@pytest.mark.parametrize(
+    ("size", "count"),
+    by_tier([(2, 30), (4, 60), (6, 24), (8, 24)], [(2, 60), (4, 120), (6, 60), (8, 80)]),
+)
 def test_random_layouts_on_real_ranks(worlds: Any, size: int, count: int) -> None:
     assert worlds(size).run(compare_many, size, range(count))[0] > count // 3
 

@@ -24,6 +24,7 @@ from pdrun.parallel.report.model_copies import reference_copy
 from pdrun.parallel.tensor.style import SharedInput
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
+from tests.lib.tiers import thorough
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -34,12 +35,13 @@ BOUND = 400.0
 DROPS = Task(p=0.2, tied=True, clip=0.3)
 CASES = [
     (DROPS, Place(dp=2, level=3, accumulate=2)),
-    (Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
+    thorough(Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
     (DROPS, Place(tp=2)),
     (Task(), Place(tp=2, kind="sequence", more=(("recompute", "full"),))),
     (Task(), Place(tp=2, kind="sequence", copies=2)),
     (Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
-    (Task(), Place(tp=4, kind="2d")),
+    (Task(), Place(tp=2, kind="2d")),
+    thorough(Task(), Place(tp=4, kind="2d")),
     (Task(), Place(tp=2, kind="operators")),
     (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),
     (Task(), Place(cp=2)),
@@ -100,7 +102,7 @@ def test_compiled_layers_compute_what_one_process_does(
 
 
 @pytest.mark.parametrize(
-    "place", [Place(dp=2, level=3, accumulate=2), Place(tp=2, kind="operators")], ids=str
+    "place", [Place(dp=2, level=3, accumulate=2), thorough(Place(tp=2, kind="operators"))], ids=str
 )
 def test_another_compiled_run_takes_up_what_was_saved(
     place: Place, worlds: Any, tmp_path: Path

@@ -12,6 +12,7 @@ import pytest
 from pdrun.errors import ConfigError
 from pdrun.launcher.ranktables.files import wait_for_table
 from pdrun.parallel.startup.rank_table import describe_rank, join_by_table
+from tests.lib.tiers import thorough
 from tests.lib.worker_processes import finish, free_port, reports, start
 
 pytestmark = pytest.mark.torch
@@ -63,7 +64,7 @@ def start_ranks(folder: Path, environ: dict[str, str], world: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"])
+@pytest.mark.parametrize("name", [thorough("RANK_TABLE_FILE"), "MINDSPORE_HCCL_CONFIG_PATH"])
 def test_processes_of_a_table_form_one_world(tmp_path: Path, name: str) -> None:
     table = write_table(tmp_path, {"127.0.0.1": [1, 0]})
     ended = [finish(process) for process in start_ranks(tmp_path, {name: table}, 2)]

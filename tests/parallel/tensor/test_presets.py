@@ -5,6 +5,7 @@ ones.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -50,7 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
 def load() -> None:
+    """Import what the models need, once a rank."""
     for kind in KINDS:
         build(kind)
 

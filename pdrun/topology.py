@@ -104,7 +104,7 @@ def record_interface_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def recorded_interface_variables(environ: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the recorded variables that nobody has changed since."""
+    """Return the names of the recorded variables that still have their recorded value."""
     record = environ.get(INTERFACES_VARIABLE, "")
     pairs = [part.partition("=") for part in record.split(",")]
     return frozenset(name for name, _, value in pairs if name and environ.get(name) == value)

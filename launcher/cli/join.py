@@ -28,6 +28,7 @@ from pdrun.launcher.config.settings import read_environment, resolve_conflicts
 from pdrun.launcher.config.spec import Policy, Resources
 
 if TYPE_CHECKING:
+    from pdrun.rendezvous.clients.dynamic import DynamicSpec
     from pdrun.rendezvous.protocol.events import SchedulerConfig
 
 JOIN_OPTIONS = (
@@ -71,6 +72,7 @@ SCHEDULER_OPTIONS = (
     "--time-limit",
     "--log-dir",
 )
+DEFAULT_LISTEN = "127.0.0.1:0"
 RELAY_OPTIONS = ("--scheduler", "--token-file", "--insecure", "--on-scheduler-loss")
 
 
@@ -103,15 +105,16 @@ def scheduler_command() -> click.Command:
     command = OptionTableCommand(
         "scheduler",
         callback=scheduler,
-        help="Run only a scheduler; nodes join it.",
+        help="Run only a scheduler; nodes join it. With PDRUN_ROLE=scheduler or MS_ROLE=MS_SCHED,"
+        " address and number of workers are those of the dynamic cluster's variables.",
         params=[
             *click_options(rows),
             click.Option(
                 ["--listen"],
                 metavar="HOST:PORT",
-                default="127.0.0.1:0",
-                show_default=True,
-                help="An address of this machine; the system chooses the port if it is 0.",
+                default="",
+                help="An address of this machine; the system chooses the port if it is 0."
+                f" Default: {DEFAULT_LISTEN}.",
             ),
             click.Option(
                 ["--journal"],
@@ -206,23 +209,35 @@ def run_scheduler(
     """
     Serve one job at ``listen`` until it ends. The first node sends the job's specification.
 
+    With the variables of a dynamic cluster's scheduler, serve that cluster; options have priority.
+
     Args:
-        listen: ``HOST:PORT``, an address of this machine.
+        listen: ``HOST:PORT``, an address of this machine; empty: the cluster's, or DEFAULT_LISTEN.
         rows: the command's rows in the table of options.
         params: the options, as click parsed them.
         environ: the environment variables to use.
         journal: recovery file. A job recorded in it is resumed; empty: no recovery.
     """
-    endpoint = parsers.endpoint_parser()(listen, "--listen")
+    cluster = _read_cluster(environ)
+    if cluster is not None:
+        listen = listen or str(cluster.scheduler)
+        journal = journal or cluster.journal
+    endpoint = parsers.endpoint_parser()(listen or DEFAULT_LISTEN, "--listen")
     if journal and not endpoint.port:
         raise UsageError(
             "requires a fixed address", where="--journal", hint="add --listen HOST:PORT"
         )
     parsers.parse_interface(endpoint.host, "--listen")
     values, sources = resolve_options(rows, params, environ)
+    if cluster is not None:
+        values.setdefault("job", cluster.job)
+        values.setdefault("policy.start_timeout", cluster.timeout)
+        if "resources.nodes" not in values:
+            values["resources.nodes"] = cluster.workers
     if "resources.nodes" not in values:
         raise UsageError("is required: the number of nodes of the job", where="--nodes")
     from pdrun.launcher.jobs.run_record import with_source
+    from pdrun.rendezvous.clients.dynamic import describe_worker_start, prepare_journal
     from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.protocol.security import find_secret
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
@@ -231,7 +246,11 @@ def run_scheduler(
     with with_source(sources.get("place.token_file", "")):
         secret = None if insecure else find_secret(values.get("place.token_file", ""))[0]
     config = _scheduler_config(values)
-    journal_path = Path(journal) if journal else None
+    how_to_join = ""
+    if cluster is not None:
+        config = replace(config, unit="worker")
+        how_to_join = describe_worker_start(replace(cluster, workers=config.nodes))
+    journal_path = prepare_journal(journal)
     config = adopt_run_name(config, journal_path)
     events_path = None
     if values.get("output.log_dir"):
@@ -243,9 +262,19 @@ def run_scheduler(
             endpoint,
             insecure=insecure,
             events_path=events_path,
+            how_to_join=how_to_join,
             journal=journal_path,
         )
     )
+
+
+def _read_cluster(environ: Mapping[str, str]) -> DynamicSpec | None:
+    """Return the dynamic cluster whose scheduler this process is, by its variables."""
+    if environ.get("PDRUN_ROLE") != "scheduler" and environ.get("MS_ROLE") != "MS_SCHED":
+        return None
+    from pdrun.rendezvous.clients.dynamic import from_environ
+
+    return from_environ(environ)
 
 
 def _scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:

@@ -200,7 +200,8 @@ def make_worker_identity(
         job=plan.spec.job or plan.job,
         node=plan.node,
         device_kind=plan.backend,
-        device_index=worker.device_index,
+        # CPUs have no index; DEVICE_ID is then the local rank, as under msrun
+        device_index=worker.local_rank if plan.backend == "cpu" else worker.device_index,
         collective=plan.collective,
         agreed_step=assign.agreed_step,
         agent=channel,

@@ -7,8 +7,8 @@ rendezvous at a scheduler and get ranks.
     PDRUN_ROLE=worker    python train.py     # twice, on any host
 
 MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID,
-MS_TOPO_TIMEOUT) are read, too. Each worker is a node with one worker. This file reads the
-environment; `pdrun.rendezvous.clients.member` joins.
+MS_TOPO_TIMEOUT, MS_ENABLE_RECOVERY with MS_RECOVERY_PATH) are read, too. Each worker is a node with
+one worker. This file reads the environment; `pdrun.rendezvous.clients.member` joins.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class DynamicSpec:
     """Seconds for all processes to join."""
     journal: str = ""
     """
-    Journal file (PDRUN_JOURNAL). A scheduler that died is started again and resumes from it; empty:
-    no journal.
+    Journal file (PDRUN_JOURNAL, or in the folder MS_RECOVERY_PATH). A scheduler that died is
+    started again and resumes from it; empty: no journal.
     """
 
 
@@ -133,7 +133,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
         name,
         check_name(job, where="PDRUN_JOB"),
         float(timeout or 600),
-        environ.get("PDRUN_JOURNAL", ""),
+        environ.get("PDRUN_JOURNAL") or _find_recovery_journal(environ, role, job),
     )
 
 
@@ -151,7 +151,7 @@ def run_scheduler(
     from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
 
-    journal = Path(spec.journal) if spec.journal else None
+    journal = prepare_journal(spec.journal)
     secret = secret or find_secret()[0]
     config = SchedulerConfig(
         job=spec.job,
@@ -162,18 +162,36 @@ def run_scheduler(
         host=socket.gethostname(),
         unit="worker",
     )
-    how = (
-        f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} "
-        f"PDRUN_WORKERS={spec.workers}"
-    )
     return serve_standalone(
         adopt_run_name(config, journal),
         secret,
         spec.scheduler,
         show_line=show_line,
-        how_to_join=how,
+        how_to_join=describe_worker_start(spec),
         journal=journal,
     )
+
+
+def describe_worker_start(spec: DynamicSpec) -> str:
+    """Return how a worker of this cluster is started, for the user."""
+    return (
+        f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} "
+        f"PDRUN_WORKERS={spec.workers}"
+    )
+
+
+def prepare_journal(path: str) -> Path | None:
+    """Return the journal's path, and make its folder; None without a journal."""
+    if not path:
+        return None
+    journal = Path(path)
+    try:
+        journal.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder of the journal: {error.strerror}", where=str(journal.parent)
+        ) from None
+    return journal
 
 
 def join_cluster(
@@ -247,6 +265,23 @@ def _read_mindspore_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
     return Endpoint(
         check_host(host or "", where="MS_SCHED_HOST"), parse_port(port or "", where="MS_SCHED_PORT")
     )
+
+
+def _find_recovery_journal(environ: Mapping[str, str], role: Role, job: str) -> str:
+    """Return the journal in the folder MS_RECOVERY_PATH, if MS_ENABLE_RECOVERY is 1."""
+    enabled = environ.get("MS_ENABLE_RECOVERY") or "0"
+    if enabled not in ("0", "1"):
+        raise ConfigError(f"must be 0 or 1, got {enabled!r}", where="MS_ENABLE_RECOVERY")
+    if enabled == "0" or role != "scheduler":
+        return ""
+    folder = environ.get("MS_RECOVERY_PATH")
+    if not folder:
+        raise ConfigError(
+            "is not set, although MS_ENABLE_RECOVERY is 1",
+            where="MS_RECOVERY_PATH",
+            hint="set it to a folder for the scheduler's journal",
+        )
+    return str(Path(folder, f"{job}.journal"))
 
 
 def _read_rank_and_name(environ: Mapping[str, str]) -> tuple[int | None, str]:

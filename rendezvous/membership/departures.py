@@ -28,7 +28,7 @@ def mark_lost(job: Job, member: Member, why: str, now: float, *, incoming: int =
     if job.state is JobState.DONE or member.phase is Phase.FINISHED:
         _remove_finished(job.roster, job.outbox, member, why)
         return
-    reason = f"{job.config.unit} {member.label} was lost: {why}"
+    reason = f"{job.config.unit} {_name_with_rank(job, member)} was lost: {why}"
     fence_member(job.roster, job.outbox, member, why)
     if not is_elastic(job.config):
         incoming = 0
@@ -38,6 +38,13 @@ def mark_lost(job: Job, member: Member, why: str, now: float, *, incoming: int =
         _stop_after_loss(job, reason, incoming, now)
     elif job.shutdown.stop is not None:
         _change_stop_after_loss(job, job.shutdown.stop, member, reason, incoming, now)
+
+
+def _name_with_rank(job: Job, member: Member) -> str:
+    """Return a node's name; that of a worker of a dynamic cluster begins with its rank."""
+    if job.config.unit != "worker" or not member.ranks:
+        return member.label
+    return f"of rank {member.first_rank}, {member.label},"
 
 
 def _stop_after_loss(job: Job, reason: str, incoming: int, now: float) -> None:

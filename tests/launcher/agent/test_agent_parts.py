@@ -97,6 +97,15 @@ def test_threads_that_the_user_has_set_stay():
     assert build_worker_env(plan, "r", make_assign(1), plan.workers[0])["OMP_NUM_THREADS"] == "7"
 
 
+def test_the_device_id_on_cpus_is_the_local_rank():
+    plan = make_plan(2)
+    envs = [build_worker_env(plan, "r", make_assign(1), worker) for worker in plan.workers]
+    assert plan.backend == "cpu" and [env["DEVICE_ID"] for env in envs] == ["0", "1"]
+    npus = replace(plan, backend="npu")
+    envs = [build_worker_env(npus, "r", make_assign(1), worker) for worker in plan.workers]
+    assert [env["DEVICE_ID"] for env in envs] == ["0", "0"]
+
+
 def test_a_job_inside_a_worker_chooses_its_own_interface():
     plan = replace(make_plan(1), interfaces={"GLOO_SOCKET_IFNAME": "eth0"})
     env = build_worker_env(plan, "r", make_assign(1), plan.workers[0])

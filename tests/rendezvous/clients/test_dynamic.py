@@ -6,6 +6,7 @@ with.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -40,6 +41,26 @@ def test_both_spellings_say_the_same() -> None:
     assert (
         from_environ({"PDRUN_SCHEDULER": "a:1", "PDRUN_NODE_RANK": "1", "PDRUN_JOB": "x"}) is None
     )
+
+
+def test_recovery_of_mindspore_is_a_journal_in_its_folder() -> None:
+    scheduler = THEIRS | {"MS_ROLE": "MS_SCHED", "MS_RECOVERY_PATH": "/r/x"}
+    for extra, journal in (
+        ({}, ""),
+        ({"MS_ENABLE_RECOVERY": "0"}, ""),
+        ({"MS_ENABLE_RECOVERY": "1"}, "/r/x/dynamic.journal"),
+        ({"MS_ENABLE_RECOVERY": "1", "PDRUN_JOB": "j"}, "/r/x/j.journal"),
+        ({"MS_ENABLE_RECOVERY": "1", "PDRUN_JOURNAL": "/mine"}, "/mine"),
+        ({"MS_ENABLE_RECOVERY": "1", "MS_ROLE": "MS_WORKER"}, ""),
+    ):
+        spec = from_environ(scheduler | extra)
+        assert spec is not None and spec.journal == journal
+    for broken, text in (
+        ({"MS_ENABLE_RECOVERY": "yes"}, "MS_ENABLE_RECOVERY: must be 0 or 1, got 'yes'"),
+        ({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": ""}, "MS_RECOVERY_PATH: is not set"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            from_environ(scheduler | broken)
 
 
 def test_identity() -> None:
@@ -116,8 +137,10 @@ print(me.rank, me.world_size, me.local_rank, me.local_world_size, me.master, sto
 how = os.environ.get(f"TEST_RANK_{me.rank}", os.environ.get("TEST_ALL", ""))
 exec({"": "", "boom": "raise ValueError('boom')", "exit": "sys.exit(7)", "sleep": "time.sleep(60)",
       "stubborn": "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)",
+      "wait": "while not os.path.exists(os.environ['TEST_FILE']): time.sleep(0.05)",
       "tidy": "import signal; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"}[how])
 """
+SCHEDULER = ("-m", "pdrun", "scheduler")
 Run = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -132,7 +155,9 @@ def run(tmp_path: Path, port: int) -> Iterator[Run]:
     """Start one process of a dynamic cluster: ``run("worker", TEST_ALL="sleep")``."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(role: str, workers: int = 2, **environ: str) -> subprocess.Popen[str]:
+    def start(
+        role: str, workers: int = 2, command: tuple[str, ...] = ("-c", SCRIPT), **environ: str
+    ) -> subprocess.Popen[str]:
         base = {
             key: value for key, value in os.environ.items() if not key.startswith(("PDRUN_", "MS_"))
         }
@@ -144,7 +169,7 @@ def run(tmp_path: Path, port: int) -> Iterator[Run]:
         base |= {"XDG_CONFIG_HOME": str(tmp_path)} | environ
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT],
+                [sys.executable, *command],
                 env=base,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -227,9 +252,45 @@ def test_a_killed_worker_ends_all(run: Run) -> None:
     killed = time.monotonic()
     workers[0].kill()
     _, err = workers[1].communicate(timeout=10)
-    assert time.monotonic() - killed < 2.0 and "was lost" in err
+    assert time.monotonic() - killed < 2.0
+    assert re.search(r"worker of rank [01], \S+ \(host \S+\), was lost", err), err
     scheduler.communicate(timeout=10)
     assert scheduler.returncode == 69
+
+
+def test_pdrun_scheduler_serves_and_recovers_a_cluster_of_mindspores_variables(
+    run: Run, port: int, tmp_path: Path
+) -> None:
+    """MS_ROLE=MS_SCHED: its address and its size are those of the variables."""
+    folder = tmp_path / "recovery" / "a"
+    theirs = {
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": str(port),
+        "MS_WORKER_NUM": "2",
+        "MS_ENABLE_RECOVERY": "1",
+        "MS_RECOVERY_PATH": str(folder),
+    }
+    unset = {"PDRUN_ROLE": "", "PDRUN_SCHEDULER": "", "PDRUN_WORKERS": ""}
+    go = tmp_path / "go"
+    last = {"TEST_ALL": "wait", "TEST_FILE": str(go)}
+    scheduler = run("", command=SCHEDULER, **theirs, **unset, MS_ROLE="MS_SCHED")
+    workers = [
+        run("", **theirs, **unset, **last, MS_ROLE="MS_WORKER", MS_NODE_ID=str(number))
+        for number in range(2)
+    ]
+    for number, worker in enumerate(workers):
+        assert worker.stdout is not None
+        assert worker.stdout.readline().startswith(f"{number} 2 ")
+    assert scheduler.stderr is not None
+    assert "waiting for 2 workers" in scheduler.stderr.readline()
+    scheduler.kill()
+    assert (folder / "dynamic.journal").exists()
+    again = run("", command=SCHEDULER, **theirs, **unset, MS_ROLE="MS_SCHED")
+    go.touch()
+    for process in (*workers, again):
+        process.communicate(timeout=30)
+    assert [process.returncode for process in (*workers, again)] == [0, 0, 0]
+    assert not (folder / "dynamic.journal").exists()
 
 
 def test_one_that_ignores_sigterm_is_killed_after_the_grace(run: Run) -> None:

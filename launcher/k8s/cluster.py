@@ -23,6 +23,7 @@ DELETE_MARGIN_SECONDS = 30.0
 FIELD_MANAGER = "pdrun"
 CRD_HINTS: Mapping[Kind, str] = {
     "job": "",
+    "pdjob": "apply what pdrun k8s operator manifest prints, or use --kind job",
     "jobset": "install JobSet, or use --kind job",
     "lws": "install LeaderWorkerSet, or use --kind job",
     "volcano": "install Volcano, or use --kind job",
@@ -194,7 +195,7 @@ def find_job(kubectl: Kubectl, name: str) -> SubmittedJob:
     raise UsageError(
         f"no job of pdrun called {name} in this namespace",
         where="pdrun k8s",
-        hint=hint or "there is none; is --namespace right?",
+        hint=hint or "the namespace has no jobs; is --namespace right?",
     )
 
 

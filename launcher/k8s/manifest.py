@@ -3,6 +3,7 @@ The objects of a job, as data. Pure: the same request gives the same objects.
 
     job          Secret, headless Service, indexed Job
     jobset       Secret, JobSet (it makes the service)
+    pdjob        PdJob, for pdrun's own operator
     lws          Secret, LeaderWorkerSet
     volcano      Secret, Job of Volcano with its svc and env plug-ins
     pytorchjob   Secret, PyTorchJob of Kubeflow's training operator
@@ -20,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 import yaml
 
 from pdrun.errors import UsageError
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.resolve import ResolvedSpec
+from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.k8s.options import (
-    KINDS,
     Kind,
     KubernetesOptions,
     check_request,
@@ -40,11 +42,13 @@ from pdrun.launcher.k8s.pod import (
     object_labels,
 )
 
+API_VERSION, KIND = "pdrun.dev/v1", "PdJob"
+"""Of the operator's objects (`pdrun.launcher.k8s.operator.crd`)."""
 LOST_POD_EXIT_CODES = (137, 143)
 """Exit codes of a pod that was killed or deleted: SIGKILL and SIGTERM."""
-HASH_LABEL = "pdrun.dev/token"
 RESOURCE_NAMES: Mapping[Kind, str] = {
     "job": "jobs.batch",
+    "pdjob": "pdjobs.pdrun.dev",
     "jobset": "jobsets.jobset.x-k8s.io",
     "lws": "leaderworkersets.leaderworkerset.x-k8s.io",
     "volcano": "jobs.batch.volcano.sh",
@@ -81,13 +85,15 @@ def make_manifests(
     secret = options.secret or f"{name}-token"
     request = PodRequest(name, spec, options, tuple(words), secret)
     template = make_template(request)
+    if options.kind == "pdjob":
+        return [_make_pdjob(request, template, overlay or {})]
     if overlay:
         template = apply_overlay(template, overlay)
     objects = []
     if not options.secret:
         objects.append(_make_secret(request, token))
     if options.kind == "job":
-        objects.append(_make_service(request))
+        objects.append(make_service(request))
     objects.append(_MAKERS[options.kind](request, template))
     return objects
 
@@ -107,8 +113,12 @@ def _make_secret(request: PodRequest, token: str) -> Manifest:
     return _make_object(request, "v1", "Secret", body, request.secret)
 
 
-def _make_service(request: PodRequest) -> Manifest:
-    """A pod's name must exist before the pod is ready: pdrun meets before it is."""
+def make_service(request: PodRequest) -> Manifest:
+    """
+    Return the headless Service that gives the pods their names.
+
+    A pod's name must exist before the pod is ready: pdrun meets before it is.
+    """
     body = {
         "spec": {
             "clusterIP": "None",
@@ -251,6 +261,51 @@ def _refuse_ttl(request: PodRequest) -> None:
         raise UsageError(f"--kind {request.options.kind} has none", where="--ttl")
 
 
+def _make_pdjob(request: PodRequest, template: Manifest, overlay: Manifest) -> Manifest:
+    """Return the object of the operator, which makes the pods' template itself."""
+    options, resources = request.options, request.spec.resources
+    own = container_of(template)
+    container = {key: own[key] for key in ("resources", "volumeMounts") if key in own}
+    pod: Manifest = {
+        "spec": {
+            "containers": [{"name": own["name"], **container}],
+            "volumes": template["spec"]["volumes"],
+        }
+    }
+    if options.labels:
+        pod["metadata"] = {"labels": dict(options.labels)}
+    spec: Manifest = {"nodes": resources.max_members}
+    if resources.is_elastic:
+        spec |= {"minNodes": resources.required_nodes, "maxNodes": resources.max_members}
+    spec |= {
+        "image": options.image,
+        "run": drop_option(request.words, "--nodes"),
+        "pod": apply_overlay(pod, overlay),
+    }
+    if options.secret:
+        spec["secret"] = options.secret
+    if options.ttl is not None:
+        spec["ttlSeconds"] = options.ttl
+    return _make_object(request, API_VERSION, KIND, {"spec": spec})
+
+
+def drop_option(words: Sequence[str], name: str) -> list[str]:
+    """Return the words of ``pdrun run`` without an option, under any of its names."""
+    rows = {spelling: row for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for spelling in row.names}
+    dropped = {spelling for spelling, row in rows.items() if row.names[0] in (name, "--nnodes")}
+    kept: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        spelling, equals, _ = word.partition("=")
+        row = rows.get(spelling)
+        has_value = row is not None and bool(row.metavar) and not equals and bool(rest)
+        part = [word, rest.pop(0)] if has_value else [word]
+        if spelling not in dropped:
+            kept += part
+    return [*kept, *rest]
+
+
 _MAKERS: Mapping[Kind, Callable[[PodRequest, Manifest], Manifest]] = {
     "job": _make_job,
     "jobset": _make_jobset,
@@ -258,7 +313,6 @@ _MAKERS: Mapping[Kind, Callable[[PodRequest, Manifest], Manifest]] = {
     "volcano": _make_volcano_job,
     "pytorchjob": _make_pytorch_job,
 }
-assert tuple(_MAKERS) == KINDS
 
 
 class _PlainDumper(yaml.SafeDumper):

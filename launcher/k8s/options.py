@@ -18,8 +18,8 @@ from pdrun.launcher.config.resolve import ResolvedSpec
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.text import quote_command
 
-Kind = Literal["job", "jobset", "lws", "volcano", "pytorchjob"]
-KINDS: tuple[Kind, ...] = ("job", "jobset", "lws", "volcano", "pytorchjob")
+Kind = Literal["job", "pdjob", "jobset", "lws", "volcano", "pytorchjob"]
+KINDS: tuple[Kind, ...] = ("job", "pdjob", "jobset", "lws", "volcano", "pytorchjob")
 MAX_LABEL_LENGTH = 63
 """Longest name of a pod's host (RFC 1123)."""
 DEVICE_RESOURCES = {
@@ -234,6 +234,7 @@ def choose_name(options: KubernetesOptions, spec: JobSpec) -> str:
 
 POD_SUFFIXES: dict[Kind, str] = {
     "job": "-{}",
+    "pdjob": "-{}",
     "jobset": "-node-0-{}",
     "lws": "-0-{}",
     "volcano": "-node-{}",

@@ -9,7 +9,7 @@ pdrun itself decides is refused, with the line of the file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ _MERGED_BY["volumeMounts"] = "mountPath"
 """List -> the key that identifies its items."""
 
 _Path = tuple[str, ...]
-_Lines = dict[_Path, int]
+_Lines = Mapping[_Path, int]
+_NO_LINES: _Lines = {}
 
 
 def read_overlay(path: str) -> Manifest:
@@ -70,6 +71,23 @@ def read_overlay(path: str) -> Manifest:
         problem = getattr(error, "problem", None) or "is nested too deeply"
         raise ConfigError(f"is not YAML: {problem}", where=where) from None
     lines = dict(_iter_lines(root, (), 0, name)) if root is not None else {}
+    check_overlay(data, name, lines)
+    merged: Manifest = data
+    return merged
+
+
+def check_overlay(data: object, name: str, lines: _Lines = _NO_LINES) -> None:
+    """
+    Refuse what is no part of a pod, and what pdrun decides.
+
+    Args:
+        data: the overlay.
+        name: of its file or field, for messages.
+        lines: line of each key in the file.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
     if not isinstance(data, dict):
         raise ConfigError(
             "must be a part of a pod", where=name, hint="example: spec: {nodeSelector: {gpu: a100}}"
@@ -83,7 +101,6 @@ def read_overlay(path: str) -> Manifest:
         if not isinstance(data[key], dict):
             raise ConfigError("must be a mapping", where=_locate(name, lines, (key,)))
     _refuse_own_fields(data, name, lines)
-    return data
 
 
 def _iter_lines(node: yaml.Node, path: _Path, depth: int, name: str) -> Iterator[tuple[_Path, int]]:

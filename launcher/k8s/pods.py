@@ -20,6 +20,7 @@ from pdrun.text import escape_text, natural_key, plural
 MAX_REASON_LENGTH = 300
 INDEX_LABELS = (
     "batch.kubernetes.io/job-completion-index",
+    "pdrun.dev/index",
     "leaderworkerset.sigs.k8s.io/worker-index",
     "volcano.sh/task-index",
     "training.kubeflow.org/replica-index",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pdrun.errors import PdrunError, UsageError
+from pdrun.launcher.cli.clusters.k8s_operator import operator_group
 from pdrun.launcher.cli.clusters.k8s_request import MANIFEST_OPTIONS, read_request
 from pdrun.launcher.cli.clusters.slurm import SCRIPT_CONTEXT_SETTINGS, SCRIPT_METAVAR
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
@@ -22,6 +23,13 @@ from pdrun.launcher.k8s.pod import CONTAINER_NAME, JOB_LABEL
 from pdrun.rendezvous.protocol.security import Secret, format_token
 from pdrun.text import quote_command
 
+NEEDED_RIGHTS = (
+    ("create", "secrets"),
+    ("create", "services"),
+    ("list", "pods"),
+    ("get", "pods", "--subresource=log"),
+)
+"""Verb and resource of what `submit`, `status` and `logs` need, in addition to the job itself."""
 STATUS_SECONDS = 15.0
 """Time limit of the question that is asked inside a pod."""
 
@@ -40,21 +48,34 @@ def k8s_group() -> click.Group:
     ]
     job = click.Argument(["name"], metavar="JOB")
     commands: tuple[tuple[str, Callable[..., int], str, Sequence[click.Parameter]], ...] = (
-        ("status", print_status, "Print the state of a job and its pods, or all jobs.", (
-            click.Argument(["name"], metavar="[JOB]", required=False, default=""),
-            click.Option(["--json"], is_flag=True, help="As JSON."),
-            *place,
-        )),
-        ("logs", print_logs, "Print the output of a job's pods.", (
-            job,
-            click.Option(["--follow", "-f"], is_flag=True, help="Until all pods have ended."),
-            click.Option(["--tail"], metavar="N", default="", help="Last lines per pod."),
-            click.Option(["--pod"], metavar="POD", default="", help="Name or index of one pod."),
-            *place,
-        )),
+        (
+            "status",
+            print_status,
+            "Print the state of a job and its pods, or all jobs.",
+            (
+                click.Argument(["name"], metavar="[JOB]", required=False, default=""),
+                click.Option(["--json"], is_flag=True, help="As JSON."),
+                *place,
+            ),
+        ),
+        (
+            "logs",
+            print_logs,
+            "Print the output of a job's pods.",
+            (
+                job,
+                click.Option(["--follow", "-f"], is_flag=True, help="Until all pods have ended."),
+                click.Option(["--tail"], metavar="N", default="", help="Last lines per pod."),
+                click.Option(
+                    ["--pod"], metavar="POD", default="", help="Name or index of one pod."
+                ),
+                *place,
+            ),
+        ),
         ("stop", stop_job, "Delete a job; its workers may save.", (job, *place)),
         ("env", print_env, "Print what the cluster has for pdrun.", place),
-    )  # fmt: skip
+    )
+    group.add_command(operator_group())
     for name, callback, text in (
         ("render", render_job, "Print the job's manifests."),
         ("submit", submit_job, "Create the job; print its name."),
@@ -137,7 +158,7 @@ def print_status(name: str, json: bool, namespace: str, context: str) -> int:
             item for item in items if item["metadata"]["labels"].get(JOB_LABEL) == job.name
         )
         nodes = count_nodes(job)
-        states.append((job, own, pods.summarize_job(own, nodes)))
+        states.append((job, own, _read_operator(job) or pods.summarize_job(own, nodes)))
     if json:
         print(_format_json(states))
         return 0
@@ -149,6 +170,18 @@ def print_status(name: str, json: bool, namespace: str, context: str) -> int:
             sys.stdout.write(pods.format_pods(own))
             _print_own_words(kubectl, job, own)
     return 0
+
+
+def _read_operator(job: cluster.SubmittedJob) -> str:
+    """Return what the operator says of a job that has not begun or has ended; else nothing."""
+    status = job.body.get("status") or {}
+    state = str(status.get("state") or "")
+    if state in ("", "Running"):
+        return ""
+    if state == "Succeeded":
+        return "done"
+    reason = status.get("reason")
+    return f"{state.lower()}: {reason}" if reason else state.lower()
 
 
 def _format_json(states: Sequence[tuple[cluster.SubmittedJob, list[pods.PodState], str]]) -> str:
@@ -184,6 +217,8 @@ def count_nodes(job: cluster.SubmittedJob) -> int:
     spec: Mapping[str, Any] = job.body.get("spec") or {}
     if job.kind == "jobset":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
+    if job.kind == "pdjob":
+        return int(spec.get("nodes") or 1)
     if job.kind == "lws":
         return int(spec["leaderWorkerTemplate"]["size"])
     if job.kind == "volcano":
@@ -244,9 +279,9 @@ def print_env(namespace: str, context: str) -> int:
         elif kind in known and not kubectl.succeeds("auth", "can-i", "create", resource):
             state = f"not allowed: create {resource}"
         print(f"{kind:<11}{state}")
-    for verb, resource in (("create", "secrets"), ("create", "services"), ("get", "pods/log")):
-        if not kubectl.succeeds("auth", "can-i", verb, resource):
-            print(f"not allowed: {verb} {resource}")
+    for words in NEEDED_RIGHTS:
+        if not kubectl.succeeds("auth", "can-i", *words):
+            print(f"not allowed: {' '.join(words)}")
     return 0
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from tests.lib import netns_hosts as hosts
 from tests.lib import slurm_cluster as slurm
+from tests.lib.kube.cluster import KubeCluster
+from tests.lib.kube.server import find_programs
 from tests.lib.netns_hosts import Hosts
 from tests.lib.slurm_cluster import Slurm
 
@@ -185,3 +187,17 @@ def slurmed(three: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
     made = Slurm(three, folder)
     made.up()
     return made
+
+
+@pytest.fixture(scope="session")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeCluster]:
+    """A real API server with a kubelet for tests; skips where its programs are missing."""
+    find_programs()
+    made = KubeCluster(tmp_path_factory.mktemp("kube"))
+    try:
+        made.server.start()
+        made.kubelet.start()
+        yield made
+    finally:
+        made.kubelet.stop()
+        made.server.stop()

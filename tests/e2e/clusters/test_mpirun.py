@@ -19,6 +19,7 @@ from pdrun.launcher.config.spec import JobSpec, Program, RemoteOptions
 from pdrun.launcher.plan.find_launchers import find_external_launcher
 from tests.e2e.clusters.conftest import Cluster
 from tests.e2e.clusters.test_ssh import SLEEP, up
+from tests.lib.tiers import thorough
 
 OPENMPI, MPICH = "mpirun.openmpi", "mpirun.mpich"
 INIT = (
@@ -281,12 +282,18 @@ def test_pdrun_starts_mpirun_and_everything_arrives(program: str, cluster: Clust
     assert not (cluster.folder / "ran").exists()
 
 
-@BOTH
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("death", "code"),
-    [("sys.exit(42)", 42), ("os.kill(os.getpid(), 11)", 139), ("os.kill(os.getpid(), 9)", 137)],
+    ("program", "death", "code"),
+    [
+        (OPENMPI, "sys.exit(42)", 42),
+        (MPICH, "sys.exit(42)", 42),
+        (OPENMPI, "os.kill(os.getpid(), 11)", 139),
+        (MPICH, "os.kill(os.getpid(), 9)", 137),
+        thorough(MPICH, "os.kill(os.getpid(), 11)", 139),
+        thorough(OPENMPI, "os.kill(os.getpid(), 9)", 137),
+    ],
 )
 def test_codes_are_the_workers_not_mpiruns(
     program: str, death: str, code: int, cluster: Cluster

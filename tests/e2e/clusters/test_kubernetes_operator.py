@@ -1,0 +1,270 @@
+"""The operator against a real API server: its definition, its writes, its rights, its death."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdrun.errors import PdrunError, RendezvousError
+from pdrun.launcher.cli.clusters.k8s_operator import read_run_words
+from pdrun.launcher.k8s.operator import crd
+from pdrun.launcher.k8s.operator.api import KubernetesApi
+from pdrun.launcher.k8s.operator.lease import OperatorLease
+from pdrun.launcher.k8s.operator.loop import OperatorLoop
+from pdrun.launcher.k8s.pod import Manifest
+from pdrun.rendezvous.protocol.security import Secret, format_token
+from tests.lib.kube.cluster import KubeCluster
+from tests.lib.kube.server import USER_TOKEN
+
+pytestmark = pytest.mark.timeout(300)
+OPTIONS = ("--kind", "pdjob", "--devices", "2", "--backend", "cpu", "--image", "i", "--grace", "5")
+JOBS = "/apis/pdrun.dev/v1/namespaces/default/pdjobs"
+
+
+def make_api(kube: KubeCluster, kind: type[KubernetesApi] = KubernetesApi) -> KubernetesApi:
+    """Return the API as alice sees it, who has the operator's role and nothing else."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    token = kube.folder / "alice.token"
+    token.write_text(USER_TOKEN)
+    return kind(kube.server.url, "default", token_file=token, context=context)
+
+
+def make_loop(api: KubernetesApi, lines: list[str] | None = None) -> OperatorLoop:
+    report = print if lines is None else lines.append
+    return OperatorLoop(api, read_run_words, lambda: format_token(Secret.random()), report)
+
+
+@pytest.fixture(scope="module")
+def installed(kube: KubeCluster) -> KubeCluster:
+    """The definition and the roles; alice is bound to the operator's role."""
+    objects = [crd.make_definition(), *crd.make_roles("default")]
+    binding = next(one for one in objects if one["kind"] == "RoleBinding")
+    group = "rbac.authorization.k8s.io"
+    binding["subjects"] = [{"kind": "User", "name": "alice", "apiGroup": group}]
+    text = yaml.safe_dump_all(objects)
+    out = kube.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+    assert "serverside-applied" in out, out
+    kube.wait_until(
+        lambda: (
+            "pdjobs" in kube.kubectl("get", "pdjobs", "-o", "name")
+            or not kube.kubectl("get", "pdjobs", "-o", "name")
+        ),
+        "the definition is served",
+    )
+    return kube
+
+
+@pytest.fixture
+def operator(installed: KubeCluster) -> Iterator[OperatorLoop]:
+    """A running operator, with the rights of its role."""
+    loop = make_loop(make_api(installed))
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    yield loop
+    loop.stop()
+    thread.join(30)
+
+
+def read(kube: KubeCluster, name: str) -> Manifest:
+    return kube.server.api.request("GET", f"{JOBS}/{name}")
+
+
+def state_of(kube: KubeCluster, name: str) -> str:
+    return str((read(kube, name).get("status") or {}).get("state", ""))
+
+
+def wait_for_state(kube: KubeCluster, name: str, state: str) -> Manifest:
+    kube.wait_until(lambda: state_of(kube, name) == state, f"{name} {state}")
+    return read(kube, name)
+
+
+def pods_of(kube: KubeCluster, name: str) -> dict[str, Manifest]:
+    path = f"/api/v1/namespaces/default/pods?labelSelector=pdrun.dev/job={name}"
+    items = kube.server.api.request("GET", path)["items"]
+    return {pod["metadata"]["name"]: pod for pod in items}
+
+
+def test_mistakes_are_refused_by_the_definition(installed: KubeCluster) -> None:
+    good = {"image": "i", "run": ["a.py"]}
+    for change, words in (
+        ({"nodes": "many"}, ("spec.nodes", "integer")),
+        ({"nodes": 0}, ("spec.nodes", "greater than or equal to 1")),
+        ({"run": []}, ("spec.run", "at least 1 items")),
+        ({"image": None}, ("spec.image",)),
+    ):
+        body = {"apiVersion": "pdrun.dev/v1", "kind": "PdJob", "metadata": {"name": "wrong"}}
+        text = json.dumps({**body, "spec": {**good, **change}})
+        out = installed.kubectl("create", "-f", "-", stdin=text)
+        assert all(word in out for word in words), out
+
+
+def test_submit_logs_status_and_deletion(installed: KubeCluster, operator: OperatorLoop) -> None:
+    done = installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "ok", "train.py")
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    logs = installed.pdrun("logs", "--follow", "ok")
+    assert all(f"rank {rank} of 4" in logs.stdout for rank in range(4)), logs.stdout
+    status = wait_for_state(installed, "ok", "Succeeded")["status"]
+    assert status["code"] == 0
+    table = installed.kubectl("get", "pdj", "ok")
+    assert table.split()[:5] == ["NAME", "STATE", "NODES", "WANTED", "CODE"]
+    assert installed.pdrun("stop", "ok").returncode == 0
+    assert not pods_of(installed, "ok")
+    out = installed.kubectl("get", "secret,service", "-l", "pdrun.dev/job=ok", "-o", "name")
+    installed.wait_until(
+        lambda: (
+            not installed.kubectl(
+                "get", "secret,service", "-l", "pdrun.dev/job=ok", "-o", "name"
+            ).strip()
+        ),
+        f"the garbage collector took {out}",
+    )
+
+
+def test_a_failure_has_code_and_cause(installed: KubeCluster, operator: OperatorLoop) -> None:
+    installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "bad", "train.py", "7")
+    status = wait_for_state(installed, "bad", "Failed")["status"]
+    assert status["code"] == 7
+    assert "rank 3 on bad-1" in status["reason"]
+    text = installed.pdrun("status", "bad").stdout
+    assert text.startswith("bad: failed: ") and "exit code 7" in text
+
+
+def test_a_wrong_command_line_is_named_in_the_status(
+    installed: KubeCluster, operator: OperatorLoop
+) -> None:
+    body: Manifest = {"apiVersion": "pdrun.dev/v1", "kind": "PdJob", "metadata": {"name": "typo"}}
+    body["spec"] = {"image": "i", "run": ["--max-restarts", "x", "a.py"]}
+    installed.server.api.request("POST", JOBS, body)
+    status = wait_for_state(installed, "typo", "Invalid")["status"]
+    assert status["reason"].startswith("--max-restarts: ")
+    assert not pods_of(installed, "typo")
+
+
+class DyingApi(KubernetesApi):
+    """Dies at a write: the operator is killed there."""
+
+    writes_left = 0
+
+    def _request(
+        self, method: str, kind: str, name: str, body: Manifest | None = None, query: str = ""
+    ) -> Manifest:
+        if method != "GET":
+            if self.writes_left == 0:
+                raise RendezvousError("killed", where=f"{method} {kind}")
+            self.writes_left -= 1
+        return super()._request(method, kind, name, body, query)
+
+
+def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
+    installed: KubeCluster,
+) -> None:
+    for count in range(6):
+        name = f"killed-{count}"
+        installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", name, "train.py", "wait")
+        dying = make_api(installed, DyingApi)
+        assert isinstance(dying, DyingApi)
+        dying.writes_left = count
+        job = read(installed, name)
+        try:
+            make_loop(dying).reconcile_job(job, [])
+        except PdrunError:
+            pass
+        loop = make_loop(make_api(installed))
+        for _ in range(2):
+            pods = list(pods_of(installed, name).values())
+            loop.reconcile_job(read(installed, name), pods)
+        assert sorted(pods_of(installed, name)) == [f"{name}-0", f"{name}-1"]
+        installed.kubectl("delete", "pdj", name, "--wait=false")
+
+
+def test_scale_while_training_goes_on(installed: KubeCluster, operator: OperatorLoop) -> None:
+    words = ("--nodes", "1:3", "--gather", "1", "--grow", "1", "--name", "grow", "train.py", "wait")
+    done = installed.pdrun("submit", *OPTIONS, *words)
+    assert done.returncode == 0, done.stderr
+    kube = installed
+    assert "scaled" in kube.kubectl("scale", "pdj/grow", "--replicas=2")
+    kube.wait_until(lambda: sorted(pods_of(kube, "grow")) == ["grow-0", "grow-1"], "two pods")
+    wait_for_state(kube, "grow", "Running")
+
+    def has_world(size: int) -> bool:
+        return f"of {size}" in kube.kubelet.log_of("grow-0")
+
+    kube.wait_until(lambda: has_world(4), "two nodes train")
+    kube.kubectl("scale", "pdj/grow", "--replicas=3")
+    kube.wait_until(lambda: has_world(6), "three nodes train")
+    count = kube.kubelet.log_of("grow-0").count("of 4")
+    kube.kubectl("scale", "pdj/grow", "--replicas=2")
+    kube.wait_until(lambda: sorted(pods_of(kube, "grow")) == ["grow-0", "grow-1"], "two pods again")
+    kube.wait_until(lambda: kube.kubelet.log_of("grow-0").count("of 4") > count, "two nodes again")
+    status = read(kube, "grow")["status"]
+    assert status["state"] == "Running" and "lostPods" not in status
+    # suspend
+    kube.server.api.merge(f"{JOBS}/grow", {"spec": {"suspend": True}})
+    wait_for_state(kube, "grow", "Suspended")
+    kube.wait_until(lambda: not pods_of(kube, "grow"), "no pods")
+    kube.kubectl("delete", "pdj", "grow")
+
+
+def test_two_operators_and_the_lease(installed: KubeCluster) -> None:
+    api = make_api(installed)
+    first, second = OperatorLease(api, "first"), OperatorLease(api, "second")
+    never = threading.Event()
+    first.acquire(never, print)
+    never.set()
+    lines: list[str] = []
+    second.acquire(never, lines.append)  # `never` is set: it asks no more than once
+    lease: dict[str, Any] = api.get("Lease", crd.OPERATOR_NAME) or {}
+    assert lease["spec"]["holderIdentity"] == "first"
+    lease["spec"]["holderIdentity"] = "third"
+    assert api.replace(lease)
+    with pytest.raises(PdrunError, match="another operator has taken the lease"):
+        first._renewed = 0.0
+        first.renew_if_due()
+
+
+def test_the_command_runs_with_the_login_of_kubectl(installed: KubeCluster, tmp_path: Path) -> None:
+    log = tmp_path / "operator.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdrun", "k8s", "operator", "run", "--proxy"],
+            env=installed.server.environment(),
+            stdout=stream,
+            stderr=stream,
+        )
+    try:
+        installed.kubectl("delete", "lease", crd.OPERATOR_NAME)
+        installed.pdrun("submit", *OPTIONS, "--nodes", "1", "--name", "short", "train.py")
+        wait_for_state(installed, "short", "Succeeded")
+    finally:
+        process.terminate()
+        code = process.wait(30)
+    assert code == 0, log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_rights_are_narrow(installed: KubeCluster) -> None:
+    wanted: dict[tuple[str, ...], str] = {
+        ("list", "secrets"): "no",
+        ("get", "secrets"): "yes",
+        ("delete", "secrets"): "no",
+        ("create", "pods"): "yes",
+        ("create", "pods", "--subresource=exec"): "no",
+        ("create", "pdjobs"): "no",
+        ("patch", "pdjobs", "--subresource=status"): "yes",
+    }
+    found: dict[tuple[str, ...], str] = {}
+    for words in wanted:
+        out = installed.kubectl("auth", "can-i", *words, user=True)
+        found[words] = "yes" if "yes" in out.split() else "no"
+    assert found == wanted

@@ -1,0 +1,107 @@
+"""A server, a kubelet, and the commands of a user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.lib.kube import indexed
+from tests.lib.kube.kubelet import TestKubelet
+from tests.lib.kube.server import KubeServer, find_programs
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+if sys.argv[1:] == ["wait"]:
+    Path("started-" + os.environ["RANK"]).touch()
+    time.sleep(300)
+if os.environ["RANK"] == "3" and sys.argv[1:]:
+    raise SystemExit(int(sys.argv[1]))
+"""
+
+
+class KubeCluster:
+    """A server, a kubelet, and the commands of a user."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = KubeServer(find_programs(), folder)
+        self.folder = folder
+        self.kubelet = TestKubelet(self.server.api, folder)
+        (folder / "train.py").write_text(SCRIPT)
+
+    def pdrun(self, *words: str, user: bool = False) -> subprocess.CompletedProcess[str]:
+        config = self.server.user_kubeconfig if user else None
+        return subprocess.run(
+            [sys.executable, "-m", "pdrun", "k8s", *words],
+            env=self.server.environment(config),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def create(self, *words: str) -> dict[str, Any]:
+        """Create what ``render`` prints; return the Job with a pod per index."""
+        done = self.pdrun("render", *words)
+        assert done.returncode == 0, done.stderr
+        plurals = {"Secret": "/api/v1/namespaces/default/secrets"}
+        plurals["Service"] = "/api/v1/namespaces/default/services"
+        plurals["Job"] = "/apis/batch/v1/namespaces/default/jobs"
+        created: dict[str, Any] = {}
+        for body in yaml.safe_load_all(done.stdout):
+            created[body["kind"]] = self.server.api.request("POST", plurals[body["kind"]], body)
+            asked = body
+        # the server drops the fields that it does not know
+        job = {**asked, "metadata": created["Job"]["metadata"]}
+        indexed.create_pods(self.server.api, job)
+        return job
+
+    def wait_for(self, name: str, word: str, seconds: float = 90.0) -> list[dict[str, Any]]:
+        """Wait until the state of a job begins with a word; return its pods."""
+        deadline = time.monotonic() + seconds
+        while True:
+            done = self.pdrun("status", "--json", name)
+            assert done.returncode == 0, done.stderr
+            state = json.loads(done.stdout)[0]
+            if state["state"].startswith(word):
+                pods: list[dict[str, Any]] = state["pods"]
+                return pods
+            if time.monotonic() > deadline:
+                logs = [self.kubelet.log_of(pod["name"]) for pod in state["pods"]]
+                pytest.fail(f"{word!r} not seen: {state}\n" + "\n".join(logs))
+            time.sleep(0.3)
+
+    def kubectl(self, *words: str, user: bool = False, stdin: str = "") -> str:
+        """Run kubectl; return its output, with its error if it failed."""
+        config = self.server.user_kubeconfig if user else None
+        done = subprocess.run(
+            [self.server.kubectl, *words],
+            env=self.server.environment(config),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.stdout + (done.stderr if done.returncode else "")
+
+    def wait_until(self, question: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+        """Wait until a question is answered with yes."""
+        deadline = time.monotonic() + seconds
+        while not question():
+            if time.monotonic() > deadline:
+                logs = [
+                    path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log")
+                ]
+                pytest.fail(f"not seen: {what}\n" + "\n".join(logs[-6:]))
+            time.sleep(0.1)

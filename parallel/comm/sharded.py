@@ -197,7 +197,8 @@ class ShardedGroup:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return self._start_pending("none", label, [], lambda: full)
-        work = torch_compat.all_gather_flat(full, shard, self._shard_group)
+        parts = torch_compat.as_sendable(full), torch_compat.as_sendable(shard)
+        work = torch_compat.all_gather_flat(*parts, self._shard_group)
         return self._start_pending("all_gather", label, [work], lambda: full, shard)
 
     def sum_small(

@@ -88,6 +88,8 @@ class BatchSlicing:
                 None if shape_of(leaf) is None else dim
                 for leaf, dim in zip(leaves, self.dims, strict=True)
             ]
+        if all(type(leaf) is torch.Tensor and leaf.dim() for leaf in leaves):
+            return [0] * len(leaves)
         rows = _rows_of_first(leaves)
         lengths = [length_of(leaf) for leaf in leaves]
         dims: list[int | None] = []
@@ -108,6 +110,8 @@ def _rows_of_first(leaves: Sequence[Any]) -> int | None:
     Return the rows of the first leaf that defines them, or of the first array or list of strings
     without one.
     """
+    if leaves and type(leaves[0]) is torch.Tensor and leaves[0].dim():
+        return length_of(leaves[0])
     sized = [leaf for leaf in leaves if shape_of(leaf) is not None]
     for leaf in [*(leaf for leaf in sized if has_rows(leaf)), *sized]:
         return length_of(leaf)
@@ -181,24 +185,49 @@ def _parse_entry(entry: Any, world: int) -> int | None:
     )
 
 
-def count_rows(batch: Any, strategy: BatchSlicing) -> int:
+class FlatBatch:
     """
-    Return the number of rows of a batch.
+    The leaves of a batch, taken apart once for all of its slices.
+
+    Attributes:
+        rows: number of rows of the batch.
 
     Raises:
         UsageError: it has no tensor to slice, or its tensors disagree.
     """
-    leaves, _ = strategy.flatten(batch)
-    if strategy.full_batch:
-        rows = _rows_of_first(leaves)
-        return 1 if rows is None else rows
-    if strategy.dims is not None and len(strategy.dims) != len(leaves):
-        raise UsageError(
-            f"has {len(strategy.dims)} entries, the batch has {len(leaves)} leaves",
-            where=DATASET_STRATEGY,
+
+    def __init__(self, batch: Any, strategy: BatchSlicing) -> None:
+        self._leaves, self._rebuild = strategy.flatten(batch)
+        self._dims: list[int | None]
+        if strategy.full_batch:
+            first = _rows_of_first(self._leaves)
+            self.rows = 1 if first is None else first
+            self._dims = [None] * len(self._leaves)
+            return
+        if strategy.dims is not None and len(strategy.dims) != len(self._leaves):
+            raise UsageError(
+                f"has {len(strategy.dims)} entries, the batch has {len(self._leaves)} leaves",
+                where=DATASET_STRATEGY,
+            )
+        self._dims = strategy.dims_of(self._leaves)
+        self.rows = _count_rows(self._leaves, self._dims)
+
+    def take_rows(self, rows: range) -> Any:
+        """Return some rows without copying tensors and arrays; other leaves are unchanged."""
+        is_all = rows == range(self.rows)
+        return self._rebuild(
+            [
+                leaf
+                if dim is None or (is_all and type(leaf) is torch.Tensor)
+                else narrow_leaf(leaf, dim, rows)
+                for leaf, dim in zip(self._leaves, self._dims, strict=True)
+            ]
         )
+
+
+def _count_rows(leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
     found = {}
-    for index, (leaf, dim) in enumerate(zip(leaves, strategy.dims_of(leaves), strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
         shape = shape_of(leaf) or ()
@@ -223,17 +252,21 @@ def count_rows(batch: Any, strategy: BatchSlicing) -> int:
     return int(next(iter(found.values())))
 
 
+def count_rows(batch: Any, strategy: BatchSlicing) -> int:
+    """
+    Return the number of rows of a batch.
+
+    Raises:
+        UsageError: it has no tensor to slice, or its tensors disagree.
+    """
+    return FlatBatch(batch, strategy).rows
+
+
 def take_rows(batch: Any, rows: range, strategy: BatchSlicing) -> Any:
     """
     Return some rows of a batch without copying tensors and arrays; other leaves are unchanged.
     """
-    leaves, rebuild = strategy.flatten(batch)
-    dims = strategy.dims_of(leaves)
-    cut = [
-        leaf if dim is None else narrow_leaf(leaf, dim, rows)
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    return rebuild(cut)
+    return FlatBatch(batch, strategy).take_rows(rows)
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 
 DATASET_STRATEGY = "dataset_strategy"
+LEAF_TYPES = frozenset((torch.Tensor, str, bytes, bool, int, float, type(None)))
+"""Types that are no containers; others are looked at."""
 Rebuild = Callable[[Sequence[Any]], Any]
 """Puts leaves back into the containers of a batch."""
 
@@ -94,6 +96,8 @@ def flatten_batch(
     Raises:
         UsageError: a list of tensors could be samples or columns.
     """
+    if _is_plain(batch, forward, rows):
+        return _open_exact(batch)
     has_samples = passes_list(forward, batch)
     is_ragged = is_sample_list(batch) and _is_tensor_list(batch)
     if (
@@ -119,6 +123,41 @@ def flatten_batch(
     if all(fits):
         raise _ambiguous_list(lists[0])
     return (leaves, rebuild) if fits[0] else (columns, rebuild_columns)
+
+
+def _is_plain(batch: Any, forward: Callable[[Any, Any], Any] | None, rows: int | None) -> bool:
+    """
+    Whether a batch is one tensor, or a tuple or dict of tensors with as many rows: what nearly all
+    batches are, in each step.
+    """
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch.dim() > 0 and not batch.is_nested
+    if kind is dict:
+        tensors = list(batch.values())
+    elif kind is tuple or (kind is list and forward is None):
+        tensors = batch
+    else:
+        return False
+    first = rows
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.dim() or tensor.is_nested:
+            return False
+        if first is None:
+            first = tensor.shape[0]
+        if tensor.shape[0] != first:
+            return False
+    return bool(tensors)
+
+
+def _open_exact(batch: Any) -> tuple[list[Any], Rebuild]:
+    """Return the entries of a tensor, tuple, list or dict, and a function that puts them back."""
+    kind = type(batch)
+    if kind is dict:
+        return list(batch.values()), lambda leaves: dict(zip(batch, leaves, strict=True))
+    if kind in (tuple, list):
+        return list(batch), kind
+    return [batch], lambda leaves: leaves[0]
 
 
 def _ambiguous_list(tensors: Sequence[torch.Tensor]) -> UsageError:
@@ -169,7 +208,10 @@ def _flatten(
 
 def _open_container(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Return the children of a container, and a function that puts others in their places."""
-    if isinstance(value, (torch.Tensor, rnn.PackedSequence)):
+    kind = type(value)
+    if kind in (tuple, list, dict):
+        return _open_exact(value)
+    if kind in LEAF_TYPES or isinstance(value, (torch.Tensor, rnn.PackedSequence)):
         return None
     if isinstance(value, UserDict):
         names = list(value.data)
@@ -214,6 +256,8 @@ def _must_have_rows(leaf: Any) -> bool:
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """Return the shape of a leaf that can be sliced, None of any other."""
+    if type(leaf) is torch.Tensor and not leaf.is_nested:
+        return tuple(leaf.shape) or None
     numpy = sys.modules.get("numpy")
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         return (leaf.size(0),)

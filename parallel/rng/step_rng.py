@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,10 +56,17 @@ class DropoutState:
     """The dropouts of one forward pass."""
 
     step: int
-    rows: torch.Tensor
-    """Which rows of the global batch are computed, int32."""
+    row_range: range
+    """Which rows of the global batch are computed."""
+    device: torch.device
     call_count: int
     """How many dropouts there have been, in the forward passes of the stages before too."""
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The numbers of the rows, int32; many models drop nothing."""
+        rows = self.row_range
+        return torch.arange(rows.start, rows.stop, dtype=torch.int32, device=self.device)
 
 
 class StepRNG:
@@ -127,8 +135,7 @@ class StepRNG:
             self._calls_by_number = {
                 drawn: call for drawn, call in self._calls_by_number.items() if call[0] is not old
             }
-        numbers = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
-        self._forward = self._forwards[index, part] = DropoutState(step, numbers, calls)
+        self._forward = self._forwards[index, part] = DropoutState(step, rows, device, calls)
 
     @contextmanager
     def isolate_generators(self, device: torch.device) -> Iterator[None]:

@@ -36,10 +36,10 @@ def report_nonfinite(
     """
     if numbers.device.type != "cpu" or state.has_reported_nonfinite:
         return
-    if bool(torch.isfinite(numbers).all()):
+    total, count = numbers.tolist()
+    if math.isfinite(total) and math.isfinite(count):
         return
     state.has_reported_nonfinite = True
-    total, count = numbers.tolist()
     buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     search = _FirstNonfinite(state.model)
     try:

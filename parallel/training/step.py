@@ -14,7 +14,7 @@ import torch
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import (
     BatchSlicing,
-    count_rows,
+    FlatBatch,
     ranges_of_sizes,
     slice_rows,
     take_rows,
@@ -135,19 +135,22 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
         local = ranges_of_sizes(shard.sizes)
         known = sum(shard.sizes) or None
         slicing = BatchSlicing(dims=slicing.dims, forward=slicing.forward, rows=known)
+        flat = FlatBatch(batch, slicing)
     elif slicing.data_parallel or slicing.full_batch:
-        rows = count_rows(batch, slicing)
-        local = slice_rows(rows, 1, times)[0]
-        offset = rank * rows if slicing.data_parallel else 0
-        slicing = slicing.for_rows()
+        flat = FlatBatch(batch, slicing)
+        local = slice_rows(flat.rows, 1, times)[0]
+        offset = rank * flat.rows if slicing.data_parallel else 0
+        if slicing.full_batch:
+            flat = FlatBatch(batch, slicing.for_rows())
         pieces = [range(piece.start + offset, piece.stop + offset) for piece in local]
     else:
-        local = pieces = slice_rows(count_rows(batch, slicing), world, times)[rank]
-    if count_rows(batch, slicing) == 0:
+        flat = FlatBatch(batch, slicing)
+        local = pieces = slice_rows(flat.rows, world, times)[rank]
+    if flat.rows == 0:
         raise UsageError("the batch has no rows", where="pdrun.Run.step")
     found = []
     for place, (piece, where) in enumerate(zip(pieces, local, strict=True)):
-        part = take_rows(batch, where if len(where) else range(1), slicing)
+        part = flat.take_rows(where if len(where) else range(1))
         found.append(
             MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place)
         )

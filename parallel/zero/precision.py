@@ -66,7 +66,8 @@ class Precision:
             own: type of its master.
             wide: whether it keeps that type.
         """
-        if self.input_dtype is not None and own.is_floating_point and not wide:
+        is_code = own.itemsize == 1  # a quantised value, which means something with its scale
+        if self.input_dtype is not None and own.is_floating_point and not (wide or is_code):
             return self.input_dtype
         return own
 

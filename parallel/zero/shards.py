@@ -82,7 +82,7 @@ class ShardedBucket:
         """What the optimizer trains: one parameter per segment."""
         self.on_read: Callable[[ShardedBucket, str], None] = _refuse_read
         """Called before the values of a released weight are read; gathers it or raises."""
-        self._nan = torch.full((), float("nan"), dtype=compute_dtype, device=comm.device)
+        self._unreadable = _make_unreadable(compute_dtype, comm.device)
         self.is_open = True
         """Whether ``full`` has memory."""
         if frees_full:
@@ -151,7 +151,7 @@ class ShardedBucket:
             return
         self.is_open = False
         for weight in self.weights:
-            weight.param.data = self._nan.expand(weight.shape)
+            weight.param.data = self._unreadable.expand(weight.shape)
             mark_released(weight.param, weight.name, self._notice_read)
         self.full.untyped_storage().resize_(0)
 
@@ -170,6 +170,15 @@ class ShardedBucket:
                     self._own.copy_(shard)
                 shard = self._own
             self._pending = self.comm.gather_shards(self.full, shard, self.label)
+
+
+def _make_unreadable(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the value of a released weight: one that shows where it was read all the same."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), device=device).to(dtype)
+    if dtype == torch.bool:
+        return torch.ones((), dtype=dtype, device=device)
+    return torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
 
 
 def _refuse_read(bucket: ShardedBucket, name: str) -> None:

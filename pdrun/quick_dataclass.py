@@ -10,13 +10,14 @@ supported.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
     import dataclasses
+    from functools import cache
+    from operator import attrgetter
     from reprlib import recursive_repr
 
     def dataclass(cls: type | None = None, /, *, frozen: bool = False):
@@ -33,20 +34,22 @@ else:
             made.__delattr__ = _refuse_deletion
         return made
 
-    @functools.cache
-    def _compared_names(cls: type) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
-
-    def _compared_values(record: object) -> tuple[object, ...]:
-        return tuple([getattr(record, name) for name in _compared_names(record.__class__)])
+    @cache
+    def _values_getter(cls: type):
+        """Return a function that returns the compared values of an instance."""
+        names = [field.name for field in dataclasses.fields(cls) if field.compare]
+        if len(names) > 1:
+            return attrgetter(*names)
+        return lambda record: tuple([getattr(record, name) for name in names])
 
     def _is_equal(self, other: object) -> bool:
         if other.__class__ is not self.__class__:
             return NotImplemented
-        return _compared_values(self) == _compared_values(other)
+        values_of = _values_getter(self.__class__)
+        return values_of(self) == values_of(other)
 
     def _hash_fields(self) -> int:
-        return hash(_compared_values(self))
+        return hash(_values_getter(self.__class__)(self))
 
     @recursive_repr()
     def _format_fields(self) -> str:

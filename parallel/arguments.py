@@ -34,6 +34,10 @@ from pdrun.parallel.zero.settings import (
 )
 
 
+LOCAL_NORMS = "local"
+"""``sync_batchnorm=`` for normalisations by the rows of one rank."""
+
+
 @dataclass(frozen=True)
 class Arguments:
     """What the user passed to `parallelize`, under the same names; see there for the meaning."""
@@ -65,7 +69,7 @@ class Arguments:
     comm_fusion: Any
     layerwise: Sequence[str]
     dataset_strategy: Any
-    sync_batchnorm: bool
+    sync_batchnorm: bool | str
     exact: bool | None
     native_dropout: bool
     offload: Any
@@ -99,6 +103,13 @@ def check_arguments(arguments: Arguments) -> None:
     ):
         if value is not None:
             check_methods(name, value, methods, hint)
+    if arguments.sync_batchnorm not in (True, False, LOCAL_NORMS):
+        raise UsageError(
+            f"sync_batchnorm must be True, False or {LOCAL_NORMS!r}, got"
+            f" {arguments.sync_batchnorm!r}",
+            where=PARALLELIZE,
+            hint=f"{LOCAL_NORMS!r} uses the rows of one rank each, as DDP does",
+        )
     check_callable("loss", arguments.loss, "loss(output, batch) -> (sum, count)")
     check_callable("forward", arguments.forward, "forward(model, batch) -> output")
     check_callable("init", arguments.init, "init(module) fills the module's own parameters")

@@ -75,7 +75,7 @@ def parallelize(
     comm_fusion: Any = "auto",
     layerwise: Sequence[str] = (),
     dataset_strategy: Any = None,
-    sync_batchnorm: bool = False,
+    sync_batchnorm: bool | str = False,
     exact: bool | None = None,
     native_dropout: bool = False,
     offload: Any = None,
@@ -127,8 +127,8 @@ def parallelize(
         layerwise: globs of weights that each rank trains without communication.
         dataset_strategy: None (global batches, sliced along dim 0), "data_parallel", "full_batch",
             or a dim for each tensor.
-        sync_batchnorm: use the statistics of all ranks in batch normalisations; without it they are
-            refused.
+        sync_batchnorm: True uses the statistics of all ranks in batch normalisations, "local" those
+            of each rank, as DDP does; without it they are refused.
         exact: fp32 results have the same bits for any number of ranks with the same slices, and for
             every level. Default: on CPUs only, because it costs an ordered sum over ranks for each
             micro-batch.

@@ -5,6 +5,7 @@ rank.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
-from pdrun.parallel.arguments import Arguments
+from pdrun.parallel.arguments import LOCAL_NORMS, Arguments
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import DATA_AXES, Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
@@ -70,6 +71,8 @@ def prepare_model(
     ranks = mesh.dp * mesh.cp
     device = torch.device(job.device)
     is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm)
+    if arguments.sync_batchnorm == LOCAL_NORMS and ranks > 1 and job.rank == 0:
+        _report_local_norms(model)
     precision = settings.precision
     if ranks > 1 or settings.level or precision.compute or settings.master_device is not None:
         _check_forwards(model)
@@ -125,7 +128,18 @@ def claim_model(model: Any) -> Iterator[Callable[[], None]]:
     model._pdrun = "model already belongs to a run"
 
 
-def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool) -> bool:
+def _report_local_norms(model: nn.Module) -> None:
+    count = sum(map(sync_batchnorm.is_kept_local, model.modules()))
+    print(
+        f'pdrun: sync_batchnorm="{LOCAL_NORMS}": {count} normalisations use the rows of one rank'
+        " each, as DDP does. Results depend on the number of ranks; running statistics are those of"
+        " rank 0",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool | str) -> bool:
     """
     Move the model to its device; refuse modules whose result would depend on the number of ranks.
 
@@ -137,14 +151,17 @@ def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: 
         )
     _check_unwrapped(model)
     empty = move_model(model, device)
-    if sync_norms:
+    if sync_norms == LOCAL_NORMS:
+        sync_batchnorm.keep_local(model)
+    elif sync_norms:
         sync_batchnorm.sync_batchnorms(model)
     found = sync_batchnorm.find_unsynced(model) if world > 1 else []
     if found:
         raise UsageError(
             f"{found[0]} normalises with each rank's own rows: {world} ranks would differ from one",
             where=PARALLELIZE,
-            hint="use sync_batchnorm=True, .eval() on it, or a norm without batch statistics",
+            hint="use sync_batchnorm=True, .eval() on it, a norm without batch statistics, or"
+            f' sync_batchnorm="{LOCAL_NORMS}" for what DDP computes',
         )
     if world > 1:
         _check_frequencies(model)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.conftest import Shell, free_port
+from tests.lib.tiers import thorough
 
 HELLO = "print('hello')\n"
 WORKER = "import pdrun\npdrun.init(group=False)\n"
@@ -143,7 +144,7 @@ def test_an_agent_that_waits_for_its_scheduler(shell: Shell, kind: str) -> None:
             assert second.wait(30) == 0
 
 
-@pytest.mark.parametrize("kind", ["gone", "full"])
+@pytest.mark.parametrize("kind", ["gone", thorough("full")])
 def test_members_of_a_dynamic_cluster(shell: Shell, kind: str) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(WORKER)
     env = {"PDRUN_SCHEDULER": where, "PDRUN_WORKERS": "2"}

@@ -20,6 +20,7 @@ from pdrun.launcher.diagnosis.traceback_parser import (
     Traceback,
     TracebackFinder,
 )
+from tests.lib.tiers import thorough
 
 PLAIN = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -231,6 +232,7 @@ def test_a_box_of_rich_is_read(tmp_path: Path) -> None:
 
 
 BAR = "\rEpoch 1:  10%|\u2588         | 1/10 [00:00<00:01,  8.1it/s, loss=0.1]".encode()
+BARS = (BAR, BAR * 3, b"Loading ... ", b"50%|#####     |\r")
 MARKED = b"".join(b"[rank0]: " + line + b"\n" for line in PLAIN.splitlines())
 GROUP = b"""  + Exception Group Traceback (most recent call last):
   |   File "a.py", line 1, in <module>
@@ -247,7 +249,13 @@ Current thread 0x00007f (most recent call first):
 
 
 @pytest.mark.parametrize(
-    "bar", [BAR, BAR * 3, BAR * 3000, b"Loading ... ", b"50%|#####     |\r"], ids=len
+    ("bar", "size"),
+    [
+        *((bar, 1 << 20) for bar in (BAR * 3000, *BARS)),
+        *((bar, 37) for bar in (BAR * 300, *BARS)),
+        thorough(BAR * 3000, 37),
+    ],
+    ids=lambda value: len(value) if isinstance(value, bytes) else value,
 )
 @pytest.mark.parametrize(
     ("text", "plain"),
@@ -257,7 +265,6 @@ Current thread 0x00007f (most recent call first):
 @pytest.mark.parametrize(
     "before", [b"", PLAIN, PLAIN + b"\nstep 1\n", b"2026-01-01 10:00:00 INFO x\n"], ids=len
 )
-@pytest.mark.parametrize("size", [1 << 20, 37])
 def test_one_behind_a_bar_is_found_whole_and_with_its_own_time(
     bar: bytes, text: bytes, plain: bytes, before: bytes, size: int
 ) -> None:

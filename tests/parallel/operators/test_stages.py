@@ -75,13 +75,15 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None
             rows=(16, 15),
             run=(("optimizer_level", 2), ("recompute", "full")),
         ),
-        Case(
-            "dropout",
-            pp=4,
-            tp=2,
-            cut="sequence",
-            rows=(16, 13),
-            more=(("schedule", "zero-bubble"),),
+        tiers.thorough(
+            Case(
+                "dropout",
+                pp=4,
+                tp=2,
+                cut="sequence",
+                rows=(16, 13),
+                more=(("schedule", "zero-bubble"),),
+            )
         ),
         Case("masked", pp=2, tp=4, cut="wide", rows=(16, 13)),
         Case("tiny", tp=4, cut="grid", double=True, rows=(16, 13)),

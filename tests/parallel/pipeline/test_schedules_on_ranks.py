@@ -10,6 +10,7 @@ import pytest
 
 from tests.lib import pipeline_cases as piped
 from tests.lib.pipeline_cases import Case
+from tests.lib.tiers import by_tier
 
 pytestmark = pytest.mark.torch
 
@@ -254,6 +255,6 @@ def _sampled(count: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", _sampled(8), ids=str)
+@pytest.mark.parametrize("case", _sampled(by_tier(5, 8)), ids=str)
 def test_points_of_the_product(worlds: Any, case: Case) -> None:
     check(worlds, case)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.worker_env import WorkerEnv
+from tests.lib.tiers import by_tier
 from tests.lib.worker_processes import clean, finish, free_port, reports, start, torch, write
 
 pytestmark = pytest.mark.torch
@@ -87,7 +88,7 @@ ctx = pdrun.init()
 gone.touch()
 report(ctx, seen=seen)
 """
-    for slow in "01":  # rank 0 holds the store here
+    for slow in by_tier("1", "01"):  # rank 0 holds the store here
         port = free_port()
         gone.unlink(missing_ok=True)
         workers = [
@@ -321,26 +322,35 @@ def test_without_torch_a_context_has_its_device_as_text(tmp_path: Path) -> None:
     assert "torch is not installed; pip install torch, or init(group=False)" in err
 
 
+CANNOT = {
+    "backend='cuda'": "does not support NVIDIA GPU (CUDA) here",
+    "backend='gloo'": "'gloo' is not one of",
+    "timeout=0": "timeout must be above 0, got 0",
+    "backend='npu'": "needs the package torch_npu",
+    "collective='nccl'": "is built without nccl",
+}
+
+
 @torch
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("init(backend='cuda')", "does not support NVIDIA GPU (CUDA) here"),
-        ("init(collective='nccl')", "is built without nccl"),
-        ("init(backend='gloo')", "'gloo' is not one of"),
-        ("init(timeout=0)", "timeout must be above 0, got 0"),
-        ("init(backend='cpu'); pdrun.init(backend='mps')", "this process already has cpu"),
-        ("init(backend='npu')", "needs the package torch_npu"),
-    ],
-)
-def test_what_cannot_be_had_is_said(tmp_path: Path, call: str, words: str) -> None:
+def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
+    """All in one process; the last one of CANNOT has found the CPU before it is refused."""
     import torch as module
 
-    if ("cuda" in call or "nccl" in call) and module.cuda.is_available():
-        pytest.skip("this machine has what the test wants missing")
-    code, _, err = finish(start(tmp_path, f"pdrun.{call}"))
+    wanted = dict(CANNOT)
+    if module.cuda.is_available():  # this machine has what is to be missing
+        del wanted["backend='cuda'"], wanted["collective='nccl'"]
+    calls = "".join(
+        f"try:\n    pdrun.init({words})\nexcept pdrun.PdrunError as error:\n"
+        "    print(error.exit_code, str(error).replace('\\n', ' '))\n"
+        for words in wanted
+    )
+    last = "pdrun.init(backend='cpu')\npdrun.init(backend='mps')\n"
+    code, out, err = finish(start(tmp_path, calls + last))
     assert code in (2, 78)
-    assert words in err and "Traceback" not in err
+    assert "this process already has cpu" in err and "Traceback" not in err
+    assert len(out.splitlines()) == len(wanted), out
+    for line, words in zip(out.splitlines(), wanted.values(), strict=True):
+        assert line.startswith(("2 ", "78 ")) and words in line
 
 
 @torch

@@ -27,6 +27,7 @@ from tests.lib.decoder_model import (
     tokens,
     whole_gradients,
 )
+from tests.lib.tiers import is_thorough
 
 pytestmark = pytest.mark.torch
 TP = Grid(("tp",), (4,))
@@ -39,8 +40,9 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def same(
     names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], how: dict[str, Any]
 ) -> None:
-    """Compare a decoder with its cut copy, in both precisions."""
-    for dtype in (torch.float64, torch.float32):
+    """Compare a decoder with its cut copy, the plain one in both precisions."""
+    both = not options or is_thorough()
+    for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
         batch = tokens(options.get("words", 37))
         loss = None if how.get("gather", True) else own_loss
         compare(build(dtype, **options), strategy(**how), Grid(names, sizes), batch, cut_loss=loss)

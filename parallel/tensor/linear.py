@@ -16,6 +16,7 @@ from torch.nn import functional
 from pdrun.parallel.comm.autograd import all_gather, all_reduce, slice_to_shard
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.model.shards import Shard, shard_of
+from pdrun.parallel.tensor.probes import check_embedding, check_linear_forward
 from pdrun.parallel.tensor.style import (
     AxisNames,
     GridPosition,
@@ -41,6 +42,11 @@ def is_transposed(module: nn.Module) -> bool:
     )
 
 
+def is_linear(module: nn.Module | None) -> bool:
+    """Return whether a module is linear by its class."""
+    return module is not None and (isinstance(module, nn.Linear) or is_transposed(module))
+
+
 def out_dim(name: str, module: nn.Module) -> int:
     """
     Return the dim of a linear module's weight that makes its output.
@@ -56,12 +62,7 @@ def out_dim(name: str, module: nn.Module) -> int:
                 f"a {type(module).__name__} is not a linear module",
                 "use it for nn.Linear, or Conv1D of transformers",
             )
-        if type(module).forward is not nn.Linear.forward:
-            raise style_error(
-                name,
-                f"{type(module).__name__} overrides forward, which the sharded module would not"
-                " call",
-            )
+        check_linear_forward(name, module)
     weights = {key for key, _ in module.named_parameters(recurse=False)}
     if weights - {"bias"} != {"weight"}:
         raise style_error(
@@ -151,7 +152,11 @@ class ColStyle(ModuleStyle):
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
     ) -> dict[str, Shard]:
-        """Shard the weight and the bias on the output."""
+        """Shard the weight and the bias on the output; an embedding on its width."""
+        if isinstance(module, nn.Embedding):
+            check_embedding(name, module)
+            shape = tuple(module.weight.shape)
+            return {"weight": position.shard_weight(name, shape, 1, self.axis)}
         dim = out_dim(name, module)
         blocks = self.block_sizes(name, module.weight.shape[dim])
         return {
@@ -165,6 +170,9 @@ class ColStyle(ModuleStyle):
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
         """Compute a shard of the output; gather it if wanted."""
+        if isinstance(module, nn.Embedding):
+            self._apply_to_embedding(module, axis)
+            return
         in_size, out_size = full_sizes(name, module)
         local_size = int(module.weight.shape[out_dim(name, module)])
         leave: Callable[[torch.Tensor], torch.Tensor] = identity
@@ -184,6 +192,15 @@ class ColStyle(ModuleStyle):
         )
         swap_class(module, ColumnParallel, ModuleContext(axis, enter, leave))
 
+    def _apply_to_embedding(self, module: nn.Embedding, axis: AxisGroup) -> None:
+        """Look up a shard of each row; ids need no collective."""
+        leave: Callable[[torch.Tensor], torch.Tensor] = identity
+        if self.gather:
+            leave = functools.partial(all_gather, axis=axis, dim=-1, total=module.embedding_dim)
+        else:
+            module.embedding_dim = int(module.weight.shape[1])
+        swap_class(module, ColumnParallel, ModuleContext(axis, identity, leave))
+
 
 # ---- columns that fewer than all ranks need ---------------------------------
 
@@ -194,15 +211,15 @@ class SharedColumnParallel:
     """
 
     _context: ModuleContext
-    _range: tuple[int, int]
+    _ranges: tuple[tuple[int, int], ...]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., high - low]`` of ``[..., in]``."""
-        low, high = self._range
+        """Return the columns of this rank's ranges for ``[..., in]``."""
         bias = self.bias  # type: ignore[attr-defined]
         if bias is not None:
-            bias = bias[low:high]
-        weight = self.weight[low:high]  # type: ignore[attr-defined]
+            bias = torch.cat([bias[low:high] for low, high in self._ranges])
+        weight = self.weight  # type: ignore[attr-defined]
+        weight = torch.cat([weight[low:high] for low, high in self._ranges])
         return functional.linear(self._context.enter(x), weight, bias)
 
 
@@ -213,17 +230,24 @@ class SharedColStyle(ModuleStyle):
     one.
 
     `ColStyle` becomes this within `HeadsStyle`; users do not choose it. Each rank has gradients for
-    the head that it used, so the weight's gradients are partial sums over the axis.
+    the heads that it used, so the weight's gradients are partial sums over the axis.
+
+    Attributes:
+        blocks: for each matrix in the output: its heads, and the number of different parts that
+            ranks use, neighbours the same one.
+        width: of a head.
     """
 
     axis: AxisNames
     sequence: int | None
-    heads: int
+    blocks: tuple[tuple[int, int], ...]
+    width: int
     is_input_gathered: bool = False
 
     def __str__(self) -> str:
         axes = format_axes(self.axis)
-        return f"replicated over {axes}, each rank computes one of {self.heads} heads"
+        heads = self.blocks[-1][0]
+        return f"replicated over {axes}, each rank computes one of {heads} heads"
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition
@@ -239,17 +263,22 @@ class SharedColStyle(ModuleStyle):
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput
     ) -> None:
-        """Compute this rank's head."""
-        in_size, out_size = full_sizes(name, module)
-        width = out_size // self.heads
-        head = axis.index * self.heads // axis.size
+        """Compute this rank's heads."""
+        in_size, _ = full_sizes(name, module)
+        ranges = []
+        start = 0
+        for heads, parts in self.blocks:
+            size = heads // parts * self.width
+            low = start + axis.index * parts // axis.size * size
+            ranges.append((low, low + size))
+            start += heads * self.width
         swap_class(
             module,
             SharedColumnParallel,
             ModuleContext(axis, identity if self.is_input_gathered else shared_input, identity),
         )
-        module._range = (head * width, head * width + width)
-        set_sizes(module, in_size, width)
+        module._ranges = tuple(ranges)
+        set_sizes(module, in_size, sum(high - low for low, high in ranges))
 
 
 # ---- rows -------------------------------------------------------------------

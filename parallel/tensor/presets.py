@@ -1,40 +1,107 @@
-"""Strategies for models of the transformers library, by the names of their modules."""
+"""Strategies for models of the transformers library, by their model type or by their own plan."""
 
 from __future__ import annotations
 
 import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.tensor.strategy import Strategy
+from pdrun.parallel.tensor.huggingface_plan import find_tp_plan, translate_tp_plan
+from pdrun.parallel.tensor.strategy import WEIGHT_STYLES, Strategy
 from pdrun.parallel.tensor.style import STRATEGY_API, AxisNames, ModuleStyle
 from pdrun.parallel.tensor.styles import col, heads, replicate, row, seq, vocab
 
+Blocks = int | tuple[int, ...]
+BlockSizes = Callable[[Any], Blocks]
+"""From a configuration, the matrices side by side in a fused output."""
 
-def llama_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
-    """
-    Return Megatron's sharding of a Llama with a language-modelling head, and of similar models.
 
-    Args:
-        axis: the tensor axis, or several, major first.
-        sequence: shard the sequence between the sharded modules, from the first layer on: positions
-            need full sequences. Its length must be a multiple of the axis.
-        gather: False leaves logits sharded, for `pdrun.cross_entropy`.
+@dataclass(frozen=True)
+class ModelNames:
     """
-    dim = 1 if sequence else None
-    rules: dict[str, ModuleStyle] = {
-        "model.embed_tokens": vocab(axis),
-        "model.layers.*.self_attn": heads(axis),
-        "model.layers.*.self_attn.[qkv]_proj": col(axis, sequence=dim),
-        "model.layers.*.mlp.gate_proj|model.layers.*.mlp.up_proj": col(axis, sequence=dim),
-        "model.layers.*.self_attn.o_proj|model.layers.*.mlp.down_proj": row(axis, sequence=dim),
-        "lm_head": vocab(axis, gather=gather, sequence=dim),
-    }
-    if sequence:
-        rules["model.layers.0"] = seq(axis, cut=True)
-        rules["model.layers.*.*_layernorm|model.norm"] = seq(axis)
-    return Strategy(rules)
+    The names of a family's modules by role. Globs that match nothing are left out.
+
+    Attributes:
+        attentions: modules that count heads.
+        columns, rows: linear modules, sharded on their output and on their input.
+        fused: linear modules with several matrices in their output.
+        vocabulary: embeddings and heads; their styles are equal if they are tied.
+        tied_biases: other names of the bias of a head.
+        by_head: weights and embeddings with an entry per head.
+        whole: modules of an attention that each rank computes in full, for its heads.
+        norms: with sequence parallel, modules on shards of the sequence.
+        first_layer: with sequence parallel, where the sequence is sharded; "": not known.
+        inputs: arguments of attentions by head.
+    """
+
+    attentions: str
+    columns: str
+    rows: str
+    vocabulary: str
+    fused: Mapping[str, BlockSizes] = field(default_factory=dict)
+    tied_biases: str = ""
+    by_head: str = ""
+    whole: str = "*.self_attn.[qk]_norm"
+    norms: str = ""
+    first_layer: str = ""
+    inputs: Mapping[str, int] = field(default_factory=dict)
+
+    def build_strategy(
+        self, model: nn.Module, axis: AxisNames, sequence: bool, gather: bool
+    ) -> Strategy:
+        """Return the strategy of a model of this family."""
+        dim = 1 if sequence else None
+        config = getattr(model, "config", None)
+        rules: dict[str, ModuleStyle] = {
+            self.attentions: heads(axis, inputs=self.inputs),
+            self.columns: col(axis, sequence=dim),
+            self.rows: row(axis, sequence=dim),
+            self.vocabulary: vocab(axis, gather=gather),
+            self.tied_biases: vocab(axis, gather=gather),
+            self.by_head: col(axis),
+            self.whole: replicate(axis),
+        }
+        for glob, sizes in self.fused.items():
+            rules[glob] = col(axis, sequence=dim, blocks=sizes(config))
+        if sequence:
+            rules[self.first_layer] = seq(axis, cut=True)
+            rules[self.norms] = seq(axis)
+            rules |= _sequence_vocabulary(model, self.vocabulary, axis, gather)
+            rules.pop(self.vocabulary)
+        return Strategy(keep_matching(rules, model))
+
+
+def _sequence_vocabulary(
+    model: nn.Module, globs: str, axis: AxisNames, gather: bool
+) -> dict[str, ModuleStyle]:
+    """Return the rules of embeddings, and of heads that gather the sequence."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    rules: dict[str, ModuleStyle] = {}
+    for glob in globs.split("|"):
+        for name in fnmatch.filter(names, glob):
+            if isinstance(model.get_submodule(name), nn.Embedding):
+                rules[name] = vocab(axis)
+            else:
+                rules[name] = vocab(axis, gather=gather, sequence=1)
+    return rules
+
+
+def keep_matching(rules: Mapping[str, ModuleStyle], model: nn.Module) -> dict[str, ModuleStyle]:
+    """Return the rules without the globs that match nothing that their style is for."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    kept: dict[str, ModuleStyle] = {}
+    for rule, style in rules.items():
+        names = modules + params if isinstance(style, WEIGHT_STYLES) else modules
+        globs = [glob for glob in rule.split("|") if glob and fnmatch.filter(names, glob)]
+        if globs:
+            kept["|".join(globs)] = style
+    return kept
 
 
 def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
@@ -43,7 +110,7 @@ def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool =
     embedding.
 
     Args:
-        axis, sequence, gather: see `llama_strategy`.
+        axis, sequence, gather: see `strategy_for`.
     """
     dim = 1 if sequence else None
     rules: dict[str, ModuleStyle] = {
@@ -64,37 +131,200 @@ def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool =
     return Strategy(rules)
 
 
-STRATEGIES_BY_MODEL_TYPE = dict.fromkeys(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma"), llama_strategy
-) | {"gpt2": gpt2_strategy}
-"""By the ``model_type`` of a configuration."""
+def _two(config: Any) -> Blocks:
+    return 2
+
+
+def _qkv_widths(config: Any) -> Blocks:
+    """Return the widths of q, k and v, one after the other."""
+    width = getattr(config, "head_dim", None)
+    width = width or config.hidden_size // config.num_attention_heads
+    kv = config.num_key_value_heads * width
+    return (config.num_attention_heads * width, kv, kv)
+
+
+def _side_by_side(times: int, config: Any) -> Blocks:
+    """Return one block: each head has its q, k and v side by side."""
+    return (times * int(config.hidden_size),)
+
+
+def _falcon_widths(config: Any) -> Blocks:
+    width = config.hidden_size // config.num_attention_heads
+    if config.new_decoder_architecture:
+        # groups of queries, each with its key and value
+        return ((config.num_attention_heads + 2 * config.num_kv_heads) * width,)
+    if config.multi_query:
+        return (config.hidden_size, width, width)
+    return _side_by_side(3, config)
+
+
+LLAMA = ModelNames(
+    attentions="model.layers.*.self_attn",
+    columns="model.layers.*.self_attn.[qkv]_proj|model.layers.*.gate_proj|model.layers.*.up_proj",
+    rows="model.layers.*.self_attn.o_proj|model.layers.*.down_proj",
+    vocabulary="model.embed_tokens|lm_head",
+    whole="model.layers.*.self_attn.[qk]_norm",
+    norms="model.layers.*.*_layernorm|model.norm",
+    first_layer="model.layers.0",
+)
+BERT = ModelNames(
+    attentions="*.attention.self",
+    columns="*.attention.self.query|*.attention.self.key|*.attention.self.value"
+    "|*.intermediate.dense",
+    rows="*.layer.*.output.dense",
+    vocabulary="*.word_embeddings|cls.predictions.decoder|lm_head.decoder|generator_lm_head",
+    tied_biases="cls.predictions.bias|lm_head.bias",
+)
+BART = ModelNames(
+    attentions="*.self_attn|*.encoder_attn",
+    columns="*_attn.[qkv]_proj|*.fc1",
+    rows="*_attn.out_proj|*.fc2",
+    vocabulary="*.shared|*.embed_tokens|lm_head|proj_out",
+)
+MODELS: dict[str, ModelNames] = {
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite"),
+            *("mixtral", "qwen2_moe", "qwen3_moe", "cohere", "stablelm"),
+        ),
+        LLAMA,
+    ),
+    "phi": ModelNames(
+        attentions=LLAMA.attentions,
+        columns="model.layers.*.self_attn.[qkv]_proj|model.layers.*.mlp.fc1",
+        rows="model.layers.*.self_attn.dense|model.layers.*.mlp.fc2",
+        vocabulary=LLAMA.vocabulary,
+        whole="model.layers.*.self_attn.[qk]_layernorm",
+    ),
+    "phi3": ModelNames(
+        attentions=LLAMA.attentions,
+        columns="",
+        rows=LLAMA.rows,
+        vocabulary=LLAMA.vocabulary,
+        fused={"*.self_attn.qkv_proj": _qkv_widths, "*.mlp.gate_up_proj": _two},
+    ),
+    "gpt_neox": ModelNames(
+        attentions="gpt_neox.layers.*.attention",
+        columns="gpt_neox.layers.*.mlp.dense_h_to_4h",
+        rows="gpt_neox.layers.*.attention.dense|gpt_neox.layers.*.mlp.dense_4h_to_h",
+        vocabulary="gpt_neox.embed_in|embed_out|lm_head",
+        fused={"*.attention.query_key_value": functools.partial(_side_by_side, 3)},
+    ),
+    "gptj": ModelNames(
+        attentions="transformer.h.*.attn",
+        columns="transformer.h.*.attn.[qkv]_proj|transformer.h.*.mlp.fc_in",
+        rows="transformer.h.*.attn.out_proj|transformer.h.*.mlp.fc_out",
+        vocabulary="transformer.wte|lm_head",
+    ),
+    "gpt_neo": ModelNames(
+        attentions="transformer.h.*.attn.attention",
+        columns="transformer.h.*.attention.[qkv]_proj|transformer.h.*.mlp.c_fc",
+        rows="transformer.h.*.attention.out_proj|transformer.h.*.mlp.c_proj",
+        vocabulary="transformer.wte|lm_head",
+    ),
+    "falcon": ModelNames(
+        attentions="transformer.h.*.self_attention",
+        columns="transformer.h.*.mlp.dense_h_to_4h",
+        rows="transformer.h.*.self_attention.dense|transformer.h.*.mlp.dense_4h_to_h",
+        vocabulary="transformer.word_embeddings|lm_head",
+        fused={"*.self_attention.query_key_value": _falcon_widths},
+        inputs={"alibi": -3, "attention_mask": -3},
+    ),
+    "bloom": ModelNames(
+        attentions="transformer.h.*.self_attention",
+        columns="transformer.h.*.mlp.dense_h_to_4h",
+        rows="transformer.h.*.self_attention.dense|transformer.h.*.mlp.dense_4h_to_h",
+        vocabulary="transformer.word_embeddings|lm_head",
+        fused={"*.self_attention.query_key_value": functools.partial(_side_by_side, 3)},
+        inputs={"alibi": -3},
+    ),
+    "opt": BART,
+    **dict.fromkeys(("bart", "mbart", "pegasus", "whisper"), BART),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), BERT),
+    "distilbert": ModelNames(
+        attentions="*.attention",
+        columns="*.attention.[qkv]_lin|*.ffn.lin1",
+        rows="*.attention.out_lin|*.ffn.lin2",
+        vocabulary="*.word_embeddings|vocab_projector",
+    ),
+    **dict.fromkeys(
+        ("t5", "mt5"),
+        ModelNames(
+            attentions="*.SelfAttention|*.EncDecAttention",
+            columns="*Attention.[qkv]|*.DenseReluDense.wi|*.DenseReluDense.wi_[01]",
+            rows="*Attention.o|*.DenseReluDense.wo",
+            vocabulary="shared|encoder.embed_tokens|decoder.embed_tokens|lm_head",
+            by_head="*.relative_attention_bias",
+        ),
+    ),
+    **dict.fromkeys(
+        ("vit", "deit"),
+        ModelNames(
+            attentions="*.layers.*.attention",
+            columns="*.layers.*.attention.[qkv]_proj|*.layers.*.mlp.fc1",
+            rows="*.layers.*.attention.o_proj|*.layers.*.mlp.fc2",
+            vocabulary="",
+        ),
+    ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        ModelNames(
+            attentions=LLAMA.attentions,
+            columns="*.self_attn.q_b_proj|*.self_attn.kv_b_proj|*.self_attn.q_proj"
+            "|model.layers.*.gate_proj|model.layers.*.up_proj",
+            rows=LLAMA.rows,
+            vocabulary=LLAMA.vocabulary,
+            whole="*.self_attn.q_a_*|*.self_attn.kv_a_*",
+        ),
+    ),
+    "gpt_oss": ModelNames(
+        attentions=LLAMA.attentions,
+        columns="model.layers.*.self_attn.[qkv]_proj",
+        rows="model.layers.*.self_attn.o_proj",
+        vocabulary=LLAMA.vocabulary,
+        by_head="model.layers.*.self_attn.sinks",
+    ),
+}
+"""By the ``model_type`` of a configuration; GPT-2 has its own function."""
 
 
 def strategy_for(
     model: nn.Module, axis: AxisNames = "tp", sequence: bool = False, gather: bool = True
 ) -> Strategy:
     """
-    Return the strategy for a causal language model of transformers.
+    Return the strategy for a model of transformers, found by ``model.config.model_type``. Models
+    that are not known have a plan of their own in transformers, which is translated.
 
     Args:
         model: its configuration has the model type.
-        axis, sequence, gather: see `llama_strategy`.
+        axis: the tensor axis, or several, major first.
+        sequence: shard the sequence between the sharded modules, from the first layer on: positions
+            need full sequences. Its length must be a multiple of the axis.
+        gather: False leaves logits sharded, for `pdrun.cross_entropy`.
 
     Raises:
-        UsageError: there is no strategy for this model type.
+        UsageError: the model type is not known and has no plan, or not with ``sequence``.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type not in STRATEGIES_BY_MODEL_TYPE:
-        known = ", ".join(STRATEGIES_BY_MODEL_TYPE)
+    names = MODELS.get(str(model_type))
+    if model_type == "gpt2":
+        return gpt2_strategy(axis, sequence, gather)
+    if sequence and (names is None or not names.first_layer):
+        with_norms = [key for key, one in MODELS.items() if one.first_layer]
         raise UsageError(
-            f"there is no strategy for {model_type or type(model).__name__}",
+            f"sequence=True is not known for {model_type or type(model).__name__}",
             where=STRATEGY_API,
-            hint=did_you_mean(str(model_type), STRATEGIES_BY_MODEL_TYPE)
-            or f"write a Strategy({{...}}); known model types: {known}",
+            hint=f"write a Strategy({{...}}); known model types: gpt2, {', '.join(with_norms)}",
         )
-    strategy = STRATEGIES_BY_MODEL_TYPE[model_type](axis, sequence, gather)
-    head_norms = "model.layers.*.self_attn.[qk]_norm"
-    if fnmatch.filter((name for name, _ in model.named_modules()), head_norms):
-        # a norm over the width of a head: each rank uses it for its heads
-        return Strategy({**strategy.rules, head_norms: replicate(axis)})
-    return strategy
+    if names is not None:
+        return names.build_strategy(model, axis, sequence, gather)
+    plan = find_tp_plan(model)
+    if plan:
+        return Strategy(translate_tp_plan(model, plan, axis, gather))
+    known = ", ".join(("gpt2", *MODELS))
+    raise UsageError(
+        f"there is no strategy for {model_type or type(model).__name__}",
+        where=STRATEGY_API,
+        hint=did_you_mean(str(model_type), ["gpt2", *MODELS])
+        or f"write a Strategy({{...}}); known model types: {known}",
+    )

@@ -65,8 +65,13 @@ def make_region(module: nn.Module, context: ModuleContext) -> None:
     """
     Make a module bring in its first argument, by position or by name, and hand out its result.
     """
-    module._first_parameter = next(iter(inspect.signature(module.forward).parameters))
+    module._first_parameter = first_parameter(module)
     swap_class(module, SequenceRegion, context)
+
+
+def first_parameter(module: nn.Module) -> str:
+    """Return the name of the first argument of a module's forward."""
+    return next(iter(inspect.signature(module.forward).parameters))
 
 
 def may_drop(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import Shard, full_shard, set_shard
 from pdrun.parallel.tensor.attention import HeadsStyle
-from pdrun.parallel.tensor.linear import ColStyle, SharedColStyle
+from pdrun.parallel.tensor.linear import ColStyle, SharedColStyle, is_linear
 from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle, SeqStyle
 from pdrun.parallel.tensor.style import (
     STRATEGY_API,
@@ -40,6 +40,10 @@ from pdrun.parallel.tensor.style import (
     axis_names,
     style_error,
 )
+from pdrun.parallel.tensor.vocabulary import VocabStyle
+
+WEIGHT_STYLES = (ReplicateStyle, SeqStyle, ColStyle, VocabStyle)
+"""Styles of single weights."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,9 @@ class Strategy:
 
     Args:
         rules: a style by glob, or by several globs with ``|`` between them. ``*`` matches anything,
-            including dots. A glob that matches no module can name weights, for ``replicate`` and
-            ``seq``.
+            including dots. A glob that matches no module can name weights: for ``replicate`` and
+            ``seq``, for ``col`` inside an attention (a weight with one entry per head), and for
+            ``vocab`` if the weight is tied to that of a head.
     """
 
     def __init__(self, rules: Mapping[str, ModuleStyle]) -> None:
@@ -125,6 +130,7 @@ class Strategy:
         shards: dict[str, Shard] = {}
         for site in sites:
             shards.update(_shard_site(site, model, position))
+        _check_weights(sites, model)
         _check_ties(model, shards)
         unmatched = tuple(name for name, _ in model.named_parameters() if name not in shards)
         _check_unmatched(sites, unmatched)
@@ -176,7 +182,7 @@ def _match_globs(rules: Mapping[str, ModuleStyle], model: nn.Module) -> list[Mod
     for rule, style in rules.items():
         for glob in rule.split("|"):
             names = fnmatch.filter(modules, glob)
-            if not names and isinstance(style, (ReplicateStyle, SeqStyle)):
+            if not names and isinstance(style, WEIGHT_STYLES):
                 names = fnmatch.filter(params, glob)
             if not names:
                 candidates = list(modules)
@@ -238,7 +244,39 @@ def _shard_site(site: ModuleSite, model: nn.Module, position: GridPosition) -> d
         shards = site.style.shard_weights(site.name, site.module, position)
         return {f"{site.name}.{key}": shard for key, shard in shards.items()}
     shape = tuple(model.get_parameter(site.name).shape)
+    if isinstance(site.style, (ColStyle, VocabStyle)):
+        return {site.name: position.shard_weight(site.name, shape, 0, site.style.axis)}
     return {site.name: position.keep_full(shape, site.style.axis)}
+
+
+def _check_weights(sites: list[ModuleSite], model: nn.Module) -> None:
+    """Raise UsageError if a single weight is sharded whose module would not know."""
+    attentions = [site.name for site in sites if isinstance(site.style, HeadsStyle)]
+    params = dict(model.named_parameters(remove_duplicate=False))
+    owners = {
+        id(params[name])
+        for site in sites
+        if site.module is not None and isinstance(site.style, VocabStyle)
+        for name in (f"{site.name}.weight", f"{site.name}.bias")
+        if name in params
+    }
+    for site in sites:
+        if site.module is not None:
+            continue
+        if isinstance(site.style, VocabStyle) and id(params[site.name]) not in owners:
+            raise style_error(
+                site.name,
+                "it is not tied to a weight of a head or an embedding with the style vocab",
+                "vocab is for modules; of weights, for other names of theirs",
+            )
+        is_inside = any(site.name.startswith(f"{name}.") for name in attentions)
+        if isinstance(site.style, ColStyle) and not is_inside:
+            raise style_error(
+                site.name,
+                "it is a weight outside of an attention with the style heads",
+                "col is for linear modules and embeddings; of weights, for those with one entry per"
+                " head",
+            )
 
 
 def _check_ties(model: nn.Module, shards: dict[str, Shard]) -> None:
@@ -292,7 +330,7 @@ def _shared_inputs(sites: tuple[ModuleSite, ...], axes: MeshGroups) -> dict[str,
     for site in sites:
         style = site.style
         parent = site.name.rpartition(".")[0]
-        is_column_style = isinstance(style, (ColStyle, SharedColStyle))
+        is_column_style = isinstance(style, (ColStyle, SharedColStyle)) and is_linear(site.module)
         sequence: int | None = getattr(style, "sequence", None)
         if getattr(style, "is_input_gathered", False):
             group = site.name

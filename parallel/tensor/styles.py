@@ -11,7 +11,7 @@ The functions with which users create styles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdrun.errors import UsageError
@@ -88,6 +88,7 @@ def heads(
     heads: int | str | None = None,
     kv_heads: int | str | None = None,
     divide: Sequence[str] = (),
+    inputs: Mapping[str, int] | None = None,
 ) -> HeadsStyle:
     """
     Shard an attention by heads. Its linear modules have their styles; this one makes it count a
@@ -103,8 +104,11 @@ def heads(
         kv_heads: the same for keys and values; default: as many as query heads.
         divide: further attributes that the number of ranks divides, such as the width of all heads
             together.
+        inputs: arguments of its forward that have an entry per head, such as a bias of the scores,
+            and the dim: ``{"alibi": 0}``. The dim can be rows times heads, or 1.
     """
-    return HeadsStyle(_check_axis(axis, "heads"), heads, kv_heads, tuple(divide))
+    found = tuple((inputs or {}).items())
+    return HeadsStyle(_check_axis(axis, "heads"), heads, kv_heads, tuple(divide), found)
 
 
 def seq(

@@ -15,13 +15,13 @@ from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor import linear
+from pdrun.parallel.tensor.probes import check_embedding
 from pdrun.parallel.tensor.style import (
     AxisNames,
     GridPosition,
     ModuleContext,
     ModuleStyle,
     SharedInput,
-    check_forward,
     format_axes,
     reduce_scatter_parts,
     style_error,
@@ -36,13 +36,18 @@ class VocabularyParallelEmbedding:
     _context: ModuleContext
     _vocab_shard: VocabShard
     _padding: int | None
+    _has_own_forward: bool
+    """Whether the class looks up rows in its own forward, such as one that scales them."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ``[..., width]`` of ids ``[...]``."""
         vocab_shard = self._vocab_shard
         local_ids, is_foreign = vocab_shard.to_local_ids(ids)
         weight = self.weight  # type: ignore[attr-defined]
-        embedded = functional.embedding(local_ids, weight, self._padding)
+        if self._has_own_forward:
+            embedded = super().forward(local_ids)  # type: ignore[misc]
+        else:
+            embedded = functional.embedding(local_ids, weight, self._padding)
         if is_foreign is not None:
             embedded = embedded.masked_fill(is_foreign.unsqueeze(-1), 0)
         return self._context.leave(embedded)
@@ -74,7 +79,7 @@ class VocabStyle(ModuleStyle):
     ) -> dict[str, Shard]:
         """Shard weight and bias over the vocabulary."""
         if isinstance(module, nn.Embedding):
-            _check_embedding(name, module)
+            check_embedding(name, module)
         elif linear.out_dim(name, module):
             raise style_error(name, f"a {type(module).__name__} is neither an embedding nor a head")
         params = module.named_parameters(recurse=False)
@@ -101,6 +106,9 @@ class VocabStyle(ModuleStyle):
             module._padding = None
             if has_padding:
                 module._padding = padding - vocab_shard.low
+            module._has_own_forward = type(module).forward is not nn.Embedding.forward
+            if module._has_own_forward:
+                module.padding_idx = module._padding  # its forward reads this
             swap_class(
                 module, VocabularyParallelEmbedding, ModuleContext(axis, shared_input, leave)
             )
@@ -111,19 +119,3 @@ class VocabStyle(ModuleStyle):
             leave = functools.partial(mark_sharded_logits, vocab_shard=vocab_shard)
             module.out_features = vocab_shard.high - vocab_shard.low
         swap_class(module, VocabularyParallelHead, ModuleContext(axis, shared_input, leave))
-
-
-def _check_embedding(name: str, module: nn.Embedding) -> None:
-    check_forward(name, module)
-    kind = type(module).__name__
-    if type(module).forward is not nn.Embedding.forward:
-        raise style_error(
-            name, f"{kind} overrides forward, which the sharded module would not call"
-        )
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise style_error(
-                name,
-                f"an embedding with {option} cannot be sharded over the vocabulary",
-                "use replicate()",
-            )

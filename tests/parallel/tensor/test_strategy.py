@@ -183,9 +183,10 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
         (20, 24),
         (28, 32),
     )
-    assert (
-        "2 heads of keys and values on 4 ranks are not supported with fused q, k and v"
-        in mistake(grouped, model)
+    four = Strategy(grouped).plan(model, GRID, 1)
+    assert four.shards["0.qkv.weight"].is_full  # fewer keys than ranks: each uses a part
+    assert "2 heads of keys and values on 4 ranks are supported in one matrix if" in mistake(
+        {**rules, "0.qkv": col("tp", blocks=(32,))}, model
     )
     del model[0].num_heads
     assert "Strategy, 0: the number of heads of a Attention is unknown" in mistake(rules, model)

@@ -15,6 +15,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
 from pdrun.parallel.model.weights import parse_bucket_policy
+from pdrun.parallel.servers.settings import Servers, check_served
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction
 from pdrun.parallel.zero.offload import parse_offload
 from pdrun.parallel.zero.precision import parse_precision
@@ -74,6 +75,7 @@ class Arguments:
     native_dropout: bool
     offload: Any
     init: Callable[[nn.Module], Any] | None
+    servers: Servers | None
     seed: int
 
 
@@ -113,6 +115,8 @@ def check_arguments(arguments: Arguments) -> None:
     check_callable("loss", arguments.loss, "loss(output, batch) -> (sum, count)")
     check_callable("forward", arguments.forward, "forward(model, batch) -> output")
     check_callable("init", arguments.init, "init(module) fills the module's own parameters")
+    if arguments.servers is not None:
+        _check_servers(arguments.servers, arguments)
     scheduler = arguments.scheduler
     if not callable(scheduler) and scheduler is not None:
         check_methods(
@@ -122,6 +126,27 @@ def check_arguments(arguments: Arguments) -> None:
             "use scheduler=lambda optimizer: StepLR(optimizer, 100)",
         )
         check_scheduler(scheduler)
+
+
+def _check_servers(servers: Servers, arguments: Arguments) -> None:
+    """Refuse options that served weights do not support."""
+    mesh = arguments.mesh
+    check_served(
+        servers,
+        {
+            f"mesh={mesh}": mesh is not None and mesh.size != mesh.dp,
+            "strategy=": arguments.strategy,
+            "pipeline=": arguments.pipeline,
+            "context=": arguments.context,
+            "copies=": arguments.copies != 1,
+            "clip=": arguments.clip,
+            "norm=True": arguments.norm,
+            "recompute=": arguments.recompute,
+            "compile=": arguments.compile,
+            "precision=": arguments.precision,
+            "offload=": arguments.offload,
+        },
+    )
 
 
 def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:

@@ -9,8 +9,9 @@ partitioning, build the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_part
 from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
+from pdrun.parallel.servers.settings import Servers
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.training.interleave import InterleavedDriver
@@ -41,6 +43,9 @@ from pdrun.parallel.zero.full_tensors import weight_storages
 from pdrun.parallel.zero.offload import ActivationOffload, parse_offload
 from pdrun.parallel.zero.optimizer import check_elementwise, remap_params, shard_param_groups
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings, check_above_zero, check_scheduler
+
+if TYPE_CHECKING:
+    from pdrun.parallel.servers.served_model import ServedModel
 
 TIMEOUT_SECONDS = 600.0
 """Default limit of a collective."""
@@ -80,6 +85,7 @@ def parallelize(
     native_dropout: bool = False,
     offload: Any = None,
     init: Callable[[nn.Module], Any] | None = None,
+    servers: Servers | None = None,
     seed: int = 0,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Run:
@@ -138,6 +144,8 @@ def parallelize(
             or in files.
         init: for weights made inside `pdrun.empty_init`: initialises a module's own parameters;
             default: its reset_parameters.
+        servers: which weights are on parameter servers, with their optimizers; the others are
+            summed over the ranks. In a process without servers their tables are in its memory.
         seed: of dropout, of the loader's order and of the model's random numbers.
         timeout: seconds that a collective may take.
 
@@ -178,6 +186,7 @@ def parallelize(
         native_dropout=native_dropout,
         offload=offload,
         init=init,
+        servers=servers,
         seed=seed,
     )
     check_arguments(arguments)
@@ -190,7 +199,10 @@ def parallelize(
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
-    with claim_model(model) as begin_partitioning:
+    with (
+        claim_model(model) as begin_partitioning,
+        _serve_weights(model, servers, torch.device(job.device)) as served,
+    ):
         prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
         begin_partitioning()
         cuts = PartitionSpec(strategy, pipeline, context, sample, forward)
@@ -198,7 +210,21 @@ def parallelize(
         state = _build_state(
             arguments, mesh, settings, slicing, job, agreement, prepared, partitioned
         )
+        if served is not None:
+            served.connect_servers(seed, seconds)
+            state.served = served
     return Run(state)
+
+
+def _serve_weights(
+    model: nn.Module, servers: Servers | None, device: torch.device
+) -> AbstractContextManager[ServedModel | None]:
+    """Return the context manager in which served weights are not in the model."""
+    if servers is None:
+        return nullcontext()
+    from pdrun.parallel.servers.served_model import serve_weights  # with ssl and sockets
+
+    return serve_weights(model, servers, device)
 
 
 def _describe_arguments(
@@ -220,6 +246,7 @@ def _describe_arguments(
         "native_dropout": arguments.native_dropout,
         "sync_batchnorm": arguments.sync_batchnorm,
         "offload": (offload.optimizer, offload.activations, offload.least),
+        "servers": repr(arguments.servers),
     }
 
 

@@ -253,7 +253,7 @@ class Run:
         self.settle()
         seconds = self.state.data_group.watchdog.seconds
         started = self._saving = save_checkpoint(self.state, Path(folder), keep, seconds)
-        if wait:
+        if wait or self.state.served is not None:  # the servers' tables are of this step
             self.settle()
         return started
 
@@ -305,7 +305,10 @@ class Run:
         Return the full weights by name, in the optimizer's type, on every rank's device; every rank
         must call this.
         """
-        return weights_by_name(self.state.engine)
+        found = weights_by_name(self.state.engine)
+        if self.state.served is not None:
+            found |= self.state.served.dense_weights()
+        return found
 
     def gathered_weights(self) -> AbstractContextManager[None]:
         """

@@ -44,6 +44,11 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.run import Run as Run
+    from pdrun.parallel import servers as servers
+    from pdrun.parallel.servers.embedding import ServedEmbedding as ServedEmbedding
+    from pdrun.parallel.servers.settings import Servers as Servers
+    from pdrun.parallel.servers.settings import dense as dense
+    from pdrun.parallel.servers.settings import rows as rows
     from pdrun.parallel.startup.init import Context as Context
     from pdrun.parallel.startup.init import init as init
     from pdrun.parallel.tensor import Strategy as Strategy
@@ -70,6 +75,8 @@ _MODULE_OF = {
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
     "RendezvousError": "pdrun.errors",
+    "ServedEmbedding": "pdrun.parallel.servers.embedding",
+    "Servers": "pdrun.parallel.servers.settings",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.worker_env",
     "ContextParallel": "pdrun.parallel.context_parallel.context",
@@ -86,9 +93,11 @@ _MODULE_OF = {
     "col": "pdrun.parallel.tensor",
     "constrain": "pdrun.parallel.operators.graph.constraints",
     "cross_entropy": "pdrun.parallel.tensor",
+    "dense": "pdrun.parallel.servers.settings",
     "heads": "pdrun.parallel.tensor",
     "replicate": "pdrun.parallel.tensor",
     "row": "pdrun.parallel.tensor",
+    "rows": "pdrun.parallel.servers.settings",
     "seq": "pdrun.parallel.tensor",
     "servers": "pdrun.parallel.servers",
     "strategy_for": "pdrun.parallel.tensor",

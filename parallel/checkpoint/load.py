@@ -18,7 +18,7 @@ from pdrun.parallel.checkpoint.compatibility import check_compatible
 from pdrun.parallel.checkpoint.fencing import GenerationFence
 from pdrun.parallel.checkpoint.index import check_run
 from pdrun.parallel.checkpoint.plain_values import decode_value
-from pdrun.parallel.checkpoint.rank_barrier import RankBarrier
+from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.save import region_of
 from pdrun.parallel.zero.full_tensors import LocalRange, local_ranges
@@ -55,6 +55,17 @@ def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
     return folder / (f".old-{name}" if f".old-{name}" in names else name)
 
 
+def _load_served(state: RunState, folder: Path, barrier: RankBarrier) -> None:
+    """Let the parameter servers read their tables, and pull what they have."""
+    served = state.served
+    if served is None:
+        return
+    if state.context.rank == 0:
+        barrier.report("served", error_of(lambda: served.load(folder)))
+    barrier.wait_for("served", [0])
+    served.pull_weights()
+
+
 def load_checkpoint(state: RunState, folder: Path) -> None:
     """
     Load a checkpoint. The number of ranks and the optimizer level may differ from those that saved
@@ -84,6 +95,7 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
         barrier.finish("read")
     except ConfigError as error:
         raise failure or error from None
+    _load_served(state, folder, barrier)
     state.engine.publish_weights()
     for group, saved in zip(state.optimizer.param_groups, plain["groups"], strict=True):
         for name, value in saved.items():

@@ -143,6 +143,8 @@ def verify_run(state: RunState, source: Iterable[Any] | None, steps: int) -> Ver
         ConfigError: they differ by more than rounding; names the batch and the weight.
         UsageError: there is no batch to compare.
     """
+    if state.served is not None:
+        state.served.check_equal_to_one_process()
     found = []
     buffers = [buffer.clone() for buffer in state.model.buffers()]
     for batch in _iter_batches(state, source, steps):

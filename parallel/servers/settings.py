@@ -17,6 +17,7 @@ from pdrun.parallel.servers.tables.optimizers import (
     make_optimizer,
 )
 
+_PARALLELIZE = "pdrun.parallelize"
 MAX_TABLES = 4096
 MAX_NAME_CHARS = 256
 MAX_DIM = 65536
@@ -178,3 +179,25 @@ class Servers:
 
     def __repr__(self) -> str:
         return f"Servers({self.tables!r}, mode={str(self.mode)!r})"
+
+
+def check_served(servers: Servers, options: dict[str, Any]) -> None:
+    """
+    Refuse what served weights do not support.
+
+    Args:
+        options: other options of `parallelize` by name; a value that is not false is refused.
+
+    Raises:
+        UsageError: names the option.
+    """
+    if not isinstance(servers, Servers):
+        what = f"servers must be a pdrun.Servers, got {servers!r}"
+        raise UsageError(what, where=_PARALLELIZE, hint='use pdrun.Servers({"*": pdrun.dense()})')
+    for name, value in options.items():
+        if value:
+            raise UsageError(
+                f"{name} is not supported with servers=",
+                where=_PARALLELIZE,
+                hint="leave one of both out; served weights need data parallelism alone",
+            )

@@ -16,12 +16,22 @@ class Metrics:
     """
 
     def __init__(
-        self, step: int, totals: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False
+        self,
+        step: int,
+        totals: torch.Tensor,
+        norm: torch.Tensor | None,
+        skipped: bool = False,
+        staleness: int = 0,
     ) -> None:
         self.step = step
         """Number of this step, from 1."""
         self.skipped = skipped
         """Whether the optimizer skipped this step because gradients were not finite (fp16 only)."""
+        self.staleness = staleness
+        """
+        Updates of other workers on the parameter servers between this worker's fetch and its push;
+        0 without servers and in sync mode.
+        """
         self._totals: Any = totals
         self._norm: Any = norm
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,50 @@ class SequenceSlicer(Protocol):
         ...
 
 
+class StepServers(Protocol):
+    """The weights on parameter servers; see `pdrun.parallel.servers.served_model`."""
+
+    part: int
+    """Number of the micro-batch that computes; -1: it is not part of the step."""
+
+    def begin_step(self) -> None:
+        """Forget what an incomplete step has left."""
+        ...
+
+    def end_step(self, divisor: float) -> int:
+        """Push the gradients, divided by the global count, and pull the new weights."""
+        ...
+
+    def dense_weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the dense weights, by name."""
+        ...
+
+    def pull_weights(self) -> None:
+        """Give the model the servers' values."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the tables into a checkpoint's folder; one rank calls this."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read the tables of a checkpoint; one rank calls this."""
+        ...
+
+    def describe(self) -> str:
+        """Return a line for `Run.explain`."""
+        ...
+
+    def check_equal_to_one_process(self) -> None:
+        """
+        Refuse a comparison with one process.
+
+        Raises:
+            UsageError: gradients are used in the order of their arrival.
+        """
+        ...
+
+
 @dataclass(eq=False)
 class RunState:
     """The parts of a run; one object for `Run`, reports, checkpoints and the driver."""
@@ -85,6 +130,8 @@ class RunState:
     offload: Offload = field(default_factory=Offload)
     activation_offload: ActivationOffload | None = None
     """Moves activations to the host; None if ``offload`` does not include them."""
+    served: StepServers | None = None
+    """The weights on parameter servers; None without any."""
 
     steps: int = field(default=0, init=False)
     """Steps made so far."""
@@ -162,6 +209,8 @@ class RunState:
     def forward_context(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
         """See `StepContext.forward_context`."""
         SyncedBatchNorm.row_weight = micro.weight
+        if self.served is not None:
+            self.served.part = micro.position if micro.weight else -1
         with ExitStack() as inside:
             if self.activation_offload is not None:
                 inside.enter_context(self.activation_offload.saved_tensors_hooks())

@@ -68,6 +68,8 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             hint="call it outside; use run.evaluate(batch) for a forward only",
         )
     state.engine.begin_step()
+    if state.served is not None:
+        state.served.begin_step()
     state.objective.begin_step(batch)
     try:
         sums = state.driver.run_microbatches(state, slice_batch(state, batch))
@@ -221,13 +223,17 @@ def _apply_gradients(
             )
         if state.scheduler is not None:
             state.scheduler.step()
+    staleness = 0
+    if state.served is not None:
+        count = float(numbers[1])
+        staleness = state.served.end_step(count if state.settings.mean else 1.0)
     if state.loss_scale is not None:
         state.loss_scale.record_step(not skipped)
     state.engine.end_step()
     for buffer, version in zip(state.synced_buffers, versions, strict=True):
         if buffer._version != version:
             state.data_group.broadcast_first(buffer, "a buffer")
-    return Metrics(state.steps, numbers, norm, skipped)
+    return Metrics(state.steps, numbers, norm, skipped, staleness)
 
 
 def _scale_of(state: RunState) -> float:

@@ -1,0 +1,128 @@
+"""
+`ServedEmbedding`, and the lookup that replaces the forward of an embedding whose rows are served.
+
+A lookup fetches the rows of the distinct ids of a batch. They are a leaf of autograd: its gradient
+is what the step pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pdrun.errors import UsageError
+from pdrun.parallel.servers.client import DEFAULT_SCALE, ServerClient
+
+
+class ServedEmbedding(nn.Module):
+    """
+    An embedding table on parameter servers, which no worker has as a whole.
+
+    Pass it to `pdrun.parallelize` in a model, with ``servers=pdrun.Servers({NAME: pdrun.rows()})``.
+
+    Args:
+        name: of the table; modules with one name share its rows.
+        dim: elements of a row.
+        rows: number of ids, from 0; None: any 64-bit id.
+        keep: most rows in memory, on all servers together; the rows that were updated longest ago
+            are dropped. 0: no limit.
+        admit: a row is stored when its id has had so many gradients; before that it has its first
+            value.
+        scale: first values are uniform in ``[-scale, scale]``, by seed, table and id.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        rows: int | None = None,
+        keep: int = 0,
+        admit: int = 1,
+        scale: float = DEFAULT_SCALE,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.dim = dim
+        self.rows = rows
+        self.keep = keep
+        self.admit = admit
+        self.scale = scale
+        if rows is not None and (type(rows) is not int or rows < 1):
+            what = f"rows must be None or at least 1, got {rows!r}"
+            raise UsageError(what, where=f"pdrun.ServedEmbedding {name}")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids, with one more dimension."""
+        raise UsageError(
+            "belongs to no run",
+            where=f"pdrun.ServedEmbedding {self.name}",
+            hint="pass the model to pdrun.parallelize with servers=pdrun.Servers({...})",
+        )
+
+    def extra_repr(self) -> str:
+        """Return the settings, for print(model)."""
+        return f"{self.name!r}, dim={self.dim}, rows={self.rows}"
+
+
+@dataclass(frozen=True)
+class RowLookup:
+    """The rows that one forward has fetched."""
+
+    table: str
+    part: int
+    """Number of the micro-batch."""
+    ids: torch.Tensor
+    """Sorted and unique, on the host."""
+    rows: torch.Tensor
+    """A leaf, whose gradient is to be pushed."""
+
+
+class LookupFunction:
+    """
+    The forward of an embedding whose rows are served.
+
+    Args:
+        record: gets every lookup that autograd sees.
+        padding: id whose row has no gradient, or None.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        table: str,
+        dim: int,
+        device: torch.device,
+        record: Callable[[str, torch.Tensor, torch.Tensor], None],
+        padding: int | None = None,
+    ) -> None:
+        self._client = client
+        self._table = table
+        self._dim = dim
+        self._device = device
+        self._record = record
+        self._padding = padding
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids."""
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        host_ids = unique.to("cpu", torch.int64)
+        rows = self._client.rows(self._table, host_ids).to(self._device)
+        if not torch.is_grad_enabled():
+            return functional.embedding(inverse, rows)
+        rows.requires_grad_()
+        self._record(self._table, host_ids, rows)
+        place = None
+        if self._padding is not None:
+            found = (host_ids == self._padding).nonzero()
+            place = int(found[0, 0]) if len(found) else None
+        return functional.embedding(inverse, rows, place)
+
+    def __deepcopy__(self, memo: Any) -> LookupFunction:
+        """A copy of the model, as `Run.verify` makes one, reads the same table."""
+        return self

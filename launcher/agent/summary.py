@@ -256,7 +256,12 @@ def sanitize_line(line: str) -> str:
 
     Colours are removed, control and direction characters are escaped, and a long line is cut.
     """
-    line = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _SGR.sub("", line))
+    line = _CONTROL.sub(_escape_match, _SGR.sub("", line))
     if len(line) <= _MAX_LINE_CHARACTERS:
         return line
     return f"{line[: _MAX_LINE_CHARACTERS - 4]} ..."
+
+
+def _escape_match(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

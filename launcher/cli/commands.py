@@ -161,6 +161,12 @@ def _load_logs() -> click.Command:
     return logs_command()
 
 
+def _load_report() -> click.Command:
+    from pdrun.launcher.cli.jobs import report_command
+
+    return report_command()
+
+
 def _load_stop() -> click.Command:
     from pdrun.launcher.cli.jobs import stop_command
 
@@ -255,6 +261,7 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "relay": _load_relay,
     "status": _load_status,
     "logs": _load_logs,
+    "report": _load_report,
     "stop": _load_stop,
     "warm": _load_warm,
     "token": _load_token,

@@ -1,4 +1,4 @@
-"""``pdrun status``, ``pdrun logs`` and ``pdrun stop``."""
+"""``pdrun status``, ``pdrun logs``, ``pdrun report`` and ``pdrun stop``."""
 
 from __future__ import annotations
 
@@ -146,6 +146,34 @@ def logs_command() -> click.Command:
             click.Option(["-n", "--lines"], metavar="N", help="At most the last N lines per file."),
             click.Option(["--stdout"], is_flag=True, help="Only stdout."),
             click.Option(["--stderr"], is_flag=True, help="Only stderr."),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+
+
+def report_command() -> click.Command:
+    """Return ``pdrun report``."""
+
+    def write_report(job: str | None, output: str) -> int:
+        from pdrun.launcher.jobs import report
+
+        return report.write_report(job, output)
+
+    return click.Command(
+        "report",
+        callback=write_report,
+        help=(
+            "Write a page about the newest job, or about JOB (a name, a run, a prefix, or the "
+            "folder of its logs): what failed, when, on which node."
+        ),
+        params=[
+            _job_argument(),
+            click.Option(
+                ["-o", "--output"],
+                metavar="FILE",
+                default="",
+                help="HTML file; default: RUN.html; -: stdout.",
+            ),
         ],
         context_settings=dict(CONTEXT_SETTINGS),
     )

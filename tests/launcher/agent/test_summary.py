@@ -162,7 +162,7 @@ def test_never_longer_than_a_screen():
 def test_text_cannot_command_the_terminal():
     assert (
         sanitize_line("\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202e\r")
-        == "red \\x1b]0;title\\x07 \\x9b2J \\x202e\\x0d"
+        == "red \\x1b]0;title\\x07 \\x9b2J \\u202e\\x0d"
     )
     cause = Cause("exit", 1, summary="x", tail=("\x1b[2Jcleared",))
     assert "\x1b" not in picture(Verdict(1, "\x1b[2J", Failure(0, "\x1b[1mnode", cause)))

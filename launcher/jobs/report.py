@@ -1,0 +1,111 @@
+"""
+``pdrun report``: find a job's event log and the logs of its failed workers, write the page.
+
+The page itself is made in `pdrun.ui.report`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdrun.errors import EXIT_OK, UsageError
+from pdrun.launcher.jobs.lookup import find_newest_job, print_note
+from pdrun.launcher.jobs.registry import JobRecord, list_jobs
+from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
+from pdrun.ui.report.history import JobHistory, read_history
+from pdrun.ui.report.page import LogTail, render_page
+
+EVENTS_FILE = "events.jsonl"
+MAX_TAILS = 8
+"""Failed workers whose last lines a report has: the first ones."""
+MAX_TAIL_BYTES = 8_192
+MAX_TAIL_LINES = 60
+
+
+def write_report(name: str | None, out: str) -> int:
+    """
+    Write the report of a job.
+
+    Args:
+        name: a job, a run, a prefix, the folder of its logs, or its event log; None: the newest
+            job.
+        out: the file; ``-``: stdout; empty: RUN.html here.
+
+    Raises:
+        UsageError: there is no such job, its log cannot be read, or the file cannot be written.
+    """
+    events, folder, log_name = find_log(name)
+    try:
+        history = read_history(events)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"cannot be read: {reason}", where=str(events)) from None
+    page = render_page(history, list(read_tails(history, folder, log_name)))
+    if out == "-":
+        sys.stdout.write(page)
+        return EXIT_OK
+    path = Path(out or f"{history.run or 'report'}.html")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot be written: {reason}", where=str(path)) from None
+    print_note(f"report written to {path}")
+    return EXIT_OK
+
+
+def find_log(name: str | None) -> tuple[Path, Path, str]:
+    """Return the event log of a job, the folder of its workers' logs, and their names' template."""
+    if name is not None and (os.path.sep in name or name == "."):
+        path = Path(name)
+        events = path / EVENTS_FILE if path.is_dir() else path
+        return events, events.parent, "rank_{rank}"
+    known = list_jobs()
+    if name is None and not known:
+        raise UsageError("no jobs are known here", hint="give the folder of a job's logs")
+    job: JobRecord = known[0] if name is None else find_newest_job(name, known)
+    if not job.events:
+        raise UsageError(f"{job.run} has no event log", hint="it ran with --no-files")
+    return Path(job.events), Path(job.log_dir) / job.run, job.log_name
+
+
+def read_tails(history: JobHistory, folder: Path, log_name: str) -> Iterator[LogTail]:
+    """Yield the last lines of the failed workers whose logs are in the folder."""
+    pattern = rank_pattern(log_name)
+    if "rank" not in pattern.groupindex:
+        return
+    wanted = {(failure.generation, failure.rank) for failure in history.failures[:MAX_TAILS]}
+    for generation, rank in sorted(wanted):
+        own = folder / str(generation)
+        try:
+            paths = sorted(path for path in own.rglob("*") if path.is_file())
+        except OSError:
+            continue
+        for suffix in (ERR_SUFFIX, OUT_SUFFIX):
+            texts = [
+                (path, _read_tail(path))
+                for path in paths
+                if path.name.endswith(suffix)
+                and (match := pattern.fullmatch(path.name.removesuffix(suffix)))
+                and int(match["rank"]) == rank
+            ]
+            found = [(path, text) for path, text in texts if text.strip()]
+            if found:
+                path, text = found[0]
+                yield LogTail(rank, str(path.relative_to(folder)), text)
+                break
+
+
+def _read_tail(path: Path) -> str:
+    """Return the last lines of a file; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - MAX_TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-MAX_TAIL_LINES:])

@@ -1,0 +1,115 @@
+"""What a report reads from an event log, damaged ones too."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.ui.report.history import (
+    MAX_FAILURES,
+    MAX_POINTS,
+    HistoryReader,
+    Interval,
+    JobHistory,
+)
+
+
+def line(kind: str, when: float, **data: Any) -> str:
+    return json.dumps({"kind": kind, "time": when, **data})
+
+
+def read(*lines: str) -> JobHistory:
+    return HistoryReader().read(lines)
+
+
+LOG = (
+    line("created", 100.0, job="train", run="train-1", nodes=2),
+    line("joined", 100.5, node="a", workers=2),
+    line("joined", 103.0, node="b", workers=2),
+    line("assigned", 103.1, generation=0, restarts=0, nodes=[["a", 0, 2], ["b", 2, 2]]),
+    line("started", 103.5, generation=0),
+    line("progress", 110.0, generation=0, step=1, rank=3, most=2, saved=-1),
+    line("suspect", 111.0, node="b", silent=3.0),
+    line("recovered", 113.0, node="b"),
+    line("progress", 115.0, generation=0, step=5, rank=3, most=5, saved=4),
+    line("exited", 116.0, generation=0, rank=3, node="b", code=1, how="failed", cause="ValueError"),
+    line("exited", 116.1, generation=0, rank=0, node="a", code=143, how="stopped", cause=""),
+    line("restarting", 116.2, reason="rank 3 on b failed", generation=0),
+    line("assigned", 117.0, generation=1, restarts=1, nodes=[["a", 0, 2], ["b", 2, 2]]),
+    line("started", 117.5, generation=1),
+    line("lost", 118.0, node="a", reason="silent"),
+    line("verdict", 120.0, code=1, reason="node a was lost"),
+)
+
+
+def test_a_log_becomes_a_history() -> None:
+    history = read(*LOG)
+    assert (history.job, history.run, history.code) == ("train", "train-1", 1)
+    assert (history.begin, history.end) == (100.0, 120.0)
+    assert history.joined == {"a": 100.5, "b": 103.0}
+    first, second = history.generations
+    assert (first.started_at, first.ended_at, first.end) == (103.5, 116.2, "rank 3 on b failed")
+    assert (first.steps, second.ended_at) == ((1, 5), 120.0)
+    assert [(f.rank, f.code, f.cause) for f in history.failures] == [(3, 1, "ValueError")]
+    assert history.intervals == [
+        Interval("b", 111.0, 113.0, "silent"),
+        Interval("a", 118.0, None, "lost"),
+    ]
+    assert [(p.step, p.most) for p in history.points] == [(1, 2), (5, 5)]
+    assert (history.slowest, history.saved) == ({3: 1}, 4)
+
+
+@given(st.integers(0, 2_000), st.integers(0, len(LOG)))
+def test_a_log_cut_anywhere_is_read(cut: int, drop: int) -> None:
+    lines = [text for index, text in enumerate(LOG) if index != drop]
+    text = "\n".join(lines)[: max(0, len("\n".join(lines)) - cut)]
+    history = read(*text.splitlines())
+    assert history.unreadable_lines <= 1
+    assert history.end >= history.begin
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, len(LOG) - 1), st.text(max_size=6), JSON), max_size=4))
+def test_wrong_values_leave_one_event_out(changes: list[tuple[int, str, Any]]) -> None:
+    lines = list(LOG)
+    for index, key, value in changes:
+        data = json.loads(lines[index])
+        names = [name for name in data if name not in ("kind", "time")]
+        data[names[len(key) % len(names)] if names else key] = value
+        lines[index] = json.dumps(data)
+    history = read(*lines)
+    assert history.unreadable_lines <= len(changes)
+
+
+def test_a_long_log_is_thinned() -> None:
+    lines = [LOG[0], LOG[3]]
+    lines += [
+        line("progress", 200.0 + index, step=index, rank=0, most=index, saved=-1)
+        for index in range(20_000)
+    ]
+    lines += [
+        line("exited", 30_000.0, generation=0, rank=rank, node="a", code=1, how="failed")
+        for rank in range(500)
+    ]
+    history = read(*lines)
+    assert MAX_POINTS / 2 <= len(history.points) < 2 * MAX_POINTS
+    assert history.points[0].step == 0
+    assert history.points[-1].step > 19_000
+    assert (len(history.failures), history.failure_count) == (MAX_FAILURES, 500)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "verdict", "time": 1}'])
+def test_lines_that_are_no_events(text: str) -> None:
+    history = read(*LOG[:-1], text)
+    assert history.code is None
+    assert history.unreadable_lines == (1 if text else 0)

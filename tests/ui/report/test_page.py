@@ -1,0 +1,161 @@
+"""The page: equal logs give equal bytes, hostile text stays text, nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.ui.report.history import HistoryReader, read_history
+from pdrun.ui.report.page import LogTail, render_page
+from pdrun.ui.report.svg import (
+    MAX_ROWS,
+    choose_rows,
+    format_seconds,
+    render_timeline,
+    split_at_falls,
+)
+from pdrun.ui.report.text import BLANK, blank_secrets
+from tests.ui.report.test_history import LOG, line, read
+
+
+class Tags(HTMLParser):
+    """Collects tags and attributes; an unclosed element is an error."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parse(page: str) -> Tags:
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    return tags
+
+
+def check_harmless(page: str) -> None:
+    for tag, attributes in parse(page).found:
+        assert tag not in ("script", "iframe", "object", "link", "img", "base", "form"), tag
+        for name, value in attributes.items():
+            assert not name.startswith("on"), name
+            assert name not in ("href", "src", "action"), value
+    assert "default-src 'none'" in page
+
+
+def test_the_page_of_a_failed_job() -> None:
+    tail = LogTail(3, "0/rank_3.err", "Traceback ...\nValueError: x")
+    page = render_page(read(*LOG), [tail])
+    check_harmless(page)
+    text = re.sub(r"<[^>]+>", " ", page.partition("<body>")[2])
+    for part in (
+        "failed with exit code 1",
+        "node a was lost",
+        "rank 3",
+        "ValueError",
+        "Last lines of rank 3",
+        "1 to 5",
+        "4 workers on 2 nodes",
+        "last b after 3 s",
+        "1970-01-01 00:01:40 UTC",
+    ):
+        assert part in text, part
+
+
+def test_equal_logs_give_equal_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(LOG) + "\n")
+    assert render_page(read_history(path)) == render_page(read_history(path))
+
+
+HOSTILE = "<script>alert(1)</script>\"' onload=x \x1b[31m \u202eabc \x00 &amp; ]]>"
+
+
+def test_hostile_names_stay_text() -> None:
+    lines = [
+        text.replace('"a"', json.dumps(HOSTILE)).replace('"train"', json.dumps(HOSTILE))
+        for text in LOG
+    ]
+    page = render_page(read(*lines, line("hang", 121.0, rank=1, node=HOSTILE, text=HOSTILE)))
+    check_harmless(page)
+    assert "\x1b" not in page and "\u202e" not in page and "\x00" not in page
+    assert page.count("&lt;script&gt;") > 3
+
+
+@given(st.text(max_size=60))
+def test_any_text_stays_text(text: str) -> None:
+    lines = [one.replace('"b"', json.dumps(text)) for one in LOG]
+    check_harmless(render_page(read(*lines), [LogTail(0, text, text)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("WANDB_API_KEY=abc123 lr=3", f"WANDB_API_KEY={BLANK} lr=3"),
+        ("'password': 'hunter2', x", f"'password': '{BLANK}', x"),
+        ("db_password: hunter2", f"db_password: {BLANK}"),
+        ("pdrun1-ABC-DEF-b4d5e77e", BLANK),
+        ("tokens per second: 12", "tokens per second: 12"),
+        ("monkey=3 keyboard=us", "monkey=3 keyboard=us"),
+    ],
+)
+def test_secrets_are_blanked(text: str, shown: str) -> None:
+    assert blank_secrets(text) == shown
+
+
+def test_the_timeline_is_a_picture() -> None:
+    ET.fromstring(render_timeline(read(*LOG)))
+
+
+def test_nodes_with_trouble_are_in_the_timeline_of_a_large_job() -> None:
+    count = 1_000
+    lines = [LOG[0]]
+    lines += [line("joined", 100.0, node=f"n{index}", workers=1) for index in range(count)]
+    nodes = [[f"n{index}", index, 1] for index in range(count)]
+    lines.append(line("assigned", 101.0, generation=0, nodes=nodes))
+    lines.append(line("exited", 102.0, generation=0, rank=900, node="n900", code=1, how="failed"))
+    history = HistoryReader().read(lines)
+    rows = choose_rows(history)
+    assert len(rows) == MAX_ROWS
+    assert "n900" in rows and "n0" in rows
+    assert f"{MAX_ROWS} of {count} nodes" in render_page(history)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 s"), (0.84, "0.8 s"), (59.6, "1 min"), (65, "1 min 5 s"), (7_380, "2 h 3 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("lines", [[], [LOG[0]], list(LOG[:4])])
+def test_a_job_that_has_hardly_begun_has_a_page(lines: list[str]) -> None:
+    page = render_page(read(*lines))
+    check_harmless(page)
+    assert "no verdict in the log" in page
+
+
+def test_a_restart_breaks_the_curve() -> None:
+    values = [(1.0, 3), (2.0, 4), (3.0, 0), (4.0, 5)]
+    assert split_at_falls(values) == [[(1.0, 3), (2.0, 4)], [(3.0, 0), (4.0, 5)]]

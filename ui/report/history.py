@@ -1,0 +1,260 @@
+"""
+The history of a job: what its event log says about time, where a status keeps only the end.
+
+The log is read once, line by line. What grows with the length of a job is thinned while it is read,
+so that a log of a million lines needs little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdrun.eventlog import take_event
+
+MAX_POINTS = 2_000
+"""Points of the curve of steps."""
+MAX_STALLS = 2_000
+MAX_TEXTS = 200
+MAX_FAILURES = 64
+MAX_NODES = 20_000
+
+
+@dataclass
+class Generation:
+    """One start of the workers on a set of nodes."""
+
+    number: int
+    assigned_at: float
+    nodes: tuple[tuple[str, int, int], ...]
+    """(name, first rank, workers), in node order."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    end: str = ""
+    """Why it ended; empty: it is the last one."""
+    steps: tuple[int, int] | None = None
+    """First and last step of the slowest worker."""
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """A worker that failed."""
+
+    time: float
+    generation: int
+    rank: int
+    node: str
+    code: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A time in which a node did not answer, or was lost."""
+
+    node: str
+    start: float
+    end: float | None
+    what: str
+    """``silent``, ``lost`` or ``left``."""
+
+
+@dataclass(frozen=True)
+class ProgressPoint:
+    """Step of the slowest and of the fastest worker at a time."""
+
+    time: float
+    step: int
+    most: int
+
+
+@dataclass
+class JobHistory:
+    """All that a report shows."""
+
+    job: str = ""
+    run: str = ""
+    nodes: int = 0
+    begin: float = 0.0
+    """Wall clock of the first event."""
+    end: float = 0.0
+    """Wall clock of the last event."""
+    generations: list[Generation] = field(default_factory=list)
+    joined: dict[str, float] = field(default_factory=dict)
+    """Node -> when it joined first, in the order of joining."""
+    intervals: list[Interval] = field(default_factory=list)
+    failures: list[WorkerExit] = field(default_factory=list)
+    """The first failed workers of each generation, in order of time."""
+    failure_count: int = 0
+    points: list[ProgressPoint] = field(default_factory=list)
+    slowest: dict[int, int] = field(default_factory=dict)
+    """Rank -> how often it was the slowest, by at least one step."""
+    saved: int = -1
+    hangs: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    code: int | None = None
+    """Exit code of the job; None: no verdict."""
+    reason: str = ""
+    cause: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the verdict: the first cause."""
+    unreadable_lines: int = 0
+
+
+def read_history(path: Path) -> JobHistory:
+    """
+    Read an event log.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(0, "is not a regular file", str(path))
+        return HistoryReader().read(file)
+
+
+class HistoryReader:
+    """Reads the lines of one log."""
+
+    def __init__(self) -> None:
+        self._history = JobHistory()
+        self._open: dict[str, Interval] = {}
+        """Node -> the interval that has not ended."""
+        self._stride = 1
+        """Of so many progress events one becomes a point."""
+        self._skipped = 0
+
+    def read(self, lines: Iterable[str]) -> JobHistory:
+        """Return the history after these lines; damaged lines are counted and left out."""
+        history = self._history
+        for kind, when, data in self._iter_events(lines):
+            if not history.begin:
+                history.begin = when
+            history.end = max(history.end, when)
+            try:
+                self._apply(kind, when, data)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                history.unreadable_lines += 1
+        history.intervals += self._open.values()
+        history.intervals.sort(key=lambda one: (one.start, one.node))
+        if history.code is not None and history.generations:
+            self._close_generation(history.end, "")
+        return history
+
+    def _iter_events(self, lines: Iterable[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
+        for line in lines:
+            try:
+                found = take_event(json.loads(line))
+            except (ValueError, RecursionError):
+                found = None
+            if found is None:
+                self._history.unreadable_lines += bool(line.strip())
+            else:
+                yield found
+
+    def _apply(self, kind: str, when: float, data: dict[str, Any]) -> None:
+        history = self._history
+        match kind:
+            case "progress":
+                self._add_progress(when, data)
+            case "exited":
+                self._add_exit(when, data)
+            case "created":
+                history.job, history.run = str(data["job"]), str(data["run"])
+                history.nodes = int(data.get("nodes", 0))
+            case "joined":
+                if len(history.joined) < MAX_NODES:
+                    history.joined.setdefault(str(data["node"]), when)
+                self._end_interval(str(data["node"]), when)
+            case "suspect" | "lost" | "left":
+                self._begin_interval(str(data["node"]), when, kind)
+            case "recovered":
+                self._end_interval(str(data["node"]), when)
+            case "assigned":
+                self._close_generation(when, "")
+                nodes = tuple((str(name), int(first), int(n)) for name, first, n in data["nodes"])
+                history.generations.append(
+                    Generation(int(data["generation"]), when, nodes[:MAX_NODES])
+                )
+            case "started":
+                if history.generations:
+                    history.generations[-1].started_at = when
+            case "restarting" | "gathering":
+                self._close_generation(when, str(data.get("reason", "")))
+            case "hang":
+                text = data.get("text") or f"rank {data.get('rank')}: {data.get('reason', '')}"
+                _append(history.hangs, str(text))
+            case "warning":
+                _append(history.warnings, str(data.get("text", "")))
+            case "verdict":
+                history.code = int(data.pop("code"))
+                history.reason = str(data.pop("reason", ""))
+                history.cause = data
+
+    def _add_progress(self, when: float, data: dict[str, Any]) -> None:
+        history = self._history
+        step, most = int(data.get("step", -1)), int(data.get("most", data.get("step", -1)))
+        history.saved = max(history.saved, int(data.get("saved", -1)))
+        if step < 0:
+            return
+        if most > step and "rank" in data:
+            rank = int(data["rank"])
+            history.slowest[rank] = history.slowest.get(rank, 0) + 1
+        if history.generations:
+            generation = history.generations[-1]
+            first = generation.steps[0] if generation.steps else step
+            generation.steps = (first, step)
+        self._skipped += 1
+        if self._skipped < self._stride:
+            return
+        self._skipped = 0
+        history.points.append(ProgressPoint(when, step, most))
+        if len(history.points) >= 2 * MAX_POINTS:
+            del history.points[1::2]
+            self._stride *= 2
+
+    def _add_exit(self, when: float, data: dict[str, Any]) -> None:
+        code = int(data["code"])
+        if not code or data.get("how") == "stopped":
+            return
+        history = self._history
+        history.failure_count += 1
+        if len(history.failures) < MAX_FAILURES:
+            history.failures.append(
+                WorkerExit(
+                    when,
+                    int(data.get("generation", 0)),
+                    int(data["rank"]),
+                    str(data.get("node", "")),
+                    code,
+                    str(data.get("cause", "")),
+                )
+            )
+
+    def _close_generation(self, when: float, reason: str) -> None:
+        if self._history.generations:
+            last = self._history.generations[-1]
+            if last.ended_at is None:
+                last.ended_at, last.end = when, reason
+
+    def _begin_interval(self, node: str, when: float, kind: str) -> None:
+        self._end_interval(node, when)
+        if len(self._open) + len(self._history.intervals) < MAX_STALLS:
+            what = "silent" if kind == "suspect" else kind
+            self._open[node] = Interval(node, when, None, what)
+
+    def _end_interval(self, node: str, when: float) -> None:
+        found = self._open.pop(node, None)
+        if found is not None:
+            self._history.intervals.append(Interval(node, found.start, when, found.what))
+
+
+def _append(texts: list[str], text: str) -> None:
+    if len(texts) < MAX_TEXTS and text not in texts[-3:]:
+        texts.append(text)

@@ -1,0 +1,229 @@
+"""
+The page of a report: verdict first, then the cause, then what happened when.
+
+No script, no external reference; a Content-Security-Policy says so to the browser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pdrun.text import plural
+from pdrun.ui.report.history import Generation, JobHistory
+from pdrun.ui.report.svg import MAX_ROWS, format_seconds, render_curve, render_timeline
+from pdrun.ui.report.text import clean_block, clean_line
+
+MAX_SLOW_RANKS = 10
+MAX_GENERATIONS = 100
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { padding: .7rem 1rem; border-left: .4rem solid #6b7280; background: #f3f4f6; }
+.verdict.done { border-color: #15803d; } .verdict.failed { border-color: #b91c1c; }
+pre { background: #f3f4f6; padding: .7rem 1rem; overflow-x: auto; font-size: 12.5px; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1rem .15rem 0;
+  vertical-align: top; } td:not(:last-child) { white-space: nowrap; }
+th { color: #4b5563; font-weight: 600; }
+svg { max-width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg text { fill: #4b5563; } svg .name { text-anchor: end; dominant-baseline: middle; }
+svg .grid { stroke: #e5e7eb; } svg .g0 { fill: #60a5fa; } svg .g1 { fill: #2563eb; }
+svg .silent { fill: #f59e0b; } svg .lost { fill: #b91c1c; } svg .left { fill: #9ca3af; }
+svg .failure { fill: #b91c1c; stroke: #fff; }
+svg polyline { fill: none; stroke-width: 1.5; } svg .step { stroke: #2563eb; }
+svg .most { stroke: #9ca3af; }
+.key { color: #4b5563; font-size: 13px; }
+@media (prefers-color-scheme: dark) { body { background: #111827; color: #e5e7eb; }
+  .verdict, pre { background: #1f2937; } svg .grid { stroke: #374151; }
+  svg text, th, .key { fill: #9ca3af; color: #9ca3af; } }
+"""
+
+
+@dataclass(frozen=True)
+class LogTail:
+    """The last lines of a worker's log."""
+
+    rank: int
+    name: str
+    """Of the file."""
+    text: str
+
+
+def render_page(history: JobHistory, tails: Sequence[LogTail] = ()) -> str:
+    """
+    Return the report as HTML.
+
+    Args:
+        history: what `read_history` returned.
+        tails: last lines of the failed workers' logs.
+    """
+    title = clean_line(f"{history.job or 'job'} {history.run}")
+    sections = [
+        *_render_head(history),
+        *_render_cause(history, tails),
+        *_render_timeline_section(history),
+        *_render_progress(history),
+        *_render_generations(history.generations),
+        *_render_texts("Hangs", history.hangs),
+        *_render_texts("Warnings", history.warnings),
+    ]
+    body = "\n".join(sections)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _render_head(history: JobHistory) -> Iterator[str]:
+    yield f"<h1>{clean_line(history.job or 'job')}</h1>"
+    code = history.code
+    if code is None:
+        style, verdict = "", "no verdict in the log: the job is running, or its scheduler was lost"
+    elif code == 0:
+        style, verdict = "done", "done"
+    else:
+        style, verdict = "failed", f"failed with exit code {code}"
+    reason = f": {clean_line(history.reason)}" if history.reason and code else ""
+    yield f'<p class="verdict {style}"><strong>{verdict}</strong>{reason}</p>'
+    first = history.generations[0] if history.generations else None
+    last = history.generations[-1] if history.generations else None
+    workers = sum(count for _, _, count in last.nodes) if last else 0
+    rows = [
+        ("run", history.run),
+        ("began", _format_time(history.begin)),
+        ("time", format_seconds(history.end - history.begin)),
+        (
+            "size",
+            f"{plural(workers, 'worker')} on {plural(len(last.nodes), 'node')}" if last else "",
+        ),
+        ("restarts", str(len(history.generations) - 1) if len(history.generations) > 1 else ""),
+        ("meeting", _format_meeting(history, first)),
+        ("last step", f"{history.points[-1].step:,}" if history.points else ""),
+        ("saved step", f"{history.saved:,}" if history.saved >= 0 else ""),
+        ("damaged lines", str(history.unreadable_lines) if history.unreadable_lines else ""),
+    ]
+    yield _render_table((), [row for row in rows if row[1]])
+
+
+def _format_meeting(history: JobHistory, first: Generation | None) -> str:
+    """Return how long the nodes took to meet, and which came last."""
+    if first is None or not history.joined:
+        return ""
+    name, when = max(history.joined.items(), key=lambda item: item[1])
+    text = format_seconds(first.assigned_at - history.begin)
+    if len(history.joined) > 1 and when <= first.assigned_at:
+        text += f", last {name} after {format_seconds(when - history.begin)}"
+    return text
+
+
+def _format_time(when: float) -> str:
+    if not when:
+        return ""
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _render_cause(history: JobHistory, tails: Sequence[LogTail]) -> Iterator[str]:
+    if not history.failures and not tails:
+        return
+    yield "<h2>What failed</h2>"
+    rows = [
+        (
+            format_seconds(failure.time - history.begin),
+            f"rank {failure.rank}",
+            failure.node,
+            f"exit code {failure.code}",
+            failure.cause,
+        )
+        for failure in history.failures
+    ]
+    yield _render_table(("after", "worker", "node", "end", "cause"), rows)
+    hidden = history.failure_count - len(history.failures)
+    if hidden > 0:
+        yield f"<p>{plural(hidden, 'further failed worker')}.</p>"
+    for tail in tails:
+        yield f"<h2>Last lines of rank {tail.rank}</h2>"
+        yield f'<p class="key">{clean_line(tail.name)}</p>'
+        yield f"<pre>{clean_block(tail.text)}</pre>"
+
+
+def _render_timeline_section(history: JobHistory) -> Iterator[str]:
+    if not history.generations and not history.joined:
+        return
+    yield "<h2>Nodes over time</h2>"
+    yield render_timeline(history)
+    yield (
+        '<p class="key">Blue: a generation of workers. Amber: the node did not answer. Red: it was '
+        "lost. Grey: it left. Dots: failed workers.</p>"
+    )
+    count = len(history.joined)
+    if count > MAX_ROWS:
+        yield f'<p class="key">{MAX_ROWS} of {count} nodes: those with trouble first.</p>'
+
+
+def _render_progress(history: JobHistory) -> Iterator[str]:
+    curve = render_curve(history.points, history.begin, history.end)
+    if not curve:
+        return
+    yield "<h2>Steps</h2>"
+    yield curve
+    rate = _step_rate(history)
+    text = f"Blue: the slowest worker, grey: the fastest. {rate}".strip()
+    yield f'<p class="key">{text}</p>'
+    slow = sorted(history.slowest.items(), key=lambda item: (-item[1], item[0]))[:MAX_SLOW_RANKS]
+    if slow:
+        yield "<h2>Slowest workers</h2>"
+        rows = [(f"rank {rank}", f"{count:,}") for rank, count in slow]
+        yield _render_table(("worker", "times behind"), rows)
+
+
+def _step_rate(history: JobHistory) -> str:
+    """Return the rate of the last generation with steps."""
+    last = history.points[-1]
+    begin = max(
+        (one.assigned_at for one in history.generations if one.assigned_at <= last.time),
+        default=history.begin,
+    )
+    points = [point for point in history.points if point.time >= begin]
+    seconds = points[-1].time - points[0].time
+    steps = points[-1].step - points[0].step
+    if seconds <= 0 or steps <= 0:
+        return ""
+    return f"Last generation: {steps / seconds:.3g} steps per second."
+
+
+def _render_generations(generations: Sequence[Generation]) -> Iterator[str]:
+    if len(generations) < 2:
+        return
+    yield "<h2>Generations</h2>"
+    rows = []
+    for one in generations[-MAX_GENERATIONS:]:
+        steps = f"{one.steps[0]:,} to {one.steps[1]:,}" if one.steps else ""
+        lasted = ""
+        if one.started_at is not None and one.ended_at is not None:
+            lasted = format_seconds(one.ended_at - one.started_at)
+        rows.append((str(one.number), plural(len(one.nodes), "node"), lasted, steps, one.end))
+    yield _render_table(("", "nodes", "lasted", "steps", "ended by"), rows)
+
+
+def _render_texts(title: str, texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        yield f"<h2>{title}</h2>"
+        yield from (f"<pre>{clean_block(text)}</pre>" for text in texts)
+
+
+def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["<table>"]
+    if head:
+        lines.append("<tr>" + "".join(f"<th>{clean_line(cell)}</th>" for cell in head) + "</tr>")
+    for row in rows:
+        first, *rest = row
+        cells = "".join(f"<td>{clean_line(cell)}</td>" for cell in rest)
+        tag = "td" if head else "th"
+        lines.append(f"<tr><{tag}>{clean_line(first)}</{tag}>{cells}</tr>")
+    return "\n".join([*lines, "</table>"])

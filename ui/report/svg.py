@@ -1,0 +1,175 @@
+"""
+Pictures of a report, as SVG: the timeline of the nodes, and the curve of the steps.
+
+Coordinates are rounded to a tenth of a pixel, so that equal logs give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdrun.text import natural_key
+from pdrun.ui.report.history import Interval, JobHistory, ProgressPoint
+from pdrun.ui.report.text import clean_line
+
+WIDTH = 960
+LEFT = 150
+"""Pixels of the names left of a picture."""
+ROW = 18
+CURVE_HEIGHT = 220
+MAX_ROWS = 64
+"""Nodes in the timeline; beyond them only those out of the ordinary."""
+_TICKS = 6
+
+
+@dataclass(frozen=True)
+class TimeAxis:
+    """Wall clock to pixels."""
+
+    begin: float
+    end: float
+
+    def place(self, when: float) -> float:
+        """Return the x coordinate of a time."""
+        span = max(self.end - self.begin, 1e-3)
+        inside = min(max(when, self.begin), self.end)
+        return LEFT + (inside - self.begin) / span * (WIDTH - LEFT - 10)
+
+    def render(self, height: float) -> Iterable[str]:
+        """Yield grid lines with the seconds since the begin."""
+        span = max(self.end - self.begin, 1e-3)
+        for index in range(_TICKS + 1):
+            when = self.begin + span * index / _TICKS
+            x = _number(self.place(when))
+            yield f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{_number(height)}"/>'
+            label = format_seconds(span * index / _TICKS)
+            anchor = "end" if index == _TICKS else "start" if index == 0 else "middle"
+            y = _number(height + 14)
+            yield f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>'
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people: ``0.8 s``, ``1 min 5 s``, ``2 h 3 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s".replace(".0 s", " s")
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3_600:
+        return f"{whole // 60} min {whole % 60} s".replace(" 0 s", "")
+    return f"{whole // 3_600} h {whole % 3_600 // 60} min".replace(" 0 min", "")
+
+
+def render_timeline(history: JobHistory) -> str:
+    """
+    Return the timeline: a row per node, a bar per generation, marks for silence, loss and failure.
+
+    Of more than `MAX_ROWS` nodes, those that failed or fell silent are shown first.
+    """
+    axis = TimeAxis(history.begin, history.end)
+    names = choose_rows(history)
+    rows = {name: index for index, name in enumerate(names)}
+    height = len(names) * ROW
+    parts = list(axis.render(height))
+    for name, index in rows.items():
+        label = f'<text class="name" x="{LEFT - 6}" y="{_number(index * ROW + ROW / 2)}">'
+        parts.append(f"{label}{clean_line(name[:60])}</text>")
+    for generation in history.generations:
+        begin = generation.started_at or generation.assigned_at
+        end = history.end if generation.ended_at is None else generation.ended_at
+        for name, first, workers in generation.nodes:
+            if name in rows:
+                title = f"generation {generation.number}, ranks {first} to {first + workers - 1}"
+                style = f"generation g{generation.number % 2}"
+                parts.append(_bar(axis, rows[name], begin, end, style, title))
+    for one in history.intervals:
+        if one.node in rows:
+            end = history.end if one.end is None else one.end
+            parts.append(_bar(axis, rows[one.node], one.start, end, one.what, _describe(one, end)))
+    for failure in history.failures:
+        if failure.node in rows:
+            x, y = axis.place(failure.time), rows[failure.node] * ROW + ROW / 2
+            title = f"rank {failure.rank} failed: exit code {failure.code}"
+            parts.append(
+                f'<circle class="failure" cx="{_number(x)}" cy="{_number(y)}" r="4">'
+                f"<title>{clean_line(title)}</title></circle>"
+            )
+    return _picture(parts, height + 20)
+
+
+def choose_rows(history: JobHistory) -> list[str]:
+    """Return the nodes of the timeline, in the natural order of their names."""
+    names = list(history.joined)
+    for generation in history.generations:
+        names += [name for name, _, _ in generation.nodes]
+    names = sorted(dict.fromkeys(names), key=natural_key)
+    if len(names) <= MAX_ROWS:
+        return names
+    special = {failure.node for failure in history.failures}
+    special |= {one.node for one in history.intervals}
+    chosen = [name for name in names if name in special][:MAX_ROWS]
+    usual = [name for name in names if name not in special]
+    kept = {*chosen, *usual[: MAX_ROWS - len(chosen)]}
+    return [name for name in names if name in kept]
+
+
+def render_curve(points: Sequence[ProgressPoint], begin: float, end: float) -> str:
+    """Return the curve of the slowest worker's step over time; empty with fewer than two points."""
+    if len(points) < 2:
+        return ""
+    axis = TimeAxis(begin, end)
+    low, high = min(p.step for p in points), max(p.most for p in points)
+    span = max(high - low, 1)
+
+    def y_of(step: int) -> float:
+        return CURVE_HEIGHT - 5 - (step - low) / span * (CURVE_HEIGHT - 10)
+
+    parts = list(axis.render(CURVE_HEIGHT))
+    for step in sorted({low, low + span // 2, high}):
+        y = _number(y_of(step))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="name" x="{LEFT - 6}" y="{y}">{step:,}</text>')
+    for style, values in (
+        ("most", [(p.time, p.most) for p in points]),
+        ("step", [(p.time, p.step) for p in points]),
+    ):
+        for part in split_at_falls(values):
+            line = " ".join(f"{_number(axis.place(when))},{_number(y_of(n))}" for when, n in part)
+            parts.append(f'<polyline class="{style}" points="{line}"/>')
+    return _picture(parts, CURVE_HEIGHT + 20)
+
+
+def split_at_falls(values: Sequence[tuple[float, int]]) -> list[list[tuple[float, int]]]:
+    """Return a curve in parts: after a restart the steps begin again further down."""
+    parts: list[list[tuple[float, int]]] = []
+    for when, number in values:
+        if not parts or number < parts[-1][-1][1]:
+            parts.append([])
+        parts[-1].append((when, number))
+    return parts
+
+
+def _describe(one: Interval, end: float) -> str:
+    text = f"{one.what} for {format_seconds(end - one.start)}"
+    return text if one.what == "silent" else one.what
+
+
+def _bar(axis: TimeAxis, row: int, begin: float, end: float, style: str, title: str) -> str:
+    x = axis.place(begin)
+    width = max(axis.place(end) - x, 1.0)
+    return (
+        f'<rect class="{style}" x="{_number(x)}" y="{row * ROW + 3}" width="{_number(width)}" '
+        f'height="{ROW - 6}"><title>{clean_line(title)}</title></rect>'
+    )
+
+
+def _picture(parts: Iterable[str], height: float) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {_number(height)}" width="{WIDTH}" role="img">\n{body}\n</svg>'
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

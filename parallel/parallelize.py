@@ -18,6 +18,7 @@ from torch import nn
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
+from pdrun.parallel.auto.inputs import ParallelChoices, PlannedCall, resolve_choices
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler.compile import check_combination, compile_modules
 from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
@@ -56,8 +57,8 @@ def parallelize(
     optimizer: Any,
     loss: LossFunction | None = None,
     *,
-    mesh: Mesh | None = None,
-    strategy: Cutter | None = None,
+    mesh: Mesh | str | None = None,
+    strategy: Cutter | str | None = None,
     pipeline: PipelineCutter | None = None,
     context: SequenceCutter | None = None,
     sample: Any = None,
@@ -98,8 +99,11 @@ def parallelize(
             parameters, or an optimizer of them.
         loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None if the model
             returns that.
-        mesh: the devices; default: all of them on the data axis.
-        strategy: shards operators over the tensor axes of the mesh.
+        mesh: the devices; default: all of them on the data axis. "auto" searches the degrees,
+            and what else a plan decides: optimizer_level, gather, accumulate, recompute and
+            pipeline. A plan file gives them. Arguments that are not at their default are fixed.
+        strategy: shards operators over the tensor axes of the mesh; "auto": as a search chooses
+            (`pdrun.Auto`), or a plan file.
         pipeline: cuts the model into stages over pp, and defines their schedule.
         context: lets attention see full sequences if each rank along cp has a part.
         sample: a batch, for a strategy that needs shapes.
@@ -153,28 +157,41 @@ def parallelize(
         UsageError: an argument is wrong, or the result could not equal that of one process; gives
             the reason.
     """
+    choices = ParallelChoices(
+        mesh,
+        strategy,
+        pipeline,
+        optimizer_level,
+        shard_group,
+        accumulate,
+        copies,
+        gather,
+        recompute,
+    )
+    call = PlannedCall(model, optimizer, sample, precision, forward)
+    choices = resolve_choices(choices, call, lambda: init_process().world_size)
     arguments = Arguments(
         model=model,
         optimizer=optimizer,
         loss=loss,
-        mesh=mesh,
-        strategy=strategy,
-        pipeline=pipeline,
+        mesh=choices.mesh,
+        strategy=choices.strategy,
+        pipeline=choices.pipeline,
         context=context,
         sample=sample,
         forward=forward,
         scheduler=scheduler,
-        optimizer_level=optimizer_level,
-        shard_group=shard_group,
+        optimizer_level=choices.optimizer_level,
+        shard_group=choices.shard_group,
         threshold=threshold,
         units=units,
-        accumulate=accumulate,
-        copies=copies,
+        accumulate=choices.accumulate,
+        copies=choices.copies,
         clip=clip,
         norm=norm,
-        gather=gather,
+        gather=choices.gather,
         gradients_mean=gradients_mean,
-        recompute=recompute,
+        recompute=choices.recompute,
         compile=compile,
         precision=precision,
         compress=compress,
@@ -192,23 +209,23 @@ def parallelize(
     check_arguments(arguments)
     job = init_process()
     torch_compat.destroy_unused_groups()
-    mesh = mesh or solve_mesh(job.world_size, {"dp": -1})
-    check_mesh(arguments, mesh, job.world_size)
-    settings = build_settings(arguments, mesh, torch.device(job.device))
-    slicing = replace(parse_batch_slicing(dataset_strategy, mesh.dp), forward=forward)
+    devices = arguments.mesh or solve_mesh(job.world_size, {"dp": -1})
+    check_mesh(arguments, devices, job.world_size)
+    settings = build_settings(arguments, devices, torch.device(job.device))
+    slicing = replace(parse_batch_slicing(dataset_strategy, devices.dp), forward=forward)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
-    agreement.check_equal(_describe_arguments(arguments, mesh, settings, slicing).items())
+    agreement.check_equal(_describe_arguments(arguments, devices, settings, slicing).items())
     with (
         claim_model(model) as begin_partitioning,
         _serve_weights(model, servers, torch.device(job.device)) as served,
     ):
-        prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
+        prepared = prepare_model(arguments, devices, settings, job, agreement, seconds)
         begin_partitioning()
-        cuts = PartitionSpec(strategy, pipeline, context, sample, forward)
+        cuts = PartitionSpec(arguments.strategy, arguments.pipeline, context, sample, forward)
         partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
         state = _build_state(
-            arguments, mesh, settings, slicing, job, agreement, prepared, partitioned
+            arguments, devices, settings, slicing, job, agreement, prepared, partitioned
         )
         if served is not None:
             served.connect_servers(seed, seconds)

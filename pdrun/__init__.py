@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.errors import RendezvousError as RendezvousError
     from pdrun.errors import UsageError as UsageError
     from pdrun.launcher.function.launch import launch as launch
+    from pdrun.parallel.auto.auto import Auto as Auto
+    from pdrun.parallel.auto.degrees.planner import PlanReport as PlanReport
+    from pdrun.parallel.auto.degrees.planner import plan_of as plan_of
     from pdrun.parallel.comm.mesh import mesh as mesh
     from pdrun.parallel.context_parallel.context import ContextParallel as ContextParallel
     from pdrun.parallel.context_parallel.context import positions as positions
@@ -67,6 +70,9 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "Auto": "pdrun.parallel.auto.auto",
+    "PlanReport": "pdrun.parallel.auto.degrees.planner",
+    "plan_of": "pdrun.parallel.auto.degrees.planner",
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.startup.init",
     "Cut": "pdrun.parallel.operators.strategy",

@@ -60,7 +60,7 @@ COMMAND_HINTS = {
     **dict.fromkeys(("launch", "start", "exec"), "use pdrun [OPTIONS] SCRIPT"),
     **dict.fromkeys(("info", "explain", "detect", "check"), "use pdrun env"),
     **dict.fromkeys(("ranktable", "hccl", "rank_table"), "use pdrun rank-table"),
-    **dict.fromkeys(("plan", "dryrun", "dry-run"), "use pdrun --dry-run SCRIPT"),
+    **dict.fromkeys(("dryrun", "dry-run"), "use pdrun --dry-run SCRIPT"),
     "version": "use pdrun --version",
     "help": "for help use pdrun --help, or pdrun COMMAND --help",
     "convert": "use pdrun translate, or pdrun checkpoint",
@@ -203,6 +203,18 @@ def _load_rank_table() -> click.Command:
     return rank_table_group()
 
 
+def _load_plan() -> click.Command:
+    from pdrun.launcher.cli.plan import plan_command
+
+    return plan_command()
+
+
+def _load_doctor() -> click.Command:
+    from pdrun.launcher.cli.plan import doctor_command
+
+    return doctor_command()
+
+
 def _load_checkpoint() -> click.Command:
     from pdrun.launcher.cli.checkpoint import checkpoint_group
 
@@ -269,6 +281,8 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "translate": _load_translate,
     "rank-table": _load_rank_table,
     "checkpoint": _load_checkpoint,
+    "plan": _load_plan,
+    "doctor": _load_doctor,
     "slurm": _load_slurm,
     "k8s": _load_k8s,
     "mpirun": _load_mpirun,

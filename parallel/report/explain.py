@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
+from pdrun.parallel.auto.plan_file import PLAN_FORMAT
+from pdrun.parallel.auto.predict import describe_prediction
 from pdrun.parallel.model.weights import MIB, tied_names
+from pdrun.parallel.operators.compiler import find_engine
+from pdrun.parallel.pipeline.runner import PipelineRunner
+from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS
 from pdrun.parallel.report import memory
 from pdrun.parallel.report.placement import weight_layouts
 from pdrun.parallel.report.traffic import describe_traffic
@@ -29,8 +35,13 @@ GATHER_TEXTS = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The placement of everything: plain data, the same on every rank of a pipeline's stage."""
+    """
+    The placement of everything: plain data, the same on every rank of a pipeline's stage.
 
+    ``mesh="plan.json", strategy="plan.json"`` of `parallelize` makes the same run from its file.
+    """
+
+    format: int
     mesh: dict[str, int]
     """Degrees of all axes, outer to inner."""
     level: int
@@ -54,6 +65,16 @@ class RunPlan:
     """
     shared: dict[str, tuple[int, ...]]
     """Weights that several stages have, and these stages."""
+    options: dict[str, Any]
+    """Arguments of `parallelize` that are not at their default."""
+    pipeline: dict[str, Any] | None
+    """Arguments of `pdrun.Pipeline`."""
+    operators: dict[str, Any] | None
+    """The layouts of every operator (`plan_entries`); None without `pdrun.Operators`."""
+    stored: dict[str, Any]
+    """Weights that are stored in another layout than their first use needs."""
+    gather_results: bool
+    """See `pdrun.Operators`."""
 
     def to_json(self) -> str:
         """Return the plan as indented JSON."""
@@ -90,7 +111,14 @@ def build_plan(state: RunState) -> RunPlan:
     gather = None
     if settings.level == 3:
         gather = settings.gather
+    operators, stored, gather_results = None, {}, True
+    engine = find_engine(state.model)
+    if engine is not None and engine.first_plan is not None:
+        operators = describe_operators(engine.first_plan)
+        stored = describe_stored(engine.first_plan)
+        gather_results = engine.gather
     return RunPlan(
+        PLAN_FORMAT,
         mesh,
         settings.level,
         settings.shard_group,
@@ -104,7 +132,50 @@ def build_plan(state: RunState) -> RunPlan:
         alone,
         tiles,
         {weight.name: weight.stages for weight in state.engine.weights if weight.stages},
+        _describe_options(state),
+        _describe_pipeline(state, engine is not None),
+        operators,
+        stored,
+        gather_results,
     )
+
+
+def _describe_options(state: RunState) -> dict[str, Any]:
+    """Return the arguments of `parallelize` that a plan decides and that are not defaults."""
+    settings = state.settings
+    is_staged = isinstance(state.driver, PipelineRunner)
+    found: dict[str, Any] = {}
+    if settings.level:
+        found["optimizer_level"] = settings.level
+    if settings.level and settings.shard_group != state.mesh.dp * state.mesh.cp:
+        found["shard_group"] = settings.shard_group
+    if settings.accumulate // state.copies > 1 and not is_staged:
+        found["accumulate"] = settings.accumulate // state.copies
+    if state.copies > 1:
+        found["copies"] = state.copies
+    if settings.level == 3:
+        found["gather"] = settings.gather
+    if state.recompute:
+        found["recompute"] = state.recompute
+    return found
+
+
+def _describe_pipeline(state: RunState, has_operators: bool) -> dict[str, Any] | None:
+    """Return the arguments of `pdrun.Pipeline` that make the same stages; None without stages."""
+    runner = state.driver
+    if not isinstance(runner, PipelineRunner):
+        return None
+    schedule, split = runner.schedule, runner.stages.split
+    found: dict[str, Any] = {
+        "microbatches": schedule.microbatch_count,
+        "schedule": schedule.name if schedule.name in DEFAULT_CHUNKS else str(schedule),
+        "stages": dict(split.unit_stages),
+    }
+    if schedule.name == "interleaved":
+        found["chunks"] = schedule.stage_count // schedule.rank_count
+    if split.loose_weights and not has_operators:
+        found["shared"] = {name: list(stages) for name, stages in split.loose_weights.items()}
+    return found
 
 
 def explain_run(state: RunState, batch: Any = None) -> str:
@@ -123,6 +194,9 @@ def explain_run(state: RunState, batch: Any = None) -> str:
             f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
         )
     lines.append(describe_traffic(state))
+    engine = find_engine(state.model)
+    if engine is not None and engine.first_plan is not None:
+        lines.append(describe_prediction(engine.first_plan))
     estimate = str(memory.estimate_memory(state, batch))
     if state.mesh.pp > 1:
         estimate += "; activations are not counted: this is a stage"

@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.clients.member import DynamicMember
 
 
+PLAN_VARIABLE = "PDRUN_PLAN"
+"""
+Set by ``pdrun plan``: this process is rank 0 of a job that does not exist, and makes no group.
+"""
+
+
 @dataclass(frozen=True)
 class Context:
     """The result of `init`. Counts are at least 1, ranks and indices at least 0."""
@@ -149,7 +155,7 @@ def init(
         _process.pid = os.getpid()
     else:
         _check_same_arguments(_process.context, backend, collective)
-    if group:
+    if group and PLAN_VARIABLE not in os.environ:
         _open_group(_process.context, collective or "", timeout)
     return _process.context
 

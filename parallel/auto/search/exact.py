@@ -9,8 +9,11 @@ difference is a fault of pdrun.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pdrun.errors import PdrunError, UsageError
@@ -52,6 +55,22 @@ def search_exact(problem: SearchProblem, fold: bool = True) -> SearchResult:
     Raises:
         UsageError: the user's layouts allow no plan.
     """
+    with _one_thread():
+        return _search(problem, fold)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one thread: tables are small, and threads that wait for each other take far longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _search(problem: SearchProblem, fold: bool) -> SearchResult:
     count = len(problem.graph.operators)
     builder = NetworkBuilder(problem)
     repetition = find_repetition(problem) if fold else None

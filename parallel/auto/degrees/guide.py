@@ -1,0 +1,129 @@
+"""
+The text of a search over degrees: the table of candidates, and the sentences of a guide.
+
+A sentence compares the chosen plan with the best one on the other side of a border: without a
+feature that it has, or with one that it lacks. Nothing is from a table of model sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdrun.parallel.auto.degrees.outer import OuterResult, PricedChoice
+
+GIB = 2**30
+BACKWARD_FLOPS = 2.0
+"""FLOPs of a backward pass per FLOP of the forward pass."""
+MAX_REFUSED = 6
+"""Refused degrees that are listed."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a plan has or has not."""
+
+    name: str
+    has: Callable[[PricedChoice], bool]
+
+
+FEATURES = (
+    Feature("tensor parallel", lambda one: one.choice.tp > 1),
+    Feature("pipeline stages", lambda one: one.choice.pp > 1),
+    Feature("an optimizer level above 0", lambda one: one.choice.level > 0),
+    Feature("sharded weights (level 3)", lambda one: one.choice.level == 3),
+    Feature("recomputation", lambda one: one.choice.recompute is not None),
+    Feature("several micro-batches", lambda one: one.choice.microbatches > 1),
+)
+
+
+def describe_result(result: OuterResult, top: int = 10) -> str:
+    """Return the table of the best candidates and the sentences about them."""
+    return "\n".join([*_describe_search(result), *_table(result, top), *list_sentences(result)])
+
+
+def _describe_search(result: OuterResult) -> Iterator[str]:
+    request = result.request
+    topology = request.topology
+    guess = ", a guess: pdrun doctor --calibrate measures it" if topology.is_guess else ""
+    yield (
+        f"{request.devices} devices, {request.memory / GIB:.1f} GiB each, {request.rows} rows per"
+        f" step; topology {topology.name}{guess}"
+    )
+    count = len(result.fitting) + len(result.too_large)
+    yield (
+        f"{count} candidates: {len(result.fitting)} fit, {len(result.too_large)} need more memory,"
+        f" {len(result.refused)} degrees refused; {result.solves} searches of operators"
+    )
+
+
+def _table(result: OuterResult, top: int) -> Iterator[str]:
+    yield (
+        "        ms   MFU     GiB   pp  dp  tp  level    recompute  micro-batches     schedule"
+        "     bound by"
+    )
+    for number, one in enumerate(result.fitting[:top], 1):
+        yield f"{number:3} {_row(result, one)}"
+    for one in result.too_large[: max(0, 3 - len(result.fitting))]:
+        yield f"  - {_row(result, one)}, too large"
+    for name, why in list(result.refused.items())[:MAX_REFUSED]:
+        yield f"  - {name}: {why}"
+    if len(result.refused) > MAX_REFUSED:
+        yield f"  - and {len(result.refused) - MAX_REFUSED} more"
+
+
+def _row(result: OuterResult, one: PricedChoice) -> str:
+    choice, cost = one.choice, one.cost
+    level = str(choice.level)
+    if choice.gather is not None:
+        level += f", {choice.gather}"
+    peak = result.request.topology.device.rate_of("bf16").peak
+    if result.request.itemsize == 4:
+        peak = result.request.topology.device.rate_of("fp32").peak
+    flops = result.flops * (1 + BACKWARD_FLOPS) * result.request.rows
+    share = flops / (cost.total * result.request.devices * peak)
+    micro = f"{choice.microbatches} x {choice.rows} rows"
+    return (
+        f"{cost.total * 1e3:6,.0f} {share:5.0%} {cost.peak / GIB:7.1f}  {choice.pp:3} {choice.dp:3}"
+        f" {choice.tp:3}  {level:8} {choice.recompute or 'none':10} {micro:17}"
+        f" {choice.schedule or '-':12} {cost.bound_by}"
+    )
+
+
+def list_sentences(result: OuterResult) -> Iterator[str]:
+    """Yield a sentence per feature: what the best plan on the other side of the border costs."""
+    if not result.fitting:
+        return
+    chosen = result.fitting[0]
+    for feature in FEATURES:
+        has = feature.has(chosen)
+        preposition = "without" if has else "with"
+        others = [one for one in result.fitting if feature.has(one) != has]
+        large = [one for one in result.too_large if feature.has(one) != has]
+        if others:
+            more = others[0].cost.total / chosen.cost.total - 1
+            text = f"{preposition} {feature.name}: {more:+.0%} time"
+            text += f", {others[0].cost.peak / GIB:.1f} GiB"
+        elif large:
+            text = f"{preposition} {feature.name}: needs {large[0].cost.peak / GIB:.1f} GiB"
+        else:
+            continue
+        border = None if has else _border(result, feature)
+        if border is not None:
+            text += f"; it pays where the limit is below {border / GIB:.1f} GiB"
+        yield text
+
+
+def _border(result: OuterResult, feature: Feature) -> int | None:
+    """Return the memory below which the fastest candidate has a feature; None if it never has."""
+    everything = sorted(
+        [*result.fitting, *result.too_large], key=lambda one: (one.cost.total, one.cost.peak)
+    )
+    limit = result.request.memory
+    while True:
+        best = next((one for one in everything if one.cost.peak <= limit), None)
+        if best is None:
+            return None
+        if feature.has(best):
+            return limit
+        limit = best.cost.peak - 1

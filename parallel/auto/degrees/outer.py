@@ -1,0 +1,259 @@
+"""
+The outer search: degrees of pp, dp and tp, optimizer level, recomputation, micro-batches, schedule.
+
+For each tensor degree and number of rows the operators are searched once, on a graph with three
+layers. Every candidate is then arithmetic. A candidate that is not chosen has a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pdrun.errors import UsageError
+from pdrun.parallel.auto.choose import EXACT, choose_plan
+from pdrun.parallel.auto.degrees.condense import RowScaler
+from pdrun.parallel.auto.degrees.memory import TrainingBytes
+from pdrun.parallel.auto.degrees.step_costs import (
+    CHUNKS,
+    PassCost,
+    StepChoice,
+    StepCost,
+    cost_step,
+    count_model_flops,
+    price_parts,
+)
+from pdrun.parallel.auto.prices import PriceList
+from pdrun.parallel.auto.search.problem import SearchProblem
+from pdrun.parallel.auto.topology import Topology
+from pdrun.parallel.layouts.grid import Grid
+
+PLAN_API = "pdrun.plan_of"
+MAX_ROWS_OF_MANY = 8
+"""Rows of one of several passes, up to which a candidate is considered."""
+LEVELS: tuple[tuple[int, str | None], ...] = (
+    (0, None),
+    (1, None),
+    (2, None),
+    (3, "pass"),
+    (3, "step"),
+)
+DEGREE_NAMES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """
+    What is to be planned.
+
+    Attributes:
+        devices: of the job.
+        rows: of a batch over all devices.
+        memory: bytes of a device that a run can use.
+        kinds: bytes per element of a weight.
+        itemsize: bytes of an element of an activation.
+        fixed: degrees, "level" and "microbatches" that are given.
+        recompute: whether recomputation is considered.
+        gather: see `pdrun.Operators`.
+        search: see `pdrun.Auto`.
+    """
+
+    devices: int
+    rows: int
+    topology: Topology
+    memory: int
+    kinds: TrainingBytes = field(default_factory=TrainingBytes)
+    itemsize: int = 4
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    recompute: bool = True
+    gather: bool = True
+    search: str = EXACT
+
+
+@dataclass(frozen=True)
+class PricedChoice:
+    """A candidate with its price."""
+
+    choice: StepChoice
+    cost: StepCost
+
+
+@dataclass
+class OuterResult:
+    """
+    All candidates.
+
+    Attributes:
+        fitting: those that fit into the memory, the fastest first.
+        too_large: those that do not, the smallest first.
+        refused: reason by degrees, for what cannot be.
+        solves: searches of operators.
+        flops: of a forward pass over one row.
+    """
+
+    request: PlanRequest
+    fitting: list[PricedChoice] = field(default_factory=list)
+    too_large: list[PricedChoice] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    solves: int = 0
+    flops: float = 0.0
+
+    @property
+    def chosen(self) -> PricedChoice:
+        """
+        The fastest candidate that fits.
+
+        Raises:
+            UsageError: none fits; names the least memory that one needs.
+        """
+        if self.fitting:
+            return self.fitting[0]
+        if not self.too_large:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(self.refused.items())[:4])
+            raise UsageError(f"no plan is possible: {reasons}", where=PLAN_API)
+        least = self.too_large[0]
+        parts = ", ".join(
+            f"{name} {value / 2**30:.1f}" for name, value in least.cost.memory.items()
+        )
+        what = (
+            f"no plan fits into {self.request.memory / 2**30:.1f} GiB: the smallest needs"
+            f" {least.cost.peak / 2**30:.1f} GiB ({parts})"
+        )
+        hint = "use more devices, fewer rows per batch, or offload="
+        raise UsageError(what, where=PLAN_API, hint=hint)
+
+
+def search_degrees(scaler: RowScaler, request: PlanRequest) -> OuterResult:
+    """Return all candidates of a request."""
+    _check_fixed(request)
+    return _OuterSearch(scaler, request).run()
+
+
+def _check_fixed(request: PlanRequest) -> None:
+    known = (*DEGREE_NAMES, "level", "microbatches")
+    for name, value in request.fixed.items():
+        if name not in known:
+            hint = f"fixed can have {', '.join(known)}"
+            raise UsageError(f"{name} cannot be fixed", where=PLAN_API, hint=hint)
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "level"):
+            raise UsageError(f"{name} must be a count, got {value!r}", where=PLAN_API)
+        if name in DEGREE_NAMES and request.devices % value:
+            what = f"{name}={value} does not divide the {request.devices} devices"
+            raise UsageError(what, where=PLAN_API)
+
+
+class _OuterSearch:
+    """Collects the candidates of one request."""
+
+    def __init__(self, scaler: RowScaler, request: PlanRequest) -> None:
+        self.scaler = scaler
+        self.request = request
+        self.result = OuterResult(request)
+        self._passes: dict[tuple[int, int], PassCost] = {}
+
+    def run(self) -> OuterResult:
+        """Price all candidates."""
+        for choice in self._list_choices():
+            cost = cost_step(
+                choice,
+                self._pass_cost(choice.tp, choice.rows),
+                self.request.kinds,
+                self.request.topology,
+                self.request.itemsize,
+            )
+            priced = PricedChoice(choice, cost)
+            if cost.peak <= self.request.memory:
+                self.result.fitting.append(priced)
+            else:
+                self.result.too_large.append(priced)
+        self.result.fitting.sort(key=lambda one: (one.cost.total, one.cost.peak))
+        self.result.too_large.sort(key=lambda one: (one.cost.peak, one.cost.total))
+        return self.result
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.result.refused.setdefault(name, why)
+
+    def _list_choices(self) -> Iterator[StepChoice]:
+        """Yield what is possible; note a reason for what is not."""
+        request = self.request
+        for pp in self._degrees("pp", request.devices):
+            if pp > 1 and (not self.scaler.layers or self.scaler.layers % pp):
+                why = f"{self.scaler.layers} equal layers do not divide into {pp} stages"
+                self._refuse(f"pp={pp}", why)
+                continue
+            for tp in self._degrees("tp", request.devices // pp):
+                inner = request.topology.levels[0].devices
+                if inner is not None and tp > inner and "tp" not in request.fixed:
+                    self._refuse(f"tp={tp}", f"it spans nodes of {inner} devices")
+                    continue
+                dp = request.devices // pp // tp
+                if request.fixed.get("dp", dp) != dp:
+                    continue
+                if request.rows % dp:
+                    self._refuse(f"dp={dp}", f"{request.rows} rows do not divide by it")
+                    continue
+                yield from self._list_savers(pp, dp, tp)
+
+    def _degrees(self, name: str, count: int) -> list[int]:
+        """Return the degrees of an axis that divide a number of devices."""
+        given = self.request.fixed.get(name)
+        return [
+            degree
+            for degree in range(1, count + 1)
+            if count % degree == 0 and given in (None, degree)
+        ]
+
+    def _list_savers(self, pp: int, dp: int, tp: int) -> Iterator[StepChoice]:
+        """Yield the candidates of some degrees."""
+        request = self.request
+        per_rank = request.rows // dp
+        for count in (d for d in range(1, per_rank + 1) if per_rank % d == 0):
+            rows = per_rank // count
+            if request.fixed.get("microbatches", count) != count:
+                continue
+            if rows > MAX_ROWS_OF_MANY and count > 1:
+                continue  # fewer passes of more rows: the candidate with one pass has most rows
+            if pp > 1 and count < pp:
+                self._refuse(f"pp={pp}, {count} micro-batches", "a stage would have no work")
+                continue
+            for schedule in self._list_schedules(pp, count):
+                for recompute in (None, "full")[: 1 + request.recompute]:
+                    if recompute and (schedule == "zero-bubble" or not self.scaler.layers):
+                        continue
+                    for level, gather in LEVELS:
+                        if request.fixed.get("level", level) != level:
+                            continue
+                        if level and dp == 1:
+                            continue
+                        if level == 3 and pp > 1 and gather == "pass":
+                            continue
+                        yield StepChoice(
+                            pp, dp, tp, level, gather, recompute, count, rows, schedule
+                        )
+
+    def _list_schedules(self, pp: int, count: int) -> list[str | None]:
+        if pp == 1:
+            return [None]
+        found: list[str | None] = ["1f1b", "zero-bubble"]
+        if self.scaler.layers % (pp * CHUNKS["interleaved"]) == 0 and count % pp == 0:
+            found.append("interleaved")
+        return found
+
+    def _pass_cost(self, tp: int, rows: int) -> PassCost:
+        """Return the cost of a pass; the operators are searched once per degree and rows."""
+        key = (tp, rows)
+        if key not in self._passes:
+            graph = self.scaler.graph_of(rows)
+            grid = Grid(("tp",), (tp,))
+            prices = PriceList(graph, grid, self.request.topology)
+            problem = SearchProblem(graph, grid, prices, gather=self.request.gather)
+            plan = choose_plan(problem, self.request.search).plan
+            self.result.solves += tp > 1
+            if not self.result.flops:
+                total = count_model_flops(plan, self.scaler.parts, self.scaler.layers)
+                self.result.flops = total / rows
+            saved = self.scaler.saved_of(rows)
+            self._passes[key] = price_parts(
+                prices, plan, self.scaler.parts, self.scaler.layers, saved
+            )
+        return self._passes[key]

@@ -1,0 +1,237 @@
+"""
+The texts that `parallelize` accepts for ``mesh=`` and ``strategy=``: "auto", or a plan file.
+
+A plan file gives what the call leaves at its default: options, pipeline, strategy and mesh. What
+the call sets has priority. ``mesh="auto"`` chooses the same things by a search.
+
+Under ``pdrun plan`` (variable PDRUN_PLAN) the first call of `parallelize` prints the plan and ends
+the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.auto.auto import Auto
+from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, plan_of
+from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, read_plan
+from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.startup.init import PLAN_VARIABLE
+from pdrun.parallel.zero.optimizer import state_bytes_per_element
+
+AUTO = "auto"
+WHERE = "pdrun.parallelize"
+
+
+@dataclass(frozen=True)
+class ParallelChoices:
+    """The arguments of `parallelize` that a plan or a search can choose, with their defaults."""
+
+    mesh: Any = None
+    strategy: Any = None
+    pipeline: Any = None
+    optimizer_level: Any = 0
+    shard_group: Any = None
+    accumulate: Any = 1
+    copies: Any = 1
+    gather: Any = None
+    recompute: Any = None
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """The other arguments of `parallelize` that a search needs."""
+
+    model: Any
+    optimizer: Any
+    sample: Any
+    precision: Any
+    forward: Any
+
+
+def resolve_choices(
+    choices: ParallelChoices, call: PlannedCall, count_ranks: Callable[[], int]
+) -> ParallelChoices:
+    """
+    Return the choices with objects in place of texts.
+
+    Args:
+        count_ranks: returns the number of devices; joins the job.
+
+    Raises:
+        UsageError: mesh and strategy are different files, or "auto" cannot be combined with an
+            argument.
+        ConfigError: a file is no plan, or does not fit the number of devices.
+    """
+    if PLAN_VARIABLE in os.environ:
+        _print_plan(choices, call, count_ranks())
+    if not (isinstance(choices.mesh, str) or isinstance(choices.strategy, str)):
+        return choices
+    files = dict.fromkeys(
+        value
+        for value in (choices.mesh, choices.strategy)
+        if isinstance(value, str) and value != AUTO
+    )
+    if len(files) > 1:
+        what = f"mesh and strategy must be the same plan file, got {' and '.join(files)}"
+        raise UsageError(what, where=WHERE, hint="one file has both")
+    if choices.mesh == AUTO:
+        if files:
+            what = 'mesh="auto" and a plan file as strategy contradict each other'
+            raise UsageError(what, where=WHERE, hint='mesh and strategy "auto", or both the file')
+        return _search_mesh(choices, call, count_ranks())
+    for path in files:
+        choices = _take_plan(choices, read_plan(path), count_ranks())
+    if choices.strategy == AUTO:
+        choices = replace(choices, strategy=Auto())
+    return choices
+
+
+# ---- plan files -------------------------------------------------------------
+
+
+def _take_plan(choices: ParallelChoices, plan: PlanFile, world: int) -> ParallelChoices:
+    """Return choices in which a plan file gives what has its default."""
+    defaults = {field.name: field.default for field in fields(ParallelChoices)}
+    found: dict[str, Any] = {}
+    if isinstance(choices.mesh, str) or choices.mesh is None:
+        found["mesh"] = plan.make_mesh(world)
+    if (isinstance(choices.strategy, str) and choices.strategy != AUTO) or (
+        choices.strategy is None
+    ):
+        found["strategy"] = plan.make_strategy()
+    mesh: Mesh = found.get("mesh", choices.mesh)
+    if choices.pipeline is None and mesh.pp > 1:
+        found["pipeline"] = plan.make_pipeline()
+    for name in OPTION_NAMES:
+        if name in plan.options and getattr(choices, name) == defaults[name]:
+            found[name] = _read_option(name, plan.options[name])
+    if found.get("pipeline", choices.pipeline) is not None:
+        found.pop("accumulate", None)
+    if mesh.dp * mesh.cp == 1:
+        found.pop("shard_group", None)
+    return replace(choices, **found)
+
+
+def _read_option(name: str, value: Any) -> Any:
+    """Return an option of a plan file; JSON has lists where `parallelize` takes tuples."""
+    is_pair = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
+    if name == "recompute" and is_pair:
+        return (value[0], value[1])
+    return value
+
+
+# ---- searches ---------------------------------------------------------------
+
+
+def _search_mesh(choices: ParallelChoices, call: PlannedCall, world: int) -> ParallelChoices:
+    """Return the choices of the best candidate; what the call sets is fixed."""
+    auto = _require_auto(choices)
+    report = _search_call(choices, call, auto, world)
+    plan = report.plan_file()
+    found = _take_plan(replace(choices, strategy=None, mesh=None), plan, world)
+    strategy = auto if found.mesh.tp > 1 else None
+    return replace(found, strategy=strategy)
+
+
+def _require_auto(choices: ParallelChoices) -> Auto:
+    """Return the strategy that searches; refuse arguments that a search of the mesh replaces."""
+    for name in ("pipeline", "shard_group"):
+        if getattr(choices, name) is not None:
+            what = f'mesh="auto" chooses {name}=, got {getattr(choices, name)!r}'
+            raise UsageError(what, where=WHERE, hint=f"remove {name}=, or give mesh=")
+    if choices.copies != 1:
+        what = f'copies={choices.copies!r} is not supported with mesh="auto"'
+        raise UsageError(what, where=WHERE, hint="give mesh=pdrun.mesh(...)")
+    if choices.strategy in (None, AUTO):
+        return Auto()
+    if isinstance(choices.strategy, Auto) and not choices.strategy.entries:
+        return choices.strategy
+    raise UsageError(
+        'mesh="auto" needs strategy="auto", or pdrun.Auto without entries',
+        where=WHERE,
+        hint="entries name axes of a mesh: give mesh=pdrun.mesh(...)",
+    )
+
+
+def _search_call(
+    choices: ParallelChoices, call: PlannedCall, auto: Auto, world: int, **more: Any
+) -> PlanReport:
+    """Search the degrees for the arguments of a call."""
+    fixed: dict[str, int] = {}
+    if isinstance(choices.mesh, Mesh):
+        fixed = {name: choices.mesh.degree(name) for name in ("pp", "dp", "tp")}
+    if choices.optimizer_level:
+        fixed["level"] = choices.optimizer_level
+    if choices.accumulate != 1:
+        fixed["microbatches"] = choices.accumulate
+    options = {
+        "topology": auto.topology,
+        "gather": auto.gather,
+        "search": auto.search,
+        "fixed": fixed,
+        **more,
+    }
+    if not isinstance(call.model, nn.Module):
+        what = f"model must be a torch.nn.Module, got {type(call.model).__name__}"
+        raise UsageError(what, where=WHERE)
+    return plan_of(
+        call.model,
+        call.sample,
+        devices=world,
+        state_bytes=_count_state_bytes(call.optimizer),
+        precision=call.precision,
+        forward=call.forward,
+        **options,
+    )
+
+
+def _count_state_bytes(optimizer: Any) -> float:
+    """Return the bytes of optimizer state per element, measured on a small tensor."""
+    if callable(optimizer):
+        try:
+            optimizer = optimizer([nn.Parameter(torch.zeros(8))])
+        except Exception:  # it needs the model's own parameters
+            return ADAM_STATE_BYTES
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ADAM_STATE_BYTES
+    return state_bytes_per_element(optimizer, torch.device("cpu"))
+
+
+def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None:
+    """
+    Print the plan that ``pdrun plan`` asks for, and end the script.
+
+    Raises:
+        SystemExit: always, with code 0.
+    """
+    request = json.loads(os.environ[PLAN_VARIABLE])
+    Path(request["reached"]).touch()
+    auto = choices.strategy if isinstance(choices.strategy, Auto) else Auto()
+    more = {
+        name: request[name]
+        for name in ("topology", "memory", "rows", "search")
+        if request.get(name) is not None
+    }
+    if request["fixed"]:
+        more["fixed"] = request["fixed"]
+    report = _search_call(choices, call, auto, world, **more)
+    print(report.describe(request["top"]), flush=True)
+    _ = report.choice  # an error if nothing fits
+    if request.get("save"):
+        try:
+            report.save(request["save"])
+        except OSError as error:
+            raise ConfigError(f"cannot be written: {error}", where=request["save"]) from None
+        path = request["save"]
+        print(f'saved; run it with parallelize(..., mesh="{path}", strategy="{path}")', flush=True)
+    raise SystemExit(0)

@@ -1,0 +1,156 @@
+"""What the ranks of the tests do with automatic plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdrun.parallel.auto import calibrate
+from pdrun.parallel.auto.auto import Auto
+from pdrun.parallel.auto.topology import Topology
+from pdrun.parallel.comm.mesh import mesh
+from pdrun.parallel.operators.compiler import find_engine
+from pdrun.parallel.operators.explain import list_moves
+from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.pipeline.pipeline import Pipeline
+from pdrun.parallel.run import Run
+from pdrun.parallel.startup.init import init
+from pdrun.parallel.tensor.vocab_cross_entropy import cross_entropy
+from tests.parallel.auto.golden_models import Decoder
+from tests.parallel.auto.random_graphs import make_topology
+
+WORDS, LENGTH, ROWS = 96, 16, 4
+TOPOLOGIES: dict[str, Topology] = {
+    "node": make_topology(1e12, 1e12, 1e-7, 1e-7, 2e11),
+    "slow": make_topology(1e15, 1e15, 1e-9, 1e-2, 1e6),
+    "free": make_topology(1e9, 1e12, 1e-7, 1e-9, 1e15),
+}
+
+
+def small_decoder(layers: int = 2, tied: bool = True) -> Decoder:
+    """Return a decoder with the same weights on every rank."""
+    torch.manual_seed(0)
+    return Decoder(layers, 32, WORDS, heads=4, groups=2, wide=48, tied=tied)
+
+
+def batch_of_tokens() -> tuple[Tensor, Tensor]:
+    """Return tokens and labels."""
+    torch.manual_seed(1)
+    data = torch.randint(0, WORDS, (ROWS, LENGTH + 1))
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+def token_loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """Return the sum over tokens, and their number."""
+    return cross_entropy(output, batch[1], reduction="sum"), batch[1].numel()
+
+
+def make_run(**options: Any) -> Run:
+    """Return a run of the small decoder."""
+    layers = options.pop("layers", 2)
+    return parallelize(
+        small_decoder(layers),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        token_loss,
+        sample=batch_of_tokens(),
+        **options,
+    )
+
+
+def verify_search(
+    topology: str, degrees: dict[str, int], search: str, stages: int = 1
+) -> dict[str, Any]:
+    """Run a searched plan against one process; return it with the bytes predicted and counted."""
+    options: dict[str, Any] = {}
+    if stages > 1:
+        options["pipeline"] = Pipeline(microbatches=stages)
+    run = make_run(
+        mesh=mesh(pp=stages, **degrees),
+        strategy=Auto(gather=False, search=search, topology=TOPOLOGIES[topology]),
+        **options,
+    )
+    run.verify([batch_of_tokens()])
+    engine = find_engine(run.model)
+    assert engine is not None
+    assert engine.first_plan is not None
+    moves = list(list_moves(engine.first_plan))
+    return {
+        "plan": run.plan.to_json(),
+        "moves": sum(move.forward_bytes + move.backward_bytes for move in moves),
+    }
+
+
+def save_plan(path: str, topology: str, degrees: dict[str, int], **options: Any) -> None:
+    """Save the plan of a run that a search chose."""
+    if "stages" in options:
+        options["pipeline"] = Pipeline(microbatches=options.pop("stages"))
+        degrees = {"pp": 2, **degrees}
+    run = make_run(
+        mesh=mesh(**degrees),
+        strategy=Auto(gather=False, topology=TOPOLOGIES[topology]),
+        **options,
+    )
+    if run.context.rank == 0:
+        run.plan.save(path)
+
+
+def load_plan(path: str, *, as_mesh: bool = True) -> dict[str, Any]:
+    """Make a run from a plan file, verify it, and return its plan."""
+    run = make_run(mesh=path if as_mesh else None, strategy=path)
+    run.verify([batch_of_tokens()])
+    return dict(json.loads(run.plan.to_json()))
+
+
+def auto_strategy(degrees: dict[str, int]) -> str:
+    """Run ``strategy="auto"`` on the built-in topology, verify, and return its plan."""
+    run = make_run(mesh=mesh(**degrees), strategy="auto")
+    run.verify([batch_of_tokens()])
+    text = run.explain()
+    assert "predicted on cpu, a guess: " in text
+    assert "ms per pass over the sample (computation" in text
+    return run.plan.to_json()
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return a JSON file."""
+    return dict(json.loads(Path(path).read_text()))
+
+
+def auto_mesh() -> str:
+    """Run ``mesh="auto", strategy="auto"``, verify, and return the plan."""
+    strategy = Auto(gather=False, topology=TOPOLOGIES["node"])
+    run = make_run(mesh="auto", strategy=strategy)
+    run.verify([batch_of_tokens()])
+    run.step(batch_of_tokens())
+    return run.plan.to_json()
+
+
+def measure() -> tuple[str, list[str]]:
+    """Measure a topology with small messages and products."""
+    calibrate.REPEATS = 3
+    calibrate.PRODUCT_SIZES = {"": (64, 256), "cpu": (64, 256)}
+    calibrate.COPY_BYTES = {"": 2**22, "cpu": 2**22}
+    calibrate.MESSAGE_BYTES = {"": (2**12, 2**18), "cpu": (2**12, 2**18)}
+    topology, remarks = calibrate.measure_topology(init(), "test")
+    return topology.to_json(), remarks
+
+
+def verify_hybrid(degrees: dict[str, int]) -> dict[str, Any]:
+    """Verify recursive search, stages, optimizer level and recomputation together."""
+    run = make_run(
+        layers=4,
+        mesh=mesh(**degrees),
+        strategy=Auto(search="recursive_programming", gather=False, topology=TOPOLOGIES["free"]),
+        pipeline=Pipeline(microbatches=2),
+        optimizer_level=1,
+        recompute="full",
+    )
+    run.verify([batch_of_tokens()])
+    before = run.step(batch_of_tokens()).loss
+    after = run.step(batch_of_tokens()).loss
+    assert after < before
+    return dict(json.loads(run.plan.to_json()))

@@ -1,0 +1,180 @@
+"""The outer search: degrees, savers, memory, and the text about them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from pdrun.errors import UsageError
+from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
+from pdrun.parallel.auto.degrees.memory import TrainingBytes, list_saved_tensors, resident_bytes
+from pdrun.parallel.auto.degrees.planner import PlanReport, plan_of
+from pdrun.parallel.auto.degrees.step_costs import PartCost, PassCost, StepChoice, cost_step
+from pdrun.parallel.auto.plan_file import parse_plan
+from tests.lib.tiers import thorough
+from tests.parallel.auto.golden_models import Decoder
+from tests.parallel.auto.random_graphs import make_topology
+from tests.parallel.auto.test_goldens import NODE, export_meta
+
+pytestmark = pytest.mark.torch
+
+
+def plan_decoder(devices: int = 4, rows: int = 8, layers: int = 4, **options: Any) -> PlanReport:
+    """Plan a decoder 512 wide; without tensor axes, which take most of the time."""
+    options.setdefault("fixed", {"tp": 1})
+    with torch.device("meta"):
+        model = Decoder(layers, 512, 8000, heads=8, groups=4, wide=2048)
+    tokens = torch.zeros(rows, 256, dtype=torch.long)
+    options.setdefault("topology", "h100x8")
+    return plan_of(model, (tokens, tokens), devices=devices, gather=False, **options)
+
+
+def test_best_candidate_fits_and_is_the_fastest() -> None:
+    report = plan_decoder(memory="400MiB", fixed={})
+    result = report.result
+    assert result.fitting
+    assert result.too_large
+    seconds = [one.cost.total for one in result.fitting]
+    assert seconds == sorted(seconds)
+    assert all(one.cost.peak <= 400 * 2**20 for one in result.fitting)
+    assert all(one.cost.peak > 400 * 2**20 for one in result.too_large)
+    text = str(report)
+    assert text.startswith("4 devices, 0.4 GiB each, 8 rows per step; topology h100x8, a guess")
+    assert f"{len(result.fitting)} fit, {len(result.too_large)} need more memory" in text
+    assert "with tensor parallel:" in text or "without tensor parallel:" in text
+
+
+def test_same_request_gives_the_same_bytes_and_more_memory_is_never_slower() -> None:
+    limits = ("200MiB", "400MiB", "2GiB")
+    reports = [plan_decoder(memory=limit) for limit in limits]
+    seconds = [report.result.chosen.cost.total for report in reports]
+    assert seconds == sorted(seconds, reverse=True)
+    assert plan_decoder(memory=limits[0]).to_json() == reports[0].to_json()
+
+
+def test_twelve_devices_are_planned_as_twelve() -> None:
+    report = plan_decoder(devices=12, rows=24)
+    choice = report.choice
+    assert choice.pp * choice.dp * choice.tp == 12
+    assert {one.choice.dp for one in report.result.fitting} >= {3, 6, 12}
+
+
+def test_what_is_given_is_fixed_and_reaches_the_file() -> None:
+    report = plan_decoder(
+        8, 16, fixed={"tp": 2, "pp": 2, "level": 1, "microbatches": 4}, recompute=False
+    )
+    assert report.choice.options == {"optimizer_level": 1}
+    assert {(one.choice.pp, one.choice.tp) for one in report.result.fitting} == {(2, 2)}
+    plan = parse_plan(json.loads(report.to_json()))
+    pipeline = plan.make_pipeline()
+    assert pipeline is not None
+    assert pipeline.microbatches == 4
+    assert plan.make_mesh(32).dp == 8
+    assert plan.operators is not None
+    assert any(name.startswith("layers.*.") for name in plan.operators)
+
+
+def test_errors_say_what_would_fit_or_what_is_wrong() -> None:
+    with pytest.raises(UsageError, match=r"no plan fits into 0.0 GiB: the smallest needs"):
+        _ = plan_decoder(memory="1MiB").choice
+    with pytest.raises(UsageError, match="tp=3 does not divide the 4 devices"):
+        plan_decoder(fixed={"tp": 3})
+    with pytest.raises(UsageError, match="ep cannot be fixed"):
+        plan_decoder(fixed={"ep": 2})
+
+
+def _one_layer_cost(elements: int = 1000, saved: int = 0) -> PassCost:
+    part = PartCost(1.0, 2.0, elements=elements, saved=saved)
+    return PassCost({HEAD: PartCost(), LAYER: part, TAIL: PartCost()}, 8, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"), [("1f1b", 1.0), ("interleaved", 0.5), ("zero-bubble", 1 / 3)]
+)
+def test_bubble_is_the_closed_form(schedule: str, bubble: float) -> None:
+    """(p - 1) / (m + p - 1) of the time of 1f1b: 1/9 for 2 stages and 8 micro-batches."""
+    choice = StepChoice(2, 1, 1, 0, None, None, 8, 1, schedule)
+    topology = make_topology(1e12, latency=0.0, bandwidth=1e30)
+    cost = cost_step(choice, _one_layer_cost(0), TrainingBytes(), topology, 4)
+    assert cost.seconds["compute"] == pytest.approx(8 * 12)
+    share = cost.seconds["bubble"] / (cost.seconds["compute"] + cost.seconds["bubble"] / bubble)
+    assert share == pytest.approx(bubble / 9)
+
+
+def test_stages_are_chosen_if_nothing_else_fits() -> None:
+    """One row per step: dp=1. Weights of all layers need more than the memory of a device."""
+    report = plan_decoder(
+        devices=4, rows=4, memory="260MiB", fixed={"tp": 1, "dp": 1}, recompute=False
+    )
+    assert report.choice.pp == 4
+    free = plan_decoder(devices=4, rows=4, fixed={"tp": 1, "dp": 1, "pp": 4}, recompute=False)
+    assert free.result.chosen.cost.total <= report.result.chosen.cost.total
+
+
+def test_recomputation_is_chosen_if_activations_do_not_fit() -> None:
+    options: dict[str, Any] = {"devices": 1, "rows": 1, "layers": 8}
+    full = plan_decoder(**options)
+    assert full.choice.recompute is None
+    needed = full.result.chosen.cost.peak
+    small = min(one.cost.peak for one in full.result.fitting)
+    assert small < needed
+    report = plan_decoder(**options, memory=needed - 1)
+    assert report.choice.recompute == "full"
+
+
+def test_saved_tensors_are_those_of_autograd() -> None:
+    """A pass on real tensors holds the same bytes."""
+    model = Decoder(2, 64, 100, heads=4, groups=2, wide=96)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    held: dict[int, int] = {}
+    alive = []
+    params = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in params and saved.is_floating_point():
+            held[storage.data_ptr()] = storage.nbytes()
+            alive.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        model(tokens)
+    small = export_meta(lambda: Decoder(2, 64, 100, heads=4, groups=2, wide=96), tokens.to("meta"))
+    roots = {one.root: one.nbytes for one in list_saved_tensors(small)}
+    assert sum(roots.values()) == pytest.approx(sum(held.values()), rel=0.05)
+
+
+def test_resident_bytes_of_the_levels() -> None:
+    kinds = TrainingBytes(2, 4, 4, 8.0)
+
+    def total(level: int, step: bool = False, accumulates: bool = False) -> int:
+        return sum(resident_bytes(1000, 200, kinds, level, 10, step, accumulates).values())
+
+    assert total(0) == 1000 * (2 + 4 + 4 + 8)
+    assert total(1) == 1000 * 2 + 100 * (4 + 4 + 8) + 200 * 4
+    assert total(2) == total(1)
+    assert total(3) == 100 * (2 + 4 + 4 + 8) + 200 * (2 + 4)
+    assert total(3, step=True) > total(3)
+    assert total(1, accumulates=True) > total(2, accumulates=True)
+
+
+@pytest.mark.parametrize("devices", [thorough(64)])
+def test_llama_on_64_devices(devices: int) -> None:
+    """The case of the benchmark: the best plan trains at more than half of the attained peak."""
+    with torch.device("meta"):
+        model = Decoder(32)
+    tokens = torch.zeros(256, 4096, dtype=torch.long)
+    report = plan_of(
+        model,
+        (tokens,),
+        devices=devices,
+        topology=NODE,
+        memory="72GiB",
+        precision="bf16",
+        gather=False,
+    )
+    assert len(report.result.fitting) > 500
+    assert report.choice.pp == 1

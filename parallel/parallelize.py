@@ -128,7 +128,8 @@ def parallelize(
         clip: largest norm of the gradients of all weights together.
         norm: compute `Metrics.grad_norm` without clipping too.
         gradients_mean: divide gradients by the loss's global count; False: gradients of the sum.
-        recompute: "full", "selective", globs, or (globs, "selective").
+        recompute: "full", "selective", globs, (globs, "selective"), or a dict that can keep
+            results of collectives (see `pdrun.parallel.model.recompute`).
         compile: True, globs, or a dict of torch.compile's options: the modules to compile (see
             `pdrun.parallel.compiler.compile`).
         precision: None, "bf16", "fp16" or a `pdrun.Precision`.

@@ -4,11 +4,13 @@ How the collectives along axes of a mesh are started, counted and awaited.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -19,6 +21,7 @@ from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import shard_range
 
+Parameters = ParamSpec("Parameters")
 MIN_ROW_BYTES = 1 << 18
 """Smallest row that is sent separately."""
 
@@ -122,6 +125,79 @@ class PendingTensor:
             self.works = ()  # torch's handles refer to the tensors
             self.sent = None
         return self.out
+
+
+class KeptResults:
+    """
+    Results of the collectives of one forward pass, which its recomputation uses again.
+
+    The recomputation is the same program: its collectives come in the same order. A result that was
+    changed in place since is not used.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[tuple[torch.Tensor, int]] = []
+        self._next = 0
+        self._is_recording = True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, results of collectives are kept."""
+        with self._as_current(is_recording=True):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, collectives return what was kept and send nothing."""
+        with self._as_current(is_recording=False):
+            yield
+
+    @contextmanager
+    def _as_current(self, *, is_recording: bool) -> Iterator[None]:
+        before = getattr(_kept, "results", None)
+        _kept.results = self
+        self._is_recording = is_recording
+        self._next = 0
+        try:
+            yield
+        finally:
+            _kept.results = before
+
+    def run(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of a collective, kept or computed."""
+        if self._is_recording:
+            result = call()
+            self._results.append((result.detach(), result._version))
+            return result
+        place = self._next
+        self._next += 1
+        if place < len(self._results):
+            result, version = self._results[place]
+            if result._version == version:
+                return result.detach()
+        return call()
+
+
+_kept = threading.local()
+"""``results`` is the `KeptResults` of the forward pass that this thread computes."""
+
+
+def keeps_result(
+    collective: Callable[Concatenate[Any, Parameters], torch.Tensor],
+) -> Callable[Concatenate[Any, Parameters], torch.Tensor]:
+    """Make the result of a method be kept inside of `KeptResults.recording`."""
+
+    @functools.wraps(collective)
+    def run(axis: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> torch.Tensor:
+        if torch.compiler.is_compiling() or axis.size == 1:
+            return collective(axis, *args, **kwargs)
+        results = getattr(_kept, "results", None)
+        if results is None:
+            return collective(axis, *args, **kwargs)
+        made: torch.Tensor = results.run(lambda: collective(axis, *args, **kwargs))
+        return made
+
+    return run
 
 
 class AxisTransport(AxisMembers):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
-from pdrun.parallel.comm.axis_transport import AxisTransport, PendingTensor
+from pdrun.parallel.comm.axis_transport import AxisTransport, PendingTensor, keeps_result
 from pdrun.parallel.comm.p2p_copy import P2PAllGather, P2PCopier, P2PReduceScatter
 
 
@@ -26,6 +26,7 @@ class AxisGroup(AxisTransport):
         """Return itself: a copy of a model uses the same group."""
         return self
 
+    @keeps_result
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the elementwise sum ("sum"), maximum ("max") or minimum ("min") over the ranks."""
         if self.size == 1:
@@ -39,6 +40,7 @@ class AxisGroup(AxisTransport):
         self.run_collective("all_reduce", x, start, result=out)
         return out
 
+    @keeps_result
     def all_gather(self, x: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
         """
         Return the ranks' tensors, concatenated along ``dim``.
@@ -102,6 +104,7 @@ class AxisGroup(AxisTransport):
             full = torch.cat(shards)
         return full.transpose(0, dim).contiguous()
 
+    @keeps_result
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's shard (see `shard_range`) along ``dim`` of the sum over the ranks."""
         if self.size == 1:
@@ -158,6 +161,7 @@ class AxisGroup(AxisTransport):
         low, high = bounds[self.index]
         return out[: high - low].transpose(0, dim).contiguous()
 
+    @keeps_result
     def all_to_all(
         self, x: torch.Tensor, split_dim: int, concat_dim: int, total: int
     ) -> torch.Tensor:

@@ -23,7 +23,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
-from pdrun.parallel.model.recompute import match_modules
+from pdrun.parallel.model.recompute import match_modules, parse_recompute
 from pdrun.parallel.zero.settings import PARALLELIZE, check_globs
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
@@ -110,14 +110,15 @@ def check_combination(
         raise UsageError(
             what, where=PARALLELIZE, hint="recompute the compiled module, or one around it"
         )
-    selective = recompute == "selective" or (
-        isinstance(recompute, tuple) and recompute[1:] == ("selective",)
-    )
-    if selective and any(
+    overlaps = any(
         f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled
-    ):
+    )
+    if overlaps and parse_recompute(recompute).policy == "selective":
         what = "recompute='selective' is not supported in compiled modules: the compiler chooses"
         raise UsageError(what, where=PARALLELIZE, hint="leave recompute= out, or use 'full'")
+    if overlaps and not parse_recompute(recompute).repeats_collectives:
+        what = "mp_comm_recompute=False is not supported in compiled modules"
+        raise UsageError(what, where=PARALLELIZE, hint="leave it out, or compile other modules")
     if splits:
         what = "compile= is not supported with a schedule that defers gradients of weights"
         raise UsageError(what, where=PARALLELIZE, hint="use schedule='1f1b' or 'interleaved'")

@@ -6,15 +6,22 @@ backward pass.
     "selective"                each unit also keeps results of matrix products and attention
     ["blocks.*"]               the modules of these names, in full
     ("blocks.*", "selective")  the modules of these names, with a policy
+    {"modules": "blocks.*", "mp_comm_recompute": False}
+                               results of collectives along tensor axes are kept, not repeated
 
-Dropout masks are the same: see `pdrun.parallel.rng.step_rng`.
+The dict has the keys ``modules`` (a glob or globs; default: units), ``policy`` ("full" or
+"selective") and ``mp_comm_recompute``, MindSpore's name; its default is True.
+
+Caches of keys and values are off (`caches`). Dropout masks are the same: see `pdrun.parallel.rng.step_rng`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +29,8 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.comm.axis_transport import KeptResults
+from pdrun.parallel.model.caches import is_cache, turn_off_caches
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
 
@@ -44,6 +53,18 @@ ATen operators whose results ``selective`` keeps: they take long for the memory 
 """
 
 
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """What is recomputed."""
+
+    policy: str = "full"
+    """"full" or "selective"."""
+    globs: Sequence[str] | None = None
+    """Names of modules; None: units."""
+    repeats_collectives: bool = True
+    """Whether collectives are repeated too; otherwise their results stay in memory."""
+
+
 def apply_recompute(model: nn.Module, value: Any) -> list[str]:
     """
     Make modules recompute; return their names.
@@ -53,27 +74,62 @@ def apply_recompute(model: nn.Module, value: Any) -> list[str]:
     """
     if value is None or value is False or value == "none":
         return []
-    policy, globs = _parse_policy(value)
-    names = find_units(model, None) if globs is None else match_modules(model, globs, API_NAME)
+    policy = parse_recompute(value)
+    if policy.globs is None:
+        names = find_units(model, None)
+    else:
+        names = match_modules(model, policy.globs, API_NAME)
+    if names:
+        turn_off_caches(model)
     for name in names:
         wrap_forward(model.get_submodule(name), functools.partial(_wrap_checkpoint, policy=policy))
     return names
 
 
-def _parse_policy(value: Any) -> tuple[str, Sequence[str] | None]:
+def parse_recompute(value: Any) -> RecomputePolicy:
+    """
+    Return the meaning of ``recompute=``.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    if isinstance(value, Mapping):
+        return _parse_dict(value)
     if value is True or value in ("full", "selective"):
-        return ("full" if value is True else value), None
+        return RecomputePolicy("full" if value is True else value)
     if isinstance(value, tuple) and len(value) == 2 and value[1] in ("full", "selective"):
-        globs = [value[0]] if isinstance(value[0], str) else list(value[0])
-        return value[1], globs
-    if (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(glob, str) for glob in value)
-    ):
-        return "full", list(value)
-    what = "recompute must be 'full', 'selective', a list of globs or (globs, 'selective')"
-    raise UsageError(f"{what}, got {value!r}", where=API_NAME)
+        return RecomputePolicy(value[1], _parse_globs(value[0]))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return RecomputePolicy("full", _parse_globs(value))
+    raise _refuse(value)
+
+
+def _parse_dict(value: Mapping[str, Any]) -> RecomputePolicy:
+    keys = ("modules", "policy", "mp_comm_recompute")
+    for key in value:
+        if key not in keys:
+            hint = did_you_mean(str(key), keys)
+            raise UsageError(f"there is no key {key!r}", where=API_NAME, hint=hint)
+    policy = value.get("policy", "full")
+    repeats = value.get("mp_comm_recompute", True)
+    if policy not in ("full", "selective") or not isinstance(repeats, bool):
+        raise _refuse(value)
+    modules = value.get("modules")
+    globs = None if modules is None else _parse_globs(modules)
+    return RecomputePolicy(policy, globs, repeats)
+
+
+def _parse_globs(value: Any) -> list[str]:
+    globs = [value] if isinstance(value, str) else value
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise _refuse(value)
+    return list(globs)
+
+
+def _refuse(value: Any) -> UsageError:
+    what = "recompute must be 'full', 'selective', a list of globs, (globs, 'selective') or a dict"
+    hint = '{"modules": "blocks.*", "policy": "full", "mp_comm_recompute": False}'
+    return UsageError(f"{what}, got {value!r}", where=API_NAME, hint=hint)
 
 
 def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
@@ -96,20 +152,48 @@ def match_modules(model: nn.Module, globs: Sequence[str], where: str) -> list[st
     return [name for name in chosen if not any(name.startswith(other + ".") for other in chosen)]
 
 
-def _wrap_checkpoint(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def _wrap_checkpoint(forward: Callable[..., Any], policy: RecomputePolicy) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if policy == "selective":
-        options["context_fn"] = functools.partial(
-            torch_checkpoint.create_selective_checkpoint_contexts, _choose_policy
-        )
+    if policy.policy == "selective" or not policy.repeats_collectives:
+        options["context_fn"] = functools.partial(_make_contexts, policy)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if any(map(is_cache, (*args, *kwargs.values()))):
+            raise UsageError(
+                "a cache of keys and values is given to a module that is recomputed, and would be"
+                " filled twice",
+                where=API_NAME,
+                hint="use_cache=False in the call of the model; pdrun has set it in model.config",
+            )
         return torch_checkpoint.checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+def _make_contexts(
+    policy: RecomputePolicy,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a forward pass and of its recomputation."""
+    pairs: list[tuple[Any, Any]] = []
+    if policy.policy == "selective":
+        pairs.append(torch_checkpoint.create_selective_checkpoint_contexts(_choose_policy))
+    if not policy.repeats_collectives:
+        kept = KeptResults()
+        pairs.append((kept.recording(), kept.replaying()))
+    if len(pairs) == 1:
+        return pairs[0]
+    return _enter_both(pairs[0][0], pairs[1][0]), _enter_both(pairs[0][1], pairs[1][1])
+
+
+@contextmanager
+def _enter_both(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

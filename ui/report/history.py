@@ -26,7 +26,7 @@ MAX_NODES = 20_000
 
 
 @dataclass
-class Generation:
+class GenerationSpan:
     """One start of the workers on a set of nodes."""
 
     number: int
@@ -42,7 +42,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class WorkerExit:
+class FailedWorker:
     """A worker that failed."""
 
     time: float
@@ -84,11 +84,11 @@ class JobHistory:
     """Wall clock of the first event."""
     end: float = 0.0
     """Wall clock of the last event."""
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[GenerationSpan] = field(default_factory=list)
     joined: dict[str, float] = field(default_factory=dict)
     """Node -> when it joined first, in the order of joining."""
     intervals: list[Interval] = field(default_factory=list)
-    failures: list[WorkerExit] = field(default_factory=list)
+    failures: list[FailedWorker] = field(default_factory=list)
     """The first failed workers of each generation, in order of time."""
     failure_count: int = 0
     points: list[ProgressPoint] = field(default_factory=list)
@@ -180,7 +180,7 @@ class HistoryReader:
                 self._close_generation(when, "")
                 nodes = tuple((str(name), int(first), int(n)) for name, first, n in data["nodes"])
                 history.generations.append(
-                    Generation(int(data["generation"]), when, nodes[:MAX_NODES])
+                    GenerationSpan(int(data["generation"]), when, nodes[:MAX_NODES])
                 )
             case "started":
                 if history.generations:
@@ -227,7 +227,7 @@ class HistoryReader:
         history.failure_count += 1
         if len(history.failures) < MAX_FAILURES:
             history.failures.append(
-                WorkerExit(
+                FailedWorker(
                     when,
                     int(data.get("generation", 0)),
                     int(data["rank"]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pdrun.text import plural
-from pdrun.ui.report.history import Generation, JobHistory
+from pdrun.ui.report.history import GenerationSpan, JobHistory
 from pdrun.ui.report.svg import MAX_ROWS, format_seconds, render_curve, render_timeline
 from pdrun.ui.report.text import clean_block, clean_line
 
@@ -111,7 +111,7 @@ def _render_head(history: JobHistory) -> Iterator[str]:
     yield _render_table((), [row for row in rows if row[1]])
 
 
-def _format_meeting(history: JobHistory, first: Generation | None) -> str:
+def _format_meeting(history: JobHistory, first: GenerationSpan | None) -> str:
     """Return how long the nodes took to meet, and which came last."""
     if first is None or not history.joined:
         return ""
@@ -197,7 +197,7 @@ def _step_rate(history: JobHistory) -> str:
     return f"Last generation: {steps / seconds:.3g} steps per second."
 
 
-def _render_generations(generations: Sequence[Generation]) -> Iterator[str]:
+def _render_generations(generations: Sequence[GenerationSpan]) -> Iterator[str]:
     if len(generations) < 2:
         return
     yield "<h2>Generations</h2>"

@@ -1,4 +1,4 @@
-"""``pdrun report``: from a job, a folder or a file to a page with the failed worker's last lines."""
+"""``pdrun report``: from a job, a folder or a file to a page with the failed worker's log."""
 
 from __future__ import annotations
 

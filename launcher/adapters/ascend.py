@@ -30,8 +30,11 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
         hint = "start only workers with pdrun run"
         if role == "MS_SCHED":
             hint = "run pdrun scheduler in this pod"
+        elif role in ("MS_PSERVER", "MS_SERVER"):
+            hint = "leave these pods out: pdrun starts MS_SERVER_NUM servers in the worker pods"
         raise ConfigError(f"must be MS_WORKER, got {quote_text(role)}", where="MS_ROLE", hint=hint)
     workers = require_number(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
+    servers = read_number(environ, "MS_SERVER_NUM", 0)
     local_workers = read_number(environ, "MS_LOCAL_WORKER", 1)
     per_node = local_workers or 1
     if workers % per_node:
@@ -56,6 +59,7 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
         head=environ.get("MS_SCHED_HOST", ""),
         port=read_port(environ, "MS_SCHED_PORT"),
         workers_per_node=local_workers,
+        servers=servers,
         has_own_scheduler=bool(role),
         notes=notes,
         sources={
@@ -66,6 +70,7 @@ def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
             "head": "MS_SCHED_HOST",
             "port": "MS_SCHED_PORT",
             "workers_per_node": "MS_LOCAL_WORKER",
+            "servers": "MS_SERVER_NUM",
         },
     )
 

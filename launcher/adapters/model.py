@@ -93,6 +93,8 @@ class LauncherInfo:
     """Field -> the variables that it comes from."""
     workers_per_node: int | None = None
     """Number of workers that the launcher wants on each node. None: unknown."""
+    servers: int | None = None
+    """Parameter servers that the launcher wants for the job. None: unknown."""
     has_own_scheduler: bool = False
     """Whether a pod apart from the nodes runs the scheduler."""
     ignored: tuple[IgnoredLauncher, ...] = ()

@@ -17,7 +17,7 @@ from pdrun.launcher.adapters import ascend, detect, mpi, slurm
 from pdrun.launcher.adapters.model import LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
-from pdrun.launcher.common.parsers import parse_host, parse_tcp_port
+from pdrun.launcher.common.parsers import parse_host, parse_servers, parse_tcp_port
 from pdrun.launcher.config.settings import (
     Priority,
     Setting,
@@ -289,6 +289,9 @@ def _task_settings(found: LauncherInfo, given: SettingsByPath, probes: Probes) -
             "remove it, or use --launcher none for a separate job",
         )
     derived = [_make_setting("resources.nodes", nodes, found, "nodes"), *_job_name_settings(found)]
+    if found.servers and "resources.servers" not in given:
+        servers = parse_servers(str(found.servers), found.sources.get("servers", ""))
+        derived.append(_make_setting("resources.servers", servers, found, "servers"))
     if found.workers_per_node and "resources.devices" not in given:
         derived.append(
             _make_setting("resources.devices", found.workers_per_node, found, "workers_per_node")

@@ -45,7 +45,8 @@ _ROLE_OF_VALUE: Mapping[str, Role] = {
     "MS_SCHED": "scheduler",
     "MS_WORKER": "worker",
 }
-_NO_PARAMETER_SERVERS = "pdrun has no parameter servers, only a scheduler and workers"
+_NO_PARAMETER_SERVERS = "a dynamic cluster has no parameter servers"
+_SERVERS_HINT = "start the job with pdrun --servers N, which starts servers and workers"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
     )
     if workers is None:
         raise _missing_variable_error("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
+    for variable in ("PDRUN_SERVERS", "MS_SERVER_NUM"):
+        if environ.get(variable, "0") != "0":
+            what = f"{environ[variable]!r} is not supported: {_NO_PARAMETER_SERVERS}"
+            raise ConfigError(what, where=variable, hint=_SERVERS_HINT)
     rank, name = _read_rank_and_name(environ)
     if rank is not None and rank >= workers:
         raise ConfigError(
@@ -239,8 +244,9 @@ def _read_role(environ: Mapping[str, str], variable: str) -> Role | None:
     text = environ.get(variable)
     if not text:
         return None
-    if text in ("MS_PSERVER", "MS_SERVER"):
-        raise ConfigError(f"{text} is not supported: {_NO_PARAMETER_SERVERS}", where=variable)
+    if text in ("MS_PSERVER", "MS_SERVER", "server"):
+        what = f"{text} is not supported: {_NO_PARAMETER_SERVERS}"
+        raise ConfigError(what, where=variable, hint=_SERVERS_HINT)
     known = [
         name for name in _ROLE_OF_VALUE if name.startswith("MS_") == variable.startswith("MS_")
     ]

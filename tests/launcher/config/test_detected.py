@@ -57,6 +57,13 @@ def test_variables_of_nodes_give_their_job(line: str, environ: dict[str, str], j
     assert describe_place(resolve_line(line, environ)) == job
 
 
+def test_servers_of_a_launcher_are_those_of_the_job() -> None:
+    environ = {**MINDSPORE, "MS_ROLE": "MS_WORKER", "MS_SERVER_NUM": "3"}
+    assert resolve_line("x", environ).spec.resources.servers == "3"
+    assert resolve_line("--servers 1/node x", environ).spec.resources.servers == "1/node"
+    assert resolve_line("x", {**environ, "MS_SERVER_NUM": "0"}).spec.resources.servers == ""
+
+
 @pytest.mark.parametrize("pod", [{}, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}], ids=["", "pod"])
 def test_a_master_port_is_the_stores_and_the_scheduler_is_in_the_range(pod: dict[str, str]) -> None:
     variables = {**HAND, "RANK": "1", "WORLD_SIZE": "2", "NNODES": "2", **pod}

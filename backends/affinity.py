@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pdrun.errors import PdrunError, UsageError
 from pdrun.quick_dataclass import dataclass
@@ -25,7 +25,6 @@ from pdrun.text import plural
 from pdrun.topology import CpuSet
 
 T = TypeVar("T")
-BindMode = Literal["auto", "cores", "numa", "none"]
 CpuGroup = tuple[int, ...]
 """CPU numbers of a core (its hyper-threads), or of a NUMA node."""
 
@@ -47,7 +46,7 @@ class CpuBinding:
         return any(self.sets)
 
 
-def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBinding:
+def split_cpus(cpus: CpuSet, workers: int, mode: str = "auto") -> CpuBinding:
     """
     Distribute the CPUs of a node to its workers.
 
@@ -96,6 +95,12 @@ def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBindin
         _split_evenly(cores, workers),
         f"{plural(len(cores), 'core')} for {plural(workers, 'worker')}",
     )
+
+
+def bind_listed(cpus: CpuSet, lists: Sequence[Sequence[int]]) -> CpuBinding:
+    """Bind each worker to the CPUs that the user has listed for it."""
+    parts = [[(cpu,) for cpu in own] for own in lists]
+    return _bind_workers(cpus, parts, "the lists of --bind")
 
 
 def share_cpus(cpus: CpuSet, index: int, count: int) -> CpuSet:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from pdrun.errors import UsageError
+from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.common.parsers import MAX_COUNT, quote_text
 
 
@@ -52,6 +52,48 @@ def format_ranks(numbers: tuple[int, ...]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
+
+
+_CPU_RANGE = r"[0-9]{1,5}(?:-[0-9]{1,5})?"
+_CPU_LISTS = re.compile(rf"{_CPU_RANGE}(?:[,/]{_CPU_RANGE})*")
+BINDINGS = ("auto", "cores", "numa", "none")
+"""How pdrun distributes CPUs itself."""
+
+
+def parse_binding(text: str, where: str) -> str:
+    """
+    Return one of BINDINGS, or lists of CPUs in normal form, one per local rank: ``0-3,8/4-7``.
+
+    Raises:
+        UsageError: it is neither, or two workers would share a CPU.
+    """
+    if text in BINDINGS:
+        return text
+    if not _CPU_LISTS.fullmatch(text):
+        raise UsageError(
+            f"must be one of {', '.join(BINDINGS)}, or lists of CPUs, got {quote_text(text)}",
+            where=where,
+            hint=did_you_mean(text, BINDINGS) or "example of lists for two workers: 0-3/4-7",
+        )
+    try:
+        lists = parse_cpu_lists(text)
+    except UsageError:
+        raise UsageError(
+            f"{quote_text(text)} has a range of CPUs that ends below its start", where=where
+        ) from None
+    seen: set[int] = set()
+    for cpus in lists:
+        if shared := seen.intersection(cpus):
+            raise UsageError(f"CPU {min(shared)} is given to two workers", where=where)
+        seen.update(cpus)
+    return "/".join(map(format_ranks, lists))
+
+
+def parse_cpu_lists(text: str) -> tuple[tuple[int, ...], ...]:
+    """Return the CPUs of each local rank in ``--bind``; empty: pdrun distributes the CPUs."""
+    if text in BINDINGS:
+        return ()
+    return tuple(parse_rank_list(part, "--bind") for part in text.split("/"))
 
 
 def describe_ranks(world_size: int) -> str:

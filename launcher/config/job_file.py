@@ -60,7 +60,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "devices": parsers.int_or_auto_parser(),
         "backend": parsers.choice_parser(*BACKENDS),
         "threads": parsers.int_or_auto_parser(),
-        "bind": parsers.choice_parser("auto", "cores", "numa", "none"),
+        "bind": rank_lists.parse_binding,
     },
     "policy": {
         "start_timeout": parsers.parse_duration,

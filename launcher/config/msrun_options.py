@@ -8,6 +8,7 @@ with the same name as pdrun's are in `pdrun.launcher.config.run_options`.
 
 from __future__ import annotations
 
+import json
 import re
 
 from pdrun.errors import UsageError
@@ -41,17 +42,54 @@ def _read_join(text: str, where: str) -> FieldValues:
     )
 
 
-def _binding_reader(path: str) -> OptionReader:
-    def read(text: str, where: str) -> FieldValues:
-        if text.lstrip().startswith("{") or text.endswith(".json"):
-            raise UsageError(
-                "a map of CPUs is not supported: pdrun assigns cores itself",
-                where=where,
-                hint="use True, --bind cores or --bind numa",
-            )
-        return {path: _parse_bool(text, where)}
+def _read_bind_core(text: str, where: str) -> FieldValues:
+    """Read True, False, or ``{"device0": ["0-9"], "device1": ["10-19"]}``."""
+    if text.lstrip().startswith("{"):
+        return {"resources.bind": convert_cpu_map(text, where)}
+    return {"msrun.bind_core": _parse_bool(text, where)}
 
-    return read
+
+def _read_bind_numa(text: str, where: str) -> FieldValues:
+    if text.lstrip().startswith("{") or text.endswith(".json"):
+        raise UsageError(
+            "a map of memory nodes is not supported: pdrun does not bind memory",
+            where=where,
+            hint="use True, or lists of CPUs: --bind 0-9/10-19",
+        )
+    return {"msrun.bind_numa": _parse_bool(text, where)}
+
+
+def convert_cpu_map(text: str, where: str) -> str:
+    """
+    Return pdrun's ``--bind`` for msrun's map: ``0-9/10-19``.
+
+    The devices are those of the local ranks, in order. CPUs of msrun's scheduler are left out:
+    that of pdrun needs none.
+
+    Raises:
+        UsageError: it is not such a map.
+    """
+    problem = ""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"is not JSON: {error}", where=where) from None
+    names = [name for name in found if name != "scheduler"] if isinstance(found, dict) else []
+    lists = [found[name] for name in names]
+    if not names or names != [f"device{rank}" for rank in range(len(names))]:
+        problem = "must name device0, device1 ... in this order"
+    elif not all(
+        isinstance(own, list) and own and all(isinstance(part, str) for part in own)
+        for own in lists
+    ):
+        problem = 'must have a list of texts for each device, as ["0-9"]'
+    if problem:
+        raise UsageError(
+            f"the map of CPUs {problem}",
+            where=where,
+            hint='example: {"device0": ["0-9"], "device1": ["10-19"]}, or --bind 0-9/10-19',
+        )
+    return rank_lists.parse_binding("/".join(",".join(own) for own in lists), where)
 
 
 def _read_cluster_time_out(text: str, where: str) -> FieldValues:
@@ -110,8 +148,8 @@ MSRUN_OPTIONS = (
         "S",
         same_as="--start-timeout",
     ),
-    _msrun_option("bind_core", "True: --bind cores", _binding_reader("msrun.bind_core"), "BOOL"),
-    _msrun_option("bind_numa", "True: --bind numa", _binding_reader("msrun.bind_numa"), "BOOL"),
+    _msrun_option("bind_core", "True: --bind cores; or a map", _read_bind_core, "BOOL|MAP"),
+    _msrun_option("bind_numa", "True: --bind numa", _read_bind_numa, "BOOL"),
     _msrun_option(
         "worker_log_name", "--log-name NAME_{rank}", _read_log_stem, "NAME", same_as="--log-name"
     ),

@@ -171,8 +171,8 @@ RUN_OPTIONS = (
     ),
     Option(
         ("--bind",),
-        "bind workers to CPUs: auto, cores, numa, none",
-        store_parsed("resources.bind", parsers.choice_parser("auto", "cores", "numa", "none")),
+        "bind workers to CPUs: auto, cores, numa, none, or lists as 0-3/4-7",
+        store_parsed("resources.bind", rank_lists.parse_binding),
         HELP_GROUPS[1],
         "HOW",
         ("PDRUN_BIND",),

@@ -88,8 +88,11 @@ class Resources:
     """
     threads: int | Literal["auto"] = "auto"
     """OMP_NUM_THREADS of a worker; auto: the CPUs bound to it."""
-    bind: Literal["auto", "cores", "numa", "none"] = "auto"
-    """CPU binding. auto: cores if the node has at least one core per worker, otherwise none."""
+    bind: str = "auto"
+    """
+    CPU binding: auto, cores, numa, none, or the CPUs of each local rank (``0-3/4-7``). auto: cores
+    if the node has at least one core per worker, otherwise none.
+    """
 
     @property
     def required_nodes(self) -> int:

@@ -16,11 +16,13 @@ from pdrun.backends.base import Backend
 from pdrun.backends.detect import choose_backend
 from pdrun.backends.visibility import DeviceGrant, grant_devices
 from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher.common.rank_lists import format_ranks, parse_cpu_lists
 from pdrun.launcher.config.spec import JobSpec, Resources, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.model import Facts
 from pdrun.launcher.plan.servers import most_servers_of_node
 from pdrun.quick_dataclass import dataclass
+from pdrun.text import plural
 from pdrun.topology import CpuSet, Device
 
 CPU_BACKEND = "cpu"
@@ -66,8 +68,12 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
     cpus = facts.cpus
     if nodes > 1:
         cpus = affinity.share_cpus(facts.cpus, index, nodes)
-    mode = _binding_mode(spec, facts.cpus, nodes)
-    binding, server_cpus = _bind_with_servers(spec, cpus, workers, mode)
+    if lists := parse_cpu_lists(spec.resources.bind):
+        binding = _bind_listed_cpus(spec, sources, cpus, lists, workers)
+        server_cpus: tuple[tuple[int, ...], ...] = ()
+    else:
+        mode = _binding_mode(spec, facts.cpus, nodes)
+        binding, server_cpus = _bind_with_servers(spec, cpus, workers, mode)
     cores = len(facts.cpus.cores) or len(facts.cpus.cpus)
     _check_binding(spec, sources, binding, cores, workers * nodes)
     devices: tuple[Device, ...] = ()
@@ -84,8 +90,39 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
     return WorkerPlacement(backend, reason, workers, devices, grants, binding, notes, server_cpus)
 
 
+def _bind_listed_cpus(
+    spec: JobSpec,
+    sources: Sources,
+    cpus: CpuSet,
+    lists: tuple[tuple[int, ...], ...],
+    workers: int,
+) -> CpuBinding:
+    """Return the binding that the user has set for each local rank of a node."""
+    source = source_of(sources, "resources.bind", "--bind")
+    if spec.place.simulated is not None:
+        raise UsageError(
+            "simulated nodes share the CPUs of this machine",
+            where=source,
+            hint="use --bind auto with --local",
+        )
+    if len(lists) != workers:
+        raise UsageError(
+            f"{plural(len(lists), 'list')} of CPUs for {plural(workers, 'worker')} of this node",
+            where=source,
+            hint="separate the lists of the local ranks with /",
+        )
+    missing = sorted({cpu for own in lists for cpu in own} - set(cpus.cpus))
+    if missing:
+        raise ConfigError(
+            f"CPU {missing[0]} is not one that this process may use ({format_ranks(cpus.cpus)})",
+            where=source,
+            hint="correct the lists, or use --bind cores",
+        )
+    return affinity.bind_listed(cpus, lists)
+
+
 def _bind_with_servers(
-    spec: JobSpec, cpus: CpuSet, workers: int, mode: affinity.BindMode
+    spec: JobSpec, cpus: CpuSet, workers: int, mode: str
 ) -> tuple[CpuBinding, tuple[tuple[int, ...], ...]]:
     """
     Distribute the CPUs to workers and servers.
@@ -235,7 +272,7 @@ def _divide_evenly(total: int, nodes: int, what: str, source: str) -> int:
     return max(1, total // nodes)
 
 
-def _binding_mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.BindMode:
+def _binding_mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> str:
     """Return the binding mode: none if simulated nodes share fewer cores than nodes."""
     cores = len(cpus.cores) or len(cpus.cpus)
     if nodes > 1 and cores < nodes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pdrun.endpoint import parse_endpoint
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.common.python_command import is_python_name
+from pdrun.launcher.config.msrun_options import convert_cpu_map
 from pdrun.launcher.translate.model import Translation
 from pdrun.launcher.translate.option_table import (
     ForeignCommand,
@@ -60,9 +61,7 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
         )
     if seconds := command.count_of("cluster_time_out"):
         result.add("--start-timeout", f"{seconds}s")
-    for key, how in (("bind_core", "cores"), ("bind_numa", "numa")):
-        if command.parse(key, choice_of("true", "false"), "false") == "true":
-            result.add("--bind", how)
+    _add_binding(command, result)
     if command.has("sim_level"):
         raise command.make_error(
             "sim_level", "is not supported: it simulates MindSpore's compiler", "use --dry-run"
@@ -78,6 +77,17 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
     _set_program(command, result)
     result.notes += command.list_left_out({})
     return result
+
+
+def _add_binding(command: ForeignCommand, result: Translation) -> None:
+    cores = command.last_use("bind_core")
+    if cores is not None and cores.values[0].lstrip().startswith("{"):
+        result.add("--bind", convert_cpu_map(cores.values[0], cores.name))
+        command.parse("bind_numa", choice_of("false"), "false")
+        return
+    for key, how in (("bind_core", "cores"), ("bind_numa", "numa")):
+        if command.parse(key, choice_of("true", "false"), "false") == "true":
+            result.add("--bind", how)
 
 
 def _add_counts(command: ForeignCommand, result: Translation) -> int:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.backends.affinity import (
+    bind_listed,
     check_disjoint,
     parse_cpu_list,
     read_cpus,
@@ -19,6 +20,13 @@ from pdrun.backends.affinity import (
 from pdrun.errors import PdrunError, UsageError
 from pdrun.topology import CpuSet
 from tests.backends.helpers import tree
+
+
+def test_listed_cpus_are_those_of_the_local_ranks() -> None:
+    binding = bind_listed(machine(8), [(0, 1, 2), (7,)])
+    assert binding.sets == ((0, 1, 2), (7,)) and binding.threads == (3, 1)
+    assert binding.note == "bound: the lists of --bind"
+    assert bind_listed(machine(8, quota=2.0), [(0, 1, 2), (7,)]).threads == (1, 1)
 
 
 def machine(cores: int, threads: int = 1, nodes: int = 1, quota: float | None = None) -> CpuSet:

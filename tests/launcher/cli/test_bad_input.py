@@ -111,7 +111,18 @@ WORDS = [
     (["--join", "False"], "pdrun waits for its workers"),
     (["--join", "maybe"], "must be True or False"),
     (["--cluster_time_out", "-1"], "an unlimited wait is not supported"),
-    (["--bind_core", '{"device0":["0-9"]}'], "a map of CPUs is not supported"),
+    (["--bind_core", '{"device1":["0-9"]}'], "must name device0, device1 ... in this order"),
+    (["--bind_core", '{"device0":"0-9"}'], "must have a list of texts for each device"),
+    (["--bind_core", "{}"], "must name device0"),
+    (["--bind_core", "{0"], "--bind_core: is not JSON"),
+    (["--bind_core", '{"device0":["0"]}', "--bind", "cores"], "contradicts --bind"),
+    (["--bind_numa", "map.json"], "pdrun does not bind memory"),
+    (["--bind", "0-3/3"], "CPU 3 is given to two workers"),
+    (["--bind", "3-1"], "a range of CPUs that ends below its start"),
+    (["--bind", "0/"], "or lists of CPUs, got '0/'"),
+    (["--devices", "2", "--backend", "cpu", "--bind", "0"], "1 list of CPUs for 2 workers"),
+    (["--devices", "1", "--backend", "cpu", "--bind", "99999"], "CPU 99999 is not one that"),
+    (["--nodes", "2", "--devices", "1", "--local", "--bind", "0"], "simulated nodes share"),
     (
         ["--bind_core", "True", "--bind_numa", "True"],
         "--bind_numa True contradicts --bind_core True",
@@ -172,7 +183,11 @@ WORDS = [
     (["--chdir", "nowhere"], "'nowhere' is not a directory"),
     (["--python", "/no/python"], "--python: no such file '/no/python'"),
 ]
-OTHER_CODES = {"--log-dir /proc/x": 78, "--python /no/python": 127}
+OTHER_CODES = {
+    "--devices 1 --backend cpu --bind 99999": 78,
+    "--log-dir /proc/x": 78,
+    "--python /no/python": 127,
+}
 
 
 @pytest.mark.parametrize(("words", "message"), WORDS, ids=typed)

@@ -102,6 +102,10 @@ SAME = [
     ("--bind_core False --bind_numa True x", "--bind numa x"),
     ("--bind_core False x", "--bind none x"),
     (
+        """--bind_core '{"scheduler":["9"],"device0":["1-3","0"],"device1":["4-5"]}' x""",
+        "--bind 0-3/4-5 x",
+    ),
+    (
         "--worker_log_name w_{ip} --tail_worker_log -1 x",
         "--log-name w_{ip}_{rank} --show-ranks all x",
     ),

@@ -25,11 +25,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.context_parallel.library_models import (
+    full_masks,
+    hook_positions,
+    use_torch_attention,
+)
+from pdrun.parallel.context_parallel.mixers import check_mixers
 from pdrun.parallel.context_parallel.sequences import API_NAME, ShardedSequences
+from pdrun.parallel.data.batch_structure import flatten_columns
 from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
 from pdrun.parallel.rng.shard_region import sharded_sequence
 
@@ -54,7 +60,7 @@ class ContextParallel:
         tables: globs of buffers and weights with a row per position, and the dim of their rows. A
             model that takes the first rows gets those of this rank's positions.
         elsewhere: compute attention with other sizes than those of the sequences unchanged, on each
-            rank; without it such attention is refused.
+            rank, and convolutions and recurrent layers; without it these are refused.
     """
 
     ulysses: int = 1
@@ -90,9 +96,15 @@ class ContextParallel:
         Return the model; its tables give this rank's rows while a run computes.
 
         Raises:
-            UsageError: a glob that matches nothing, or a degree that does not divide.
+            UsageError: a glob that matches nothing, a degree that does not divide, or a module
+                that mixes positions without attention.
         """
         sequences = self.sequences(axes)
+        if sequences.axis.size > 1:
+            if not self.elsewhere:
+                check_mixers(model)
+            use_torch_attention(model)
+            hook_positions(model, lambda: _current, bool(self.tables))
         for pattern, dim in self.tables.items():
             found = [name for name, _ in _named_tensors(model) if fnmatchcase(name, pattern)]
             if not found:
@@ -121,7 +133,7 @@ class ContextParallel:
         sequences = self.sequences(axes)
         if sequences.axis.size == 1:
             return batch
-        leaves, form = pytree.tree_flatten(batch)
+        leaves, rebuild = flatten_columns(batch)
         dims = _sequence_dims(batch, leaves, self.dims)
         lengths = {
             leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
@@ -136,7 +148,7 @@ class ContextParallel:
         sequences.set_length(lengths.pop())
         pairs = zip(leaves, dims, strict=True)
         cut = [leaf if dim is None else sequences.take_positions(leaf, dim) for leaf, dim in pairs]
-        return pytree.tree_unflatten(cut, form)
+        return rebuild(cut)
 
     def join(self, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
         """
@@ -172,7 +184,10 @@ class ContextParallel:
         functional.scaled_dot_product_attention = sequences.make_replacement(attention)
         functional.multi_head_attention_forward = _refuse_weights(heads)
         try:
-            with sharded_sequence(lambda: (sequences.own_positions, sequences.length)):
+            with (
+                sharded_sequence(lambda: (sequences.own_positions, sequences.length)),
+                full_masks(sequences),
+            ):
                 yield
         finally:
             _current = before
@@ -186,7 +201,8 @@ class ContextParallel:
             raise UsageError(
                 what,
                 where=API_NAME,
-                hint="attention in the open would see this rank's positions only",
+                hint="attention that is written out would see this rank's positions only; call"
+                ' model.set_attn_implementation("sdpa") if the model has it',
             )
 
 
@@ -219,7 +235,7 @@ def _sequence_dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None
                 map(str, set(given) - set(batch if isinstance(batch, Mapping) else ()))
             )
             raise UsageError(f"dims= names what the batch lacks: {unknown}", where=API_NAME)
-        return [given.get(key) for key, value in batch.items() for _ in pytree.tree_leaves(value)]
+        return [given.get(key) for key, value in batch.items() for _ in flatten_columns(value)[0]]
     if given is not None:
         if not isinstance(given, Sequence) or len(given) != len(leaves):
             raise UsageError(f"dims={given!r} for a batch of {len(leaves)} leaves", where=API_NAME)

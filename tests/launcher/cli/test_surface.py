@@ -258,6 +258,7 @@ def test_every_parameter_of_a_row_is_used() -> None:
         "env",
         "off_values",
         "origin",
+        "same_as",
         "note",
         "is_in_short_help",
     }

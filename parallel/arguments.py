@@ -20,6 +20,7 @@ from pdrun.parallel.training.loss import ForwardFunction, LossFunction
 from pdrun.parallel.zero.offload import parse_offload
 from pdrun.parallel.zero.precision import parse_precision
 from pdrun.parallel.zero.settings import (
+    ACCUMULATED,
     PARALLELIZE,
     Settings,
     check_above_zero,
@@ -29,9 +30,11 @@ from pdrun.parallel.zero.settings import (
     check_globs,
     check_group,
     check_level,
+    check_mean,
     check_methods,
     check_scheduler,
     parse_compress,
+    parse_threshold,
 )
 
 
@@ -55,14 +58,14 @@ class Arguments:
     scheduler: Any
     optimizer_level: int | str
     shard_group: int | None
-    threshold: int
+    threshold: int | str
     units: Sequence[str] | None
     accumulate: int
     copies: int
     clip: float | None
     norm: bool
     gather: str | None
-    gradients_mean: bool
+    gradients_mean: bool | str
     recompute: Any
     compile: Any
     precision: Any
@@ -145,6 +148,28 @@ def _check_servers(servers: Servers, arguments: Arguments) -> None:
             "compile=": arguments.compile,
             "precision=": arguments.precision,
             "offload=": arguments.offload,
+            f"gradients_mean={ACCUMULATED!r}": arguments.gradients_mean == ACCUMULATED,
+        },
+    )
+
+
+def _check_servers(servers: Servers, arguments: Arguments) -> None:
+    """Refuse options that served weights do not support."""
+    mesh = arguments.mesh
+    check_served(
+        servers,
+        {
+            f"mesh={mesh}": mesh is not None and mesh.size != mesh.dp,
+            "strategy=": arguments.strategy,
+            "pipeline=": arguments.pipeline,
+            "context=": arguments.context,
+            "copies=": arguments.copies != 1,
+            "clip=": arguments.clip,
+            "norm=True": arguments.norm,
+            "recompute=": arguments.recompute,
+            "compile=": arguments.compile,
+            "precision=": arguments.precision,
+            "offload=": arguments.offload,
         },
     )
 
@@ -199,10 +224,10 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
         accumulate=_count_microbatches(arguments) * arguments.copies,
         clip=check_above_zero("clip", arguments.clip),
         norm=arguments.norm or precision.compute == "fp16",
-        mean=arguments.gradients_mean,
+        mean=check_mean(arguments.gradients_mean),
         exact=device.type == "cpu" if arguments.exact is None else arguments.exact,
         shard_group=check_group(arguments.shard_group, ranks, level),
-        threshold=check_count("threshold", arguments.threshold, 0),
+        threshold=parse_threshold(arguments.threshold),
         layerwise=check_globs("layerwise", arguments.layerwise),
         units=None if arguments.units is None else check_globs("units", arguments.units),
         fusion=parse_bucket_policy(arguments.comm_fusion, level),

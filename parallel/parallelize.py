@@ -66,14 +66,14 @@ def parallelize(
     scheduler: Any = None,
     optimizer_level: int | str = 0,
     shard_group: int | None = None,
-    threshold: int = 0,
+    threshold: int | str = 0,
     units: Sequence[str] | None = None,
     accumulate: int = 1,
     copies: int = 1,
     clip: float | None = None,
     norm: bool = False,
     gather: str | None = None,
-    gradients_mean: bool = True,
+    gradients_mean: bool | str = True,
     recompute: Any = None,
     compile: Any = None,
     precision: Any = None,
@@ -115,7 +115,8 @@ def parallelize(
         optimizer_level: 0: every rank trains all weights; 1: optimizer state is sharded over the
             ranks; 2: gradients too; 3: weights too.
         shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
-        threshold: weights of fewer bytes are not sharded.
+        threshold: weights of fewer bytes are not sharded; or a text such as "64KB", MindSpore's
+            default. Nor is a weight whose attribute ``parallel_optimizer`` is False.
         units: level 3: globs of the modules whose weights are gathered together; default: members
             of lists of modules.
         gather: level 3: "pass" gathers a unit's weights for one forward or backward. "step" gathers
@@ -127,14 +128,16 @@ def parallelize(
             collective of a tensor axis or of cp (see `interleave`).
         clip: largest norm of the gradients of all weights together.
         norm: compute `Metrics.grad_norm` without clipping too.
-        gradients_mean: divide gradients by the loss's global count; False: gradients of the sum.
+        gradients_mean: divide gradients by the loss's global count; False: gradients of the sum;
+            "accumulated": gradients of the mean times the micro-batches, MindSpore's sum.
         recompute: "full", "selective", globs, (globs, "selective"), or a dict that can keep
             results of collectives (see `pdrun.parallel.model.recompute`).
         compile: True, globs, or a dict of torch.compile's options: the modules to compile (see
             `pdrun.parallel.compiler.compile`).
         precision: None, "bf16", "fp16" or a `pdrun.Precision`.
         compress: "bf16" or "fp16": type of gradients on the network.
-        comm_fusion: "auto", MiB, a list of indices, False, or MindSpore's dict.
+        comm_fusion: "auto", MiB, a list of indices, False, MindSpore's dict, or a dict of globs of
+            modules and the number of their bucket.
         layerwise: globs of weights that each rank trains without communication.
         dataset_strategy: None (global batches, sliced along dim 0), "data_parallel", "full_batch",
             or a dim for each tensor.

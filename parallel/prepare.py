@@ -25,7 +25,7 @@ from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
 from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.model.meta_init import move_model
-from pdrun.parallel.model.weights import Weight, collect_weights
+from pdrun.parallel.model.weights import Weight, check_module_ids, collect_weights
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model, describe_optimizer
 from pdrun.parallel.zero.optimizer import build_optimizer
@@ -78,6 +78,7 @@ def prepare_model(
         _check_forwards(model)
     keep_own_type = sync_batchnorm.running_stat_params(model) if precision.input_dtype else ()
     weights = collect_weights(model, settings.layerwise, keep_own_type)
+    check_module_ids(settings.fusion, [weight.name for weight in weights])
     optimizer = build_optimizer(arguments.optimizer, [w.param for w in weights if w.is_trained])
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]

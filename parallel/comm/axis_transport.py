@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import shard_range
 
-Parameters = ParamSpec("Parameters")
+Collective = TypeVar("Collective", bound=Callable[..., torch.Tensor])
 MIN_ROW_BYTES = 1 << 18
 """Smallest row that is sent separately."""
 
@@ -182,13 +182,11 @@ _kept = threading.local()
 """``results`` is the `KeptResults` of the forward pass that this thread computes."""
 
 
-def keeps_result(
-    collective: Callable[Concatenate[Any, Parameters], torch.Tensor],
-) -> Callable[Concatenate[Any, Parameters], torch.Tensor]:
+def keeps_result(collective: Collective) -> Collective:
     """Make the result of a method be kept inside of `KeptResults.recording`."""
 
     @functools.wraps(collective)
-    def run(axis: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> torch.Tensor:
+    def run(axis: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling() or axis.size == 1:
             return collective(axis, *args, **kwargs)
         results = getattr(_kept, "results", None)
@@ -197,7 +195,7 @@ def keeps_result(
         made: torch.Tensor = results.run(lambda: collective(axis, *args, **kwargs))
         return made
 
-    return run
+    return cast("Collective", run)
 
 
 class AxisTransport(AxisMembers):

@@ -38,6 +38,7 @@ class WeightInfo:
     is_trained: bool
     unsynced: bool
     keep_dtype: bool = False
+    opts_out: bool = False
 
 
 class WeightCatalogue:
@@ -51,7 +52,16 @@ class WeightCatalogue:
 
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
         self.weights = [
-            WeightInfo(w.name, w.index, w.shape, w.dtype, w.is_trained, w.unsynced, w.keep_dtype)
+            WeightInfo(
+                w.name,
+                w.index,
+                w.shape,
+                w.dtype,
+                w.is_trained,
+                w.unsynced,
+                w.keep_dtype,
+                w.opts_out,
+            )
             for w in weights
         ]
         first: dict[int, str] = {}
@@ -84,6 +94,7 @@ class WeightCatalogue:
                 )
             own = entry.dtype, entry.is_trained, entry.unsynced, entry.keep_dtype
             made = Weight(entry.name, param, entry.index, tuple(param.shape), *own)
+            made.opts_out = entry.opts_out
             if made.shard.shape != entry.shape or param.dtype != entry.dtype:
                 what = (
                     f"{name} must be a shard of {list(entry.shape)} {entry.dtype},"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -61,6 +61,10 @@ class Weight:
     """The parts of the stage that compute with it."""
     counts_in_norm: bool = True
     """Whether this rank's shard counts in norms: only the first of several equal shards does."""
+    needs_full: bool = False
+    """Its optimizer needs the full weight: optimizer levels do not shard it."""
+    opts_out: bool = False
+    """Its ``parallel_optimizer`` is False, MindSpore's attribute: levels do not shard it."""
     shard: Shard = field(init=False)
     """The shard of the full weight on this rank."""
 
@@ -110,6 +114,7 @@ def collect_weights(
             param.dtype,
             param.requires_grad,
             keep_dtype=id(param) in wide,
+            opts_out=getattr(param, "parallel_optimizer", True) is False,
         )
         found.append(made)
     for glob in layerwise:
@@ -129,11 +134,25 @@ def collect_weights(
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """How weights are put into buckets: by ``nbytes``, or before each of ``first_indices``."""
+    """
+    How weights are put into buckets: by ``nbytes``, before each of ``first_indices``, or by
+    ``module_ids``.
+    """
 
     nbytes: int = DEFAULT_BUCKET_BYTES
     first_indices: tuple[int, ...] | None = None
     is_auto: bool = True
+    module_ids: tuple[tuple[str, int], ...] = ()
+    """Globs of modules, and the number of the bucket of their weights; 0: one bucket per weight."""
+
+    def id_of(self, name: str) -> int | None:
+        """Return the number of a weight's bucket; None: the size decides."""
+        parts = name.split(".")
+        paths = [".".join(parts[: stop + 1]) for stop in range(len(parts))]
+        for glob, number in self.module_ids:
+            if fnmatch.filter(paths, glob):
+                return number
+        return None
 
 
 def parse_bucket_policy(value: Any, level: int) -> BucketPolicy:
@@ -144,13 +163,19 @@ def parse_bucket_policy(value: Any, level: int) -> BucketPolicy:
         value: "auto"; a number of MiB; a list of indices, each the first weight of a bucket; False
             for one bucket per weight; or MindSpore's form ``{"openstate": True, "allreduce":
             {"mode": "size", "config": 64}}`` with the keys allreduce, reducescatter and allgather
-            and the modes auto, size and index.
+            and the modes auto, size and index; or a dict of globs of modules and the number of
+            their bucket (MindSpore's ``set_comm_fusion``): ``{"blocks.[01]": 1, "head": 2}``.
         level: optimizer level: 0 reads ``allreduce``, the others ``reducescatter`` and
             ``allgather``, which must agree.
 
     Raises:
         UsageError: the value has another form.
     """
+    if isinstance(value, Mapping) and value and all(type(each) is int for each in value.values()):
+        if not all(isinstance(glob, str) for glob in value) or min(value.values()) < 0:
+            raise UsageError(f"{value!r}: globs of modules and numbers from 0", where="comm_fusion")
+        base = parse_bucket_policy("auto", level)
+        return replace(base, module_ids=tuple(value.items()))
     if isinstance(value, Mapping):
         return _parse_openstate(value, level)
     if value is None or value == "auto":
@@ -212,11 +237,39 @@ def make_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[W
     """
     kinds: dict[tuple[Any, ...], list[Weight]] = {}
     for weight in weights:
-        kinds.setdefault(weight.bucket_key, []).append(weight)
-    found = [group for kind in kinds.values() for group in _fill_buckets(kind, fusion)]
+        key = (*weight.bucket_key, fusion.id_of(weight.name))
+        kinds.setdefault(key, []).append(weight)
+    found = [
+        group
+        for key, kind in kinds.items()
+        for group in _fill_buckets(kind, _policy_of_id(fusion, key[-1]))
+    ]
     return sorted(
         found, key=lambda group: -group[-1].index
     )  # a bundle is there with the last of its gradients
+
+
+def _policy_of_id(fusion: BucketPolicy, number: int | None) -> BucketPolicy:
+    """Return how weights with a number of `BucketPolicy.module_ids` are put into buckets."""
+    if number is None:
+        return fusion
+    return BucketPolicy(nbytes=UNLIMITED_BYTES if number else 0, is_auto=False)
+
+
+def check_module_ids(fusion: BucketPolicy, names: Sequence[str]) -> None:
+    """
+    Check the globs of ``comm_fusion`` against the names of the full model's weights.
+
+    Raises:
+        UsageError: a glob that matches no module with weights.
+    """
+    for glob, number in fusion.module_ids:
+        only = BucketPolicy(module_ids=((glob, number),))
+        if all(only.id_of(name) is None for name in names):
+            modules = sorted({name.rpartition(".")[0] for name in names})
+            hint = did_you_mean(glob, modules)
+            what = f"{glob!r} matches no module with weights"
+            raise UsageError(what, where="comm_fusion", hint=hint)
 
 
 def _fill_buckets(weights: Iterable[Weight], fusion: BucketPolicy) -> list[list[Weight]]:

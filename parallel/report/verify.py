@@ -405,7 +405,7 @@ def _divide_and_clip(
     state: RunState, model: nn.Module, count: float
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return the gradients as the engine would return them, and their norm before clipping."""
-    divisor = count if state.settings.mean else 1.0
+    divisor = count / state.settings.gradient_factor if state.settings.mean else 1.0
     grads = {}
     for name, param in model.named_parameters():
         if param.grad is not None:

@@ -127,7 +127,9 @@ def describe_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tupl
         if not weight.unsynced:
             yield (
                 f"weight {weight.name}",
-                _describe_tensor(weight.param) + ("" if weight.is_trained else ", frozen"),
+                _describe_tensor(weight.param)
+                + ("" if weight.is_trained else ", frozen")
+                + (", parallel_optimizer=False" if weight.opts_out else ""),
             )
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", _describe_tensor(buffer)

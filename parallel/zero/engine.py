@@ -223,7 +223,7 @@ class Engine(WeightBuckets):
             )
         divisor = torch.full_like(count, scale)
         if self.settings.mean:
-            divisor = count * scale
+            divisor = count * (scale / self.settings.gradient_factor)
         totals = self._sum_totals()
         loose = [
             grad for weight in self.unsynced_weights if (grad := weight.param.grad) is not None

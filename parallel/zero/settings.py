@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from pdrun.parallel.zero.precision import DTYPES, Precision
 PARALLELIZE = "pdrun.parallelize"
 VAR = inspect.Parameter.VAR_POSITIONAL
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+ACCUMULATED = "accumulated"
+_SIZE = re.compile(r"(\d{1,12}) ?(B|KB|MB|GB)")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,11 @@ class Settings:
     accumulate: int = 1
     clip: float | None = None
     norm: bool = False
-    mean: bool = True
+    mean: bool | str = True
+    """
+    Whether gradients are those of the mean. ACCUMULATED: of the mean times the micro-batches, as
+    MindSpore adds up micro-batches of which each has its own mean.
+    """
     exact: bool = True
     shard_group: int = 1
     threshold: int = 0
@@ -39,6 +46,11 @@ class Settings:
     """Device of masters and optimizer state; None: this rank's device."""
     gather: str = "pass"
     """How long level 3 keeps a unit's weights; see `gatherer`."""
+
+    @property
+    def gradient_factor(self) -> int:
+        """By what the gradient of the mean is multiplied."""
+        return self.accumulate if self.mean == ACCUMULATED else 1
 
     @property
     def keep_for_step(self) -> bool:
@@ -66,6 +78,30 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
             f"{name} must be an integer of at least {least}, got {value!r}", where=PARALLELIZE
         )
     return value
+
+
+def parse_threshold(value: Any) -> int:
+    """
+    Return bytes: a number of them, or a text such as "64KB".
+
+    Raises:
+        UsageError: another value.
+    """
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip().upper())
+        if found is None:
+            what = f"threshold must be bytes, or a text such as '64KB', got {value!r}"
+            raise UsageError(what, where=PARALLELIZE, hint="units: B, KB, MB, GB (1 KB = 1024 B)")
+        return int(found[1]) << {"B": 0, "KB": 10, "MB": 20, "GB": 30}[found[2]]
+    return check_count("threshold", value, 0)
+
+
+def check_mean(value: Any) -> bool | str:
+    """Return what gradients are divided by: see `Settings.mean`."""
+    if type(value) is not bool and value != ACCUMULATED:
+        what = f"gradients_mean must be True, False or {ACCUMULATED!r}, got {value!r}"
+        raise UsageError(what, where=PARALLELIZE)
+    return ACCUMULATED if value == ACCUMULATED else bool(value)
 
 
 def check_above_zero(name: str, value: Any) -> float | None:

@@ -70,7 +70,11 @@ class WeightBuckets:
         settings = self.settings
         synced = [weight for weight in self.weights if not weight.unsynced]
         sharded = [
-            weight for weight in synced if settings.level and weight.nbytes >= settings.threshold
+            weight
+            for weight in synced
+            if settings.level
+            and weight.nbytes >= settings.threshold
+            and not (weight.needs_full or weight.opts_out)
         ]
         if settings.level < 3:
             sharded = [weight for weight in sharded if weight.is_trained]

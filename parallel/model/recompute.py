@@ -12,7 +12,7 @@ backward pass.
 The dict has the keys ``modules`` (a glob or globs; default: units), ``policy`` ("full" or
 "selective") and ``mp_comm_recompute``, MindSpore's name; its default is True.
 
-Caches of keys and values are off (`caches`). Caches of keys and values are off (`caches`). Dropout masks are the same: see
+Caches of keys and values are off (`caches`). Dropout masks are the same: see
 `pdrun.parallel.rng.step_rng`.
 """
 
@@ -31,7 +31,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.comm.axis_transport import KeptResults
-from pdrun.parallel.model.caches import is_cache, turn_off_caches
 from pdrun.parallel.model.caches import is_cache, turn_off_caches
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
@@ -81,8 +80,6 @@ def apply_recompute(model: nn.Module, value: Any) -> list[str]:
         names = find_units(model, None)
     else:
         names = match_modules(model, policy.globs, API_NAME)
-    if names:
-        turn_off_caches(model)
     if names:
         turn_off_caches(model)
     for name in names:
@@ -165,13 +162,6 @@ def _wrap_checkpoint(forward: Callable[..., Any], policy: RecomputePolicy) -> Ca
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if any(map(is_cache, (*args, *kwargs.values()))):
-            raise UsageError(
-                "a cache of keys and values is given to a module that is recomputed, and would be"
-                " filled twice",
-                where=API_NAME,
-                hint="use_cache=False in the call of the model; pdrun has set it in model.config",
-            )
         if any(map(is_cache, (*args, *kwargs.values()))):
             raise UsageError(
                 "a cache of keys and values is given to a module that is recomputed, and would be"

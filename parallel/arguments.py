@@ -37,7 +37,6 @@ from pdrun.parallel.zero.settings import (
     parse_threshold,
 )
 
-
 LOCAL_NORMS = "local"
 """``sync_batchnorm=`` for normalisations by the rows of one rank."""
 
@@ -149,27 +148,6 @@ def _check_servers(servers: Servers, arguments: Arguments) -> None:
             "precision=": arguments.precision,
             "offload=": arguments.offload,
             f"gradients_mean={ACCUMULATED!r}": arguments.gradients_mean == ACCUMULATED,
-        },
-    )
-
-
-def _check_servers(servers: Servers, arguments: Arguments) -> None:
-    """Refuse options that served weights do not support."""
-    mesh = arguments.mesh
-    check_served(
-        servers,
-        {
-            f"mesh={mesh}": mesh is not None and mesh.size != mesh.dp,
-            "strategy=": arguments.strategy,
-            "pipeline=": arguments.pipeline,
-            "context=": arguments.context,
-            "copies=": arguments.copies != 1,
-            "clip=": arguments.clip,
-            "norm=True": arguments.norm,
-            "recompute=": arguments.recompute,
-            "compile=": arguments.compile,
-            "precision=": arguments.precision,
-            "offload=": arguments.offload,
         },
     )
 

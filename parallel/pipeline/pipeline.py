@@ -13,6 +13,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.pipeline.p2p import PIPELINE_AXIS, P2PLinks
 from pdrun.parallel.pipeline.runner import PipelineRunner
 from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make_schedule
@@ -160,11 +161,13 @@ class Pipeline:
         schedule = self.plan(axes[PIPELINE_AXIS].size)
         graph: GraphModel | None = getattr(model, "_pdrun_engine", None)
         cut = (graph.split() if graph else None) or self.split(model, axes, sample)
+        # traced before the first step; a graph knows what passes its stages
+        full = None if graph else on_meta(model)
         stages = PipelineStages(
             model, cut, schedule.stages_of(axes[PIPELINE_AXIS].index), axes.device
         )
         if graph:
             graph.enter(stages)
         return model, PipelineRunner(
-            schedule, stages, P2PLinks(axes, connected_ranks(schedule)), self.dynamic
+            schedule, stages, P2PLinks(axes, connected_ranks(schedule)), self.dynamic, full
         )

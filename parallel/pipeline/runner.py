@@ -21,9 +21,10 @@ from pdrun.parallel.pipeline.exchange import MicroBatchState, Received, StageExc
 from pdrun.parallel.pipeline.metadata import API_NAME, BoundaryRecord
 from pdrun.parallel.pipeline.p2p import P2PLinks
 from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule, StageAction
+from pdrun.parallel.pipeline.skips import trace_forward
 from pdrun.parallel.pipeline.stage import PipelineStages, StageForward
 from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.loss import check_requires_grad
+from pdrun.parallel.training.loss import call_model, check_requires_grad
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.driver import KeepFunction, MicroBatch, StepContext
@@ -38,6 +39,7 @@ class PipelineRunner:
         stages: those of this rank.
         links: to the other ranks.
         dynamic: describe every micro-batch to the next stage, for data-dependent branches.
+        full: a copy of the full model without memory, to find what passes over stages.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PipelineRunner:
         stages: PipelineStages,
         links: P2PLinks,
         dynamic: bool = False,
+        full: nn.Module | None = None,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -70,6 +73,7 @@ class PipelineRunner:
         """The last backward of each stage that needs weights."""
         self._live: dict[tuple[int, int], MicroBatchState] = {}
         self._batches: list[Any] = []
+        self._untraced = full
 
     @property
     def splits_backward(self) -> bool:
@@ -163,7 +167,21 @@ class PipelineRunner:
         self._live.clear()
         self._borrowed_grads.clear()
         self._batches = [step.prepare_batch(micro.batch) for micro in micros]
+        if self._untraced is not None:
+            self._trace_model(step, self._untraced.train(step.model.training))
+            self._untraced = None
         self.exchange.begin_step(self._batches, step.model.training)
+
+    def _trace_model(self, step: StepContext, full: nn.Module) -> None:
+        """Find what passes over stages, in the first step."""
+        with self.exchange.links.axes.dry_run():
+            self.stages.trace = trace_forward(
+                full,
+                self.stages.split,
+                step.objective.forward or call_model,
+                self._batches[0],
+                step.device,
+            )
 
     # ---- forward ------------------------------------------------------------
 

@@ -1,28 +1,31 @@
 """
 The stage of each module, by name.
 
-A model is seen as a sequence of *units*, in the order in which its modules were defined: the
-members of its outermost lists (``ModuleList``, ``Sequential``), and the modules with weights next
-to these. The sequence is split into stages by number of list members, by cost, or by the user's
-map.
+A model is seen as a sequence of *units*, in the order in which its forward calls them: the members
+of its outermost lists (``ModuleList``, ``Sequential``), and the modules with weights next to these.
+The sequence is split into stages by number of list members, by cost, or by the user's map.
 
 Modules without weights and buffers belong to no stage and run wherever they are called. Weights
 directly on a module around the units (a position embedding on the model itself) are on every stage,
-since their users are unknown.
+since their users are unknown, and so are embeddings that have several names (of an encoder and a
+decoder).
 """
 
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.pipeline import flops
 from pdrun.parallel.pipeline.balance import API_NAME, split_by_cost, split_evenly
+from pdrun.parallel.pipeline.call_order import find_weight_reads, sort_by_call
 
 Globs = Mapping[str, int]
 
@@ -121,11 +124,18 @@ def split_model(
     held = {name: (pinned[name],) if name in pinned else every for name in loose}
     found = StageSplit(stages, units, costs, held, tuple(free))
     _add_shared(model, found, shared)
+    if not shared:
+        # read beside its module, as the logits of h @ self.emb.weight.T do: most often at the end
+        for name in find_weight_reads(model, list(units)):
+            if name not in found.loose_weights:
+                own = units[next(unit for unit in units if name.startswith(f"{unit}."))]
+                found.loose_weights[name] = tuple(sorted({own, stages - 1}))
     return found
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0
+    return is_list and not isinstance(module, ParametrizationList)
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -186,9 +196,18 @@ def _find_units(model: nn.Module, by: _StageMap) -> tuple[list[str], list[str], 
     units: list[str] = []
     free: list[str] = []
     loose: list[str] = []
+    repeated = _repeated_embeddings(model)
 
     def walk(module: nn.Module, name: str, inside: bool) -> None:
         is_mapped = by.stage_of(name) is not None
+        if not is_mapped and id(module) in repeated:
+            free.append(name)
+            loose.extend(f"{name}.{own}" for own, _ in module.named_parameters())
+            return
+        if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and not is_mapped:
+            # never called: weights of the module around it
+            loose.extend(f"{name}.{own}" for own, _ in module.named_parameters())
+            return
         callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if is_mapped and callable_ and not by.splits_module(name):
             units.append(name)
@@ -204,13 +223,37 @@ def _find_units(model: nn.Module, by: _StageMap) -> tuple[list[str], list[str], 
                 f"{name}.{own}" if name else own
                 for own, _ in module.named_parameters(recurse=False)
             )
-            for child, each in module.named_children():
-                walk(each, f"{name}.{child}" if name else child, inside or _is_list(module))
+            # next to the lists of the layers, a module is one unit, whatever it has inside
+            is_beside = _has_layer_lists(module)
+            for child, each in module._modules.items():
+                if each is not None:
+                    is_inside = inside or _is_list(module) or (is_beside and not _is_list(each))
+                    walk(each, f"{name}.{child}" if name else child, is_inside)
         else:
             units.append(name)
 
     walk(model, "", False)
-    return units, free, loose
+    return sort_by_call(model, units), free, loose
+
+
+def _has_layer_lists(module: nn.Module) -> bool:
+    """Whether most weights of a module are in lists that it has itself."""
+    sizes = [
+        (isinstance(child, nn.ModuleList), sum(param.numel() for param in child.parameters()))
+        for child in module.children()
+    ]
+    in_lists = sum(size for is_list, size in sizes if is_list)
+    return bool(2 * in_lists > sum(size for _, size in sizes))
+
+
+def _repeated_embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of embeddings that the model has under several names."""
+    counts = Counter(
+        id(module)
+        for _, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+    )
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _holds_list(module: nn.Module) -> bool:
@@ -253,9 +296,13 @@ def _assign_by_cost(
         parts = split_by_cost([costs[name] for name in names], stages)
         return {names[i]: stage for stage, part in enumerate(parts) for i in part}
     layers = [name for name in names if _is_list(model.get_submodule(name.rpartition(".")[0]))]
+    if not layers and len(names) >= stages:
+        parts = split_by_cost([costs[name] for name in names], stages)
+        return {names[i]: stage for stage, part in enumerate(parts) for i in part}
     if not layers:
         raise UsageError(
-            f"{type(model).__name__} has no ModuleList or Sequential to split into stages",
+            f"{type(model).__name__} has no ModuleList or Sequential to split into stages, and"
+            f" {len(names)} modules with weights",
             where=API_NAME,
             hint='set the stage of each module with stages={"module": stage, ...}',
         )

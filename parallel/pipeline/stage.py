@@ -37,10 +37,15 @@ from pdrun.parallel.pipeline.metadata import (
     SentTensor,
     ValueForm,
     build_value,
+    flatten_result,
     form_of,
 )
+from pdrun.parallel.pipeline.skips import ForwardTrace, ResultKey
 from pdrun.parallel.pipeline.split import StageSplit
 from pdrun.parallel.pipeline.units import StageUnit, remote_class, stage_class
+
+MAX_LISTED_CALLS = 20
+"""Modules that an error lists."""
 
 
 class GraphModel(Protocol):
@@ -85,6 +90,8 @@ class PipelineStages:
         self.device = device
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.running: StageForward | None = None
+        self.trace = ForwardTrace()
+        """What the first forward showed on fake tensors."""
         self.trained_weights: dict[int, list[nn.Parameter]] = {
             stage: [] for stage in self.own_stages
         }
@@ -274,12 +281,27 @@ class StageForward:
         self._next_module = ""
         self._leaf_count = 0
         self._sent = list[SentTensor]()
+        self._sent_skips: list[tuple[ResultKey, int]] = []
         self._is_graph = False
+        self._call_counts = Counter[str]()
+        self._skips: dict[ResultKey, torch.Tensor] = {}
+        """Results of this and earlier stages that later ones use."""
+        if record is not None:
+            self._skips = {key: tensors[slot] for key, slot in record.skips}
+        self._own_skips = {
+            skip.key for skip in stages.trace.skips if skip.source == stage and skip.last > stage
+        }
+        self._versions: dict[ResultKey, int] = {}
 
     def make_record(self, calls: int) -> BoundaryRecord:
         """Return the record for the next stage."""
         return BoundaryRecord(
-            self._next_module, self._leaf_count, tuple(self._sent), calls, tuple(self._returned)
+            self._next_module,
+            self._leaf_count,
+            tuple(self._sent),
+            calls,
+            tuple(self._returned),
+            tuple(self._sent_skips),
         )
 
     def note_remote_read(self, name: str) -> None:
@@ -303,7 +325,18 @@ class StageForward:
             self._leave_stage(unit, args, kwargs)
         output = inner(*args, **kwargs)
         self._returned.append((unit.name, form_of(output, unit.name)))
+        if self._own_skips:
+            self._keep_skips(unit.name, output)
         return output
+
+    def _keep_skips(self, name: str, output: Any) -> None:
+        """Keep the results of a unit that later stages use."""
+        call = self._call_counts[name]
+        self._call_counts[name] += 1
+        for place, leaf in enumerate(flatten_result(output)):
+            if (name, call, place) in self._own_skips and isinstance(leaf, torch.Tensor):
+                self._skips[name, call, place] = leaf
+                self._versions[name, call, place] = leaf._version
 
     def run_graph(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
         """
@@ -344,16 +377,48 @@ class StageForward:
                 + ("after" if self._is_inside else "in")
                 + f" stage {self.stage}'s part of this micro-batch, and not before",
                 where=API_NAME,
-                hint="stages={glob: stage} in the order in which forward calls them",
+                hint="stages={glob: stage} in the order in which forward calls them"
+                + self._describe_calls(unit),
             )
         self._placeholder_counts[unit.name] += 1
         assert self.record is not None
+        if self._skips and any(skip[:2] == key for skip in self._skips):
+            return self._value_with_skips(key)
         value = self.record.placeholders.get(key)
         if value is None or any(map(_was_changed, pytree.tree_leaves(value))):
             value = self.record.placeholders[key] = build_value(
                 self._forms[key], self.stages.make_placeholder
             )
         return value
+
+    def _describe_calls(self, unit: StageUnit) -> str:
+        """Return the order of the calls as text; empty if it is not known."""
+        calls = self.stages.trace.calls
+        if not calls:
+            return ""
+        if unit.name in calls and self._placeholder_counts[unit.name]:
+            return f"; {unit.name} is called several times, which needs one stage for all between"
+        return f": {', '.join(calls[:MAX_LISTED_CALLS])}" + ", ..." * (
+            len(calls) > MAX_LISTED_CALLS
+        )
+
+    def _value_with_skips(self, key: tuple[str, int]) -> Any:
+        """Return a placeholder in which received results are the real ones."""
+        place = -1
+
+        def make_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            real = self._skips.get((*key, place))
+            if real is None:
+                return self.stages.make_placeholder(shape, dtype)
+            if real.requires_grad:
+                return _WritableInput.apply(real)
+            return real
+
+        def count_leaf() -> None:
+            nonlocal place
+            place += 1
+
+        return build_value(self._forms[key], make_tensor, count_leaf)
 
     def _enter_stage(
         self, unit: StageUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -379,6 +444,8 @@ class StageForward:
                 hint="make the order of module calls in forward depend on the batch only",
             )
         for sent, tensor in zip(record.sent, self.tensors, strict=True):
+            if sent.index < 0:
+                continue
             mine = leaves[sent.index]
             if isinstance(mine, FakeTensor):
                 real = _WritableInput.apply(tensor) if tensor.requires_grad else tensor
@@ -406,11 +473,15 @@ class StageForward:
                 where=API_NAME,
                 hint=f"shared=[{shared}] gives it to the last stage, too",
             )
+        why = ""
+        if self.stages.trace.error:
+            why = f" (its forward could not be traced for that: {self.stages.trace.error[:200]})"
         raise UsageError(
-            f"{what} and does not pass on",
+            f"{what} and does not pass on{why}",
             where=API_NAME,
-            hint="only the arguments of a stage's first module are sent: have it take and return"
-            " the value, or split elsewhere with stages={glob: stage}",
+            hint="only the arguments of a stage's first module and results that the first forward"
+            " showed are sent: have the module take and return the value, or split elsewhere with"
+            " stages={glob: stage}",
         )
 
     def _leave_stage(
@@ -425,7 +496,32 @@ class StageForward:
                     SentTensor(index, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
                 )
                 self.outputs.append(leaf)
+        self._send_skips()
         raise StageBoundary
+
+    def _send_skips(self) -> None:
+        """Send the results that later stages use, each tensor once."""
+        slots = {id(x): slot for slot, x in enumerate(self.outputs)}
+        for skip in self.stages.trace.skips:
+            if not skip.crosses(self.stage) or skip.key not in self._skips:
+                continue
+            tensor = self._skips[skip.key]
+            if self._versions.get(skip.key, tensor._version) != tensor._version:
+                raise UsageError(
+                    f"the result of {skip.key[0]}, which stage {skip.last} uses, is changed in"
+                    " place after it was returned",
+                    where=API_NAME,
+                    hint="compute a new tensor instead (x = x + y, not x += y)",
+                )
+            if id(tensor) not in slots:
+                slots[id(tensor)] = len(self.outputs)
+                # one that is passed on gets a node of its own in the graph of this stage
+                passed = tensor.view_as(tensor) if skip.source < self.stage else tensor
+                self.outputs.append(passed)
+                self._sent.append(
+                    SentTensor(-1, tuple(passed.shape), passed.dtype, passed.requires_grad)
+                )
+            self._sent_skips.append((skip.key, slots[id(tensor)]))
 
     def check_output(self, output: Any) -> Any:
         """Return the model's output, without placeholders."""

@@ -193,7 +193,7 @@ def _source_divides(kind: type, keys: tuple[str, ...]) -> bool:
 
 def _names_of_counts(method: ast.FunctionDef, keys: tuple[str, ...]) -> set[str]:
     """Return the local variables that a method sets from a number of heads."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(method):
         if not isinstance(node, ast.Assign):
             continue

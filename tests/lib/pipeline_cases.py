@@ -323,6 +323,82 @@ class Borrow(Tiny):
         return self.head(self.norm(h))
 
 
+class Opaque(Borrow):
+    """The same with a block that cannot run on fake tensors."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=layers)
+        self.blocks[0].register_forward_hook(lambda module, args, out: out + float(out.sum()) * 0)
+
+
+class Aliased(nn.Module):
+    """Its output layer is a weight that no source names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.Sequential(*(Block(0.0) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.bytes
+        return self.norm(self.blocks(table(x))) @ table.weight.T
+
+
+@dataclass
+class RungOutput:
+    """What a rung of a ladder returns."""
+
+    hidden: Tensor
+    side: dict[str, Tensor]
+    depth: int = 1
+
+
+class Inside(Tiny):
+    """The end calls a part of the first block, as diffusers' DiT does."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h) + self.blocks[0].norm1(h))
+
+
+class Ladder(nn.Module):
+    """
+    Results skip stages, in a dataclass; modules are defined in another order than they are called,
+    and the output layer is the embedding's weight.
+    """
+
+    class Rung(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, h: Tensor) -> RungOutput:
+            up = torch.tanh(self.up(h))
+            return RungOutput(h + up, {"up": up * 0.5})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.rungs = nn.ModuleList(self.Rung() for _ in range(4))
+        self.emb = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.emb(x)
+        kept: list[Tensor] = []
+        for index, rung in enumerate(self.rungs):
+            if index > 1:
+                h = h + kept.pop()
+            out = rung(h)
+            h = out.hidden
+            kept.append(out.side["up"])
+        return self.norm(h + first) @ self.emb.weight.T
+
+
 class Peek(Tiny):
     """A branch on an activation, between modules."""
 
@@ -386,7 +462,8 @@ class Early(Tiny):
         return h
 
 
-for kind in (Borrow, Peek, Select, Backwards, Odd, Early):
+MODELS |= {"ladder": Ladder, "aliased": Aliased, "inside": Inside}
+for kind in (Borrow, Opaque, Peek, Select, Backwards, Odd, Early):
     MODELS[kind.__name__.lower()] = functools.partial(kind, layers=4)
 
 

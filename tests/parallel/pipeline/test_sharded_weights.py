@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.lib import pipeline_cases as piped
-from tests.lib import tiers
 from tests.lib.pipeline_cases import Case
+from tests.lib.tiers import cover_pairs, thorough
 from tests.parallel.pipeline.test_schedules_on_ranks import SCHEDULES, check
 
 pytestmark = pytest.mark.torch
@@ -26,11 +26,11 @@ GATHERS = pytest.mark.parametrize("gather", ["step", "pass"])
 def alternating(cases: list[tuple[Any, ...]], one: str, other: str) -> list[Any]:
     """
     Return each case with both ways of gathering: by default one of them, in turn. Every schedule
-    and option has both (`test_every_schedule_has_the_bits_of_whole_weights`, `test_other_options`).
+    has both, in one of the tests that compare bits.
     """
     ways = [(one, other) if place % 2 else (other, one) for place in range(len(cases))]
     first = [(*case, way) for case, (way, _) in zip(cases, ways, strict=True)]
-    second = [tiers.thorough(*case, way) for case, (_, way) in zip(cases, ways, strict=True)]
+    second = [thorough(*case, way) for case, (_, way) in zip(cases, ways, strict=True)]
     return [*first, *second]
 
 
@@ -61,8 +61,15 @@ def same(worlds: Any, case: Case, **more: Any) -> None:
                 assert np.array_equal(mine[kind][name], value), f"{kind} of {name}"
 
 
-@GATHERS
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "gather"),
+    [
+        *(("gpipe", "step"), ("gpipe", "pass"), ("1f1b", "step"), ("zero-bubble-v", "pass")),
+        thorough("1f1b", "pass"),  # by default in `test_layers_that_some_ranks_leave_out`
+        thorough("zero-bubble-v", "step"),
+        *(thorough(*pair) for pair in product(("interleaved", "zero-bubble"), ("step", "pass"))),
+    ],
+)
 def test_every_schedule_has_the_bits_of_whole_weights(
     worlds: Any, schedule: str, gather: str
 ) -> None:
@@ -114,8 +121,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "combination",
-    tiers.cover_pairs(
-        itertools.product(range(len(OPTIONS)), ["interleaved", "zero-bubble"], ["step", "pass"]),
+    cover_pairs(
+        product(range(len(OPTIONS)), ["interleaved", "zero-bubble"], ["step", "pass"]),
         list,
     ),
     ids=str,
@@ -136,7 +143,9 @@ def test_other_options(worlds: Any, combination: tuple[int, str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "gather"),
-    alternating([("gpipe",), ("interleaved",), ("zero-bubble-v",)], "step", "pass"),
+    [("interleaved", "step"), ("zero-bubble-v", "pass")]
+    + [thorough("interleaved", "pass"), thorough("zero-bubble-v", "step")]
+    + [thorough("gpipe", "step"), thorough("gpipe", "pass")],
 )
 def test_eight_ranks_with_uneven_micro_batches_equal_one_process(
     worlds: Any, schedule: str, gather: str
@@ -171,7 +180,7 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize("sent", tiers.cover_pairs(SENT, list), ids=str)
+@pytest.mark.parametrize("sent", cover_pairs(SENT, list), ids=str)
 def test_what_is_sent_over_the_data_is_the_closed_form(
     worlds: Any, sent: tuple[str, bool, str]
 ) -> None:

@@ -228,5 +228,66 @@ def test_a_model_without_lists_needs_a_map() -> None:
     model = nn.Module()
     model.a, model.b = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(UsageError, match="no ModuleList or Sequential"):
-        split_model(model, 2)
+        split_model(model, 3)
+    assert split_model(model, 2).unit_stages == {"a": 0, "b": 1}
     assert split_model(model, 2, {"b": 1, "a": 0}).unit_stages == {"a": 0, "b": 1}
+
+
+class LateNorm(nn.Module):
+    """Modules in another order than they are called: in dicts, methods, loops and by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.parts = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
+        self.places = nn.Embedding(4, 4)
+        self.parts["words"] = nn.Embedding(4, 4)
+        self.never = nn.Linear(4, 4)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["words"](x) + self.places(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x) * self.scales[0]
+        for layer in self.parts.layers:
+            h = layer(h)
+        return self.norm(h) @ self.parts["words"].weight.T
+
+
+def test_units_are_in_the_order_of_their_calls() -> None:
+    found = split_model(LateNorm(), 2)
+    assert list(found.unit_stages.items()) == [
+        ("parts.words", 0),
+        ("places", 0),
+        ("never", 0),
+        ("parts.layers.0", 0),
+        ("parts.layers.1", 1),
+        ("norm", 1),
+    ]
+    assert found.loose_weights == {"scales.0": (0, 1), "parts.words.weight": (0, 1)}
+
+
+def test_an_embedding_of_two_halves_is_on_every_stage() -> None:
+    class Half(nn.Module):
+        def __init__(self, words: nn.Embedding) -> None:
+            super().__init__()
+            self.words, self.layers = words, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    model, words = nn.Module(), nn.Embedding(5, 4)
+    model.encoder, model.decoder = Half(words), Half(words)
+    found = split_model(model, 2)
+    assert list(found.unit_stages) == [
+        f"{half}.layers.{i}" for half in ("encoder", "decoder") for i in (0, 1)
+    ]
+    assert found.holders_of("decoder.words.weight") == (0, 1)
+    assert split_model(model, 2, {"encoder.*": 0, "decoder.*": 1}).stage_count == 2
+
+
+def test_modules_beside_the_lists_of_layers_are_units() -> None:
+    """Whatever lists they have inside: they are called in turn there."""
+    model = nn.Module()
+    model.down, model.up = (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))
+    model.middle = nn.Module()
+    model.middle.a = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    assert "middle" in split_model(model, 2).unit_stages

@@ -1,0 +1,191 @@
+"""
+The order in which a model calls its modules, read from the source of its ``forward`` methods.
+
+Nothing is run: a split needs no batch. A forward whose source is not available, or that does not
+name a module, leaves the order of definition.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+Path = tuple[str, ...]
+
+
+def sort_by_call(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """
+    Return names of modules in the order in which the model's forward first uses them.
+
+    Args:
+        names: in the order of definition. One that is not found stays after its predecessor.
+    """
+    keys: dict[str, tuple[int, ...]] = {}
+    paths: dict[str, list[Path]] = {}
+    for name in names:
+        keys[name] = tuple(_position_keys(model, name, paths))
+    return sorted(names, key=lambda name: keys[name])
+
+
+def find_weight_reads(model: nn.Module, units: Sequence[str]) -> list[str]:
+    """
+    Return the weights of units that the forward of a module around them reads by name, or those of
+    a module inside a unit that it calls.
+    """
+    found: dict[str, None] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    around = {unit.rpartition(".")[0] for unit in units}
+    for name in list(around):
+        around.update(".".join(name.split(".")[:end]) for end in range(name.count(".") + 1))
+    for name in sorted(around):
+        for path in _paths_of(model.get_submodule(name)):
+            # self.emb.weight and self.emb.weight.T, but not self.emb.weight.dtype
+            kept = path[:-1] if path[-1] in ("T", "t", "mT") else path
+            full = ".".join((name, *kept) if name else kept)
+            if not any(full.startswith(f"{unit}.") for unit in units):
+                continue
+            if full in params:
+                found.setdefault(full)
+            elif full in modules:
+                found.update(dict.fromkeys(key for key in params if key.startswith(f"{full}.")))
+    return list(found)
+
+
+def _position_keys(model: nn.Module, name: str, paths: dict[str, list[Path]]) -> Iterator[int]:
+    """
+    Yield, for each called module around a name, where the forward of the module around it uses it,
+    and its place among the children there. Lists and dicts of modules are not called.
+    """
+    owner, owner_name = model, ""
+    inside: Path = ()
+    indices: list[int] = []
+    siblings: list[str] = []
+    module = model
+    for piece in name.split("."):
+        siblings = list(module._modules)
+        inside = (*inside, piece)
+        indices.append(siblings.index(piece))
+        child = module._modules[piece]
+        assert child is not None  # it has a name
+        module = child
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        if owner_name not in paths:
+            paths[owner_name] = _paths_of(owner)
+        yield _place_of(inside, siblings, paths[owner_name])
+        yield from indices
+        owner, owner_name = module, f"{owner_name}.{'.'.join(inside)}".lstrip(".")
+        inside, indices = (), []
+
+
+def _place_of(inside: Path, siblings: Sequence[str], used: list[Path]) -> int:
+    """
+    Return the place of a child among the paths that a forward uses.
+
+    A child that is not used by name has that of the sibling defined before it.
+    """
+    *around, piece = inside
+    for sibling in reversed(siblings[: siblings.index(piece) + 1]):
+        wanted = (*around, sibling)
+        for place, path in enumerate(used):
+            length = min(len(path), len(wanted))
+            if path[:length] == wanted[:length]:
+                return place
+    return -1
+
+
+def _paths_of(module: nn.Module) -> list[Path]:
+    """Return the attribute paths that a module's forward reads from itself, in order."""
+    kind = type(module)
+    if isinstance(module, nn.Sequential) or kind.forward is nn.Module.forward:
+        return []
+    collector = _PathCollector(kind)
+    collector.collect_method("forward")
+    return collector.found
+
+
+class _PathCollector(ast.NodeVisitor):
+    """Collects what a method and the methods that it calls read from ``self``."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.found: list[Path] = []
+        self._methods: set[str] = set()
+
+    def collect_method(self, name: str) -> None:
+        """Add the paths of a method, once."""
+        if name in self._methods:
+            return
+        self._methods.add(name)
+        tree = _parse_method(inspect.getattr_static(self.kind, name, None))
+        if tree is not None:
+            for statement in tree.body:
+                self.visit(statement)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Visit arguments before the call: they are computed first."""
+        for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            self.visit(value)
+        self.visit(node.func)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Visit the value only."""
+        self.visit(node.value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Add a path from ``self``, or what a method of this name uses."""
+        path = _path_from_self(node)
+        if path is None:
+            self.generic_visit(node)
+            return
+        method = inspect.getattr_static(self.kind, path[0], None)
+        if inspect.isfunction(method) or isinstance(method, (property, staticmethod)):
+            self.collect_method(path[0])
+        else:
+            self.found.append(path)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Add a path with constant keys."""
+        path = _path_from_self(node)
+        if path is None:
+            self.generic_visit(node)
+        else:
+            self.found.append(path)
+
+
+def _path_from_self(node: ast.expr) -> Path | None:
+    """Return the path of ``self.a.b`` or ``self.a["b"]``; None for other expressions."""
+    pieces: list[str] = []
+    while True:
+        if isinstance(node, ast.Attribute):
+            pieces.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            pieces.append(str(node.slice.value))
+            node = node.value
+        else:
+            break
+    if not pieces or not isinstance(node, ast.Name) or node.id != "self":
+        return None
+    return tuple(reversed(pieces))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_method(method: object) -> ast.FunctionDef | None:
+    """Return the syntax tree of a method; None without source."""
+    if isinstance(method, property):
+        method = method.fget
+    if isinstance(method, staticmethod):
+        method = method.__func__
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    first = tree.body[0]
+    return first if isinstance(first, ast.FunctionDef) else None

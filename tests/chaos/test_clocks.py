@@ -11,6 +11,7 @@ import pytest
 
 from tests.chaos import clocks
 from tests.chaos.jobs import Bed
+from tests.lib.tiers import thorough
 
 HOUR = 3600
 moved = pytest.mark.skipif(bool(clocks.why_not()), reason=clocks.why_not())
@@ -32,7 +33,7 @@ def stays_up(bed: Bed, seconds: float) -> None:
 
 
 @moved
-@pytest.mark.parametrize("host", ["h1", "h2"])
+@pytest.mark.parametrize("host", [thorough("h1"), "h2"])
 def test_a_wall_clock_that_is_an_hour_off(bed: Bed, host: str) -> None:
     """On the scheduler's node, and on another."""
     bed[host].skew(HOUR if host == "h2" else -HOUR)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.chaos.groups import Group, Unavailable
 from tests.chaos.jobs import WORKER, Bed
+from tests.lib.tiers import thorough
 
 OLD_FREEZER = Path("/sys/fs/cgroup/freezer/cgroup.procs")
 
@@ -22,7 +23,7 @@ OLD_FREEZER = Path("/sys/fs/cgroup/freezer/cgroup.procs")
         ("exit 3", 3, "exit code 3"),
         ("raise lost my way", 1, "RuntimeError: lost my way"),
         (f"signal {signal.SIGKILL}", 137, "SIGKILL"),
-        (f"signal {signal.SIGSEGV}", 139, "SIGSEGV"),
+        thorough(f"signal {signal.SIGSEGV}", 139, "SIGSEGV"),
     ],
 )
 def test_a_worker_that_fails_ends_the_job_everywhere_at_once(

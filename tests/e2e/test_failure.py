@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import Shell, free_port, gone_within, until
+from tests.lib.tiers import thorough
 
 FAILING = """
 import os, signal, sys, time
@@ -52,7 +53,10 @@ def test_the_workers_own_code_on_two_simulated_nodes(
     gone_within(shell.pids("pids"), 1.0)
 
 
-@pytest.mark.parametrize(("how", "code", "words"), CASES)
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [CASES[0], CASES[2], *(thorough(*case) for case in (CASES[1], CASES[3]))],
+)
 def test_the_same_code_on_every_node_started_by_hand(
     shell: Shell, how: str, code: int, words: str
 ) -> None:

@@ -42,7 +42,12 @@ from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero.engine import Engine
 from pdrun.parallel.zero.full_tensors import weight_storages
 from pdrun.parallel.zero.offload import ActivationOffload, parse_offload
-from pdrun.parallel.zero.optimizer import check_elementwise, remap_params, shard_param_groups
+from pdrun.parallel.zero.optimizer import (
+    check_elementwise,
+    keep_full_weights,
+    remap_params,
+    shard_param_groups,
+)
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings, check_above_zero, check_scheduler
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ def parallelize(
     accumulate: int = 1,
     copies: int = 1,
     clip: float | None = None,
+    clip_value: float | None = None,
     norm: bool = False,
     gather: str | None = None,
     gradients_mean: bool | str = True,
@@ -96,7 +102,8 @@ def parallelize(
     Args:
         model: any module. It is moved to this rank's device. All ranks start with rank 0's weights.
         optimizer: ``lambda params: AdamW(params, 3e-4)``, called with the model's trained
-            parameters, or an optimizer of them.
+            parameters, or an optimizer of them. A list of optimizers is used as one: each trains
+            its own weights.
         loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None if the model
             returns that.
         mesh: the devices; default: all of them on the data axis. "auto" searches the degrees,
@@ -127,6 +134,7 @@ def parallelize(
         copies: 2: two micro-batches side by side, of which one computes while the other waits for a
             collective of a tensor axis or of cp (see `interleave`).
         clip: largest norm of the gradients of all weights together.
+        clip_value: largest absolute value of an element of a gradient, after ``clip``.
         norm: compute `Metrics.grad_norm` without clipping too.
         gradients_mean: divide gradients by the loss's global count; False: gradients of the sum;
             "accumulated": gradients of the mean times the micro-batches, MindSpore's sum.
@@ -219,6 +227,7 @@ def parallelize(
     slicing = replace(parse_batch_slicing(dataset_strategy, devices.dp), forward=forward)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
+    agreement.check_equal([("clip_value", clip_value)])
     agreement.check_equal(_describe_arguments(arguments, devices, settings, slicing).items())
     with (
         claim_model(model) as begin_partitioning,
@@ -234,7 +243,7 @@ def parallelize(
         if served is not None:
             served.connect_servers(seed, seconds)
             state.served = served
-    return Run(state)
+    return Run(state, clip_value=check_above_zero("clip_value", clip_value))
 
 
 def _serve_weights(
@@ -287,7 +296,7 @@ def _build_state(
     remap_params(optimizer, prepared.names, partitioned.weights)
     fill = _build_filler(arguments, prepared, partitioned)
     if settings.level and mesh.dp * mesh.cp > 1:
-        check_elementwise(optimizer, device)
+        keep_full_weights(optimizer, partitioned.weights, device)
     elif partitioned.original is not None:
         check_elementwise(optimizer, device, tiles_only=True)
     # once more, for the weights that are sharded now

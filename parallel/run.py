@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Run:
         steps: steps made so far.
     """
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, *, clip_value: float | None = None) -> None:
         self.state = state
         """The parts of the run; internal."""
         self.model = state.model
@@ -62,6 +63,10 @@ class Run:
         """
         Called in each step when the gradients are reduced and clipped, before they are used.
         """
+        if clip_value is not None:
+            self.watchers.append(partial(_clip_elements, limit=clip_value))
+        self.on_step: list[Callable[[Run, Metrics], None]] = []
+        """Called after each step with its numbers."""
         self._saving: PendingSave | None = None
 
     @property
@@ -103,7 +108,10 @@ class Run:
                 does not keep its contract.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
-        return train_batch(self.state, batch, self._call_watchers)
+        metrics = train_batch(self.state, batch, self._call_watchers)
+        for call in self.on_step:
+            call(self, metrics)
+        return metrics
 
     def _call_watchers(self) -> None:
         for watcher in self.watchers:
@@ -257,6 +265,19 @@ class Run:
             self.settle()
         return started
 
+    def attach(self, name: str, target: Any) -> None:
+        """
+        Save and load the state of an object with the run: a scheduler that the loop calls, or any
+        other object with ``state_dict`` and ``load_state_dict``.
+
+        Its state, of plain values, is that of rank 0. If a checkpoint with this name was loaded
+        before, the object gets that state at once.
+
+        Raises:
+            UsageError: the object lacks a method, or the name is taken.
+        """
+        self.state.attached.add(name, target)
+
     def settle(self) -> None:
         """Wait for a save in progress."""
         if self._saving is not None:
@@ -342,3 +363,9 @@ class Run:
         """
         load_weights(self.state, Path(path))
         self.state.guard.remember_state()
+
+
+def _clip_elements(run: Run, limit: float) -> None:
+    """Limit the elements of all gradients that this rank has."""
+    for group in run.optimizer.param_groups:
+        torch.nn.utils.clip_grad_value_(group["params"], limit)

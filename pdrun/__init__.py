@@ -36,6 +36,10 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.context_parallel.context import ContextParallel as ContextParallel
     from pdrun.parallel.context_parallel.context import positions as positions
     from pdrun.parallel.data.loader import Loader as Loader
+    from pdrun.parallel.hooks.moving_average import MovingAverage as MovingAverage
+    from pdrun.parallel.hooks.step_report import StepReport as StepReport
+    from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
+    from pdrun.parallel.hooks.watch_value import EarlyStop as EarlyStop
     from pdrun.parallel.layouts.device_matrix import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.model.meta_init import empty_init as empty_init
@@ -73,10 +77,12 @@ _MODULE_OF = {
     "Auto": "pdrun.parallel.auto.auto",
     "PlanReport": "pdrun.parallel.auto.degrees.planner",
     "plan_of": "pdrun.parallel.auto.degrees.planner",
+    "BestCheckpoint": "pdrun.parallel.hooks.watch_value",
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.startup.init",
     "Cut": "pdrun.parallel.operators.strategy",
     "DeadlineExceeded": "pdrun.errors",
+    "EarlyStop": "pdrun.parallel.hooks.watch_value",
     "PeerLost": "pdrun.errors",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
@@ -89,12 +95,14 @@ _MODULE_OF = {
     "L": "pdrun.parallel.layouts.layout",
     "Layout": "pdrun.parallel.layouts.device_matrix",
     "Loader": "pdrun.parallel.data.loader",
+    "MovingAverage": "pdrun.parallel.hooks.moving_average",
     "Offload": "pdrun.parallel.zero.offload",
     "OpLayout": "pdrun.parallel.operators.strategy",
     "Operators": "pdrun.parallel.operators.module",
     "Pipeline": "pdrun.parallel.pipeline.pipeline",
     "Precision": "pdrun.parallel.zero.precision",
     "Run": "pdrun.parallel.run",
+    "StepReport": "pdrun.parallel.hooks.step_report",
     "Strategy": "pdrun.parallel.tensor",
     "col": "pdrun.parallel.tensor",
     "constrain": "pdrun.parallel.operators.graph.constraints",

@@ -105,6 +105,7 @@ def load_checkpoint(state: RunState, folder: Path) -> None:
             group[name] = value
     if state.scheduler is not None and plain["scheduler"] is not None:
         state.scheduler.load_state_dict(plain["scheduler"])
+    state.attached.load(plain["attached"])
     if state.loss_scale is not None and plain["scale"] is not None:
         state.loss_scale.value, state.loss_scale.good_steps = plain["scale"]
     state.steps = plain["steps"]
@@ -129,6 +130,9 @@ def _read_state(state: RunState, reader: CheckpointReader) -> dict[str, Any]:
         **plain,
         "groups": [dict(decode_value(group)) for group in plain["groups"]],
         "scheduler": decode_value(plain["scheduler"]),
+        "attached": {
+            name: decode_value(values) for name, values in plain.get("attached", {}).items()
+        },
         "rng": reader.read_tensor(f"rng/{state.context.rank}") if same else None,
     }
 

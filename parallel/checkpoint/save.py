@@ -162,6 +162,9 @@ def _describe_run(state: RunState) -> dict[str, Any]:
         "scheduler": encode_value(state.scheduler.state_dict())
         if state.scheduler is not None
         else None,
+        "attached": {
+            name: encode_value(values) for name, values in state.attached.state_dicts().items()
+        },
         "scale": [state.loss_scale.value, state.loss_scale.good_steps]
         if state.loss_scale
         else None,

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pdrun.errors import UsageError
+from pdrun.parallel.data.batch_structure import map_tensors
 from pdrun.parallel.data.loader import Loader
 from pdrun.parallel.evaluation.outputs import (
     OUTPUTS_HINT,
@@ -161,11 +162,15 @@ class _SliceCollector:
         state = self._state
         state.engine.release_weights()
         state.objective.step_batch = batch
+        # the graph of a model's own mean has the number of labels that it is over
+        has_own_loss = self._has_loss and state.objective.own_loss is not None
+        state.objective.reads_graph = has_own_loss and state.mesh.pp == 1
         try:
             with state.rng.isolate_generators(state.device):
                 state.driver.evaluate_microbatches(state, slice_batch(state, batch), self._keep)
         finally:
             state.objective.step_batch = None
+            state.objective.reads_graph = False
         if self._has_loss:
             check_mean_over_parts(state, RUN_EVALUATE)
         self._batches += 1
@@ -175,8 +180,14 @@ class _SliceCollector:
         state = self._state
         rank = state.row_axis.index
         rows = len(micro.rows)
-        loss = state.objective.compute_loss(output, batch, rows) if self._has_loss else None
-        sums = {name: _read_metric(name, f(output, batch)) for name, f in self._metrics.items()}
+        loss = None
+        if self._has_loss:
+            loss = state.objective.compute_loss(output, batch, rows)
+            loss = loss[0].detach(), loss[1]
+        if state.objective.reads_graph:
+            output = map_tensors(output, torch.Tensor.detach)
+        with torch.no_grad():
+            sums = {name: _read_metric(name, f(output, batch)) for name, f in self._metrics.items()}
         kept = None
         if self._outputs is not False:
             wanted = self._outputs(output, batch) if callable(self._outputs) else output
@@ -282,6 +293,20 @@ def _finish_metric(total: torch.Tensor, count: torch.Tensor | None) -> Any:
     """Return a metric's value: a Python number if it is a scalar."""
     value = total if count is None else total / count
     return value.item() if value.dim() == 0 else value
+
+
+def gather_rows(state: RunState, values: Any, micro: MicroBatch) -> Any:
+    """
+    Return the outputs of all ranks on one slice each, rows in order and each once; every rank calls
+    this.
+    """
+    kept = take_outputs(values, len(micro.rows), lambda x: x) if micro.weight else None
+    mine = [{"place": micro.rows.start, "outputs": kept}] if micro.weight else []
+    place = state.engine.place
+    parts = place.job.gather_bytes(_pack(mine), "the rows of gather_for_metrics")
+    found = [each for rank in place.loss_ranks for each in _unpack(parts[rank])]
+    found.sort(key=lambda each: each["place"])
+    return join_outputs([each["outputs"] for each in found])
 
 
 # ---- the exchange -----------------------------------------------------------

@@ -236,7 +236,7 @@ class SimpleDriver:
         outputs: list[Any] = []
         for micro in micros:
             with (
-                torch.no_grad(),
+                torch.set_grad_enabled(step.objective.reads_graph and keep is not None),
                 step.engine.forward(micro=micro.position),
                 step.forward_context(micro),
             ):

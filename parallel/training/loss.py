@@ -43,6 +43,8 @@ class Objective:
     """Whether a step has several slices, so that their weights matter."""
     checks_form: bool = False
     """Whether the loss is checked on the parts of an output, in the first step."""
+    reads_graph: bool = field(default=False, init=False)
+    """Whether an evaluation records the graph of a model's own loss, which has its count."""
     is_mean: bool = field(default=False, init=False)
     """Whether the loss turned out to be a mean."""
     step_batch: Any = field(default=None, init=False)

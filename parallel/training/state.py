@@ -23,6 +23,7 @@ from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
+from pdrun.parallel.training.attached import AttachedObjects
 from pdrun.parallel.training.data_link import DataLink
 from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
 from pdrun.parallel.training.guard import ConsistencyGuard
@@ -145,6 +146,8 @@ class RunState:
     """The loss scale; None unless the model computes in fp16."""
     has_reported_nonfinite: bool = field(default=False, init=False)
     """Whether a loss that is not finite was reported."""
+    attached: AttachedObjects = field(default_factory=AttachedObjects, init=False)
+    """Objects of the program whose state is saved and loaded with the run."""
     guard: ConsistencyGuard = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,13 +4,15 @@ Moves an optimizer that was built for a model's parameters to other tensors: sha
 The user's function gets the model's own parameters, so that groups can be formed by name, shape or
 module. Then each parameter in the groups is replaced by the tensors that this rank trains for it.
 That is correct for *elementwise* optimizers only, whose update of an element depends on that
-element's gradient and state alone. Others are refused. A trial decides: two steps on a small
+element's gradient and state alone. Others are refused, or keep full weights if they are one of
+several. A trial decides: two steps on a small
 tensor, in one part and in two, must give the same bits.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +32,64 @@ TrainedPart = tuple[nn.Parameter, "FlatSegment | None"]
 """A tensor to train and its segment of the parameter; None: all of the parameter."""
 
 
+class ComposedOptimizer(torch.optim.Optimizer):
+    """
+    Several optimizers as one, each for its own weights: ``optimizer=lambda params: [Muon(...),
+    AdamW(...)]``.
+
+    Args:
+        optimizers: at least one; no weight is in two of them.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__(groups, {})  # refuses a weight in two groups; keeps the dicts
+        self.optimizers = list(optimizers)
+        for each in self.optimizers:
+            self.state.update(each.state)
+            each.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """Step all optimizers, in their order."""
+        for each in self.optimizers:
+            each.step()
+
+    def owner_of(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return the optimizer of a group."""
+        return next(
+            each for each in self.optimizers if any(own is group for own in each.param_groups)
+        )
+
+
+def compose_optimizers(optimizers: Sequence[Any]) -> torch.optim.Optimizer:
+    """
+    Return optimizers as one, whose type has their names.
+
+    Raises:
+        UsageError: one of them is not an optimizer, or two train one weight.
+    """
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer) or isinstance(each, torch.optim.LBFGS):
+            raise UsageError(
+                f"optimizer has a {_kind_of(each)} in its list",
+                where=PARALLELIZE,
+                hint="a list of first-order optimizers",
+            )
+    if len(optimizers) == 1:
+        only: torch.optim.Optimizer = optimizers[0]
+        return only
+    kind = type("+".join(type(each).__name__ for each in optimizers), (ComposedOptimizer,), {})
+    try:
+        made: torch.optim.Optimizer = kind(optimizers)
+    except ValueError as error:
+        raise UsageError(
+            f"the optimizers cannot be combined: {error}",
+            where=PARALLELIZE,
+            hint="each weight in one optimizer",
+        ) from None
+    return made
+
+
 def build_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """
     Return the optimizer that a user's function builds, or the user's optimizer.
@@ -40,6 +100,8 @@ def build_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.opt
     """
     given = isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
     built = optimizer if given else optimizer(list(params))
+    if isinstance(built, (list, tuple)) and built:
+        built = compose_optimizers(built)
     if not isinstance(built, torch.optim.Optimizer):
         raise UsageError(
             "optimizer must be a torch.optim.Optimizer or a function that returns one, "
@@ -86,16 +148,51 @@ def check_elementwise(
     for group in optimizer.param_groups:
         if tiles_only and all(shard_of(param).is_full for param in group["params"]):
             continue
-        full = _try_two_steps(optimizer, group, device, 1)
-        parts = _try_two_steps(optimizer, group, device, 2)
-        if full is None or parts is None or not torch.equal(full, parts):
+        owner = _owner_of(optimizer, group)
+        if not _is_elementwise(owner, group, device):
             raise UsageError(
-                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends "
+                f"{type(owner).__name__} cannot be sharded: its update of an element depends "
                 "on other elements",
                 where=PARALLELIZE,
-                hint=("" if tiles_only else "optimizer_level=0, or ")
+                hint=("" if tiles_only else "optimizer_level=0, ")
+                + ("" if tiles_only else "a list of optimizers of which others shard theirs, or ")
                 + "an elementwise optimizer such as AdamW or SGD",
             )
+
+
+def keep_full_weights(
+    optimizer: torch.optim.Optimizer, weights: Iterable[Weight], device: torch.device
+) -> None:
+    """
+    Mark the weights of optimizers that need full weights (Muon): levels shard the other ones.
+
+    Raises:
+        UsageError: no optimizer can train parts of weights, or the weights are sharded over tensor
+            axes.
+    """
+    found = [
+        group
+        for group in optimizer.param_groups
+        if not _is_elementwise(_owner_of(optimizer, group), group, device)
+    ]
+    if not found:
+        return
+    if len(found) == len(optimizer.param_groups):
+        check_elementwise(optimizer, device)
+    check_elementwise(optimizer, device, tiles_only=True)
+    full = {id(param) for group in found for param in group["params"]}
+    for weight in weights:
+        weight.needs_full = id(weight.param) in full
+
+
+def _owner_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    return optimizer.owner_of(group) if isinstance(optimizer, ComposedOptimizer) else optimizer
+
+
+def _is_elementwise(optimizer: Any, group: Mapping[str, Any], device: torch.device) -> bool:
+    full = _try_two_steps(optimizer, group, device, 1)
+    parts = _try_two_steps(optimizer, group, device, 2)
+    return full is not None and parts is not None and torch.equal(full, parts)
 
 
 def _try_two_steps(
@@ -135,6 +232,7 @@ def _clone_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     """
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, which steps the original
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -163,6 +261,13 @@ def _init_state(twin: Any, kind: type, tensors: list[nn.Parameter]) -> None:
 
 def state_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
     """Return the bytes of optimizer state per element, measured on a small tensor."""
+    if isinstance(optimizer, ComposedOptimizer):
+        sizes = [
+            sum(param.numel() for group in each.param_groups for param in group["params"])
+            for each in optimizer.optimizers
+        ]
+        needs = [state_bytes_per_element(each, device) for each in optimizer.optimizers]
+        return sum(map(operator.mul, sizes, needs)) / max(sum(sizes), 1)
     twin = _clone_optimizer(optimizer, optimizer.param_groups[0])
     tensor = nn.Parameter(torch.zeros(256, device=device))
     twin.param_groups[0]["params"] = [tensor]

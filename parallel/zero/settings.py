@@ -156,8 +156,8 @@ def check_scheduler(scheduler: Any) -> None:
     if wanted:
         name = type(scheduler).__name__
         what = f"{name}.step needs {', '.join(wanted)}, and a run calls it without arguments"
-        hint = f"leave scheduler= out; make schedule = {name}(run.optimizer) and call "
-        hint += "schedule.step(metrics.loss) after run.step"
+        hint = f"leave scheduler= out; make schedule = {name}(run.optimizer), call "
+        hint += 'run.attach("schedule", schedule), and schedule.step(metrics.loss) after run.step'
         raise UsageError(what, where=PARALLELIZE, hint=hint)
 
 

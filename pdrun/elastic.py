@@ -56,6 +56,9 @@ REPORT_SECONDS = 0.1
 """Minimum time between two reports of a worker. A saved step is reported immediately."""
 MAX_STEP = 1 << 53
 """Steps must be below this: other processes may store them as doubles."""
+MAX_NUMBERS = 32
+"""Numbers that a worker reports with its step."""
+MAX_NAME_CHARACTERS = 64
 SAVED_REPORT_SECONDS = 1.0
 """Time that the report of a saved step waits for an agent whose queue is full."""
 STACKS_SIGNAL = 51
@@ -81,6 +84,9 @@ class _WorkerReporter:
         self.step = -1
         self.busy = 0.0
         self.saved = -1
+        self.total = 0
+        self.numbers: dict[str, Any] = {}
+        """What the script reports with its step; tensors become numbers when they are sent."""
         self.next_report_at = 0.0
         """Monotonic time from which the next report may be sent."""
         self.pending = threading.Event()
@@ -99,7 +105,10 @@ class _WorkerReporter:
         busy = f',"busy":{self.busy:.6g}' if self.busy else ""
         saved = f',"saved":{self.saved}' if self.saved >= 0 else ""
         step = f',"step":{self.step}' if self.step >= 0 else ""
-        text = f'{{"rank":{self.rank},"generation":{self.generation}{step}{busy}{saved}}}'
+        total = f',"total":{self.total}' if self.total else ""
+        numbers = f',"numbers":{_format_numbers(self.numbers)}' if self.numbers else ""
+        head = f'"rank":{self.rank},"generation":{self.generation}'
+        text = f"{{{head}{step}{busy}{saved}{total}{numbers}}}"
         try:
             assert self.socket is not None
             self.socket.sendto(text.encode(), self.path)
@@ -167,7 +176,13 @@ class _WorkerReporter:
         return None
 
 
-def progress(step: SupportsIndex, busy: float | None = None) -> None:
+def progress(
+    step: SupportsIndex,
+    busy: float | None = None,
+    *,
+    total: SupportsIndex | None = None,
+    **numbers: Any,
+) -> None:
     """
     Report that this worker has completed a step.
 
@@ -180,9 +195,14 @@ def progress(step: SupportsIndex, busy: float | None = None) -> None:
         busy: seconds of the worker's own work in the step, without the time that it waited for
             other ranks. Shows a slow rank although all ranks complete their steps together. None:
             not known.
+        total: number of steps of the whole run. None: as reported before, or not known.
+        numbers: what `pdrun status` and `pdrun report` show of the step: ``loss=loss, lr=lr``.
+            Numbers, or tensors of one element. These are read at most ten times a second, in
+            another thread if the steps are short. At most 32.
 
     Raises:
-        ValueError: ``step`` or ``busy`` is out of range.
+        ValueError: ``step``, ``busy`` or ``total`` is out of range.
+        TypeError: one of ``numbers`` is no number, or there are too many of them.
     """
     worker = _get_reporter()
     if worker is None:
@@ -192,6 +212,11 @@ def progress(step: SupportsIndex, busy: float | None = None) -> None:
         if not 0 <= busy < 1e9:
             raise ValueError(f"busy must be a number of seconds, got {busy!r}")
         worker.busy = float(busy)
+    if total is not None:
+        worker.total = _check_step(total)
+    if numbers:
+        _check_numbers(numbers)
+        worker.numbers = numbers
     worker.report_soon()
 
 
@@ -305,6 +330,30 @@ def _check_step(step: SupportsIndex) -> int:
     if not 0 <= number < MAX_STEP:
         raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {number}")
     return number
+
+
+def _check_numbers(numbers: dict[str, Any]) -> None:
+    if len(numbers) > MAX_NUMBERS:
+        raise TypeError(f"at most {MAX_NUMBERS} numbers can be reported, got {len(numbers)}")
+    for name, value in numbers.items():
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        plain = name.replace(".", "_")
+        if not (plain.isascii() and plain.isidentifier() and len(name) <= MAX_NAME_CHARACTERS):
+            raise TypeError(f"{name!r} is no name: letters, digits, _ and ., at most 64")
+
+
+def _format_numbers(numbers: dict[str, Any]) -> str:
+    """Return numbers as JSON; one that is not finite, or cannot be read, is null."""
+    parts = []
+    for name, value in numbers.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = float("nan")  # a tensor that was freed, or of several elements
+        text = f"{number:.9g}" if abs(number) < 1e300 else "null"
+        parts.append(f'"{name}":{text}')
+    return "{" + ",".join(parts) + "}"
 
 
 def _parse_number(text: str | None, default: int) -> int:

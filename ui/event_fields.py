@@ -26,7 +26,8 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
         case "exited":
             return _read_exit(data)
         case "progress":
-            return int(data.get("step", -1)), int(data.get("saved", -1))
+            step, saved = int(data.get("step", -1)), int(data.get("saved", -1))
+            return step, saved, int(data.get("total", 0)), read_values(data.get("values") or {})
         case "assigned":
             return _read_assignment(data)
         case "started" | "resumed":
@@ -42,6 +43,19 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
         case "verdict":
             return int(data["code"]), str(data.get("reason", ""))
     return None
+
+
+def read_values(data: Mapping[str, Any]) -> dict[str, tuple[float | None, int, int]]:
+    """
+    Return the numbers of a ``progress`` event: name -> mean, rank of the largest, bad rank.
+
+    Raises:
+        TypeError, ValueError: they have another form.
+    """
+    found = {}
+    for name, (mean, _, _, rank, bad_rank) in data.items():
+        found[str(name)] = (None if mean is None else float(mean), int(rank), int(bad_rank))
+    return found
 
 
 def _read_exit(data: Mapping[str, Any]) -> RankStatus:

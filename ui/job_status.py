@@ -51,5 +51,9 @@ class JobStatus:
     """The newest warnings; see `pdrun.ui.replay.MAX_WARNINGS`."""
     step: int = -1
     """Step of the slowest worker; -1: no worker has reported one."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
+    values: Mapping[str, tuple[float | None, int, int]] = field(default_factory=dict)
+    """Reported number -> mean, rank of the largest, first rank with a value that is not finite."""
     saved: int = -1
     """Last step that all workers have saved; -1: none."""

@@ -255,7 +255,10 @@ class StatusReplay:
             case "warning" | "hang":
                 self._warnings.append(fields)
             case "progress":
-                self._facts = replace(self._facts, step=fields[0], saved=fields[1])
+                step, saved, total, values = fields
+                self._facts = replace(
+                    self._facts, step=step, saved=saved, total=total, values=values
+                )
             case "created":
                 job, run, expected = fields
                 self._facts = replace(

@@ -106,6 +106,17 @@ def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
     return Group(head, nodes, *notes)
 
 
+def describe_values(status: JobStatus) -> list[tuple[str, str]]:
+    """Return (name, text) of the numbers that the script reports with its steps."""
+    rows = []
+    for name, (mean, _, bad_rank) in status.values.items():
+        text = "" if mean is None else f"{mean:.6g}"
+        if bad_rank >= 0:
+            text = f"{text}, not finite on rank {bad_rank}".removeprefix(", ")
+        rows.append((name, text))
+    return rows
+
+
 def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
     """Return the head of a status as (name, value) pairs, without colours."""
     state = job_state(status)
@@ -118,10 +129,13 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
     if status.restarts or status.generation:
         rows.append(("restarts", f"{status.restarts} (generation {status.generation})"))
     if status.step >= 0:
-        step = str(status.step)
+        step = f"{status.step:,}"
+        if status.total:
+            step += f" of {status.total:,}"
         if status.saved >= 0:
             step = f"{step}, saved {status.saved}"
         rows.append(("step", step))
+        rows += [(escape_text(name), text) for name, text in describe_values(status)]
     states = Counter(node_state(node) for node in status.nodes.values() if is_present(node))
     gone = Counter(node_state(node) for node in status.nodes.values() if not is_present(node))
     parts = []

@@ -1,7 +1,8 @@
 """
 How workers report to their agent: datagrams through a socket file in a folder of mode 0700.
 
-    {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100}
+    {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100,
+     "total": 5000, "numbers": {"loss": 2.31, "grad_norm": null}}
     {"rank": 3, "generation": 1, "late": ["OMP_NUM_THREADS"]}
 
 A datagram of any other format is counted and dropped: any process of this user may have sent it.
@@ -20,12 +21,14 @@ import shutil
 import socket
 import struct
 import tempfile
+from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pdrun.quick_dataclass import dataclass
 
-MAX_DATAGRAM_BYTES = 512
+MAX_DATAGRAM_BYTES = 4096
 MAX_REPORTS_PER_READ = 64
 MAX_NUMBER = 1 << 53
 """Ranks, generations and steps are smaller."""
@@ -35,7 +38,10 @@ _FOLDER_PREFIX = "pdrun-agent-"
 The identifier of the running kernel follows: in a folder that hosts share, only that kernel knows
 whether a socket is in use.
 """
-_INTEGER_FIELDS = ("rank", "generation", "step", "saved")
+MAX_NUMBERS = 32
+_INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
+_NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+_OTHER_FIELDS = ("busy", "late", "numbers")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
 """For the path of a socket; the system accepts 107."""
@@ -54,6 +60,10 @@ class WorkerReport:
     """The sender's pid, from the kernel; 0: unknown."""
     late: tuple[str, ...] = ()
     """Variables that a forked worker has set too late."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    """What the script reports with its step; None: not finite."""
 
 
 def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
@@ -66,7 +76,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         return None
     if not isinstance(found, dict):
         return None
-    if not {"rank", "generation"} <= found.keys() <= {*_INTEGER_FIELDS, "busy", "late"}:
+    if not {"rank", "generation"} <= found.keys() <= {*_INTEGER_FIELDS, *_OTHER_FIELDS}:
         return None
     for name in _INTEGER_FIELDS:
         if name in found and not (type(found[name]) is int and 0 <= found[name] < MAX_NUMBER):
@@ -77,6 +87,9 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     late = found.get("late", [])
     if not isinstance(late, list) or not all(map(_is_variable_name, late)):
         return None
+    numbers = found.get("numbers", {})
+    if not isinstance(numbers, dict) or not _are_numbers(numbers):
+        return None
     return WorkerReport(
         found["rank"],
         found["generation"],
@@ -85,6 +98,16 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         found.get("saved"),
         pid,
         tuple(late),
+        found.get("total", 0),
+        numbers,
+    )
+
+
+def _are_numbers(found: dict[Any, Any]) -> bool:
+    return len(found) <= MAX_NUMBERS and all(
+        _NUMBER_NAME.fullmatch(name)
+        and (value is None or (type(value) in (int, float) and abs(value) < 1e300))
+        for name, value in found.items()
     )
 
 

@@ -24,6 +24,7 @@ from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSa
 from pdrun.launcher.diagnosis.late_variables import LateVariableCounter
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.policies.collectives import describe_collective
+from pdrun.rendezvous.policies.numbers import sum_numbers
 from pdrun.rendezvous.protocol.messages import (
     CollectiveReport,
     Hung,
@@ -248,7 +249,10 @@ class WorkerMonitor:
         self._next_progress = self._clock.monotonic() + self.progress_seconds
         if steps or saved != self._sent_saved_step:
             self._sent_saved_step = saved
-            self._send_message(Progress(group.generation, tuple(steps), saved))
+            reports = self._last_reports
+            total = max((report.total for report in reports.values()), default=0)
+            numbers = sum_numbers({rank: report.numbers for rank, report in reports.items()})
+            self._send_message(Progress(group.generation, tuple(steps), saved, total, numbers))
 
     # Hangs
 

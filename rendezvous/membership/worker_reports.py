@@ -66,6 +66,7 @@ def handle_worker_exit(job: Job, member: Member, message: WorkerExit, now: float
     if message.rank in member.exit_codes:
         return
     member.exit_codes[message.rank] = cause.code
+    _record_progress(job, now, is_ending=True)
     generation.progress.drop_worker(message.rank)
     generation.idle.on_exit(message.rank, now)
     job.outbox.record_event(
@@ -96,11 +97,7 @@ def handle_progress(generation: Generation, member: Member, message: Progress) -
 def check_workers(job: Job, now: float) -> None:
     """At each tick while workers run: record progress, warn about stragglers, judge a hang."""
     generation = job.generation
-    if (data := generation.progress.take_record(now)) is not None:
-        saved = generation.progress.find_agreed_step(generation.assigns, generation.agreed_step)
-        job.outbox.record_event(
-            "progress", generation=generation.number, **{**data, "saved": saved}
-        )
+    _record_progress(job, now)
     if stragglers := generation.progress.find_stragglers(now):
         _warn_about_stragglers(job, stragglers)
     if generation.hang is not None:
@@ -108,6 +105,17 @@ def check_workers(job: Job, now: float) -> None:
     elif generation.idle.is_inquiry_due(now):
         rank, (node, why) = next(iter(generation.idle.reports.items()))
         _open_inquiry(job, rank, node, why, now, may_be_waiting=True)
+
+
+def _record_progress(job: Job, now: float, *, is_ending: bool = False) -> None:
+    """Record the progress if that is due."""
+    generation = job.generation
+    data = generation.progress.take_record(now, is_ending=is_ending)
+    if data is not None:
+        saved = generation.progress.find_agreed_step(generation.assigns, generation.agreed_step)
+        job.outbox.record_event(
+            "progress", generation=generation.number, **{**data, "saved": saved}
+        )
 
 
 def _warn_about_stragglers(job: Job, stragglers: list[tuple[int, str]]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from pdrun.rendezvous.protocol.messages import Progress
+from pdrun.rendezvous.policies.numbers import describe_numbers
+from pdrun.rendezvous.protocol.messages import NodeNumber, Progress
 
 LAG_STEPS = 2
 LAG_SECONDS = 10.0
@@ -40,9 +42,14 @@ class ProgressTracker:
         self.has_reports = False
         """Whether there was any report."""
         self._tracks: dict[int, _WorkerProgress] = {}
+        self._numbers: dict[str, tuple[NodeNumber, ...]] = {}
+        """agent -> what its workers report with their steps."""
+        self._total = 0
         self._look_at = now + LOOK_SECONDS
         self._record_at = now
         self._has_news = False
+        self._is_ending = False
+        """Whether a worker has ended."""
 
     def add_report(self, agent: str, message: Progress, ranks: range) -> bool:
         """
@@ -52,6 +59,9 @@ class ProgressTracker:
         first = not self.has_reports
         self.has_reports = True
         self._has_news = True
+        self._total = max(self._total, message.total)
+        if message.numbers:
+            self._numbers[agent] = message.numbers
         for item in message.steps:
             if item.rank not in ranks:
                 continue
@@ -75,20 +85,32 @@ class ProgressTracker:
         """
         return max(earlier, min((self.saved_steps.get(agent, -1) for agent in agents), default=-1))
 
-    def take_record(self, now: float) -> Mapping[str, int] | None:
-        """Return the data of a ``progress`` event if one is due, at most every RECORD_SECONDS."""
-        if not self._has_news or now < self._record_at or not self._tracks:
+    def take_record(self, now: float, *, is_ending: bool = False) -> Mapping[str, Any] | None:
+        """
+        Return the data of a ``progress`` event if one is due: every RECORD_SECONDS, and once when
+        the first worker ends (``is_ending``), so that the last steps of a job are on record.
+        """
+        if is_ending:
+            is_due, self._is_ending = not self._is_ending, True
+        else:
+            is_due = now >= self._record_at
+        if not self._has_news or not is_due or not self._tracks:
             return None
         self._has_news = False
         self._record_at = now + RECORD_SECONDS
         rank, slowest = min(self._tracks.items(), key=lambda item: (item[1].step, item[0]))
         fastest = max(track.step for track in self._tracks.values())
-        return {
+        record: dict[str, Any] = {
             "step": slowest.step,
             "rank": rank,
             "most": fastest,
             "saved": min(self.saved_steps.values(), default=-1),
         }
+        if self._total:
+            record["total"] = self._total
+        if self._numbers:
+            record["values"] = describe_numbers(self._numbers.values())
+        return record
 
     def find_stragglers(self, now: float) -> list[tuple[int, str]]:
         """

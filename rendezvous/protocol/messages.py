@@ -351,6 +351,22 @@ class Step:
 
 
 @dataclass(frozen=True)
+class NodeNumber:
+    """One number that the scripts of a node's workers report with their steps."""
+
+    name: str
+    count: int = 0
+    """Workers with a finite value."""
+    sum: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+    rank: int = -1
+    """The worker with the largest value."""
+    bad_rank: int = -1
+    """The first worker whose value is not finite; -1: none."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """The progress of a node's workers: those that have changed since the last Progress."""
 
@@ -358,6 +374,10 @@ class Progress:
     steps: tuple[Step, ...] = ()
     saved: int = -1
     """The last step that every worker of this node has saved; -1: none."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
+    numbers: tuple[NodeNumber, ...] = ()
+    """Of all workers of the node, by name."""
 
 
 @dataclass(frozen=True)

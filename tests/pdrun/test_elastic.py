@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from pdrun import elastic
+from pdrun.launcher.agent.channel import MAX_DATAGRAM_BYTES
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -181,6 +182,43 @@ def test_what_is_no_step_is_an_error(agent: Agent, call: str) -> None:
     code, _, err = agent.run(call)
     assert code == 1 and "ValueError" in err
     assert agent.heard() == []
+
+
+def test_numbers_of_a_step(agent: Agent) -> None:
+    code = (
+        "class Tensor:\n def __float__(self): return 2.5\n"
+        "class Broken:\n def __float__(self): raise RuntimeError('freed')\n"
+        "pdrun.progress(7, total=90, loss=Tensor(), lr=1e-3, bad=float('nan'), gone=Broken())"
+    )
+    status, _, err = agent.run(code)
+    assert status == 0, err
+    (said,) = agent.heard()
+    assert said["total"] == 90
+    assert said["numbers"] == {"loss": 2.5, "lr": 0.001, "bad": None, "gone": None}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pdrun.progress(1, loss='low')",
+        "pdrun.progress(1, **{'a b': 1})",
+        "pdrun.progress(1, **{'a' * 65: 1})",
+        "pdrun.progress(1, **{f'n{i}': 1 for i in range(33)})",
+    ],
+)
+def test_what_is_no_number_is_an_error(agent: Agent, call: str) -> None:
+    code, _, err = agent.run(call)
+    assert code == 1 and "TypeError" in err
+    assert agent.heard() == []
+
+
+def test_the_longest_report_fits(agent: Agent) -> None:
+    code = "pdrun.progress(2**52, **{'x' * 61 + f'{i:03}': -1.23456789e-100 for i in range(32)})"
+    status, _, err = agent.run(code)
+    assert status == 0, err
+    (said,) = agent.heard()
+    assert len(said["numbers"]) == 32
+    assert len(json.dumps(said)) < MAX_DATAGRAM_BYTES
 
 
 def test_numbers_of_other_kinds_are_fine_and_texts_are_not(agent: Agent) -> None:

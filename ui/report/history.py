@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.eventlog import take_event
+from pdrun.ui.event_fields import read_values
 
 MAX_POINTS = 2_000
 """Points of the curve of steps."""
+MAX_CURVES = 64
 MAX_STALLS = 2_000
 MAX_TEXTS = 200
 MAX_FAILURES = 64
@@ -73,6 +75,16 @@ class ProgressPoint:
     most: int
 
 
+@dataclass(frozen=True)
+class ValuePoint:
+    """One number of the script at a time."""
+
+    time: float
+    mean: float | None
+    """None: not finite on any rank."""
+    bad_rank: int
+
+
 @dataclass
 class JobHistory:
     """All that a report shows."""
@@ -92,6 +104,12 @@ class JobHistory:
     """The first failed workers of each generation, in order of time."""
     failure_count: int = 0
     points: list[ProgressPoint] = field(default_factory=list)
+    values: dict[str, list[ValuePoint]] = field(default_factory=dict)
+    """Name of a number that the script reports -> its curve."""
+    bad_values: list[tuple[float, str, int, int]] = field(default_factory=list)
+    """(time, name, rank, step): the first value of each name that was not finite."""
+    total: int = 0
+    """Steps of the whole run; 0: not known."""
     slowest: dict[int, int] = field(default_factory=dict)
     """Rank -> how often it was the slowest, by at least one step."""
     saved: int = -1
@@ -210,14 +228,28 @@ class HistoryReader:
             generation = history.generations[-1]
             first = generation.steps[0] if generation.steps else step
             generation.steps = (first, step)
+        history.total = max(history.total, int(data.get("total", 0)))
+        values = read_values(data.get("values") or {})
+        self._note_bad_values(when, step, values)
         self._skipped += 1
         if self._skipped < self._stride:
             return
         self._skipped = 0
         history.points.append(ProgressPoint(when, step, most))
+        for name, (mean, _, bad_rank) in values.items():
+            if name in history.values or len(history.values) < MAX_CURVES:
+                history.values.setdefault(name, []).append(ValuePoint(when, mean, bad_rank))
         if len(history.points) >= 2 * MAX_POINTS:
             del history.points[1::2]
+            for curve in history.values.values():
+                del curve[1::2]
             self._stride *= 2
+
+    def _note_bad_values(self, when: float, step: int, values: Mapping[str, Any]) -> None:
+        known = {name for _, name, _, _ in self._history.bad_values}
+        for name, (_, _, bad_rank) in values.items():
+            if bad_rank >= 0 and name not in known and len(known) < MAX_CURVES:
+                self._history.bad_values.append((when, name, bad_rank, step))
 
     def _add_exit(self, when: float, data: dict[str, Any]) -> None:
         code = int(data["code"])

@@ -12,7 +12,13 @@ from datetime import UTC, datetime
 
 from pdrun.text import plural
 from pdrun.ui.report.history import GenerationSpan, JobHistory
-from pdrun.ui.report.svg import MAX_ROWS, format_seconds, render_curve, render_timeline
+from pdrun.ui.report.svg import (
+    MAX_ROWS,
+    format_seconds,
+    render_curve,
+    render_timeline,
+    render_values,
+)
 from pdrun.ui.report.text import clean_block, clean_line
 
 MAX_SLOW_RANKS = 10
@@ -66,6 +72,7 @@ def render_page(history: JobHistory, tails: Sequence[LogTail] = ()) -> str:
         *_render_cause(history, tails),
         *_render_timeline_section(history),
         *_render_progress(history),
+        *_render_values(history),
         *_render_generations(history.generations),
         *_render_texts("Hangs", history.hangs),
         *_render_texts("Warnings", history.warnings),
@@ -104,11 +111,18 @@ def _render_head(history: JobHistory) -> Iterator[str]:
         ),
         ("restarts", str(len(history.generations) - 1) if len(history.generations) > 1 else ""),
         ("meeting", _format_meeting(history, first)),
-        ("last step", f"{history.points[-1].step:,}" if history.points else ""),
+        ("last step", _format_step(history)),
         ("saved step", f"{history.saved:,}" if history.saved >= 0 else ""),
         ("damaged lines", str(history.unreadable_lines) if history.unreadable_lines else ""),
     ]
     yield _render_table((), [row for row in rows if row[1]])
+
+
+def _format_step(history: JobHistory) -> str:
+    if not history.points:
+        return ""
+    step = f"{history.points[-1].step:,}"
+    return f"{step} of {history.total:,}" if history.total else step
 
 
 def _format_meeting(history: JobHistory, first: GenerationSpan | None) -> str:
@@ -180,6 +194,21 @@ def _render_progress(history: JobHistory) -> Iterator[str]:
         yield "<h2>Slowest workers</h2>"
         rows = [(f"rank {rank}", f"{count:,}") for rank, count in slow]
         yield _render_table(("worker", "times behind"), rows)
+
+
+def _render_values(history: JobHistory) -> Iterator[str]:
+    for when, name, rank, step in history.bad_values:
+        after = format_seconds(when - history.begin)
+        yield (
+            f'<p class="verdict failed">{clean_line(name)} was not finite on rank {rank}: seen '
+            f"after {after}, at step {step:,}</p>"
+        )
+    for name, points in sorted(history.values.items()):
+        curve = render_values(points, history.begin, history.end)
+        if curve:
+            yield f"<h2>{clean_line(name)}</h2>"
+            yield curve
+            yield '<p class="key">Mean over all workers.</p>'
 
 
 def _step_rate(history: JobHistory) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrun.text import natural_key
-from pdrun.ui.report.history import Interval, JobHistory, ProgressPoint
+from pdrun.ui.report.history import Interval, JobHistory, ProgressPoint, ValuePoint
 from pdrun.ui.report.text import clean_line
 
 WIDTH = 960
@@ -137,6 +137,28 @@ def render_curve(points: Sequence[ProgressPoint], begin: float, end: float) -> s
         for part in split_at_falls(values):
             line = " ".join(f"{_number(axis.place(when))},{_number(y_of(n))}" for when, n in part)
             parts.append(f'<polyline class="{style}" points="{line}"/>')
+    return _picture(parts, CURVE_HEIGHT + 20)
+
+
+def render_values(points: Sequence[ValuePoint], begin: float, end: float) -> str:
+    """Return the curve of a number of the script; empty with fewer than two finite values."""
+    known = [(point.time, point.mean) for point in points if point.mean is not None]
+    if len(known) < 2:
+        return ""
+    axis = TimeAxis(begin, end)
+    low, high = min(value for _, value in known), max(value for _, value in known)
+    span = (high - low) or 1.0
+
+    def y_of(value: float) -> float:
+        return CURVE_HEIGHT - 5 - (value - low) / span * (CURVE_HEIGHT - 10)
+
+    parts = list(axis.render(CURVE_HEIGHT))
+    for value in sorted({low, (low + high) / 2, high}):
+        y = _number(y_of(value))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="name" x="{LEFT - 6}" y="{y}">{value:.4g}</text>')
+    line = " ".join(f"{_number(axis.place(when))},{_number(y_of(value))}" for when, value in known)
+    parts.append(f'<polyline class="step" points="{line}"/>')
     return _picture(parts, CURVE_HEIGHT + 20)
 
 

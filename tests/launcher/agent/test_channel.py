@@ -51,6 +51,8 @@ def test_what_a_worker_says():
         b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7
     ) == WorkerReport(3, 1, 120, 0.25, 100, 7)
     assert parse_report(b'{"rank":0,"generation":0}') == WorkerReport(0, 0)
+    numbers = parse_report(b'{"rank":0,"generation":0,"total":9,"numbers":{"loss":2.5,"g":null}}')
+    assert numbers == WorkerReport(0, 0, total=9, numbers={"loss": 2.5, "g": None})
     assert parse_report(b'{"rank":0,"generation":0,"busy":2}') == WorkerReport(0, 0, None, 2.0)
 
 
@@ -72,6 +74,13 @@ STRANGE = [
     b'{"rank":1,"generation":0,"busy":Infinity}',
     b'{"rank":1,"generation":0,"busy":-1}',
     b'{"rank":1,"generation":0,"busy":true}',
+    b'{"rank":1,"generation":0,"numbers":[]}',
+    b'{"rank":1,"generation":0,"numbers":{"a b":1}}',
+    b'{"rank":1,"generation":0,"numbers":{"a":"1"}}',
+    b'{"rank":1,"generation":0,"numbers":{"a":true}}',
+    b'{"rank":1,"generation":0,"numbers":{"a":NaN}}',
+    b'{"rank":1,"generation":0,"numbers":{"a":1e301}}',
+    b'{"rank":1,"generation":0,"total":-1}',
     b"[" * 500,
     b'{"rank":1,"generation":0,"step":9007199254740992}',
     b'{"rank":1,"generation":0}' + b" " * MAX_DATAGRAM_BYTES,

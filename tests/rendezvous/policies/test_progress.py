@@ -6,7 +6,14 @@ import pytest
 
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
 from pdrun.rendezvous.policies.progress import ProgressTracker
-from pdrun.rendezvous.protocol.messages import Assign, Notice, Progress, Ready, Step
+from pdrun.rendezvous.protocol.messages import (
+    Assign,
+    NodeNumber,
+    Notice,
+    Progress,
+    Ready,
+    Step,
+)
 from tests.rendezvous.helpers import Machine, config
 
 
@@ -187,3 +194,24 @@ def test_nobody_falls_behind_while_there_is_no_scheduler() -> None:
     tracker.shift_times(60.0)
     assert tracker.find_stragglers(70.0) == []
     assert [rank for rank, _ in tracker.find_stragglers(73.0)] == [2]
+
+
+def test_numbers_are_on_record_with_the_last_step() -> None:
+    tracker = ProgressTracker(0.0)
+    low, high = NodeNumber("loss", 2, 5.0, 2.0, 3.0, 1), NodeNumber("loss", 1, 1.0, 1.0, 1.0, 2)
+    tracker.add_report("a", Progress(0, (Step(0, 4),), -1, 100, (low,)), range(2))
+    assert tracker.take_record(0.0) == {
+        "step": 4,
+        "rank": 0,
+        "most": 4,
+        "saved": -1,
+        "total": 100,
+        "values": {"loss": [2.5, 2.0, 3.0, 1, -1]},
+    }
+    tracker.add_report("b", Progress(0, (Step(2, 9),), -1, 100, (high,)), range(2, 3))
+    assert tracker.take_record(1.0) is None, "at most one record in five seconds"
+    ending = tracker.take_record(1.0, is_ending=True)
+    assert ending is not None
+    assert (ending["most"], ending["values"]["loss"][0]) == (9, 2.0)
+    tracker.add_report("b", Progress(0, (Step(2, 10),)), range(2, 3))
+    assert tracker.take_record(1.0, is_ending=True) is None, "once"

@@ -113,3 +113,15 @@ def test_lines_that_are_no_events(text: str) -> None:
     history = read(*LOG[:-1], text)
     assert history.code is None
     assert history.unreadable_lines == (1 if text else 0)
+
+
+def test_numbers_of_the_script_become_curves() -> None:
+    values = [{"loss": [3.0, 2.0, 4.0, 1, -1]}, {"loss": [None, None, None, -1, 2], "lr": [1]}]
+    lines = [
+        line("progress", 110.0 + index, step=index, rank=0, most=index, saved=-1, values=one)
+        for index, one in enumerate(values)
+    ]
+    history = read(LOG[0], lines[0], lines[1].replace(', "lr": [1]', ""))
+    assert [(p.mean, p.bad_rank) for p in history.values["loss"]] == [(3.0, -1), (None, 2)]
+    assert history.bad_values == [(111.0, "loss", 2, 1)]
+    assert read(LOG[0], *lines).unreadable_lines == 1

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -162,8 +163,18 @@ def test_any_number_of_signals_until_the_very_exit_leaves_the_code(
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("args", ["--devices 2", "--nodes 2 --devices 1 --local", "--dry-run"])
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
+NODES = "--nodes 2 --devices 1 --local"
+
+
+@pytest.mark.parametrize(
+    ("args", "closed"),
+    [
+        *product(("--devices 2", "--dry-run"), CLOSED),
+        (NODES, CLOSED[-1]),
+        *(thorough(NODES, closed) for closed in CLOSED[:-1]),
+    ],
+)
 def test_standard_streams_may_be_closed(shell: Shell, args: str, closed: str) -> None:
     done = in_shell(shell, f"pdrun {args} {shell.script(HI)} {closed}")
     assert done.returncode == 0, done.stderr

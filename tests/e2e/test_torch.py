@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Shell, alive, free_port, until
+from tests.lib.tiers import thorough
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -69,7 +70,7 @@ def family(root: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("nodes", [thorough("1"), "2"])
 def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(
     shell: Shell, nodes: str
 ) -> None:

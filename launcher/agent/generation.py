@@ -20,7 +20,7 @@ from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import files
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.program import check_program
-from pdrun.launcher.plan.servers import make_server_commands, make_worker_variables
+from pdrun.launcher.plan.start_method import make_server_commands, make_worker_variables
 from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.protocol.messages import (
     Assign,

@@ -17,8 +17,7 @@ from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle
 from pdrun.launcher.agent.store import StorePair
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.launcher.plan.servers import find_interpreter
-from pdrun.launcher.plan.start_method import fork_server_command
+from pdrun.launcher.plan.start_method import find_interpreter, fork_server_command
 from pdrun.launcher.supervisor.events import (
     SERVER_SLOT,
     ForkServerStatus,

@@ -17,10 +17,10 @@ from pdrun.backends.detect import choose_backend
 from pdrun.backends.visibility import DeviceGrant, grant_devices
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.common.rank_lists import format_ranks, parse_cpu_lists
+from pdrun.launcher.common.server_places import most_servers_of_node
 from pdrun.launcher.config.spec import JobSpec, Resources, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.model import Facts
-from pdrun.launcher.plan.servers import most_servers_of_node
 from pdrun.quick_dataclass import dataclass
 from pdrun.text import plural
 from pdrun.topology import CpuSet, Device

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from typing import Any
 
 from pdrun.launcher.common.rank_lists import format_ranks
+from pdrun.launcher.common.server_places import describe_node_servers, describe_servers
 from pdrun.launcher.config.spec import JobSpec, Policy, list_field_paths
 from pdrun.launcher.plan.environment import display_value, format_variables
 from pdrun.launcher.plan.external import describe_external
 from pdrun.launcher.plan.hosts import describe_hosts
 from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.program import program_argv
-from pdrun.launcher.plan.servers import describe_node_servers, describe_servers
 
 _MODE_TEXTS = {
     "single": "one node, nothing listens",
@@ -58,7 +58,7 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("folder", plan.cwd),
         ("backend", _format_backend(plan)),
         ("interface", format_variables(plan.interfaces) if plan.interfaces else ""),
-        ("servers", describe_servers(plan)),
+        ("servers", describe_servers(plan.spec.resources.servers, plan.nodes)),
         ("logs", _format_logs(plan.spec)),
         ("policy", _format_policy(plan.spec)),
         ("changes", _format_elasticity(plan.spec)),
@@ -74,7 +74,9 @@ def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         return "\n".join(lines) + "\n" + describe_external(plan)
     for node in nodes or (plan,):
         lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_format_workers(node)]
-        lines += describe_node_servers(node)
+        lines += describe_node_servers(
+            node.spec.resources.servers, node.nodes, node.spec.place.node_rank, node.server_cpus
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -6,24 +6,33 @@ chosen if it differs from exec only in the points that docs/starting.md lists. I
 chosen, which only costs time. If a warm process (`pdrun warm`) has imported what the job's fork
 server would import, the job is forked from it. A fork server may still be unusable (a plug-in of
 torch starts threads or opens a device at import). Then the supervisor uses exec, and the agent
-prints the reason.
+prints the reason. The commands of parameter servers are made here, too: they are forked if workers
+are.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from pdrun.endpoint import parse_endpoint
 from pdrun.errors import UsageError
+from pdrun.launcher.common.server_places import count_servers, servers_of_node
 from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.plan.model import Facts, LaunchPlan, StartMethod
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.stdlib_only import import_env
 from pdrun.launcher.supervisor.boot import BASE_MODULES, OPTIMIZER_MODULES, fork_server_argv
-from pdrun.launcher.supervisor.events import WarmProcess, WorkerCommand
+from pdrun.launcher.supervisor.events import WarmProcess, WorkerCommand, slot_of_server
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.protocol.messages import Assign
 
 _FORK_SERVER_SLOT = -1
+SERVER_MODULE = "pdrun.parallel.servers.main"
 
 
 def choose_start_method(
@@ -180,3 +189,63 @@ def fork_server_command(plan: LaunchPlan) -> WorkerCommand:
     )
     env = import_env.import_environment({**plan.base_env, **plan.spec.env})
     return WorkerCommand(_FORK_SERVER_SLOT, tuple(argv), env, plan.cwd)
+
+
+def make_worker_variables(plan: LaunchPlan, assign: Assign, key: bytes) -> dict[str, str]:
+    """Return the variables by which a worker finds the servers; empty without servers."""
+    count = count_servers(plan.spec.resources.servers, assign.nodes)
+    if not count:
+        return {}
+    return {"PDRUN_SERVERS": str(count), "PDRUN_SERVER_KEY": key.hex()}
+
+
+def make_server_commands(
+    plan: LaunchPlan, assign: Assign, key: bytes, folder: str
+) -> list[WorkerCommand]:
+    """
+    Return the commands of this node's servers in a generation.
+
+    Args:
+        key: of the data channel.
+        folder: a private folder for their unix sockets.
+    """
+    mine = servers_of_node(plan.spec.resources.servers, assign.nodes, assign.node_rank)
+    if not mine:
+        return []
+    master = parse_endpoint(assign.master, where="the scheduler's assignment")
+    common: dict[str, str] = {
+        **plan.base_env,
+        **plan.spec.env,
+        **make_worker_variables(plan, assign, key),
+        "PDRUN_SERVER_FOLDER": folder,
+        "PDRUN_SERVER_LISTEN": plan.listen if assign.nodes > 1 else "",
+        "PDRUN_GENERATION": str(assign.generation),
+        "WORLD_SIZE": str(assign.world_size),
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": str(master.port),
+    }
+    if plan.spec.place.port_range is not None:
+        first, last = plan.spec.place.port_range
+        common["PDRUN_PORT_RANGE"] = f"{first}-{last}"
+    commands = []
+    for index, server in enumerate(mine):
+        cpus = plan.server_cpus[index] if index < len(plan.server_cpus) else ()
+        env = {
+            **common,
+            "PDRUN_SERVER_RANK": str(server),
+            "OMP_NUM_THREADS": str(max(1, len(cpus))),
+        }
+        # forked if workers are, since torch is imported there; -P: no module of the folder counts
+        start: Literal["exec", "auto"] = "auto" if plan.start_method.how == "fork" else "exec"
+        slot = slot_of_server(assign.generation, server)
+        argv = (find_interpreter(plan), "-P", "-m", SERVER_MODULE)
+        commands.append(WorkerCommand(slot, argv, env, "/", cpus, start))
+    return commands
+
+
+def find_interpreter(plan: LaunchPlan) -> str:
+    """Return the interpreter that has the workers' torch."""
+    program = plan.workers[0].argv[0]
+    if plan.spec.program.kind != "command" or Path(program).name.startswith("python"):
+        return program
+    return sys.executable

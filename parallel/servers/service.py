@@ -255,10 +255,17 @@ class _Session:
         size = frame.length - 8 * frame.count
         if size % 4:
             raise FrameError(f"{size} bytes of values are not numbers of fp32")
-        values = self._channel.receive_tensor(self._make_buffer(size // 4))
         store = self._store
         if store is None:
             raise FrameError("the first frame must be a hello")
+        reply = Frame(frame.op, request=frame.request)
+        if frame.op == Op.ROWS:
+            if size:
+                raise FrameError("a request for rows has no values")
+            rows = store.read_rows(frame.table, ids)
+            self._channel.send_frame(reply, byte_view(rows))
+            return
+        values = self._channel.receive_tensor(self._make_buffer(size // 4))
         push: dict[str, Any] = {
             "worker": self._worker,
             "client": self._client,
@@ -267,19 +274,12 @@ class _Session:
             "part": frame.part,
             "divisor": frame.divisor,
         }
-        reply = Frame(frame.op, request=frame.request)
         match frame.op:
-            case Op.ROWS:
-                if size:
-                    raise FrameError("a request for rows has no values")
-                rows = store.read_rows(frame.table, ids)
-                self._channel.send_frame(reply, byte_view(rows))
-                return
             case Op.PUSH_ROWS:
                 grads = _shape_rows(store, frame, values)
                 store.push_rows(frame.table, ids, grads, **push)
             case Op.PULL:
-                piece = store.read_piece(frame.table, frame.place)
+                piece = store.read_piece(frame.table, frame.place, self._make_scratch)
                 self._channel.send_frame(reply, byte_view(piece))
                 return
             case Op.PUSH:
@@ -302,6 +302,10 @@ class _Session:
         """Return a buffer for values; gradients that a step keeps get one each."""
         if self._store is None or self._store.mode.name == "sync":
             return torch.empty(elements)
+        return self._make_scratch(elements)
+
+    def _make_scratch(self, elements: int) -> torch.Tensor:
+        """Return memory that is used again for the next frame."""
         if len(self._scratch) < elements:
             self._scratch = torch.empty(elements)
         return self._scratch[:elements]

@@ -213,15 +213,26 @@ class TableStore:
         """
         table, rows = self._row_table(number)
         with table.lock:
-            rows.check_ids(ids, sorted_ids=False)
-            return rows.read_rows(ids)
+            try:
+                return rows.read_rows(ids)
+            except (IndexError, RuntimeError):  # torch found an id that is out of range
+                rows.check_ids(ids, sorted_ids=False)
+                raise
 
-    def read_piece(self, number: int, piece: int) -> torch.Tensor:
-        """Return a copy of a piece of a dense weight."""
+    def read_piece(
+        self, number: int, piece: int, make_buffer: Callable[[int], torch.Tensor] = torch.empty
+    ) -> torch.Tensor:
+        """
+        Return a copy of a piece of a dense weight.
+
+        Args:
+            make_buffer: returns the memory for so many elements.
+        """
         table, dense = self._dense_table(number)
         with table.lock:
             dense.check_piece(piece)
-            return dense.read_piece(piece).clone()
+            values = dense.read_piece(piece)
+            return make_buffer(len(values)).copy_(values)
 
     # ---- pushes -------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class RowTable:
         self.spec = spec
         self._limit = -(-spec.keep // servers)
         is_small = 0 < spec.size <= DIRECT_IDS
+        self._checks_reads = not is_small and spec.size > 0
+        """Whether reads check ids; an array of slots refuses ids that it does not have."""
         self._index: SlotArray | SlotLists = SlotArray(spec.size) if is_small else SlotLists()
         self._waiting: SlotLists | None = SlotLists() if spec.admit > 1 else None
         """Ids that are not admitted yet."""
@@ -81,6 +83,8 @@ class RowTable:
 
     def read_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids; one that is not stored has its first value."""
+        if self._checks_reads:
+            self.check_ids(ids, sorted_ids=False)
         slots = self._index.find_slots(ids)
         if not len(ids) or int(slots.min()) >= 0:
             return self._values.index_select(0, slots)

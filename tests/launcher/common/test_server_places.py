@@ -6,7 +6,7 @@ import pytest
 
 from pdrun.errors import UsageError
 from pdrun.launcher.common.parsers import parse_servers
-from pdrun.launcher.plan.servers import count_servers, servers_of_node
+from pdrun.launcher.common.server_places import count_servers, servers_of_node
 from pdrun.launcher.supervisor.events import SERVER_SLOT, server_of_slot, slot_of_server
 
 

@@ -193,6 +193,8 @@ def explain_run(state: RunState, batch: Any = None) -> str:
         lines.append(
             f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
         )
+    if state.served is not None:
+        lines.append(state.served.describe())
     lines.append(describe_traffic(state))
     engine = find_engine(state.model)
     if engine is not None and engine.first_plan is not None:

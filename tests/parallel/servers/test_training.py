@@ -204,7 +204,7 @@ def test_served_embeddings_have_any_id_and_need_a_glob() -> None:
     far = (batch[0] * torch.tensor([2**40, 1]), batch[1])
     losses = [run.step(far).loss for _ in range(5)]
     assert losses[-1] < losses[0]
-    assert "people" in run.state.served.describe()
+    assert "servers: 0 dense weight(s) and the rows of people in this process" in run.explain()
     with pytest.raises(UsageError, match=r"nan or infinite"):
         run.step((far[0], far[1] * float("nan")))
 

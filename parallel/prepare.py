@@ -6,9 +6,10 @@ rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model
 from pdrun.parallel.zero.optimizer import build_optimizer
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings
 
+MAX_GROUP_BYTES = 8 << 20
+"""Bytes of weights and buffers that are broadcast together when a run is made."""
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Class names of torch's own wrappers; by name, so that they need not be imported."""
 
@@ -83,8 +86,7 @@ def prepare_model(
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     param_hooks.check_hooks(weights, [0] * len(weights), PARALLELIZE)
-    agreement.check_equal(describe_model(model, weights))
-    agreement.check_equal(describe_optimizer(optimizer))
+    agreement.check_equal(chain(describe_model(model, weights), describe_optimizer(optimizer)))
     axes = _build_axes(job, mesh, device, seconds)
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
     sync_batchnorm.set_batch_axis(place.axes[DATA_AXES])
@@ -215,17 +217,55 @@ def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) 
 
 def _broadcast_values(model: nn.Module, weights: list[Weight], axis: ShardedGroup) -> None:
     """Give every rank rank 0's weights and buffers, except layerwise weights."""
+    if axis.world == 1:
+        return
+    values = [
+        (weight.name, weight.param.detach())
+        for weight in weights
+        if not weight.unsynced and weight.param.device.type != "meta"
+    ]
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            kind = str(buffer.layout).removeprefix("torch.")
+            what = f"buffer {name} is {kind} and cannot be broadcast from rank 0"
+            raise UsageError(
+                what,
+                where=PARALLELIZE,
+                hint="use a dense buffer, or an attribute that is not a buffer",
+            )
+        values.append((name, buffer))
+    for group in _group_values(values):
+        _broadcast_group(group, axis)
+
+
+def _group_values(
+    values: Iterable[tuple[str, torch.Tensor]],
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Put small tensors of one type into groups that are sent together, in their order."""
+    groups: list[list[tuple[str, torch.Tensor]]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+    for name, tensor in values:
+        kind = tensor.dtype, tensor.device
+        place, size = open_groups.get(kind, (-1, MAX_GROUP_BYTES))
+        size += tensor.nbytes
+        if size > MAX_GROUP_BYTES:
+            groups.append([])
+            place, size = len(groups) - 1, tensor.nbytes
+        groups[place].append((name, tensor))
+        open_groups[kind] = place, size
+    return groups
+
+
+def _broadcast_group(group: list[tuple[str, torch.Tensor]], axis: ShardedGroup) -> None:
+    """Give every rank rank 0's values of some tensors, in place."""
+    first, tensor = group[0]
     with torch.no_grad():
-        for weight in weights:
-            if not weight.unsynced and weight.param.device.type != "meta":
-                axis.broadcast_first(weight.param.detach(), f"rank 0's {weight.name}")
-        for name, buffer in model.named_buffers():
-            if buffer.layout != torch.strided and axis.world > 1:
-                kind = str(buffer.layout).removeprefix("torch.")
-                what = f"buffer {name} is {kind} and cannot be broadcast from rank 0"
-                raise UsageError(
-                    what,
-                    where=PARALLELIZE,
-                    hint="use a dense buffer, or an attribute that is not a buffer",
-                )
-            axis.broadcast_first(buffer, f"rank 0's {name}")
+        if len(group) == 1:
+            axis.broadcast_first(tensor, f"rank 0's {first}")
+            return
+        flat = torch.cat([each.reshape(-1) for _, each in group])
+        axis.broadcast_first(flat, f"rank 0's {first} and {len(group) - 1} more")
+        if axis.rank:
+            parts = flat.split([each.numel() for _, each in group])
+            for (_, each), part in zip(group, parts, strict=True):
+                each.copy_(part.view(each.shape))

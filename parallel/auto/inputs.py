@@ -75,7 +75,7 @@ def resolve_choices(
     if PLAN_VARIABLE in os.environ:
         _print_plan(choices, call, count_ranks())
     if not (isinstance(choices.mesh, str) or isinstance(choices.strategy, str)):
-        return choices
+        return _prepare_search(choices, call)
     files = dict.fromkeys(
         value
         for value in (choices.mesh, choices.strategy)
@@ -88,12 +88,22 @@ def resolve_choices(
         if files:
             what = 'mesh="auto" and a plan file as strategy contradict each other'
             raise UsageError(what, where=WHERE, hint='mesh and strategy "auto", or both the file')
-        return _search_mesh(choices, call, count_ranks())
+        return _prepare_search(_search_mesh(choices, call, count_ranks()), call)
     for path in files:
         choices = _take_plan(choices, read_plan(path), count_ranks())
     if choices.strategy == AUTO:
         choices = replace(choices, strategy=Auto())
-    return choices
+    return _prepare_search(choices, call)
+
+
+def _prepare_search(choices: ParallelChoices, call: PlannedCall) -> ParallelChoices:
+    """Return choices whose search knows how a step computes: prices depend on it."""
+    if not isinstance(choices.strategy, Auto):
+        return choices
+    passes = getattr(choices.pipeline, "microbatches", choices.accumulate)
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        passes = 1  # `parallelize` refuses it
+    return replace(choices, strategy=choices.strategy.for_step(passes, call.precision))
 
 
 # ---- plan files -------------------------------------------------------------

@@ -155,9 +155,18 @@ def _describe_options(state: RunState) -> dict[str, Any]:
         found["copies"] = state.copies
     if settings.level == 3:
         found["gather"] = settings.gather
-    if state.recompute:
+    if state.recompute and _is_plain(state.recompute):
         found["recompute"] = state.recompute
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON can hold a value."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _describe_pipeline(state: RunState, has_operators: bool) -> dict[str, Any] | None:

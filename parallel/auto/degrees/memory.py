@@ -17,9 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.model.weights import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from pdrun.parallel.operators.graph.graph import OperatorGraph, TensorRef, replace_refs
 from pdrun.parallel.operators.plan import OperatorPlan
 
+BUCKETS_ON_WAY = 3
+"""Buckets of gradients that are reduced at one time."""
 FLOAT_BYTES = 4
 """Bytes of an element of a master weight, and of the loss."""
 
@@ -176,6 +179,7 @@ def resident_bytes(
     shards: int,
     keeps_step: bool,
     accumulates: bool,
+    root: int = 0,
 ) -> dict[str, int]:
     """
     Return the bytes that stay during a step, by the names of `MemoryEstimate`.
@@ -186,22 +190,30 @@ def resident_bytes(
         shards: ranks over which the optimizer level shards.
         keeps_step: level 3: gathered weights stay for the step.
         accumulates: there are several passes per step.
+        root: elements outside of units, which level 3 gathers for the whole pass.
     """
-    own = -(-elements // shards) if level else elements
+    is_sharded = level > 0 and shards > 1
+    own = -(-elements // shards) if is_sharded else elements
     weights = elements * kinds.weight
-    if level == 3 and shards > 1:
-        gathered = elements if keeps_step else min(elements, largest_units)
-        weights = (own + gathered) * kinds.weight
-    gradients = elements * kinds.gradient
-    if level and shards > 1:
-        gradients = own * kinds.gradient
-        if (level == 1 or keeps_step) and accumulates:
-            gradients += elements * kinds.gradient
-        else:
-            gradients += min(elements, largest_units) * kinds.gradient
+    masters = own * kinds.master
+    total = elements * kinds.gradient
+    # the first bucket is small, so that its sum starts early
+    largest = max(FIRST_BUCKET_BYTES, total - FIRST_BUCKET_BYTES)
+    bucket = min(total, DEFAULT_BUCKET_BYTES, largest)
+    if level == 3 and is_sharded:
+        gathered = elements if keeps_step else min(elements, root + largest_units)
+        weights = gathered * kinds.weight
+        masters = own * (kinds.master or kinds.weight)  # the shards are the weights themselves
+        bucket = min(elements, largest_units) * kinds.gradient // 2
+    gradients = own * kinds.gradient
+    if is_sharded and accumulates and (level == 1 or keeps_step):
+        gradients += total  # running sums, reduced at the end of the step
+    elif is_sharded:
+        gradients += min(total, BUCKETS_ON_WAY * bucket)
+    gradients += bucket * kinds.weight // kinds.gradient  # those that wait for their bucket
     return {
         "weights": weights,
-        "masters": own * kinds.master,
+        "masters": masters,
         "gradients": gradients,
         "state": int(own * kinds.state),
     }

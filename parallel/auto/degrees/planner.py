@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel.auto.auto import Auto, detect_topology
+from pdrun.parallel.auto.auto import Auto, compute_type, detect_topology
 from pdrun.parallel.auto.choose import EXACT, check_search
 from pdrun.parallel.auto.degrees.condense import RowScaler
 from pdrun.parallel.auto.degrees.guide import describe_result
@@ -42,9 +42,7 @@ from pdrun.parallel.operators.graph.sample_call import capture_call
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.training.loss import ForwardFunction
-from pdrun.parallel.zero.precision import parse_precision
 
-HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ADAM_STATE_BYTES = 8.0
 """Bytes of optimizer state per element, if the caller does not say."""
 
@@ -193,7 +191,7 @@ def plan_of(
     limit = found.usable_bytes
     if memory is not None:
         limit = parse_size(memory, "memory", PLAN_API)
-    half = HALF_TYPES.get(parse_precision(precision).compute or "")
+    half = compute_type(precision)
     itemsize = half.itemsize if half is not None else 4
     master = 4 if half is not None else 0
     request = PlanRequest(
@@ -215,7 +213,8 @@ def plan_of(
         return _GraphReader().plan(model, Grid(("dp", "tp"), (1, 1)), args, kwargs).graph
 
     result = search_degrees(RowScaler(export, half), request)
-    return PlanReport(result, export, Auto(search=search, gather=gather, topology=found))
+    auto = Auto(search=search, gather=gather, topology=found).for_step(1, precision)
+    return PlanReport(result, export, auto)
 
 
 def _take_rows(sample: Any, count: int) -> Any:

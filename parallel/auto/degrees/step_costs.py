@@ -327,15 +327,16 @@ def _step_memory(
     """Return the bytes of the fullest stage."""
     head, layer, tail = (cost.parts[name] for name in (HEAD, LAYER, TAIL))
     per_stage = cost.layers // choice.pp
-    largest = 2 * max(layer.elements, 1) + head.elements * (cost.layers == 0)
+    root = elements - per_stage * layer.elements
     memory = resident_bytes(
         elements,
-        largest,
+        2 * layer.elements,
         kinds,
         choice.level,
         choice.dp,
         choice.gather == "step",
         choice.microbatches > 1,
+        root,
     )
     layers = per_stage * layer.saved
     transient = 2 * max(head.transient, layer.transient, tail.transient)

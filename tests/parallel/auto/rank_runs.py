@@ -154,3 +154,28 @@ def verify_hybrid(degrees: dict[str, int]) -> dict[str, Any]:
     after = run.step(batch_of_tokens()).loss
     assert after < before
     return dict(json.loads(run.plan.to_json()))
+
+
+def estimate_resident(level: int, accumulate: int, gather: str | None) -> dict[str, int]:
+    """Return the bytes that a run of Adam says that it keeps, and the number of elements."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    elements = sum(param.numel() for param in model.parameters())
+    run = parallelize(
+        model,
+        lambda params: torch.optim.Adam(params, lr=0.1),
+        lambda output, batch: (output.sum(), len(batch)),
+        mesh=mesh(dp=2),
+        optimizer_level=level,
+        accumulate=accumulate,
+        gather=gather,
+        exact=False,
+    )
+    found = run.memory()
+    return {
+        "weights": found.weights,
+        "masters": found.masters,
+        "gradients": found.gradients,
+        "state": found.state,
+        "elements": elements,
+    }

@@ -21,7 +21,7 @@ PROPAGATION = "sharding_propagation"
     ("topology", "degrees", "search", "stages"),
     [
         ("node", {"tp": 2}, EXACT, 1),
-        ("free", {"tp": 2}, EXACT, 1),
+        thorough("free", {"tp": 2}, EXACT, 1),
         thorough("slow", {"tp": 2}, EXACT, 1),
         thorough("node", {"tp": 2}, RECURSIVE, 1),
         thorough("free", {"tp": 2}, PROPAGATION, 1),
@@ -41,7 +41,7 @@ def test_searched_plans_compute_what_one_process_does(
 @pytest.mark.parametrize(
     ("topology", "degrees", "search", "stages"),
     [
-        ("free", {"tp": 2}, EXACT, 2),
+        thorough("free", {"tp": 2}, EXACT, 2),
         thorough("node", {"x": 2, "y": 2}, EXACT, 1),
         thorough("free", {"x": 2, "y": 2}, RECURSIVE, 1),
         thorough("node", {"tp": 4}, EXACT, 1),
@@ -67,6 +67,7 @@ def test_saved_plan_is_the_plan_that_runs(worlds: Any, tmp_path: Path) -> None:
     assert loaded[0] == saved
 
 
+@pytest.mark.thorough
 def test_edited_plan_follows_by_propagation(worlds: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     worlds(2).run(rank_runs.save_plan, str(path), "slow", {"tp": 2})
@@ -80,6 +81,7 @@ def test_edited_plan_follows_by_propagation(worlds: Any, tmp_path: Path) -> None
     }
 
 
+@pytest.mark.thorough
 def test_plan_of_another_world_and_with_stages(worlds: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     worlds(2).run(rank_runs.save_plan, path, "node", {"tp": 2}, optimizer_level=1, accumulate=2)
@@ -120,6 +122,7 @@ def test_auto_as_a_text(worlds: Any) -> None:
     assert json.loads(plans[0])["operators"] is not None
 
 
+@pytest.mark.thorough
 def test_unknown_search_is_refused(worlds: Any) -> None:
     with pytest.raises(RankError, match="did you mean 'dynamic_programming'"):
         worlds(2).run(rank_runs.verify_search, "node", {"tp": 2}, "dynamic_programing", 1)

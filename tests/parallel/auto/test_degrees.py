@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from pdrun.errors import UsageError
+from pdrun.parallel.auto.auto import Auto, _take_part, cast_graph
 from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
 from pdrun.parallel.auto.degrees.memory import TrainingBytes, list_saved_tensors, resident_bytes
 from pdrun.parallel.auto.degrees.planner import PlanReport, plan_of
 from pdrun.parallel.auto.degrees.step_costs import PartCost, PassCost, StepChoice, cost_step
 from pdrun.parallel.auto.plan_file import parse_plan
+from pdrun.parallel.layouts.grid import Grid
 from tests.lib.tiers import thorough
-from tests.parallel.auto.golden_models import Decoder
+from tests.parallel.auto import rank_runs
+from tests.parallel.auto.golden_models import Chain, Decoder
 from tests.parallel.auto.random_graphs import make_topology
 from tests.parallel.auto.test_goldens import NODE, export_meta
 
@@ -47,6 +53,7 @@ def test_best_candidate_fits_and_is_the_fastest() -> None:
     assert "with tensor parallel:" in text or "without tensor parallel:" in text
 
 
+@pytest.mark.thorough
 def test_same_request_gives_the_same_bytes_and_more_memory_is_never_slower() -> None:
     limits = ("200MiB", "400MiB", "2GiB")
     reports = [plan_decoder(memory=limit) for limit in limits]
@@ -55,6 +62,7 @@ def test_same_request_gives_the_same_bytes_and_more_memory_is_never_slower() -> 
     assert plan_decoder(memory=limits[0]).to_json() == reports[0].to_json()
 
 
+@pytest.mark.thorough
 def test_twelve_devices_are_planned_as_twelve() -> None:
     report = plan_decoder(devices=12, rows=24)
     choice = report.choice
@@ -104,6 +112,7 @@ def test_bubble_is_the_closed_form(schedule: str, bubble: float) -> None:
     assert share == pytest.approx(bubble / 9)
 
 
+@pytest.mark.thorough
 def test_stages_are_chosen_if_nothing_else_fits() -> None:
     """One row per step: dp=1. Weights of all layers need more than the memory of a device."""
     report = plan_decoder(
@@ -147,18 +156,28 @@ def test_saved_tensors_are_those_of_autograd() -> None:
     assert sum(roots.values()) == pytest.approx(sum(held.values()), rel=0.05)
 
 
-def test_resident_bytes_of_the_levels() -> None:
-    kinds = TrainingBytes(2, 4, 4, 8.0)
-
-    def total(level: int, step: bool = False, accumulates: bool = False) -> int:
-        return sum(resident_bytes(1000, 200, kinds, level, 10, step, accumulates).values())
-
-    assert total(0) == 1000 * (2 + 4 + 4 + 8)
-    assert total(1) == 1000 * 2 + 100 * (4 + 4 + 8) + 200 * 4
-    assert total(2) == total(1)
-    assert total(3) == 100 * (2 + 4 + 4 + 8) + 200 * (2 + 4)
-    assert total(3, step=True) > total(3)
-    assert total(1, accumulates=True) > total(2, accumulates=True)
+@pytest.mark.parametrize(
+    ("level", "accumulate", "gather"),
+    [
+        (3, 2, "pass"),
+        thorough(0, 1, None),
+        thorough(1, 2, None),
+        thorough(2, 2, None),
+        thorough(3, 2, "step"),
+    ],
+)
+def test_resident_bytes_are_those_of_a_run(
+    worlds: Any, level: int, accumulate: int, gather: str | None
+) -> None:
+    found = worlds(2).run(rank_runs.estimate_resident, level, accumulate, gather)[0]
+    elements = found.pop("elements")
+    units = 2 * elements // 8
+    wanted = resident_bytes(
+        elements, units, TrainingBytes(), level, 2, gather == "step", accumulate > 1
+    )
+    assert wanted["state"] == found["state"]
+    for name in ("weights", "masters", "gradients"):
+        assert wanted[name] == pytest.approx(found[name], rel=0.02), (name, wanted, found)
 
 
 @pytest.mark.parametrize("devices", [thorough(64)])
@@ -178,3 +197,42 @@ def test_llama_on_64_devices(devices: int) -> None:
     )
     assert len(report.result.fitting) > 500
     assert report.choice.pp == 1
+
+
+def test_search_prices_the_rows_of_one_pass() -> None:
+    batch = (torch.zeros(8, 2), torch.zeros(8))
+    assert [leaf.shape[0] for leaf in _take_part(batch, 4)] == [2, 2]
+    assert _take_part(batch, 3) is batch
+    assert _take_part({"x": torch.zeros(6, 2)}, 2)["x"].shape[0] == 3
+
+
+PROGRAM = """
+import torch
+from tests.parallel.auto.test_degrees import plan_decoder
+print(plan_decoder(fixed={"tp": 2}, memory="400MiB").to_json())
+"""
+
+
+@pytest.mark.parametrize("seeds", [thorough((1, 2, 3))])
+def test_plan_files_do_not_depend_on_hashes(seeds: tuple[int, ...]) -> None:
+    texts = set()
+    for seed in seeds:
+        environ = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environ, check=True, capture_output=True
+        )
+        texts.add(done.stdout)
+    assert len(texts) == 1
+    assert b'"operators": {' in texts.pop()
+
+
+def test_search_prices_the_type_in_which_a_run_computes() -> None:
+    graph = export_meta(lambda: Chain(2, 64), torch.zeros(32, 64, device="meta"))
+    auto = Auto(topology="h100x8")
+    wide, narrow = (
+        auto.for_step(1, precision).search_graph(graph, Grid(("dp", "tp"), (1, 2)), {})
+        for precision in (None, "bf16")
+    )
+    assert narrow.seconds <= wide.seconds
+    assert narrow.plan.graph is graph
+    assert cast_graph(graph, torch.bfloat16).tensors[0].dtype == torch.bfloat16

@@ -17,6 +17,7 @@ import pytest
 from tests.chaos.groups import Unavailable
 from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
+from tests.lib.tiers import thorough
 
 DISK = "/mnt"
 """Where a host has a file system of its own mounted; on the machine it is not touched."""
@@ -78,7 +79,7 @@ def hung_disk(bed: Bed, host: str) -> Callable[[], None]:
     return hang
 
 
-@pytest.mark.parametrize("host", ["h1", "h2"])
+@pytest.mark.parametrize("host", ["h1", thorough("h2")])
 def test_a_log_disk_that_hangs_holds_up_neither_the_worker_nor_the_end(
     make_bed: Callable[[int], Bed], host: str
 ) -> None:
@@ -138,7 +139,7 @@ def test_full_temporary_folders_at_the_start_are_no_riddle(
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ("rm /mnt/job/program", 127, "/mnt/job/program"),
+        thorough("rm /mnt/job/program", 127, "/mnt/job/program"),
         ("printf '\\001\\002' >/mnt/job/program", 126, "/mnt/job/program"),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_failure_during_the_stop_changes_no_verdict(bed: Bed) -> None:
     bed.clean()
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("stop", [signal.SIGINT, thorough(signal.SIGTERM), thorough(signal.SIGHUP)])
 def test_a_stop_on_any_node_stops_all_with_its_code(bed: Bed, stop: int) -> None:
     jobs = bed.job("--grace", "5")
     bed.running()

@@ -23,7 +23,7 @@ from tests.lib.compositions import Case, Place, Task
 pytestmark = pytest.mark.torch
 
 COUNT, SEED = (
-    int(os.environ.get("PDRUN_TEST_COMPOSITIONS", tiers.by_tier("10", "96"))),
+    int(os.environ.get("PDRUN_TEST_COMPOSITIONS", tiers.by_tier("8", "96"))),
     int(os.environ.get("PDRUN_TEST_SEED", "1")),
 )
 

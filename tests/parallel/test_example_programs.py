@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.tiers import is_thorough
 from tests.lib.worker_processes import clean
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +80,12 @@ def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None
         "--width",
         "32",
     ]
-    (want,) = re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program))
     job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2"]
     told = run(*job, *program, "--tp", "2", "--sequence", "--verify", cwd=tmp_path)
-    assert "gradients within" in told
-    assert re.findall(r"step +20/20  loss (\d\.\d{4})", told) == [want]
+    assert "gradients within" in told  # of those of one process
+    (loss,) = re.findall(r"step +20/20  loss (\d\.\d{4})", told)
+    if is_thorough():
+        assert re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program)) == [loss]
 
 
 @pytest.mark.skipif(

@@ -123,7 +123,7 @@ def test_codes_are_the_workers(wheel: Wheel, program: str, cluster: Cluster) -> 
     cluster.nothing_left()
 
 
-@EACH
+@ONE
 @pytest.mark.root
 def test_a_stop_and_a_killed_front_leave_nothing(
     wheel: Wheel, program: str, cluster: Cluster

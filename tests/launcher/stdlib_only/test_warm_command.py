@@ -22,6 +22,7 @@ from tests.launcher.plan.test_start_method import FIT, choose
 from tests.launcher.stdlib_only.conftest import plain_environment
 from tests.launcher.stdlib_only.test_fork_hazards import SLEEPER, pids
 from tests.lib.supervisor_driver import is_alive, wait_until
+from tests.lib.tiers import thorough
 
 FITTING = WarmProcess(
     socket="/run/x.sock",
@@ -256,7 +257,7 @@ def test_another_interpreter_gets_one_of_its_own(node: Node, warm: int) -> None:
     assert [found["pid"] for found in node.status()] == [warm]
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("how", [thorough("stop"), "kill"])
 def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str) -> None:
     script = node.write(
         FORKED

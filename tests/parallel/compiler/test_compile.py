@@ -38,13 +38,13 @@ CASES = [
     thorough(Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
     (DROPS, Place(tp=2)),
     (Task(), Place(tp=2, kind="sequence", more=(("recompute", "full"),))),
-    (Task(), Place(tp=2, kind="sequence", copies=2)),
-    (Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
+    thorough(Task(), Place(tp=2, kind="sequence", copies=2)),
+    thorough(Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
     (Task(), Place(tp=2, kind="2d")),
     thorough(Task(), Place(tp=4, kind="2d")),
     (Task(), Place(tp=2, kind="operators")),
     (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),
-    (Task(), Place(cp=2)),
+    thorough(Task(), Place(cp=2)),
     (Task(), Place(cp=2, ulysses=2, level=2)),
 ]
 

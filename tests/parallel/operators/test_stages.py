@@ -50,7 +50,8 @@ def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["tied", "dropout", "masked", "row", "loose", "inplace", "borrow"]
+    "model",
+    ["tied", "dropout", "loose", "borrow", *map(tiers.thorough, ("masked", "row", "inplace"))],
 )
 def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None:
     """

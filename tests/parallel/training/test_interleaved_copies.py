@@ -19,6 +19,7 @@ from tests.lib import pipeline_cases as piped
 from tests.lib import small_models as zoo
 from tests.lib.manual_sharding import Megatron
 from tests.lib.small_models import Case
+from tests.lib.tiers import thorough
 from tests.parallel.context_parallel import test_context_runs as long
 
 pytestmark = pytest.mark.torch
@@ -54,10 +55,10 @@ CASES = [
         Case(2, 2, tied=True, dropout=True, rows=(24, 7, 1), recompute="full", optimizer="SGD"),
         {"dp": 1, "tp": 2},
     ),
-    (Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
+    thorough(Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 3, 2, dropout=True, recompute="full", clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
-    (Case(4, 3, 1, tied=True, rows=(24, 7, 1), optimizer="SGD"), {"dp": 2, "tp": 2}),
+    thorough(Case(4, 3, 1, tied=True, rows=(24, 7, 1), optimizer="SGD"), {"dp": 2, "tp": 2}),
     (
         Case(
             2,

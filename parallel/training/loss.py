@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_structure import is_string_list, is_taken_as_samples
+from pdrun.parallel.model.mixed_types import explained_types
 from pdrun.parallel.training.loss_check import MeanCheck, OwnLoss, check_loss_form, is_own_loss
 
 LossFunction = Callable[[Any, Any], Any]
@@ -107,9 +108,10 @@ class Objective:
 
     def compute_output(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output on a batch."""
-        if self.forward:
-            return self.forward(model, batch)
-        return call_model(model, batch)
+        with explained_types(model):
+            if self.forward:
+                return self.forward(model, batch)
+            return call_model(model, batch)
 
     def compute_loss(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum, count) of an output of the model; see `__call__`."""

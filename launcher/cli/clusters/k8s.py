@@ -83,7 +83,11 @@ def k8s_group() -> click.Group:
         settings = dict(SCRIPT_CONTEXT_SETTINGS)
         group.add_command(
             ManifestCommand(
-                name, callback=callback, help=text, params=list(script), context_settings=settings
+                name,
+                callback=callback,
+                help=text,
+                params=[*manifest_params(), *script],
+                context_settings=settings,
             )
         )
     for name, callback, text, params in commands:
@@ -99,6 +103,14 @@ def k8s_group() -> click.Group:
     return group
 
 
+def manifest_params() -> list[click.Parameter]:
+    """Return `MANIFEST_OPTIONS` for help and completion; `ManifestCommand` does not parse them."""
+    return [
+        click.Option([row.name], metavar=row.metavar, help=row.help, multiple=row.is_repeated)
+        for row in MANIFEST_OPTIONS
+    ]
+
+
 class ManifestCommand(click.Command):
     """``render`` and ``submit``: their options may stand between those of ``pdrun run``."""
 
@@ -108,13 +120,6 @@ class ManifestCommand(click.Command):
             return super().parse_args(ctx, args)
         ctx.params["words"] = tuple(args)
         return []
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of `MANIFEST_OPTIONS`."""
-        with formatter.section("Options"):
-            formatter.write_dl(
-                [(f"{row.name} {row.metavar}", row.help) for row in MANIFEST_OPTIONS], col_max=34
-            )
 
 
 def render_job(words: tuple[str, ...]) -> int:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.choose import EXACT, choose_plan
+from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
 from pdrun.parallel.auto.degrees.condense import RowScaler
 from pdrun.parallel.auto.degrees.memory import TrainingBytes
 from pdrun.parallel.auto.degrees.step_costs import (
     CHUNKS,
     PassCost,
-    StepChoice,
-    StepCost,
     cost_step,
     count_model_flops,
     price_parts,

@@ -23,11 +23,12 @@ import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.auto import Auto, compute_type, detect_topology
 from pdrun.parallel.auto.choose import EXACT, check_search
+from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import RowScaler
 from pdrun.parallel.auto.degrees.guide import describe_result
 from pdrun.parallel.auto.degrees.memory import TrainingBytes
 from pdrun.parallel.auto.degrees.outer import PLAN_API, OuterResult, PlanRequest, search_degrees
-from pdrun.parallel.auto.degrees.step_costs import CHUNKS, StepChoice
+from pdrun.parallel.auto.degrees.step_costs import CHUNKS
 from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
 from pdrun.parallel.auto.plan_file import PLAN_FORMAT, PlanFile, parse_plan
 from pdrun.parallel.auto.topology import Topology

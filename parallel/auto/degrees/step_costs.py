@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
 from pdrun.parallel.auto.degrees.condense import COPY, HEAD, LAYER, TAIL
 from pdrun.parallel.auto.degrees.memory import (
     FLOAT_BYTES,
@@ -174,70 +175,6 @@ def count_model_flops(plan: OperatorPlan, parts: Sequence[str], layers: int) -> 
         if product is not None and parts[place] != COPY:
             total += product.flops * (layers if parts[place] == LAYER else 1)
     return total
-
-
-@dataclass(frozen=True)
-class StepChoice:
-    """Degrees and savers of one candidate."""
-
-    pp: int
-    dp: int
-    tp: int
-    level: int
-    gather: str | None
-    recompute: str | None
-    microbatches: int
-    rows: int
-    """Of one pass on a data rank."""
-    schedule: str | None = None
-
-    @property
-    def options(self) -> dict[str, object]:
-        """The arguments of `parallelize` that are not at their default."""
-        found: dict[str, object] = {}
-        if self.level:
-            found["optimizer_level"] = self.level
-        if self.gather is not None:
-            found["gather"] = self.gather
-        if self.recompute is not None:
-            found["recompute"] = self.recompute
-        if self.microbatches > 1 and self.pp == 1:
-            found["accumulate"] = self.microbatches
-        return found
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """
-    A step of one candidate.
-
-    Attributes:
-        seconds: of the step, by what takes them.
-        memory: bytes of the fullest device, by what takes them.
-    """
-
-    seconds: dict[str, float]
-    memory: dict[str, int]
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return math.fsum(self.seconds.values())
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the fullest device."""
-        return sum(self.memory.values())
-
-    @property
-    def bound_by(self) -> str:
-        """What takes most of the time beside products, with its share; products if they do."""
-        others = {name: value for name, value in self.seconds.items() if name != "compute"}
-        name = max(others, key=lambda one: others[one])
-        share = others[name] / self.total if self.total else 0.0
-        if share < 0.1:
-            return f"compute {self.seconds['compute'] / self.total:.0%}"
-        return f"{name} {share:.0%}"
 
 
 def cost_step(

@@ -13,10 +13,11 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.auto import Auto, _take_part, cast_graph
+from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
 from pdrun.parallel.auto.degrees.memory import TrainingBytes, list_saved_tensors, resident_bytes
 from pdrun.parallel.auto.degrees.planner import PlanReport, plan_of
-from pdrun.parallel.auto.degrees.step_costs import PartCost, PassCost, StepChoice, cost_step
+from pdrun.parallel.auto.degrees.step_costs import PartCost, PassCost, cost_step
 from pdrun.parallel.auto.plan_file import parse_plan
 from pdrun.parallel.layouts.grid import Grid
 from tests.lib.tiers import thorough

@@ -249,3 +249,22 @@ def test_every_search_is_at_most_a_template(search: str) -> None:
     assert found.seconds >= exact.seconds * (1 - 1e-9)
     for name, plan in list_templates(problem):
         assert found.seconds <= price_plan(problem.prices, plan).total * (1 + 1e-9), name
+
+
+@pytest.mark.thorough
+def test_a_price_on_bytes_splits_weights() -> None:
+    """Rows are split over a slow link; a higher price per byte splits more weights."""
+    graph = decoder_graph(3, 8)
+    grid = Grid(("tp",), (8,))
+    stored = []
+    for price in (0.0, 2e-11, 1e-9):
+        prices = PriceList(graph, grid, PCIE, byte_price=price)
+        plan = search_exact(SearchProblem(graph, grid, prices, gather=False)).plan
+        stored.append(
+            sum(
+                math.prod(prices.local_shape(layout, graph.shape_of(index)))
+                for index, layout in plan.weights.items()
+            )
+        )
+    assert stored == sorted(stored, reverse=True)
+    assert stored[2] < stored[0] / 2

@@ -63,7 +63,7 @@ def translate_command() -> click.Command:
         found = translate_command_line(words, os.environ)
         check_translation(found)
         click.echo(found.format_line())
-        for note in found.notes:
+        for note in (*found.notes, *found.left_out):
             print(f"pdrun: note: {note}", file=sys.stderr)
         return 0
 

@@ -105,7 +105,8 @@ def _format_click_error(error: Any, argv: Sequence[str]) -> str:
         if command is None or command.name != "run":
             return f"no such option {name}; {_hint_at_names(name, command)}"
         line = _translate_for_hint(argv, ())
-        if name in line.split():  # taken for an option of the script: it is of no launcher
+        # in the line itself it is taken for an option of the script: it is of no launcher
+        if name in line.partition(" (")[0].split():
             line = ""
         return f"no such option {name}{line or '; ' + _hint_at_names(name, command)}"
     text = " ".join(error.format_message().split()).rstrip(".")
@@ -159,4 +160,4 @@ def _translate_for_hint(argv: Sequence[str], launchers: Sequence[str]) -> str:
         return "" if launchers else f"; it is one of another launcher: {error}"
     if found is None:
         return ""
-    return f"; as options of {found.launcher}, this line does it: {found.format_line()}"
+    return f"; as options of {found.launcher}, this line does it: {found.format_hint()}"

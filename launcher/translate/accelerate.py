@@ -124,7 +124,7 @@ def translate_accelerate(words: Sequence[str], environ: Mapping[str, str]) -> Tr
     result.set_program(
         command.words, is_module=command.has("module"), is_command=command.has("no_python")
     )
-    result.notes += command.list_left_out(_LEFT_OUT)
+    result.left_out = command.list_left_out(_LEFT_OUT)
     return result
 
 

@@ -98,7 +98,7 @@ def hint_at_line(words: Sequence[str], environ: Mapping[str, str], check: Transl
         check(found)
     except PdrunError as error:
         return f"pdrun has no line for it: {error}"
-    return f"use {found.format_line()}"
+    return f"use {found.format_hint()}"
 
 
 def translate_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Translation:

@@ -92,7 +92,7 @@ def translate_deepspeed(words: Sequence[str], environ: Mapping[str, str]) -> Tra
     result.set_program(
         command.words, is_module=command.has("module"), is_command=command.has("no_python")
     )
-    result.notes += command.list_left_out(reasons)
+    result.left_out = command.list_left_out(reasons)
     return result
 
 

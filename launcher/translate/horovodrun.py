@@ -114,5 +114,6 @@ def translate_horovodrun(words: Sequence[str], environ: Mapping[str, str]) -> Tr
     if folder := command.text_of("output_filename"):
         result.add("--log-dir", folder)
     result.set_command(command.words)
-    result.notes += [SCRIPT_NOTE, *command.list_left_out(_LEFT_OUT)]
+    result.notes.append(SCRIPT_NOTE)
+    result.left_out = command.list_left_out(_LEFT_OUT)
     return result

@@ -25,6 +25,8 @@ class Translation:
     """The program that starts pdrun, with its options: ``srun -N 2``."""
     notes: list[str] = field(default_factory=list)
     """What the launcher does differently."""
+    left_out: list[str] = field(default_factory=list)
+    """Which options of its command line have no effect under pdrun, and why."""
     runs_in_background: bool = False
 
     @property
@@ -89,6 +91,11 @@ class Translation:
         is_module = found.kind == "module"
         is_command = found.kind == "command"
         self.set_program((found.target, *found.args), is_module=is_module, is_command=is_command)
+
+    def format_hint(self) -> str:
+        """Return the command line, with the options that are left out, for a message."""
+        reasons = f" ({'; '.join(self.left_out)})" if self.left_out else ""
+        return self.format_line() + reasons
 
     def format_line(self) -> str:
         """Return the command line for a shell."""

@@ -98,7 +98,8 @@ def translate_mpirun(words: Sequence[str], environ: Mapping[str, str]) -> Transl
     if name := command.text_of("iface"):
         result.add("--interface", name)
     result.set_command(command.words)
-    result.notes += [SCRIPT_NOTE, *command.list_left_out(_LEFT_OUT)]
+    result.notes.append(SCRIPT_NOTE)
+    result.left_out = command.list_left_out(_LEFT_OUT)
     return result
 
 

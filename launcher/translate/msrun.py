@@ -75,7 +75,7 @@ def translate_msrun(words: Sequence[str], environ: Mapping[str, str]) -> Transla
             "msrun returns at once; pdrun waits for its workers (else: nohup ... &)"
         )
     _set_program(command, result)
-    result.notes += command.list_left_out({})
+    result.left_out = command.list_left_out({})
     return result
 
 

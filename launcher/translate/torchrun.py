@@ -97,7 +97,7 @@ def translate_torchrun(words: Sequence[str], environ: Mapping[str, str]) -> Tran
     command = read_command("torchrun", parse_table(TORCHRUN_TABLE), words)
     result = _translate_options(command, environ)
     _set_script(command, result)
-    result.notes += command.list_left_out({})
+    result.left_out = command.list_left_out({})
     return result
 
 
@@ -110,7 +110,7 @@ def translate_launch(words: Sequence[str], environ: Mapping[str, str]) -> Transl
             raise command.make_error("no_python", "requires --use-env", "add --use-env")
         result.add("--launch-compat")
     _set_script(command, result)
-    result.notes += command.list_left_out({})
+    result.left_out = command.list_left_out({})
     return result
 
 
@@ -301,5 +301,5 @@ def translate_colossalai(words: Sequence[str], environ: Mapping[str, str]) -> Tr
             "write these options behind pdrun, in torchrun's spelling",
         )
     result.set_program(command.words, is_module=command.has("m"), is_command=False)
-    result.notes += command.list_left_out({})
+    result.left_out = command.list_left_out({})
     return result

@@ -207,6 +207,13 @@ def test_a_launcher_is_no_program_of_a_worker(pdrun: Call, line: str, hint: str)
     assert hint in outcome.err and outcome.err.count("\n") == 1
 
 
+def test_a_hint_names_the_options_that_are_left_out(pdrun: Call) -> None:
+    for words in ("mpiexec -n 2 --display-map ./a.out", "-np 2 --display-map x.py"):
+        outcome = pdrun(*words.split())
+        assert outcome.code == 2
+        assert "(--display-map is left out: pdrun --explain prints the places)" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

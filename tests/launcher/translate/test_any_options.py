@@ -125,7 +125,7 @@ def test_no_option_is_ignored_in_silence(
             found = translate_command_line([*start, *more, "python", "t.py"], {"HF_HOME": "/none"})
         except PdrunError as error:
             return "", str(error)
-        return found.format_line(), " ".join(found.notes)
+        return found.format_line(), " ".join([*found.notes, *found.left_out])
 
     base, base_notes = outcome_of()
     assert base

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def fork_server(serve: Callable[[], None]) -> int:
         torch.set_num_threads(1)
         try:
             serve()
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
     return pid
 
 
@@ -142,7 +144,7 @@ class ZmqPeer:
             Path(f"{path}.part").replace(path)
             while True:
                 who, what, *rest = router.recv_multipart(copy=False)
-                op, first = bytes(what).decode().split()
+                op, first = what.bytes.decode().split()
                 answer: Any = b"k"
                 if op == "push":
                     tables.push(int(first), read_values(rest[0]))
@@ -153,7 +155,7 @@ class ZmqPeer:
                 else:
                     grads = read_values(rest[1]).view(-1, DIM)
                     tables.push_rows(read_values(rest[0], torch.int64), grads)
-                router.send_multipart([bytes(who), answer], copy=False)
+                router.send_multipart([who.bytes, answer], copy=False)
 
         self.pid = fork_server(serve)
         while not Path(path).exists():

@@ -196,7 +196,7 @@ def make_worker_variables(plan: LaunchPlan, assign: Assign, key: bytes) -> dict[
     count = count_servers(plan.spec.resources.servers, assign.nodes)
     if not count:
         return {}
-    return {"PDRUN_SERVERS": str(count), "PDRUN_SERVER_KEY": key.hex()}
+    return {"PDRUN_SERVER_COUNT": str(count), "PDRUN_SERVER_KEY": key.hex()}
 
 
 def make_server_commands(

@@ -1,7 +1,7 @@
 """
 Where the servers of this job are: variables of the launcher, and addresses in the job's store.
 
-    PDRUN_SERVERS=2                     number of servers
+    PDRUN_SERVER_COUNT=2                number of servers
     PDRUN_SERVER_KEY                    the key of the data channel, hexadecimal
     store: pdrun/server/GENERATION/R    the addresses of server R, as JSON
 """
@@ -68,7 +68,7 @@ def find_directory(
         ConfigError: several workers and no servers, or variables are wrong.
     """
     context = init()
-    servers = read_count(environ, "PDRUN_SERVERS")
+    servers = read_count(environ, "PDRUN_SERVER_COUNT")
     if not servers:
         if context.world_size > 1:
             what = f"this job has {context.world_size} workers and no parameter servers"
@@ -76,7 +76,7 @@ def find_directory(
         return None
     worker = WorkerEnv.from_env(environ)
     if worker is None:
-        raise ConfigError("is set, but RANK is not", where="PDRUN_SERVERS")
+        raise ConfigError("is set, but RANK is not", where="PDRUN_SERVER_COUNT")
     return ServerDirectory(
         servers,
         read_key(environ),

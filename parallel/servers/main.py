@@ -1,7 +1,7 @@
 """
 The program of a server process, which `pdrun --servers` starts; it never runs the user's script.
 
-    PDRUN_SERVER_RANK, PDRUN_SERVERS    number of this server, and of all
+    PDRUN_SERVER_RANK, PDRUN_SERVER_COUNT   number of this server, and of all
     PDRUN_SERVER_FOLDER                 a private folder, for the unix socket
     PDRUN_SERVER_LISTEN                 the address for workers of other hosts; empty: none
     PDRUN_SERVER_KEY                    the key of the data channel
@@ -54,7 +54,7 @@ def serve(environ: Mapping[str, str]) -> None:
     service = ParameterService(
         read_key(environ),
         server=server,
-        servers=read_count(environ, "PDRUN_SERVERS"),
+        servers=read_count(environ, "PDRUN_SERVER_COUNT"),
         workers=read_count(environ, "WORLD_SIZE"),
         generation=generation,
         print_line=_print_line,

@@ -38,6 +38,7 @@ from pdrun.parallel.operators.choose_splits import (
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, decode_layout, is_layout
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.plan import OperatorSharding, UserLayouts
+from pdrun.parallel.operators.rules.recurrent import RECURRENT_KINDS
 from pdrun.parallel.operators.rules.rule import list_splits, view_operator
 from pdrun.parallel.tensor.sequence_parallel import ReplicateStyle
 
@@ -224,8 +225,9 @@ class _EntryResolver:
                         self.layouts.entry_names.get(position, operator.name),
                     )
         for position, operator in enumerate(self.graph.operators):
-            if list_splits(view_operator(self.graph, operator)) is None:
-                continue  # computed in full, with weights that are gathered
+            has_rule = list_splits(view_operator(self.graph, operator)) is not None
+            if not has_rule or operator.kind in RECURRENT_KINDS:
+                continue  # weights are gathered
             sharded = [
                 index for index in operator.inputs if self.layouts.weights.get(index, L()).axes
             ]

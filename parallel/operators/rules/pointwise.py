@@ -194,7 +194,16 @@ def split_masked_fill(view: OperatorView) -> list[OpSplit]:
     return _split_any_dim(view) + (partial_sum_splits(view, [0]) if is_zero else [])
 
 
-@register_rule("copy")
+def local_copy(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return `torch.ops.aten.copy`, which has no derivative."""
+    return source.to(device=x.device, dtype=x.dtype).expand(x.shape).clone()
+
+
+def _call_copy(context: LocalContext) -> LocalCall:
+    return local_copy, tuple(context.operator.args[:2]), {}
+
+
+@register_rule("copy", local_call=_call_copy)
 def split_copy(view: OperatorView) -> list[OpSplit]:
     """As `elementwise`; the values can be broadcast."""
     return _split_any_dim(view)

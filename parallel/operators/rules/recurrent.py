@@ -5,8 +5,11 @@ from __future__ import annotations
 from pdrun.parallel.operators.rules.labels import Labels, splits_by_labels
 from pdrun.parallel.operators.rules.rule import OperatorView, OpSplit, register_rule
 
+RECURRENT_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""No split has a shard of a weight: weights that are stored in shards are gathered."""
 
-@register_rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+@register_rule(*RECURRENT_KINDS)
 def split_recurrent(view: OperatorView) -> list[OpSplit]:
     """Split the rows of sequences and states, unless there is dropout between layers."""
     if len(view.in_shapes[0]) != 3:  # one sequence, or packed ones

@@ -1,8 +1,8 @@
 """
 Indices that a sampler of torch draws for an epoch: the same on every rank, and after a resume.
 
-A sampler draws from generators that hold state. Here it draws each epoch anew, with all generators
-that it can use seeded by the run's seed and the epoch. A sampler that keeps other state is refused.
+A sampler draws from generators that hold state. Here it draws each epoch with all generators that
+it can use seeded by the run's seed and the epoch. A sampler that keeps other state is refused.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def draw_epoch(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     is_known = all(type(each) in KNOWN_KINDS for each in _nested_samplers(sampler))
     if not is_known and found != _draw_once(sampler, seed, epoch):
         raise UsageError(
-            f"two passes of {type(sampler).__name__} with the same seeds differ: it has state of "
-            "its own, and a resumed run could not draw the same rows",
+            f"two passes of {type(sampler).__name__} with the same seeds differ: it has other "
+            "state, and a resumed run could not draw the same rows",
             where=RUN_DATA,
             hint="draw from torch's, numpy's or random's generators, or seed in set_epoch(epoch)",
         )
@@ -178,7 +178,7 @@ def number_of(index: Any) -> int:
 
 
 def count_repeats(batches: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Return how often each index has occurred before, so that repeated rows draw anew."""
+    """Return how often each index has occurred before, so that repeated rows draw other numbers."""
     seen: dict[Any, int] = {}
     found = []
     for batch in batches:

@@ -81,7 +81,7 @@ class MovingAverage:
         found: torch.Tensor | None = None if state is None else state.get(STATE_KEY)
         return self._loose.get(part) if found is None else found
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _update(self, *_: Any) -> None:
         """After a step: move the averages towards the weights."""
         self._steps += 1
@@ -127,7 +127,7 @@ class MovingAverage:
             self._set_weights(parts, kept)
             self._is_swapped = False
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _set_weights(self, parts: list[torch.Tensor], values: list[Any]) -> None:
         """Give the run other weights; without a value (never trained), the weight stays."""
         state = self.run.state

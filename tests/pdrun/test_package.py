@@ -25,7 +25,8 @@ def packages_on_disk() -> dict[str, str]:
     for top in FOLDERS:
         for init in (ROOT / top).rglob("__init__.py"):
             folder = init.parent.relative_to(ROOT).as_posix()
-            found["pdrun" if folder == "pdrun" else "pdrun." + folder.replace("/", ".")] = folder
+            inside = folder.removeprefix("pdrun").removeprefix("/").replace("/", ".")
+            found[f"pdrun.{inside}".removesuffix(".")] = folder
     return found
 
 

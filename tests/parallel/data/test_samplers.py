@@ -186,7 +186,7 @@ def test_a_row_that_is_drawn_again_gets_other_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: from_torch(DataLoader(DATA, 4, sampler=Stateful())), "has state of its own"),
+        (lambda: from_torch(DataLoader(DATA, 4, sampler=Stateful())), "it has other state"),
         (lambda: Loader(DATA, None, sampler=[1, 2]), "must yield lists of indices, got 1"),
         (lambda: Loader(DATA, None, sampler=[[]]), r"must yield lists of indices, got \[\]"),
         (lambda: Loader(DATA, None), "batch=None needs a sampler"),

@@ -1,4 +1,4 @@
-"""Evaluation over a source of batches: each row once and in order, as plain torch in one process."""
+"""Evaluation over a source of batches: each row once and in order, as plain torch does."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def run_of(level: int, optimizer: Any = None, degrees: Any = None, **options: An
 def train_plain(
     optimizer: Any = None, before: Any = None, after: Any = None, steps: int = STEPS
 ) -> tuple[nn.Module, list[float]]:
-    """Train in plain torch, a batch in two slices; ``before`` is called with the model before each optimizer step."""
+    """Train in plain torch, a batch in two slices; ``before`` is called before each step."""
     model = zoo.build()
     made = (optimizer or zoo.OPTIMIZERS["SGD"])(model.parameters())
     losses = []

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
+torch.set_num_threads(1)  # threads that wait for each other by spinning take the CPU of other tests
 
 from tests.lib.rank_pool import Worlds
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 torch.set_num_threads(1)  # threads that wait for each other by spinning take the CPU of other tests
 
-from tests.lib.rank_pool import Worlds
+from tests.lib.rank_pool import Worlds  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ class Objective:
         """Note the end of a step, or that it failed."""
         if self._is_in_step:
             self.checks_form = False
-        self.step_batch, self._is_in_step = None, False
+        self.step_batch, self._is_in_step, self._has_checked_rows = None, False, False
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int

@@ -351,3 +351,14 @@ def test_rows_are_compared_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             objective(objective.model, batch, 8)
         objective.end_step()
     assert len(calls) == 2
+
+
+def test_rows_are_compared_outside_of_a_step_too() -> None:
+    objective = Objective(Classifier(), lambda output, batch: output.mean(), is_split=True)
+    even, uneven = batch_of(False), batch_of(True)
+    objective.begin_step(even)
+    objective.compute_loss(torch.ones(8, 3), even, 8)
+    objective.end_step()
+    objective.step_batch = uneven  # an evaluation
+    with pytest.raises(UsageError, match="rows of batch"):
+        objective.compute_loss(torch.ones(8, 3), uneven, 8)

@@ -149,9 +149,9 @@ class ZmqPeer:
                 if op == "push":
                     tables.push(int(first), read_values(rest[0]))
                 elif op == "pull":
-                    answer = byte_view(tables.pull(int(first), CHUNK))
+                    answer = tables.pull(int(first), CHUNK).numpy()  # which keeps the tensor
                 elif op == "rows":
-                    answer = byte_view(tables.rows(read_values(rest[0], torch.int64)))
+                    answer = tables.rows(read_values(rest[0], torch.int64)).numpy()
                 else:
                     grads = read_values(rest[1]).view(-1, DIM)
                     tables.push_rows(read_values(rest[0], torch.int64), grads)

@@ -18,7 +18,12 @@ from torch import nn
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
-from pdrun.parallel.auto.inputs import ParallelChoices, PlannedCall, resolve_choices
+from pdrun.parallel.auto.inputs import (
+    ParallelChoices,
+    PlannedCall,
+    describe_searched_plan,
+    resolve_choices,
+)
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler.compile import check_combination, compile_modules
 from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
@@ -237,6 +242,9 @@ def parallelize(
         begin_partitioning()
         cuts = PartitionSpec(arguments.strategy, arguments.pipeline, context, sample, forward)
         partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
+        searched = describe_searched_plan(arguments.strategy, partitioned.model)
+        if searched:
+            agreement.check_equal(searched)
         state = _build_state(
             arguments, devices, settings, slicing, job, agreement, prepared, partitioned
         )

@@ -10,6 +10,7 @@ the script.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -23,8 +24,10 @@ from torch import nn
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.auto import Auto
 from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, plan_of
+from pdrun.parallel.auto.plan_entries import describe_operators
 from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, read_plan
 from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.startup.init import PLAN_VARIABLE
 from pdrun.parallel.zero.optimizer import state_bytes_per_element
 
@@ -245,3 +248,16 @@ def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None
         path = request["save"]
         print(f'saved; run it with parallelize(..., mesh="{path}", strategy="{path}")', flush=True)
     raise SystemExit(0)
+
+
+def describe_searched_plan(strategy: Any, model: nn.Module) -> list[tuple[str, str]]:
+    """
+    Return a name and a digest of the plan that a search chose, to be compared with other ranks';
+    empty without a search. Ranks with other devices find other plans unless topology= is given.
+    """
+    engine = find_engine(model)
+    if not isinstance(strategy, Auto) or engine is None or engine.first_plan is None:
+        return []
+    text = json.dumps(describe_operators(engine.first_plan))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return [("the plan of pdrun.Auto (topology= makes it the same on all devices)", digest)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdrun.parallel.auto import calibrate
-from pdrun.parallel.auto.auto import Auto
+from pdrun.parallel.auto import auto, calibrate
+from pdrun.parallel.auto.auto import Auto, detect_topology
 from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.comm.mesh import mesh
 from pdrun.parallel.operators.compiler import find_engine
@@ -28,6 +28,12 @@ TOPOLOGIES: dict[str, Topology] = {
     "node": make_topology(1e12, 1e12, 1e-7, 1e-7, 2e11),
     "slow": make_topology(1e15, 1e15, 1e-9, 1e-2, 1e6),
     "free": make_topology(1e9, 1e12, 1e-7, 1e-9, 1e15),
+}
+
+
+OTHER_DEVICES = {
+    "free": make_topology(1e9, 1e6, 0.0, 0.0, 1e15),
+    "node": make_topology(1e30, 1e30, 0.0, 1.0, 1e6),
 }
 
 
@@ -179,3 +185,21 @@ def estimate_resident(level: int, accumulate: int, gather: str | None) -> dict[s
         "state": found.state,
         "elements": elements,
     }
+
+
+def search_on_other_devices() -> None:
+    """Search on ranks whose devices are of different kinds; the plans store equal weights."""
+    name = ("free", "node")[init().rank]
+    auto.detect_topology = lambda: OTHER_DEVICES[name]
+    try:
+        torch.manual_seed(0)
+        parallelize(
+            torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh(), torch.nn.Linear(8, 8)),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            lambda output, batch: (output.sum(), len(batch)),
+            mesh=mesh(tp=2),
+            sample=torch.zeros(64, 8),
+            strategy="auto",
+        )
+    finally:
+        auto.detect_topology = detect_topology

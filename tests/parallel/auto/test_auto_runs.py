@@ -148,3 +148,9 @@ def test_recursive_search_with_stages_level_and_recomputation(
     assert plans[0]["pipeline"]["microbatches"] == 2
     entries = plans[0]["operators"].values()
     assert any(entry != "replicated" for entry in entries)
+
+
+def test_ranks_with_other_plans_are_refused(worlds: Any) -> None:
+    kinds, texts = zip(*worlds(2).failures(rank_runs.search_on_other_devices), strict=True)
+    assert "UsageError" in kinds
+    assert any("topology= makes it the same" in text for text in texts)

@@ -96,7 +96,7 @@ class Loader:
         return -(-rows // self.batch)
 
     def order(self, seed: int, epoch: int) -> list[Any]:
-        """Return the dataset's indices in the order of an epoch; without ``batch`` lists of them."""
+        """Return the indices of an epoch in their order; without ``batch`` lists of them."""
         if self.sampler is not None:
             return draw_epoch(self.sampler, seed, epoch)
         if not self.shuffle:

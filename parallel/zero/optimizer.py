@@ -267,8 +267,7 @@ def state_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.devi
             for each in optimizer.optimizers
         ]
         needs = [state_bytes_per_element(each, device) for each in optimizer.optimizers]
-        total: float = sum(map(operator.mul, sizes, needs))
-        return total / max(sum(sizes), 1)
+        return float(sum(map(operator.mul, sizes, needs)) / max(sum(sizes), 1))
     twin = _clone_optimizer(optimizer, optimizer.param_groups[0])
     tensor = nn.Parameter(torch.zeros(256, device=device))
     twin.param_groups[0]["params"] = [tensor]

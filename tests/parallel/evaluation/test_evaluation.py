@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +230,40 @@ def test_a_metric_s_error_leaves_the_model_in_training() -> None:
         run.evaluate([torch.ones(4, 2)], metrics={"x": lambda out, batch: 1 / 0})
     assert run.model.training
     assert run.evaluate([torch.ones(4, 2)], metrics={}, loss=False).loss is None
+
+
+class OwnLoss(nn.Module):
+    """Returns the mean of its loss over the labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="stand-in")
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = self.head(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_a_model_s_own_mean_is_weighted_by_its_labels() -> None:
+    """Rows have 1 to 6 labels; without a graph the number of labels would be unknown."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(6, 6, 4), torch.randint(3, (6, 6))
+    for index in range(6):
+        labels[index, index + 1 :] = -100
+    model = OwnLoss()
+    want = float(model(inputs, labels).loss.detach())
+    run = pdrun.parallelize(
+        model,
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda out, batch: out.loss,
+        accumulate=3,
+    )
+    batches = [{"inputs": inputs[:4], "labels": labels[:4]}]
+    batches += [{"inputs": inputs[4:], "labels": labels[4:]}]
+    seen = []
+    found = run.evaluate(batches, metrics={"n": lambda out, batch: seen.append(out.logits) or 1})
+    assert found.loss == pytest.approx(want) and found.count == 21
+    assert found["n"] == 5, "slices with rows"
+    assert all(weight.grad is None for weight in model.parameters())

@@ -36,7 +36,7 @@ if how == "asleep":
 elif how == "elsewhere":
     (barrier if rank == 1 else all_reduce)()
 elif how == "kernel":  # rank 1 is in a long kernel, and rank 0 waits for it
-    end_after(14)
+    end_after(10)
     (spin_in_c if rank == 1 else all_reduce)()
 elif how == "same":  # a long kernel before a collective that all have called
     end_after(14)

@@ -87,7 +87,7 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None
             )
         ),
         Case("masked", pp=2, tp=4, cut="wide", rows=(16, 13)),
-        Case("tiny", tp=4, cut="grid", double=True, rows=(16, 13)),
+        tiers.thorough(Case("tiny", tp=4, cut="grid", double=True, rows=(16, 13))),
         Case(
             "dropout",
             tp=2,
@@ -167,7 +167,7 @@ def drawn(seed: int, count: int) -> list[mixed.Case]:
 
 
 @pytest.mark.parametrize(
-    "case", drawn(SEED, COUNT // 4), ids=lambda case: "+".join(map(str, case[1:]))
+    "case", drawn(SEED, tiers.by_tier(1, COUNT // 4)), ids=lambda case: "+".join(map(str, case[1:]))
 )
 def test_compositions(case: mixed.Case, worlds: Any, tmp_path: Path) -> None:
     """

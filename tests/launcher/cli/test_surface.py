@@ -87,8 +87,8 @@ VARIABLES = words("""
 """)
 PUBLIC = words("""
     Auto PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
-    PeerLost Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain
-    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq servers shard
+    PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ col constrain
+    cross_entropy dense elastic empty_init heads init launch mesh parallelize positions progress replicate row rows seq servers shard
     strategy_for vocab
 """)
 MESSAGES = words("""

@@ -77,7 +77,7 @@ def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
     else:
         levels[-1] = LinkLevel("node", levels[-1].latency, levels[-1].bandwidth)
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    made = f"pdrun {pdrun.__version__} doctor {day}"
+    made = f"measured on {day} by version {pdrun.__version__}"
     return Topology(name, rates, tuple(levels), made=made), remarks
 
 

@@ -1,4 +1,4 @@
-"""Which test modules leave descriptors behind: a long run of tests would have none left at its end."""
+"""Which test modules leave descriptors behind: a long run would have none left at its end."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.servers.directory import ServerDirectory, find_directory
 from pdrun.parallel.servers.frames import Op
 from pdrun.parallel.servers.links import (
-    LocalLink,
     PushHeader,
     RemoteLink,
     ServerLink,
+    TablesInProcess,
     WorkerIdentity,
 )
 from pdrun.parallel.servers.settings import (
@@ -378,7 +378,7 @@ def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerCl
         raise UsageError(f"timeout must be 0 to 86400 s, got {timeout!r}", where="pdrun.servers")
     directory = find_directory(timeout)
     if directory is None:
-        return ServerClient([LocalLink(parsed)], 0, is_local=True)
+        return ServerClient([TablesInProcess(parsed)], 0, is_local=True)
     identity = WorkerIdentity(directory.rank, parsed, directory.generation, float(timeout))
     links = [
         RemoteLink(server, directory.key, identity, _addresses_of(directory, server))

@@ -97,7 +97,7 @@ class ServerLink(Protocol):
         ...
 
 
-class LocalLink:
+class TablesInProcess:
     """The tables of this process: a program without servers."""
 
     def __init__(self, mode: Mode) -> None:

@@ -11,7 +11,7 @@ import torch
 import pdrun
 from pdrun.errors import AuthenticationError, ConfigError, DeadlineExceeded, PdrunError, UsageError
 from pdrun.parallel.servers.client import ServerClient
-from pdrun.parallel.servers.links import LocalLink
+from pdrun.parallel.servers.links import TablesInProcess
 from pdrun.parallel.servers.settings import dense, parse_mode, rows
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 
 
 def local_client(mode="sync"):
-    return ServerClient([LocalLink(parse_mode(mode))], 0, is_local=True)
+    return ServerClient([TablesInProcess(parse_mode(mode))], 0, is_local=True)
 
 
 def train(client, optimizer, kind, steps=5):

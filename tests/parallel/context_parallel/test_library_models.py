@@ -22,7 +22,6 @@ from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.context_parallel.mixers import check_mixers
 from pdrun.parallel.parallelize import parallelize
 from tests.lib.rank_pool import Worlds
-from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 LENGTH, WIDTH, WORDS = 10, 16, 32
@@ -271,7 +270,7 @@ def verified_family(name: str, keys: str) -> str:
     return str(run.verify([batch(4, keys)]))
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("keys", ["", "mask short", "mask positions"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_the_library(worlds: Worlds, name: str, keys: str) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.errors import RendezvousError as RendezvousError
     from pdrun.errors import UsageError as UsageError
     from pdrun.launcher.function.launch import launch as launch
+    from pdrun.parallel import servers as servers
     from pdrun.parallel.auto.auto import Auto as Auto
     from pdrun.parallel.auto.degrees.planner import PlanReport as PlanReport
     from pdrun.parallel.auto.degrees.planner import plan_of as plan_of
@@ -51,7 +52,6 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.run import Run as Run
-    from pdrun.parallel import servers as servers
     from pdrun.parallel.servers.embedding import ServedEmbedding as ServedEmbedding
     from pdrun.parallel.servers.settings import Servers as Servers
     from pdrun.parallel.servers.settings import dense as dense

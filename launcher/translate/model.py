@@ -49,12 +49,12 @@ class Translation:
         for host, workers in counted:
             if host.port is not None:
                 raise UsageError(
-                    f"the ssh port of {host.name} has no place beside a number of workers",
+                    f"{host.name}: a port of ssh has no place beside a number of workers",
                     where=host.where or self.launcher,
                     hint="write the numbers into the host file: pdrun --hostfile FILE",
                 )
-            name = f"[{host.name}]" if ":" in host.name else host.name
-            login = f"{host.user}@{name}" if host.user else name
+            address = f"[{host.name}]" if ":" in host.name else host.name
+            login = f"{host.user}@{address}" if host.user else address
             items.append(f"{login}:{workers}")
         self.add("--hosts", ",".join(items))
 

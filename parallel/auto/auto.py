@@ -24,7 +24,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.auto.builtin_topologies import find_topology
 from pdrun.parallel.auto.choose import AUTO_API, EXACT, check_search, choose_plan
 from pdrun.parallel.auto.prices import PriceList
-from pdrun.parallel.auto.search.exact import SearchResult
+from pdrun.parallel.auto.search.exact import PlanSearchResult
 from pdrun.parallel.auto.search.problem import SearchProblem
 from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.auto.topology_file import load_topology
@@ -105,7 +105,7 @@ class Auto(Operators):
 
     def search_graph(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
-    ) -> SearchResult:
+    ) -> PlanSearchResult:
         """Return the plan that the search chooses for a graph, and its price."""
         grid = tensor_grid(mesh)
         user = resolve_entries(graph, grid, mesh, self.entries, inner)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.auto.flops import count_products
 from pdrun.parallel.auto.prices import price_plan
-from pdrun.parallel.auto.search.exact import SearchResult, search_exact
+from pdrun.parallel.auto.search.exact import PlanSearchResult, search_exact
 from pdrun.parallel.auto.search.problem import SearchProblem
 from pdrun.parallel.auto.search.recursive import search_recursive
 from pdrun.parallel.auto.search.templates import list_templates, propagate_seeds
@@ -43,7 +43,7 @@ def check_search(name: object) -> str:
     return str(name)
 
 
-def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) -> SearchResult:
+def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) -> PlanSearchResult:
     """
     Return the plan that a search finds, or a template that is cheaper.
 
@@ -60,7 +60,7 @@ def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) 
         found = search_recursive(problem)
     else:
         plan = propagate_seeds(problem, {})
-        found = SearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
+        found = PlanSearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
         if problem.user.shardings or problem.user.weights:
             return _with_notes(problem, found)
     if not found.is_exact:
@@ -68,16 +68,16 @@ def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) 
     return _with_notes(problem, found)
 
 
-def _take_template(problem: SearchProblem, found: SearchResult) -> SearchResult:
+def _take_template(problem: SearchProblem, found: PlanSearchResult) -> PlanSearchResult:
     """Return the cheapest of a result and the templates."""
     for _, plan in list_templates(problem):
         seconds = price_plan(problem.prices, plan).total
         if seconds < found.seconds * (1 - SIGNIFICANT_SAVING):
-            found = SearchResult(plan, seconds, is_exact=False)
+            found = PlanSearchResult(plan, seconds, is_exact=False)
     return found
 
 
-def _search_rounds(problem: SearchProblem, fold: bool) -> SearchResult:
+def _search_rounds(problem: SearchProblem, fold: bool) -> PlanSearchResult:
     """
     Search three and more axes: each pair exactly while the others keep their splits, until no pair
     improves. The start is the recursive search or a template, the cheaper of both.
@@ -91,7 +91,7 @@ def _search_rounds(problem: SearchProblem, fold: bool) -> SearchResult:
         found = search_exact(_hold_axes(problem, best.plan, pair), fold)
         unchanged += 1
         if found.seconds < best.seconds * (1 - SIGNIFICANT_SAVING):
-            best = SearchResult(found.plan, found.seconds, is_exact=False)
+            best = PlanSearchResult(found.plan, found.seconds, is_exact=False)
             unchanged = 1
     shardings = [
         replace(sharding, fixed_axes=_given_axes(problem, position))
@@ -117,7 +117,7 @@ def _hold_axes(problem: SearchProblem, plan: OperatorPlan, pair: tuple[str, ...]
     return SearchProblem(problem.graph, problem.grid, problem.prices, user, problem.gather)
 
 
-def _with_notes(problem: SearchProblem, found: SearchResult) -> SearchResult:
+def _with_notes(problem: SearchProblem, found: PlanSearchResult) -> PlanSearchResult:
     """Return a result whose plan names the operators that no rule splits."""
     names = [problem.graph.operators[place].name for place in problem.candidates.without_rule]
     if not names:

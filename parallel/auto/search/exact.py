@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class PlanSearchResult:
     """
     A plan and how it was found.
 
@@ -45,7 +45,7 @@ class SearchResult:
     repetition: Repetition | None = None
 
 
-def search_exact(problem: SearchProblem, fold: bool = True) -> SearchResult:
+def search_exact(problem: SearchProblem, fold: bool = True) -> PlanSearchResult:
     """
     Return the cheapest plan.
 
@@ -70,7 +70,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _search(problem: SearchProblem, fold: bool) -> SearchResult:
+def _search(problem: SearchProblem, fold: bool) -> PlanSearchResult:
     count = len(problem.graph.operators)
     builder = NetworkBuilder(problem)
     repetition = find_repetition(problem) if fold else None
@@ -86,7 +86,7 @@ def _search(problem: SearchProblem, fold: bool) -> SearchResult:
 
 def _search_folded(
     problem: SearchProblem, repetition: Repetition, crossing: list[int]
-) -> SearchResult:
+) -> PlanSearchResult:
     """Search head, block and tail, and join them."""
     builder = NetworkBuilder(problem)
     times, period = repetition.times, repetition.period
@@ -164,7 +164,7 @@ def _make_result(
     values: dict[Variable, int],
     is_exact: bool,
     repetition: Repetition | None,
-) -> SearchResult:
+) -> PlanSearchResult:
     """Return the plan of a solution, after its price was computed a second time."""
     choices = [
         values[operator_variable(position)] for position in range(len(problem.graph.operators))
@@ -178,4 +178,4 @@ def _make_result(
             where="pdrun.Auto",
             hint="please report the model and the topology",
         )
-    return SearchResult(plan, seconds, is_exact, repetition)
+    return PlanSearchResult(plan, seconds, is_exact, repetition)

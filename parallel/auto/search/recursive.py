@@ -12,13 +12,13 @@ import math
 
 from pdrun.parallel.auto.prices import price_plan
 from pdrun.parallel.auto.search.candidates import Candidate
-from pdrun.parallel.auto.search.exact import SearchResult
+from pdrun.parallel.auto.search.exact import PlanSearchResult
 from pdrun.parallel.auto.search.problem import RESULT, Prefix, SearchProblem
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.rules.rule import OpSplit
 
 
-def search_recursive(problem: SearchProblem) -> SearchResult:
+def search_recursive(problem: SearchProblem) -> PlanSearchResult:
     """Return the plan of a round per axis."""
     chosen: list[dict[str, OpSplit]] = [{} for _ in problem.graph.operators]
     for axis in problem.candidates.axes:
@@ -29,7 +29,7 @@ def search_recursive(problem: SearchProblem) -> SearchResult:
         assert place is not None
         choices.append(place)
     plan = problem.make_plan(choices)
-    return SearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
+    return PlanSearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
 
 
 def _find_candidate(

@@ -13,7 +13,7 @@ from torch import nn
 
 from pdrun.parallel.auto.choose import EXACT, PROPAGATION, RECURSIVE, choose_plan
 from pdrun.parallel.auto.prices import PriceList, price_plan
-from pdrun.parallel.auto.search.exact import SearchResult, search_exact
+from pdrun.parallel.auto.search.exact import PlanSearchResult, search_exact
 from pdrun.parallel.auto.search.problem import SearchProblem
 from pdrun.parallel.auto.search.templates import list_templates
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
@@ -53,7 +53,7 @@ def make_problem(
     return SearchProblem(graph, grid, PriceList(graph, grid, topology), gather=gather)
 
 
-def layouts_by_name(found: SearchResult) -> dict[str, tuple[L, ...]]:
+def layouts_by_name(found: PlanSearchResult) -> dict[str, tuple[L, ...]]:
     """Return the layouts of the inputs of each operator."""
     graph = found.plan.graph
     return {

@@ -1,4 +1,4 @@
-"""The own losses of heads of the transformers library: slices add up to the batch, or are refused."""
+"""Own losses of the transformers library: slices add up to the batch, or are refused."""
 
 from __future__ import annotations
 

@@ -246,9 +246,9 @@ def _group_values(
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for name, tensor in values:
         kind = tensor.dtype, tensor.device
-        place, size = open_groups.get(kind, (-1, MAX_GROUP_BYTES))
+        place, size = open_groups.get(kind, (-1, 0))
         size += tensor.nbytes
-        if size > MAX_GROUP_BYTES:
+        if place < 0 or size > MAX_GROUP_BYTES:
             groups.append([])
             place, size = len(groups) - 1, tensor.nbytes
         groups[place].append((name, tensor))

@@ -169,6 +169,21 @@ def no_descriptors_left() -> Iterator[None]:
         pytest.fail(complaint, pytrace=False)
 
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PDRUN_INTERFACES")
+
+
+@pytest.fixture(autouse=True)
+def no_interface_of_another_test() -> Iterator[None]:
+    """`pdrun.init()` sets them in this process, and what a later test starts would inherit them."""
+    before = {name: os.environ.get(name) for name in INTERFACE_VARIABLES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(autouse=True)
 def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """

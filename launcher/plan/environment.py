@@ -151,6 +151,16 @@ warns below 300.
 """
 
 
+def _choose_device_index(plan: LaunchPlan, worker: WorkerPlan) -> int:
+    """
+    Return DEVICE_ID. CPUs have no index of their own: it is the one that the user has given (a rank
+    table, ``host:4,5``), else the local rank, as under msrun.
+    """
+    if plan.backend == "cpu" and plan.spec.resources.indices is None:
+        return worker.local_rank
+    return worker.device_index
+
+
 def build_worker_env(
     plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
 ) -> dict[str, str]:
@@ -200,8 +210,7 @@ def make_worker_identity(
         job=plan.spec.job or plan.job,
         node=plan.node,
         device_kind=plan.backend,
-        # CPUs have no index; DEVICE_ID is then the local rank, as under msrun
-        device_index=worker.local_rank if plan.backend == "cpu" else worker.device_index,
+        device_index=_choose_device_index(plan, worker),
         collective=plan.collective,
         agreed_step=assign.agreed_step,
         agent=channel,

@@ -110,21 +110,21 @@ def test_mistakes_are_refused_by_the_definition(installed: KubeCluster) -> None:
 
 
 def test_submit_logs_status_and_deletion(installed: KubeCluster, operator: OperatorLoop) -> None:
-    done = installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "ok", "train.py")
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-    logs = installed.pdrun("logs", "--follow", "ok")
+    done = installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "op-ok", "train.py")
+    assert (done.returncode, done.stdout) == (0, "op-ok\n"), done.stderr
+    logs = installed.pdrun("logs", "--follow", "op-ok")
     assert all(f"rank {rank} of 4" in logs.stdout for rank in range(4)), logs.stdout
-    status = wait_for_state(installed, "ok", "Succeeded")["status"]
+    status = wait_for_state(installed, "op-ok", "Succeeded")["status"]
     assert status["code"] == 0
-    table = installed.kubectl("get", "pdj", "ok")
+    table = installed.kubectl("get", "pdj", "op-ok")
     assert table.split()[:5] == ["NAME", "STATE", "NODES", "WANTED", "CODE"]
-    assert installed.pdrun("stop", "ok").returncode == 0
-    assert not pods_of(installed, "ok")
-    out = installed.kubectl("get", "secret,service", "-l", "pdrun.dev/job=ok", "-o", "name")
+    assert installed.pdrun("stop", "op-ok").returncode == 0
+    assert not pods_of(installed, "op-ok")
+    out = installed.kubectl("get", "secret,service", "-l", "pdrun.dev/job=op-ok", "-o", "name")
     installed.wait_until(
         lambda: (
             not installed.kubectl(
-                "get", "secret,service", "-l", "pdrun.dev/job=ok", "-o", "name"
+                "get", "secret,service", "-l", "pdrun.dev/job=op-ok", "-o", "name"
             ).strip()
         ),
         f"the garbage collector took {out}",
@@ -132,23 +132,27 @@ def test_submit_logs_status_and_deletion(installed: KubeCluster, operator: Opera
 
 
 def test_a_failure_has_code_and_cause(installed: KubeCluster, operator: OperatorLoop) -> None:
-    installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "bad", "train.py", "7")
-    status = wait_for_state(installed, "bad", "Failed")["status"]
+    installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "op-bad", "train.py", "7")
+    status = wait_for_state(installed, "op-bad", "Failed")["status"]
     assert status["code"] == 7
-    assert "rank 3 on bad-1" in status["reason"]
-    text = installed.pdrun("status", "bad").stdout
-    assert text.startswith("bad: failed: ") and "exit code 7" in text
+    assert "rank 3 on op-bad-1" in status["reason"]
+    text = installed.pdrun("status", "op-bad").stdout
+    assert text.startswith("op-bad: failed: ") and "exit code 7" in text
 
 
 def test_a_wrong_command_line_is_named_in_the_status(
     installed: KubeCluster, operator: OperatorLoop
 ) -> None:
-    body: Manifest = {"apiVersion": "pdrun.dev/v1", "kind": "PdJob", "metadata": {"name": "typo"}}
+    body: Manifest = {
+        "apiVersion": "pdrun.dev/v1",
+        "kind": "PdJob",
+        "metadata": {"name": "op-typo"},
+    }
     body["spec"] = {"image": "i", "run": ["--max-restarts", "x", "a.py"]}
     installed.server.api.request("POST", JOBS, body)
-    status = wait_for_state(installed, "typo", "Invalid")["status"]
+    status = wait_for_state(installed, "op-typo", "Invalid")["status"]
     assert status["reason"].startswith("--max-restarts: ")
-    assert not pods_of(installed, "typo")
+    assert not pods_of(installed, "op-typo")
 
 
 class DyingApi(KubernetesApi):
@@ -189,31 +193,48 @@ def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
 
 
 def test_scale_while_training_goes_on(installed: KubeCluster, operator: OperatorLoop) -> None:
-    words = ("--nodes", "1:3", "--gather", "1", "--grow", "1", "--name", "grow", "train.py", "wait")
+    words = (
+        "--nodes",
+        "1:3",
+        "--gather",
+        "1",
+        "--grow",
+        "1",
+        "--name",
+        "op-grow",
+        "train.py",
+        "wait",
+    )
     done = installed.pdrun("submit", *OPTIONS, *words)
     assert done.returncode == 0, done.stderr
     kube = installed
-    assert "scaled" in kube.kubectl("scale", "pdj/grow", "--replicas=2")
-    kube.wait_until(lambda: sorted(pods_of(kube, "grow")) == ["grow-0", "grow-1"], "two pods")
-    wait_for_state(kube, "grow", "Running")
+    assert "scaled" in kube.kubectl("scale", "pdj/op-grow", "--replicas=2")
+    kube.wait_until(
+        lambda: sorted(pods_of(kube, "op-grow")) == ["op-grow-0", "op-grow-1"], "two pods"
+    )
+    wait_for_state(kube, "op-grow", "Running")
 
     def has_world(size: int) -> bool:
-        return f"of {size}" in kube.kubelet.log_of("grow-0")
+        return f"of {size}" in kube.kubelet.log_of("op-grow-0")
 
     kube.wait_until(lambda: has_world(4), "two nodes train")
-    kube.kubectl("scale", "pdj/grow", "--replicas=3")
+    kube.kubectl("scale", "pdj/op-grow", "--replicas=3")
     kube.wait_until(lambda: has_world(6), "three nodes train")
-    count = kube.kubelet.log_of("grow-0").count("of 4")
-    kube.kubectl("scale", "pdj/grow", "--replicas=2")
-    kube.wait_until(lambda: sorted(pods_of(kube, "grow")) == ["grow-0", "grow-1"], "two pods again")
-    kube.wait_until(lambda: kube.kubelet.log_of("grow-0").count("of 4") > count, "two nodes again")
-    status = read(kube, "grow")["status"]
+    count = kube.kubelet.log_of("op-grow-0").count("of 4")
+    kube.kubectl("scale", "pdj/op-grow", "--replicas=2")
+    kube.wait_until(
+        lambda: sorted(pods_of(kube, "op-grow")) == ["op-grow-0", "op-grow-1"], "two pods again"
+    )
+    kube.wait_until(
+        lambda: kube.kubelet.log_of("op-grow-0").count("of 4") > count, "two nodes again"
+    )
+    status = read(kube, "op-grow")["status"]
     assert status["state"] == "Running" and "lostPods" not in status
     # suspend
-    kube.server.api.merge(f"{JOBS}/grow", {"spec": {"suspend": True}})
-    wait_for_state(kube, "grow", "Suspended")
-    kube.wait_until(lambda: not pods_of(kube, "grow"), "no pods")
-    kube.kubectl("delete", "pdj", "grow")
+    kube.server.api.merge(f"{JOBS}/op-grow", {"spec": {"suspend": True}})
+    wait_for_state(kube, "op-grow", "Suspended")
+    kube.wait_until(lambda: not pods_of(kube, "op-grow"), "no pods")
+    kube.kubectl("delete", "pdj", "op-grow")
 
 
 def test_two_operators_and_the_lease(installed: KubeCluster) -> None:
@@ -244,8 +265,8 @@ def test_the_command_runs_with_the_login_of_kubectl(installed: KubeCluster, tmp_
         )
     try:
         installed.kubectl("delete", "lease", crd.OPERATOR_NAME)
-        installed.pdrun("submit", *OPTIONS, "--nodes", "1", "--name", "short", "train.py")
-        wait_for_state(installed, "short", "Succeeded")
+        installed.pdrun("submit", *OPTIONS, "--nodes", "1", "--name", "op-short", "train.py")
+        wait_for_state(installed, "op-short", "Succeeded")
     finally:
         process.terminate()
         code = process.wait(30)

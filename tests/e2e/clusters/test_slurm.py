@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher.cli.slurm import make_batch_script, slurm_group
+from pdrun.launcher.cli.clusters.slurm import make_batch_script, slurm_group
 from pdrun.launcher.config.spec import JobSpec, Policy, Program
 from pdrun.launcher.jobs import sbatch as slurmjobs
 from pdrun.launcher.jobs.sbatch import BatchJob

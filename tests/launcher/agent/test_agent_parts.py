@@ -106,7 +106,8 @@ def test_the_device_id_on_cpus_is_the_local_rank():
     assert [env["DEVICE_ID"] for env in envs] == ["0", "0"]
 
 
-def test_a_job_inside_a_worker_chooses_its_own_interface():
+def test_a_job_inside_a_worker_chooses_its_own_interface(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     plan = replace(make_plan(1), interfaces={"GLOO_SOCKET_IFNAME": "eth0"})
     env = build_worker_env(plan, "r", make_assign(1), plan.workers[0])
     assert env["GLOO_SOCKET_IFNAME"] == "eth0"

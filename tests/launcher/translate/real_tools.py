@@ -159,6 +159,30 @@ def deepspeed_shape(words: Sequence[str], launcher: Any, gpus: int = 8) -> JobSh
     return shape
 
 
+def msrun_shape(words: Sequence[str], run: Any, entity: Any) -> JobShape:
+    """
+    Return what msrun would start.
+
+    ``run`` is mindspore.parallel.cluster.run, ``entity`` the module of its commands.
+    """
+    import sys
+    from unittest import mock
+
+    with mock.patch.object(sys, "argv", ["msrun", *words]):
+        args = run.get_args()
+    nodes = args.worker_num // args.local_worker_num
+    command = entity._generate_cmd_args_list(args.task_script, args.task_script_args)
+    argv = [word for word in command if word != "-u"]  # msrun's workers are unbuffered anyway
+    has_rank = nodes > 1 and args.node_rank >= 0
+    return JobShape(
+        nodes=str(nodes),
+        workers=str(args.local_worker_num),
+        node_rank=args.node_rank if has_rank else None,
+        meet=f"{args.master_addr}:{args.master_port}" if nodes > 1 else "",
+        argv=argv,
+    )
+
+
 def horovod_shape(words: Sequence[str]) -> JobShape:
     """Return what horovodrun would start: its options, and hosts filled in their order."""
     from horovod.runner import launch

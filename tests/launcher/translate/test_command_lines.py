@@ -2,8 +2,8 @@
 Command lines of other launchers mean the same under pdrun, or are refused with a way out.
 
 ``cases.txt`` has a command line, and below it what the launcher itself makes of it. The values of
-torchrun, accelerate, deepspeed and horovodrun are those of their own parsers (`real_tools`), which
-the thorough run asks again where they are installed. Those of msrun, mpirun and colossalai follow
+torchrun, accelerate, deepspeed, horovodrun and msrun are those of their own parsers (`real_tools`),
+which the thorough run asks again where they are installed. Those of mpirun and colossalai follow
 their documentation.
 """
 
@@ -118,6 +118,12 @@ def ask_horovodrun(words: list[str]) -> JobShape:
     return real_tools.horovod_shape(words)
 
 
+def ask_msrun(words: list[str]) -> JobShape:
+    run = pytest.importorskip("mindspore.parallel.cluster.run")
+    entity = pytest.importorskip("mindspore.parallel.cluster.process_entity._utils")
+    return real_tools.msrun_shape(words, run, entity)
+
+
 REAL_TOOLS: dict[str, Callable[[list[str]], JobShape]] = {
     "torchrun": ask_torchrun,
     "torch.distributed.run": ask_torchrun,
@@ -126,6 +132,7 @@ REAL_TOOLS: dict[str, Callable[[list[str]], JobShape]] = {
     "accelerate.commands.launch": ask_accelerate,
     "deepspeed": ask_deepspeed,
     "horovodrun": ask_horovodrun,
+    "msrun": ask_msrun,
 }
 
 
@@ -138,7 +145,7 @@ _FAMILIES = {
 
 @pytest.mark.thorough
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["torchrun", "accelerate", "deepspeed", "horovodrun"])
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "deepspeed", "horovodrun", "msrun"])
 def test_the_real_tool_gives_the_same_values(name: str) -> None:
     """The values in ``cases.txt`` are the tool's own, if it is installed."""
     count = 0

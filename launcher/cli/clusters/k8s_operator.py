@@ -17,10 +17,6 @@ from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.cli.run import parse_arguments
 from pdrun.launcher.config.resolve import ResolvedSpec
 from pdrun.launcher.k8s import options as k8s_options
-from pdrun.launcher.k8s.manifest import format_manifests
-from pdrun.launcher.k8s.operator import api, crd
-from pdrun.launcher.k8s.operator.lease import OperatorLease
-from pdrun.launcher.k8s.operator.loop import OperatorLoop
 from pdrun.rendezvous.protocol.security import Secret, format_token
 
 
@@ -64,6 +60,9 @@ def operator_group() -> click.Group:
 
 def print_manifest(namespace: str, image: str) -> int:
     """Print what an administrator applies once."""
+    from pdrun.launcher.k8s.manifest import format_manifests
+    from pdrun.launcher.k8s.operator import crd
+
     if not image:
         raise UsageError("is missing", where="--image", hint="add --image IMAGE")
     k8s_options.parse_image(image, "--image")
@@ -92,6 +91,11 @@ def read_run_words(words: Sequence[str]) -> ResolvedSpec:
 
 def run_operator(namespace: str, proxy: bool, context: str) -> int:
     """Keep the jobs of a namespace until SIGTERM or SIGINT."""
+    # urllib and ssl, which no other command of the group needs
+    from pdrun.launcher.k8s.operator import api
+    from pdrun.launcher.k8s.operator.lease import OperatorLease
+    from pdrun.launcher.k8s.operator.loop import OperatorLoop
+
     place = k8s_options.parse_namespace(namespace or api.own_namespace(), "--namespace")
     if context and not proxy:
         raise UsageError("needs --proxy", where="--context", hint="add --proxy")

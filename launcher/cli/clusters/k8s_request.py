@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.cli.options import complete_names
@@ -18,8 +18,10 @@ from pdrun.launcher.config.resolve import ResolvedSpec
 from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.k8s import manifest, overlay
 from pdrun.launcher.k8s import options as k8s_options
-from pdrun.launcher.k8s.foreign import ForeignJob, read_foreign_job
 from pdrun.launcher.k8s.pod import Manifest
+
+if TYPE_CHECKING:
+    from pdrun.launcher.k8s.foreign import ForeignJob
 
 _RUN_ROWS = {name: row for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for name in row.names}
 """Spelling -> option of ``pdrun run``."""
@@ -145,6 +147,8 @@ def read_request(words: Sequence[str]) -> SubmitRequest:
     base: Manifest = {}
     notes: tuple[str, ...] = ()
     if "--from" in values:
+        from pdrun.launcher.k8s.foreign import read_foreign_job
+
         job = read_foreign_job(values["--from"][0])
         rest = _add_foreign_words(job, rest)
         base, notes = job.overlay, job.notes

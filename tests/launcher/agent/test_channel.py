@@ -178,7 +178,7 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="too long"):
             WorkerChannel()
     assert list(tmp_path.iterdir()) == [] and not WorkerChannel.folders
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # those of earlier tests may be collected
 
 
 @pytest.fixture

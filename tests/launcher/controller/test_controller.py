@@ -35,8 +35,9 @@ exit_policy.AFTER_EXIT_SECONDS, exit_policy.AFTER_KILL_SECONDS, exit_policy.AFTE
 codes = json.loads(sys.argv[1])
 lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in codes]
 starts = [AgentStart(f"node{i}", line) for i, line in enumerate(lines)]
-agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
-agent += "os.write(0, order['said'].encode())\\nexec(order['code'])"
+agent = "import contextlib, json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
+# an agent that starts late may find the controller's end closed already
+agent += "with contextlib.suppress(BrokenPipeError): os.write(0, order['said'].encode())\\nexec(order['code'])"
 command = [sys.executable, "-u", "-c", agent]
 agents = [LocalAgentHandle(start, command) for start in starts]
 job = controller.Controller(agents, Console(), grace=0.2, can_restart=sys.argv[3] == "outlives")

@@ -197,8 +197,9 @@ def progress(
             not known.
         total: number of steps of the whole run. None: as reported before, or not known.
         numbers: what `pdrun status` and `pdrun report` show of the step: ``loss=loss, lr=lr``.
-            Numbers, or tensors of one element. These are read at most ten times a second, in
-            another thread if the steps are short. At most 32.
+            Numbers, or tensors of one element. A tensor is read when it is sent, at most ten times
+            a second, in another thread if the steps are short: do not change it in place. At most
+            32.
 
     Raises:
         ValueError: ``step``, ``busy`` or ``total`` is out of range.
@@ -216,7 +217,11 @@ def progress(
         worker.total = _check_step(total)
     if numbers:
         _check_numbers(numbers)
-        worker.numbers = numbers
+        # without its graph: the step's activations must not live until the next report
+        worker.numbers = {
+            name: value.detach() if hasattr(value, "detach") else value
+            for name, value in numbers.items()
+        }
     worker.report_soon()
 
 
@@ -344,13 +349,13 @@ def _check_numbers(numbers: dict[str, Any]) -> None:
 
 
 def _format_numbers(numbers: dict[str, Any]) -> str:
-    """Return numbers as JSON; one that is not finite, or cannot be read, is null."""
+    """Return numbers as JSON: null if not finite. One that cannot be read is left out."""
     parts = []
     for name, value in numbers.items():
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = float("nan")  # a tensor that was freed, or of several elements
+            continue  # a tensor of several elements, or a device that is capturing a graph
         text = f"{number:.9g}" if abs(number) < 1e300 else "null"
         parts.append(f'"{name}":{text}')
     return "{" + ",".join(parts) + "}"

@@ -119,6 +119,8 @@ def plan_script(
 
 # ---- pdrun doctor -----------------------------------------------------------
 
+CPU_DEVICES = 2
+"""Processes that stand for devices on a machine without accelerators."""
 CALIBRATION_MODULE = "pdrun.parallel.auto.calibrate"
 
 
@@ -148,8 +150,17 @@ def doctor_command() -> click.Command:
     )
 
 
+def has_accelerator() -> bool:
+    """Return whether a job here would use accelerators."""
+    from pdrun.backends.detect import choose_backend, probe_all
+
+    return choose_backend("auto", probe_all(os.environ))[0].name != "cpu"
+
+
 def run_calibration(devices: int | None, save: str, name: str) -> int:
     """Run the measurement as a job and return its exit code."""
+    if devices is None and not has_accelerator():
+        devices = CPU_DEVICES
     command = [sys.executable, "-m", "pdrun", "run", "--no-files", "--show-ranks", "0"]
     if devices is not None:
         command += ["--devices", str(devices)]

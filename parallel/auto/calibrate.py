@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pdrun
+from pdrun.errors import UsageError
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
 from pdrun.parallel.startup.init import Context, init
 
@@ -46,20 +47,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     if context.rank == 0:
         print("\n".join(remarks), flush=True)
         if options.save:
-            Path(options.save).write_text(topology.to_json(), encoding="utf-8")
+            try:
+                Path(options.save).write_text(topology.to_json(), encoding="utf-8")
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise UsageError(f"cannot be written: {reason}", where=options.save) from None
             print(f"saved {options.save}", flush=True)
         else:
             print(topology.to_json(), end="", flush=True)
 
 
 def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
-    """Return the topology of this job's devices, and remarks about the fit; every rank calls it."""
+    """
+    Return the topology of this job's devices, and remarks about the fit; every rank calls it.
+
+    Raises:
+        UsageError: there is one device, so that no link can be measured.
+    """
+    if context.world_size < 2:
+        raise UsageError(
+            "one device has no links to measure",
+            where="pdrun doctor --calibrate",
+            hint="run it with --devices 2 or more, or as a job of several nodes",
+        )
     device = torch.device(context.device)
     rates = _measure_device(device, context.local_world_size)
     levels: list[LinkLevel] = []
-    remarks: list[str] = []
+    remarks = ["overlap 0.9 is assumed, not measured"]
     local = context.local_world_size
-    if local > 1 or context.nodes == 1:
+    if local > 1:
         groups = [
             dist.new_group(list(range(node * local, (node + 1) * local)))
             for node in range(context.world_size // local)
@@ -151,8 +167,6 @@ def _measure_level(
     name: str, group: dist.ProcessGroup, parts: int, device: torch.device
 ) -> tuple[LinkLevel, list[str]]:
     """Return latency and bandwidth of the links of a group, and remarks about the fit."""
-    if parts < 2:
-        return LinkLevel(name, 0.0, 1e12, parts), [f"{name}: one device, links not measured"]
     points: list[tuple[str, float, float]] = []
     for nbytes in _by_kind(MESSAGE_BYTES, device):
         x = torch.zeros(nbytes // 4, device=device)

@@ -194,7 +194,19 @@ def test_numbers_of_a_step(agent: Agent) -> None:
     assert status == 0, err
     (said,) = agent.heard()
     assert said["total"] == 90
-    assert said["numbers"] == {"loss": 2.5, "lr": 0.001, "bad": None, "gone": None}
+    assert said["numbers"] == {"loss": 2.5, "lr": 0.001, "bad": None}
+
+
+def test_a_number_keeps_no_graph(agent: Agent) -> None:
+    code = (
+        "class Plain:\n def __float__(self): return 1.5\n"
+        "class Loss:\n def __float__(self): return 9.0\n def detach(self): return Plain()\n"
+        "import gc, weakref\nloss = Loss()\nseen = weakref.ref(loss)\n"
+        "pdrun.progress(1, loss=loss)\ndel loss\nprint(seen())"
+    )
+    assert agent.run(code)[:2] == (0, "None\n")
+    (said,) = agent.heard()
+    assert said["numbers"] == {"loss": 1.5}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES, find_topo
 from pdrun.parallel.auto.calibrate import fit_line
 from pdrun.parallel.auto.topology import ComputeRate
 from pdrun.parallel.auto.topology_file import load_topology, parse_size, parse_topology
+from tests.lib.rank_pool import RankError
 from tests.parallel.auto import rank_runs
 
 pytestmark = pytest.mark.torch
@@ -97,3 +98,8 @@ def test_measured_topology_is_a_file(worlds: Any) -> None:
     assert topology.device.bandwidth > 1e7
     assert topology.device.rate_of("fp32").attained(256) > 1e7
     assert remarks[0].startswith("node: 2 devices, latency ")
+
+
+def test_one_device_has_no_links(worlds: Any) -> None:
+    with pytest.raises(RankError, match="one device has no links to measure"):
+        worlds(1).run(rank_runs.measure)

@@ -73,7 +73,7 @@ def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
     device = torch.device(context.device)
     rates = _measure_device(device, context.local_world_size)
     levels: list[LinkLevel] = []
-    remarks = ["overlap 0.9 is assumed, not measured"]
+    remarks: list[str] = []
     local = context.local_world_size
     if local > 1:
         groups = [
@@ -92,6 +92,7 @@ def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
         remarks += text
     else:
         levels[-1] = LinkLevel("node", levels[-1].latency, levels[-1].bandwidth)
+    remarks.append("overlap 0.9 is assumed, not measured")
     day = time.strftime("%Y-%m-%d", time.gmtime())
     made = f"measured on {day} by version {pdrun.__version__}"
     return Topology(name, rates, tuple(levels), made=made), remarks

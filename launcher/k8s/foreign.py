@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ _PLACE_OPTIONS = re.compile(
 _PLACE_VARIABLES = re.compile(
     r"MASTER_(?:ADDR|PORT)|RANK|WORLD_SIZE|NODE_RANK|NNODES|PET_\w+|PDRUN_\w+|MS_\w+"
 )
+_KUBERNETES_VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+_ANY_VARIABLE = re.compile(r"\$\(([A-Za-z_]\w*)\)|\$\{([A-Za-z_]\w*)\}|\$([A-Za-z_]\w*)")
 _SHELL_SYNTAX = re.compile(r"[;&|<>`$(){}\n*?]")
 _OTHER_RESOURCES = ("huawei.com/Ascend310", "huawei.com/Ascend310P")
 
@@ -193,7 +195,7 @@ def _command_of(container: Manifest) -> list[str]:
 
 def _make_job(source: _Source, template: Manifest, nodes: int, devices: int | None) -> ForeignJob:
     container = _first_container(template)
-    translation = _translate(source, _command_of(container))
+    translation = _translate(source, container)
     overlay = _make_overlay(template)
     own = _first_container(overlay)
     limits = (own.get("resources") or {}).get("limits") or {}
@@ -231,9 +233,11 @@ def _make_job(source: _Source, template: Manifest, nodes: int, devices: int | No
     )
 
 
-def _translate(source: _Source, command: Sequence[str]) -> Translation:
+def _translate(source: _Source, container: Manifest) -> Translation:
     """Translate the command of a pod: a launcher's, or a program that each node starts once."""
-    words = _unwrap_shell(source, list(command))
+    command = _command_of(container)
+    words = _unwrap_shell(source, command)
+    is_shell = words != command
     if not words:
         raise source.fail("its container has no command", "pdrun does not read the image's own")
     kept: list[str] = []
@@ -248,6 +252,8 @@ def _translate(source: _Source, command: Sequence[str]) -> Translation:
             skip = not equals  # $(MASTER_ADDR): the operator's own variables
             continue
         kept.append(word)
+    variables = {str(one.get("name")) for one in container.get("env") or ()}
+    kept = [_keep_variables(source, word, variables, is_shell=is_shell) for word in kept]
     try:
         if _starts_launcher(kept):
             return translate_command_line(kept, {})
@@ -256,6 +262,28 @@ def _translate(source: _Source, command: Sequence[str]) -> Translation:
         return translation
     except PdrunError as error:
         raise source.fail(f"{shlex.join(kept)[:200]}: {error}") from None
+
+
+def _keep_variables(
+    source: _Source, word: str, variables: Collection[str], *, is_shell: bool
+) -> str:
+    """
+    Return a word in which Kubernetes itself puts in the variables: ``$(NAME)``.
+
+    Raises:
+        ConfigError: the old operator, the image or a shell would have set the variable.
+    """
+
+    def convert(match: re.Match[str]) -> str:
+        name = next(group for group in match.groups() if group)
+        if name not in variables or _PLACE_VARIABLES.fullmatch(name):
+            raise source.fail(
+                f"{word[:100]} in its command uses the variable {name}, which its env does not set",
+                "write the value, or a script of the image that reads the variable",
+            )
+        return f"$({name})"
+
+    return (_ANY_VARIABLE if is_shell else _KUBERNETES_VARIABLE).sub(convert, word)
 
 
 def _starts_launcher(words: Sequence[str]) -> bool:
@@ -277,10 +305,15 @@ def _unwrap_shell(source: _Source, words: list[str]) -> list[str]:
     if len(words) < 3 or len(options) != len(words) - 2 or not options[-1].endswith("c"):
         return words
     text = re.sub(r"\\\n", " ", words[-1]).strip()
-    if _SHELL_SYNTAX.search(re.sub(r"\$\(?\{?[A-Z_]+\}?\)?", "", text)):
+    if _SHELL_SYNTAX.search(_ANY_VARIABLE.sub("", text)):
         raise source.fail(
             f"its command is a shell script: {quote_text(text[:120])}",
             "write it as a script of the image, or as one command",
+        )
+    if "'" in text and "$" in text:  # a shell expands nothing in single quotes
+        raise source.fail(
+            f"its command has quotes and variables of a shell: {quote_text(text[:120])}",
+            "write it as a list of words",
         )
     return shlex.split(text)
 

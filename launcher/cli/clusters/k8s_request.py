@@ -144,6 +144,8 @@ def read_request(words: Sequence[str]) -> SubmitRequest:
         PdrunError, click.ClickException: it is wrong.
     """
     values, rest = split_words(words)
+    # Kubernetes puts variables into commands: $(NAME), and $$ for a dollar sign
+    rest = [word.replace("$", "$$") for word in rest]
     base: Manifest = {}
     notes: tuple[str, ...] = ()
     if "--from" in values:

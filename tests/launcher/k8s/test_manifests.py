@@ -55,7 +55,8 @@ def test_arguments_of_the_script_arrive_unchanged(args: list[str]) -> None:
     text = format_manifests([job])
     command = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"][0]["command"]
     if all(arg.isprintable() for arg in args):
-        assert command == ["pdrun", "run", "train.py", *args]
+        # Kubernetes makes one dollar sign of two, and puts in variables otherwise
+        assert command == ["pdrun", "run", "train.py", *(arg.replace("$", "$$") for arg in args)]
 
 
 def test_an_overlay_changes_neither_argument() -> None:
@@ -65,3 +66,9 @@ def test_an_overlay_changes_neither_argument() -> None:
     assert merged["spec"]["containers"][0]["env"] == [{"name": "X", "value": "2"}]
     assert base["spec"]["containers"][0]["env"] == [{"name": "X", "value": "1"}]
     assert more["spec"]["containers"][0]["env"] == [{"name": "X", "value": "2"}]
+
+
+def test_dollar_signs_of_the_user_are_no_variables() -> None:
+    job = golden.make_case(["--image", "i", "train.py", "$(PDRUN_TOKEN)", "a$$b"])[-1]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-2:] == ["$$(PDRUN_TOKEN)", "a$$$$b"]

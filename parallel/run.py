@@ -7,14 +7,18 @@ The methods here check their arguments and call the rooms that do the work, with
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 
+from pdrun import elastic
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint.export import export_weights, load_weights
 from pdrun.parallel.checkpoint.load import agree_on_checkpoint, load_checkpoint
@@ -68,6 +72,9 @@ class Run:
         self.on_step: list[Callable[[Run, Metrics], None]] = []
         """Called after each step with its numbers."""
         self._saving: PendingSave | None = None
+        self._report_at = 0.0
+        """Monotonic time from which a step is reported to pdrun."""
+        self._last_metrics: Metrics | None = None
 
     @property
     def steps(self) -> int:
@@ -109,9 +116,18 @@ class Run:
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
         metrics = train_batch(self.state, batch, self._call_watchers)
+        self._last_metrics = metrics
+        if monotonic() >= self._report_at:
+            self._report_step(metrics)
         for call in self.on_step:
             call(self, metrics)
         return metrics
+
+    def _report_step(self, metrics: Metrics) -> None:
+        """Report a step to pdrun; the first time also make sure that the last one is reported."""
+        if not self._report_at:
+            atexit.register(_report_last_step, weakref.ref(self))
+        self._report_at = elastic.sample_step(metrics.step, metrics.read_numbers)
 
     def _call_watchers(self) -> None:
         for watcher in self.watchers:
@@ -363,6 +379,14 @@ class Run:
         """
         load_weights(self.state, Path(path))
         self.state.guard.remember_state()
+
+
+def _report_last_step(reference: weakref.ref[Run]) -> None:
+    """Report the last step of a run when the process exits, without waiting for a device."""
+    run = reference()
+    metrics = run._last_metrics if run is not None else None
+    if run is not None and metrics is not None and run.state.device.type == "cpu":
+        elastic.sample_step(metrics.step, metrics.read_numbers, is_last=True)
 
 
 def _clip_elements(run: Run, limit: float) -> None:

@@ -54,6 +54,8 @@ __all__ = [
 
 REPORT_SECONDS = 0.1
 """Minimum time between two reports of a worker. A saved step is reported immediately."""
+SAMPLE_SECONDS = 5.0
+"""Time between two steps that a `pdrun.Run` reports."""
 MAX_STEP = 1 << 53
 """Steps must be below this: other processes may store them as doubles."""
 MAX_NUMBERS = 32
@@ -85,6 +87,11 @@ class _WorkerReporter:
         self.busy = 0.0
         self.saved = -1
         self.total = 0
+        self.is_sampled = False
+        """Whether the step is one of a `pdrun.Run`, which reports some of its steps only."""
+        self.has_script_steps = False
+        """Whether the script reports its steps: then a run does not."""
+        self.next_sample_at = 0.0
         self.numbers: dict[str, Any] = {}
         """What the script reports with its step; tensors become numbers when they are sent."""
         self.next_report_at = 0.0
@@ -107,8 +114,9 @@ class _WorkerReporter:
         step = f',"step":{self.step}' if self.step >= 0 else ""
         total = f',"total":{self.total}' if self.total else ""
         numbers = f',"numbers":{_format_numbers(self.numbers)}' if self.numbers else ""
+        sampled = ',"sampled":true' if self.is_sampled else ""
         head = f'"rank":{self.rank},"generation":{self.generation}'
-        text = f"{{{head}{step}{busy}{saved}{total}{numbers}}}"
+        text = f"{{{head}{step}{sampled}{busy}{saved}{total}{numbers}}}"
         try:
             assert self.socket is not None
             self.socket.sendto(text.encode(), self.path)
@@ -209,6 +217,8 @@ def progress(
     if worker is None:
         return
     worker.step = _check_step(step)
+    worker.has_script_steps = True
+    worker.is_sampled = False
     if busy is not None:
         if not 0 <= busy < 1e9:
             raise ValueError(f"busy must be a number of seconds, got {busy!r}")
@@ -223,6 +233,38 @@ def progress(
             for name, value in numbers.items()
         }
     worker.report_soon()
+
+
+def sample_step(
+    step: int, read_numbers: Callable[[], dict[str, float]], *, is_last: bool = False
+) -> float:
+    """
+    Report a step of a `pdrun.Run`, for the eyes only: it does not count for hangs and slow ranks.
+
+    If the script reports its own steps, nothing is reported. Of several runs in a script, the first
+    that is due reports.
+
+    Args:
+        step: number of the step.
+        read_numbers: returns the step's numbers; only called if they are sent.
+        is_last: report it, however recent the last report is: the process exits.
+
+    Returns:
+        the monotonic time from which the next call should be made. It is at a full multiple of
+        SAMPLE_SECONDS of the wall clock, so that all ranks report the same step.
+    """
+    worker = _get_reporter()
+    if worker is None or worker.has_script_steps:
+        return float("inf")
+    now = time.monotonic()
+    due = now + SAMPLE_SECONDS - time.time() % SAMPLE_SECONDS
+    if is_last or now >= worker.next_sample_at:
+        worker.next_sample_at = due
+        worker.step = _check_step(step)
+        worker.is_sampled = True
+        worker.numbers = read_numbers()
+        worker.send_report()
+    return due
 
 
 def saved(step: SupportsIndex) -> None:

@@ -3,6 +3,7 @@ How workers report to their agent: datagrams through a socket file in a folder o
 
     {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100,
      "total": 5000, "numbers": {"loss": 2.31, "grad_norm": null}}
+    {"rank": 3, "generation": 1, "step": 120, "sampled": true, "numbers": {"loss": 2.31}}
     {"rank": 3, "generation": 1, "late": ["OMP_NUM_THREADS"]}
 
 A datagram of any other format is counted and dropped: any process of this user may have sent it.
@@ -41,7 +42,7 @@ whether a socket is in use.
 MAX_NUMBERS = 32
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
 _NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_OTHER_FIELDS = ("busy", "late", "numbers")
+_OTHER_FIELDS = ("busy", "late", "numbers", "sampled")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
 """For the path of a socket; the system accepts 107."""
@@ -64,6 +65,13 @@ class WorkerReport:
     """Steps of the whole run; 0: not known."""
     numbers: Mapping[str, float | None] = field(default_factory=dict)
     """What the script reports with its step; None: not finite."""
+    is_sampled: bool = False
+    """The step is one of a `pdrun.Run`, which reports some of its steps only."""
+
+    @property
+    def counted_step(self) -> int | None:
+        """The step, if the script reports every step, so that a missing one means something."""
+        return None if self.is_sampled else self.step
 
 
 def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
@@ -87,6 +95,8 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     late = found.get("late", [])
     if not isinstance(late, list) or not all(map(_is_variable_name, late)):
         return None
+    if type(found.get("sampled", False)) is not bool:
+        return None
     numbers = found.get("numbers", {})
     if not isinstance(numbers, dict) or not _are_numbers(numbers):
         return None
@@ -100,6 +110,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         tuple(late),
         found.get("total", 0),
         numbers,
+        found.get("sampled", False),
     )
 
 

@@ -242,7 +242,7 @@ class WorkerMonitor:
         for rank in sorted(self._changed_ranks):
             report = self._last_reports[rank]
             if report.step is not None:
-                steps.append(Step(rank, report.step, report.busy))
+                steps.append(Step(rank, report.step, report.busy, report.is_sampled))
         # a step counts as saved when all workers of the node have saved it
         saved = min((self._saved_steps.get(rank, -1) for rank in group.ranks), default=-1)
         self._changed_ranks.clear()
@@ -284,7 +284,7 @@ class WorkerMonitor:
 
     def _has_steps(self) -> bool:
         """Whether workers report progress: then nothing else counts."""
-        return any(report.step is not None for report in self._last_reports.values())
+        return any(report.counted_step is not None for report in self._last_reports.values())
 
     def _output_at(self, rank: int) -> float:
         """Return the time of the last output of a worker itself."""
@@ -370,7 +370,7 @@ class WorkerMonitor:
             seconds = min(MAX_SCAN_SECONDS, (self._hang_timeout or MAX_SCAN_SECONDS) / 4)
             meter = self._meters[rank] = procfs.CpuMeter(pid, seconds)
         return WorkerSample(
-            step=report.step if report else None,
+            step=report.counted_step if report else None,
             saved=self._saved_steps.get(rank),
             output_at=self._output_at(rank),
             cpu_seconds=meter.read_seconds(now),
@@ -385,7 +385,7 @@ class WorkerMonitor:
         report = self._last_reports.get(rank)
         if detector is None or self._hang_timeout is None:
             return False
-        if report is not None and report.step is not None:
+        if report is not None and report.counted_step is not None:
             return detector.stuck_seconds < self._hang_timeout
         if detector.idle_seconds >= self._hang_timeout:
             return False

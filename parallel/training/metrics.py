@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ class Metrics:
         if isinstance(self._norm, torch.Tensor):
             self._norm = float(self._norm)
         return self._norm  # type: ignore[no-any-return]
+
+    def read_numbers(self) -> dict[str, float]:
+        """Return loss and gradient norm, if there is one, by name."""
+        total, count = self._read_totals()
+        numbers = {"loss": total / count if count else math.nan}
+        if self.grad_norm is not None:
+            numbers["grad_norm"] = self.grad_norm
+        return numbers
 
     def _read_totals(self) -> tuple[float, float]:
         if isinstance(self._totals, torch.Tensor):

@@ -31,6 +31,8 @@ class _WorkerProgress:
     behind_since: float | None = None
     """Time since which it lags, as of the last check."""
     warned_at: float | None = None
+    is_sampled: bool = False
+    """Only some of its steps are reported."""
 
 
 class ProgressTracker:
@@ -67,6 +69,7 @@ class ProgressTracker:
                 continue
             track = self._tracks.setdefault(item.rank, _WorkerProgress(item.step))
             track.step = item.step
+            track.is_sampled = item.sampled
             if item.busy > 0:
                 track.busy = [*track.busy[1 - SLOW_REPORTS :], item.busy]
         if message.saved > self.saved_steps.get(agent, -1):
@@ -102,10 +105,11 @@ class ProgressTracker:
         fastest = max(track.step for track in self._tracks.values())
         record: dict[str, Any] = {
             "step": slowest.step,
-            "rank": rank,
             "most": fastest,
             "saved": min(self.saved_steps.values(), default=-1),
         }
+        if not self._tracks[rank].is_sampled:
+            record["rank"] = rank
         if self._total:
             record["total"] = self._total
         if self._numbers:
@@ -139,7 +143,7 @@ class ProgressTracker:
     def _explain_slowness(
         track: _WorkerProgress, now: float, middle: int, busy: float, usual: float
     ) -> str:
-        if middle - track.step < LAG_STEPS:
+        if track.is_sampled or middle - track.step < LAG_STEPS:
             track.behind_since = None
         elif track.behind_since is None:
             track.behind_since = now

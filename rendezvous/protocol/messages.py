@@ -348,6 +348,8 @@ class Step:
     """
     Seconds of the worker's own work in the last step, without waiting for others; 0: not reported.
     """
+    sampled: bool = False
+    """Only some steps are reported: a lower step than another worker's is no lag."""
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,25 @@ def test_a_number_keeps_no_graph(agent: Agent) -> None:
     assert said["numbers"] == {"loss": 1.5}
 
 
+def test_a_run_samples_its_steps(agent: Agent) -> None:
+    code = (
+        "from time import monotonic as now\n"
+        "for step in range(1000): due = elastic.sample_step(step, lambda: {'loss': 2.5})\n"
+        "assert 0 < due - now() <= 5.0\n"
+        "elastic.sample_step(1000, lambda: {'loss': float('nan')}, is_last=True)\n"
+        "pdrun.progress(7)\n"
+        "assert elastic.sample_step(1001, lambda: {}) == float('inf')\n"
+        "assert elastic.sample_step(1002, lambda: {}, is_last=True) == float('inf')"
+    )
+    status, _, err = agent.run(code)
+    assert status == 0, err
+    said = agent.heard()
+    assert said[0]["step"] == 0 and said[0]["sampled"] and said[0]["numbers"] == {"loss": 2.5}
+    assert 2 <= len(said) <= 4  # one more if the wall clock passed a multiple of 5 s meanwhile
+    assert said[-2]["step"] == 1000 and said[-2]["numbers"] == {"loss": None}
+    assert said[-1]["step"] == 7 and "sampled" not in said[-1]
+
+
 @pytest.mark.parametrize(
     "call",
     [

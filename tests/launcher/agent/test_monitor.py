@@ -117,6 +117,22 @@ def test_progress_is_told_once_a_second_with_what_changed(harness):
     assert it.of(Progress)[1:] == [Progress(2, (Step(5, 3),), -1)]
 
 
+def test_sampled_steps_are_shown_but_promise_nothing(harness):
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
+    for rank in (4, 5, 6):
+        it.send_step(rank, 9, more=',"sampled":true,"numbers":{"loss":2.5}')
+    it.pass_time(30.0)
+    sent = it.of(Progress)[0]
+    assert sent.steps == tuple(Step(rank, 9, 0.0, True) for rank in (4, 5, 6))
+    assert sent.numbers[0].sum == 7.5
+    # no step for 30 s proves nothing, an evaluation reports none either; as without any step:
+    assert {hung.waits for hung in it.of(Hung)} == {True}
+    assert {hung.why.partition(" for ")[0] for hung in it.of(Hung)} == {"no output and no CPU time"}
+    it.send_step(4, 10, more=',"sampled":1')
+    it.monitor.run_once()
+    assert it.monitor._channel.rejected_count == 1
+
+
 def test_a_node_has_saved_what_all_its_workers_have(harness):
     it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
     for rank, saved in ((4, 30), (5, 20), (6, 40)):

@@ -75,6 +75,18 @@ def test_a_lost_node_counts_with_what_it_had_saved() -> None:
     assert machine.to("a", Assign)[-1].agreed_step == 7
 
 
+def test_sampled_steps_are_no_lag() -> None:
+    tracker = ProgressTracker(0.0)
+    tracker.add_report("a", Progress(1, (Step(0, 1000, 0.0, True),)), range(2))
+    tracker.add_report("a", Progress(1, (Step(1, 500, 0.0, True),)), range(2))
+    found = [tracker.find_stragglers(float(now)) for now in range(2, 40, 2)]
+    assert not any(found)
+    record = tracker.take_record(40.0)
+    assert record == {"step": 500, "most": 1000, "saved": -1}
+    tracker.add_report("a", Progress(1, (Step(0, 1000), Step(1, 500))), range(2))
+    assert any(tracker.find_stragglers(float(now)) for now in range(42, 60, 2))
+
+
 def test_reports_of_another_generation_or_another_nodes_ranks_count_for_nothing() -> None:
     machine = running("a", "b", max_restarts=2)
     report(machine, "a", (0, 5), (1, 99))

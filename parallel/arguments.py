@@ -177,7 +177,7 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
         what = f"copies={copies} is not supported with pipeline=: the schedule overlaps already"
         raise UsageError(what, where=PARALLELIZE, hint="use one of both")
     check_count("seed", arguments.seed, 0)
-    if arguments.native_dropout and mesh.size > mesh.dp * mesh.pp:
+    if arguments.native_dropout and mesh.size > mesh.row_parts * mesh.pp:
         what = f"native_dropout=True is not supported on {mesh}: torch's generators would drop "
         what += "other elements than in one process"
         raise UsageError(
@@ -193,7 +193,7 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
         UsageError: an option is out of range, or two options contradict each other.
     """
     level = check_level(arguments.optimizer_level)
-    ranks = mesh.dp * mesh.cp
+    ranks = mesh.row_parts * mesh.cp
     precision = parse_precision(arguments.precision)
     offload = parse_offload(arguments.offload)
     staged = arguments.pipeline is not None

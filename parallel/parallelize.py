@@ -27,7 +27,7 @@ from pdrun.parallel.auto.inputs import (
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler.compile import check_combination, compile_modules
 from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
-from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
+from pdrun.parallel.interfaces import Cutter, MeshRefiner, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.model.recompute import apply_recompute
@@ -226,10 +226,10 @@ def parallelize(
     check_arguments(arguments)
     job = init_process()
     torch_compat.destroy_unused_groups()
-    devices = arguments.mesh or solve_mesh(job.world_size, {"dp": -1})
+    devices, arguments = _choose_mesh(arguments, job.world_size)
     check_mesh(arguments, devices, job.world_size)
     settings = build_settings(arguments, devices, torch.device(job.device))
-    slicing = replace(parse_batch_slicing(dataset_strategy, devices.dp), forward=forward)
+    slicing = replace(parse_batch_slicing(dataset_strategy, devices.row_parts), forward=forward)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal([("clip_value", clip_value)])
@@ -252,6 +252,15 @@ def parallelize(
             served.connect_servers(seed, seconds)
             state.served = served
     return Run(state, clip_value=check_above_zero("clip_value", clip_value))
+
+
+def _choose_mesh(arguments: Arguments, world: int) -> tuple[Mesh, Arguments]:
+    """Return the mesh that the strategy needs, and the arguments with the strategy for it."""
+    mesh = arguments.mesh
+    strategy = arguments.strategy
+    if isinstance(strategy, MeshRefiner):
+        mesh, strategy = strategy.refine_mesh(arguments.model, mesh, world)
+    return mesh or solve_mesh(world, {"dp": -1}), replace(arguments, strategy=strategy)
 
 
 def _serve_weights(
@@ -303,7 +312,7 @@ def _build_state(
     optimizer = prepared.optimizer
     remap_params(optimizer, prepared.names, partitioned.weights)
     fill = _build_filler(arguments, prepared, partitioned)
-    if settings.level and mesh.dp * mesh.cp > 1:
+    if settings.level and mesh.row_parts * mesh.cp > 1:
         keep_full_weights(optimizer, partitioned.weights, device)
     elif partitioned.original is not None:
         check_elementwise(optimizer, device, tiles_only=True)
@@ -334,8 +343,8 @@ def _build_state(
             arguments.loss,
             arguments.forward,
             find_own_loss(arguments.model),
-            is_split=mesh.dp * settings.accumulate > 1,
-            checks_form=mesh.size == mesh.dp * mesh.pp,
+            is_split=mesh.row_parts * settings.accumulate > 1,
+            checks_form=mesh.size == mesh.row_parts * mesh.pp,
         ),
         StepRNG(arguments.seed, arguments.native_dropout),
         slicing,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel.comm.mesh import EXPERT_AXIS
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.interfaces import (
     CallCutter,
@@ -97,7 +98,7 @@ def apply_partitioning(
     if original is not None:
         weights = catalogue.collect_weights(model)
     sums = {weight.index: _partial_axes(weight, place) for weight in weights}
-    holders = exchange_shards(place.axes[place.model_axes], place.mesh.pp, weights)
+    holders = exchange_shards(place.axes[place.holder_axes], place.mesh.pp, weights, place.mesh.ep)
     holders.check_shards(catalogue)
     shared = {holders.stages_of(entry.index) for entry in catalogue.weights if not entry.unsynced}
     place.make_shared_groups(stages for stages in shared if len(stages) > 1)
@@ -136,7 +137,8 @@ def _partial_axes(weight: Weight, place: RankGroups) -> set[str]:
     Return the tensor axes over which a weight's gradient is a partial sum, without axes of one
     device.
     """
-    foreign = [axis for axis in weight.shard.layout.axes if axis not in place.mesh.tensor_axes]
+    known = (*place.mesh.tensor_axes, EXPERT_AXIS)
+    foreign = [axis for axis in weight.shard.layout.axes if axis not in known]
     if foreign:
         what = f"{weight.name} is sharded over {foreign[0]}, which is not a tensor axis"
         raise UsageError(what, where=API_NAME, hint="optimizer_level=3 shards over the data axes")

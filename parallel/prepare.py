@@ -20,7 +20,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import LOCAL_NORMS, Arguments
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.comm.mesh import DATA_AXES, Mesh
+from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
@@ -71,7 +71,7 @@ def prepare_model(
         UsageError: the result could not equal that of one process, or ranks differ.
     """
     model = arguments.model
-    ranks = mesh.dp * mesh.cp
+    ranks = mesh.row_parts * mesh.cp
     device = torch.device(job.device)
     is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm)
     if arguments.sync_batchnorm == LOCAL_NORMS and ranks > 1 and job.rank == 0:
@@ -89,7 +89,7 @@ def prepare_model(
     agreement.check_equal(chain(describe_model(model, weights), describe_optimizer(optimizer)))
     axes = _build_axes(job, mesh, device, seconds)
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
-    sync_batchnorm.set_batch_axis(place.axes[DATA_AXES])
+    sync_batchnorm.set_batch_axis(place.axes[mesh.data_axes])
     _broadcast_values(model, weights, place.job)
     return PreparedModel(weights, optimizer, names, members, place, is_empty)
 

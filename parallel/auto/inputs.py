@@ -130,7 +130,7 @@ def _take_plan(choices: ParallelChoices, plan: PlanFile, world: int) -> Parallel
             found[name] = _read_option(name, plan.options[name])
     if found.get("pipeline", choices.pipeline) is not None:
         found.pop("accumulate", None)
-    if mesh.dp * mesh.cp == 1:
+    if mesh.row_parts * mesh.cp == 1:
         found.pop("shard_group", None)
     return replace(choices, **found)
 

@@ -3,11 +3,12 @@ The mesh: how many devices each kind of parallelism gets, as named axes.
 
     mesh(dp=-1)              every device works on its own part of the batch
     mesh(pp=2, dp=-1, tp=2)  the degrees multiply to the number of devices; -1 is what is left
+    mesh(dp=2, ep=4)         rows are cut over both; experts over ep (`pdrun.experts`)
     mesh(dp=2, x=2, y=2)     any other name is a tensor axis as tp is, for layouts over several
 
-From outer to inner: pp (pipeline stages), dp (data), cp (context: parts of each sequence), and the
-tensor axes in the order in which they are given. Ranks are numbered so that the inner axis changes
-first: neighbours share a tensor axis.
+From outer to inner: pp (pipeline stages), dp (data), ep (experts), cp (context: parts of each
+sequence), and the tensor axes in the order in which they are given. Ranks are numbered so that the
+inner axis changes first: neighbours share a tensor axis.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 
 STAGE_AXIS = "pp"
-DATA_AXES = ("dp", "cp")
+EXPERT_AXIS = "ep"
+ROW_AXES = ("dp", EXPERT_AXIS)
+"""Axes along which ranks have other rows."""
+DATA_AXES = (*ROW_AXES, "cp")
 FIXED_AXES = (STAGE_AXIS, *DATA_AXES)
 """Axes with a meaning of their own, outer to inner; every other axis is a tensor axis."""
 
@@ -30,7 +34,8 @@ class Mesh:
     Devices along named axes.
 
     Attributes:
-        grid: all axes, outer to inner: pp, dp, cp and at least one tensor axis.
+        grid: all axes, outer to inner: pp, dp, ep if it has several ranks, cp and at least one
+            tensor axis.
     """
 
     grid: Grid
@@ -64,8 +69,23 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Number of parts of a batch."""
+        """Degree of the axis dp."""
         return self.degree("dp")
+
+    @property
+    def ep(self) -> int:
+        """Number of parts of the experts that are cut over ep."""
+        return self.degree(EXPERT_AXIS)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other rows, as far as there are any."""
+        return tuple(name for name in ROW_AXES if self.degree(name) > 1)
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts of a batch."""
+        return self.dp * self.ep
 
     @property
     def cp(self) -> int:
@@ -89,7 +109,8 @@ class Mesh:
 def make_mesh(**degrees: int) -> Mesh:
     """Return the mesh with these degrees; those that aren't given are 1."""
     tensor = [axis for axis in degrees if axis not in FIXED_AXES] or ["tp"]
-    names = (*FIXED_AXES, *tensor)
+    fixed = [axis for axis in FIXED_AXES if axis != EXPERT_AXIS or degrees.get(axis, 1) > 1]
+    names = (*fixed, *tensor)
     return Mesh(Grid(names, tuple(degrees.get(name, 1) for name in names)))
 
 
@@ -129,8 +150,8 @@ def mesh(**degrees: int) -> Mesh:
     Return the mesh over all devices of the job; joins the job first (`pdrun.init`) if needed.
 
     Args:
-        degrees: ``pp``, ``dp``, ``cp``, ``tp`` or any name of a tensor axis. An axis that is left
-            out has degree 1; -1 means all remaining devices. Default: ``dp=-1``.
+        degrees: ``pp``, ``dp``, ``ep``, ``cp``, ``tp`` or any name of a tensor axis. An axis that
+            is left out has degree 1; -1 means all remaining devices. Default: ``dp=-1``.
 
     Raises:
         UsageError: the degrees do not fit the number of devices.

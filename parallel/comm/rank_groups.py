@@ -1,18 +1,39 @@
 """
 The groups of one rank: the data axes with and without shards, the model axes, and the job.
 
-Along the *data axes*, dp and cp, ranks compute other parts of the loss with the same weights. Along
-the *model axes*, pp and the tensor axes, ranks have other parts of the weights.
+Along the *data axes*, dp, ep and cp, ranks compute other parts of the loss with the same weights.
+Along the *model axes*, pp and the tensor axes, ranks have other parts of the weights. Experts are
+the exception: along ep, ranks have other experts, whose gradients are summed over dp and cp only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.comm.mesh import DATA_AXES, STAGE_AXIS, Mesh
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
+
+
+@dataclass(frozen=True)
+class DataGroups:
+    """
+    The groups over which one kind of weights is summed, sharded and counted.
+
+    Attributes:
+        whole: the axes along which ranks have the same weights and other data, without shards.
+        sharded: these axes with the shards of the optimizer level.
+        gathers: like ``sharded``, for weights.
+        parts: the axes along which ranks have other parts of these weights.
+    """
+
+    whole: ShardedGroup
+    sharded: ShardedGroup
+    gathers: ShardedGroup
+    parts: ShardedGroup
 
 
 @dataclass(frozen=True)
@@ -21,10 +42,9 @@ class RankGroups:
     The groups that the engine uses.
 
     Attributes:
-        data: the data axes without shards.
-        sharded_data: the data axes with the shards of the optimizer level.
-        weight_gathers: like ``sharded_data``, for weights.
-        model: pp and the tensor axes.
+        dense: the groups of all weights but experts that are cut over ep.
+        experts: the groups of those; None if there is no axis ep.
+        holders: pp, ep and the tensor axes.
         job: all ranks.
         loss_ranks: ranks of the job that know the loss, in the order of the slices: those of the
             last stage that are first along the tensor axes.
@@ -32,19 +52,27 @@ class RankGroups:
 
     mesh: Mesh
     axes: MeshGroups
-    data: ShardedGroup
-    sharded_data: ShardedGroup
-    weight_gathers: ShardedGroup
-    model: ShardedGroup
+    dense: DataGroups
+    experts: DataGroups | None
+    holders: ShardedGroup
     job: ShardedGroup
     loss_ranks: list[int]
     _sums: dict[str, ShardedGroup] = field(default_factory=dict)
     _shared: dict[tuple[int, ...], ShardedGroup] = field(default_factory=dict)
 
     @property
-    def model_axes(self) -> tuple[str, ...]:
-        """Names of the model axes, outer to inner."""
-        return (STAGE_AXIS, *self.mesh.tensor_axes)
+    def data(self) -> ShardedGroup:
+        """The data axes without shards."""
+        return self.dense.whole
+
+    @property
+    def holder_axes(self) -> tuple[str, ...]:
+        """Names of the axes along which ranks can have other parts of weights, outer to inner."""
+        return holder_axes(self.mesh)
+
+    def groups_of(self, is_expert: bool) -> DataGroups:
+        """Return the groups of experts that are cut over ep, or of other weights."""
+        return self.experts if is_expert and self.experts is not None else self.dense
 
     @property
     def is_first_on_tensor(self) -> bool:
@@ -87,20 +115,38 @@ def make_rank_groups(mesh: Mesh, axes: MeshGroups, shards: int, level: int) -> R
     grid = mesh.grid
     for name in grid.names:
         axes[name]  # creates all groups now, in the same order on all ranks
-    data = axes[DATA_AXES]
+    data = axes[mesh.data_axes]
     job = axes[grid.names]
-    whole = ShardedGroup(data)
-    cut = whole if shards == 1 else ShardedGroup(data, shards)
-    apart = level == 3 and shards > 1 and axes.device.type == "cpu"
-    gathers = ShardedGroup(data, shards, own=True) if apart else cut
+    model = ShardedGroup(axes[(STAGE_AXIS, *mesh.tensor_axes)])
+    dense = _make_data_groups(data, shards, level, model)
+    experts = None
+    holders = model
+    if mesh.ep > 1:
+        holders = ShardedGroup(axes[holder_axes(mesh)])
+        same = axes[tuple(name for name in mesh.data_axes if name != EXPERT_AXIS)]
+        # ranks that share shards of dense weights and have the same experts
+        few = math.gcd(same.size, max(1, shards // mesh.ep))
+        experts = _make_data_groups(same, few, level, holders)
     last = grid.rank_at({STAGE_AXIS: mesh.pp - 1})
     return RankGroups(
         mesh,
         axes,
-        whole,
-        cut,
-        gathers,
-        model=ShardedGroup(axes[(STAGE_AXIS, *mesh.tensor_axes)]),
-        job=whole if data.size == job.size else ShardedGroup(job),
-        loss_ranks=list(grid.group_ranks(DATA_AXES, last)),
+        dense,
+        experts,
+        holders,
+        job=dense.whole if data.size == job.size else ShardedGroup(job),
+        loss_ranks=list(grid.group_ranks(mesh.data_axes, last)),
     )
+
+
+def holder_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes along which ranks can have other parts of weights, outer to inner."""
+    return (STAGE_AXIS, *([EXPERT_AXIS] if mesh.ep > 1 else []), *mesh.tensor_axes)
+
+
+def _make_data_groups(data: AxisGroup, shards: int, level: int, parts: ShardedGroup) -> DataGroups:
+    whole = ShardedGroup(data)
+    cut = whole if shards == 1 else ShardedGroup(data, shards)
+    apart = level == 3 and shards > 1 and data.device.type == "cpu"
+    gathers = ShardedGroup(data, shards, own=True) if apart else cut
+    return DataGroups(whole, cut, gathers, parts)

@@ -1,5 +1,6 @@
 """
-The shards of every weight on every rank of the model axes (stages and tensor axes).
+The shards of every weight on every rank of the axes that hold parts of weights (stages, ep and
+tensor axes).
 
 Ranks exchange the ranges of their shards once. Each rank derives from them:
 
@@ -119,17 +120,23 @@ class ShardMap:
     The shards of each rank along the model axes.
 
     Args:
-        axis: pp and the tensor axes, pp the major one.
+        axis: pp, ep and the tensor axes, pp the major one.
         stages: degree of pp.
         parts: by index on the axis and index of a weight.
+        experts: degree of ep.
     """
 
     def __init__(
-        self, axis: AxisGroup, stages: int, parts: Sequence[dict[int, WeightRegion]]
+        self,
+        axis: AxisGroup,
+        stages: int,
+        parts: Sequence[dict[int, WeightRegion]],
+        experts: int = 1,
     ) -> None:
         self.axis = axis
         self.regions = parts
         self._per_stage = axis.size // stages
+        self._per_expert_part = self._per_stage // experts
 
     def stages_of(self, index: int) -> tuple[int, ...]:
         """Return the stages that have a weight."""
@@ -140,9 +147,21 @@ class ShardMap:
         )
 
     def replicas_of(self, index: int) -> list[int]:
-        """Return the indices with the same shard of a weight as this rank."""
+        """
+        Return the indices with the same shard of a weight as this rank, and the same place on ep.
+
+        Along ep ranks have other data, too: sums over the data axes count them.
+        """
         mine = self.regions[self.axis.index][index]
-        return [place for place, part in enumerate(self.regions) if part.get(index) == mine]
+        here = self._expert_part(self.axis.index)
+        return [
+            place
+            for place, part in enumerate(self.regions)
+            if part.get(index) == mine and self._expert_part(place) == here
+        ]
+
+    def _expert_part(self, place: int) -> int:
+        return place % self._per_stage // self._per_expert_part
 
     def source_shards(self, index: int) -> list[tuple[int, WeightRegion]]:
         """Return the shards of a full weight, each with the first index that has it."""
@@ -194,8 +213,10 @@ def count_elements(box: WeightRegion) -> int:
     return prod(sum(high - low for low, high in ranges) for ranges in box)
 
 
-def exchange_shards(axis: AxisGroup, stages: int, weights: Sequence[Weight]) -> ShardMap:
-    """Exchange the ranges of shards between all ranks of the model axes."""
+def exchange_shards(
+    axis: AxisGroup, stages: int, weights: Sequence[Weight], experts: int = 1
+) -> ShardMap:
+    """Exchange the ranges of shards between all ranks of pp, ep and the tensor axes."""
     mine = {weight.index: weight.shard.ranges for weight in weights}
     if axis.size == 1:
         return ShardMap(axis, stages, [mine])
@@ -204,7 +225,7 @@ def exchange_shards(axis: AxisGroup, stages: int, weights: Sequence[Weight]) -> 
     length = int(axis.all_reduce(torch.tensor([len(numbers)], device=axis.device), "max"))
     padded = torch.cat([own, own.new_full((length - len(numbers),), -1)])
     rows = axis.all_gather(padded.unsqueeze(0), 0).tolist()
-    return ShardMap(axis, stages, [_decode_regions(row) for row in rows])
+    return ShardMap(axis, stages, [_decode_regions(row) for row in rows], experts)
 
 
 def _encode_region(index: int, box: WeightRegion) -> list[int]:

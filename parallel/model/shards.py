@@ -34,12 +34,14 @@ class Shard:
             is sharded.
         sum_axes: tensor axes over which gradients of this weight must be summed (norms under
             sequence parallel), in addition to the data axes.
+        own_axes: axes along which other ranks do not have this weight at all (experts of a list).
     """
 
     shape: tuple[int, ...]
     layout: L
     ranges: tuple[Ranges, ...]
     sum_axes: tuple[str, ...] = ()
+    own_axes: tuple[str, ...] = ()
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.comm.mesh import EXPERT_AXIS
 from pdrun.parallel.model.shards import Shard, shard_of
 
 API_NAME = "pdrun.parallelize"
@@ -74,7 +75,12 @@ class Weight:
     @property
     def bucket_key(self) -> tuple[Any, ...]:
         """Properties that all weights of a bucket share, in addition to their type."""
-        return self.sum_axes, self.stages, self.chunk, self.keep_dtype
+        return self.sum_axes, self.stages, self.chunk, self.keep_dtype, self.is_expert
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether ranks along ep have other parts of it: its gradients are not summed over ep."""
+        return EXPERT_AXIS in (*self.shard.layout.axes, *self.shard.own_axes)
 
     @property
     def numel(self) -> int:

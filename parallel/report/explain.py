@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
 from pdrun.parallel.auto.plan_file import PLAN_FORMAT
 from pdrun.parallel.auto.predict import describe_prediction
-from pdrun.parallel.model.weights import MIB, tied_names
+from pdrun.parallel.comm.mesh import EXPERT_AXIS
+from pdrun.parallel.model.weights import MIB, Weight, tied_names
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.pipeline.runner import PipelineRunner
 from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS
@@ -93,7 +95,7 @@ def build_plan(state: RunState) -> RunPlan:
             "weights": [w.name for w in part.weights],
             "bytes": part.layout.numel * part.dtype.itemsize,
             "shards": part.comm.shards,
-            "sums": [*state.mesh.data_axes, *part.weights[0].sum_axes],
+            "sums": [*_data_axes_of(part.weights[0], state), *part.weights[0].sum_axes],
         }
         for part in state.engine.gradient_buckets
     )
@@ -140,6 +142,13 @@ def build_plan(state: RunState) -> RunPlan:
     )
 
 
+def _data_axes_of(weight: Weight, state: RunState) -> Iterator[str]:
+    """Yield the data axes over which gradients of a weight are summed."""
+    for axis in state.mesh.data_axes:
+        if axis != EXPERT_AXIS or not weight.is_expert:
+            yield axis
+
+
 def _describe_options(state: RunState) -> dict[str, Any]:
     """Return the arguments of `parallelize` that a plan decides and that are not defaults."""
     settings = state.settings
@@ -147,7 +156,7 @@ def _describe_options(state: RunState) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if settings.level:
         found["optimizer_level"] = settings.level
-    if settings.level and settings.shard_group != state.mesh.dp * state.mesh.cp:
+    if settings.level and settings.shard_group != state.mesh.row_parts * state.mesh.cp:
         found["shard_group"] = settings.shard_group
     if settings.accumulate // state.copies > 1 and not is_staged:
         found["accumulate"] = settings.accumulate // state.copies

@@ -8,7 +8,6 @@ from pdrun.errors import ConfigError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.placement import (
     IRREGULAR_LAYOUT,
-    STAGE_AXIS,
     ShardRanges,
     layout_from_shards,
 )
@@ -22,7 +21,7 @@ def weight_layouts(state: RunState) -> dict[str, Any]:
     Return each weight's shape, layout, stages and blocks, equal on all ranks: the ``weights`` of a
     plan file.
     """
-    names = (STAGE_AXIS, *state.mesh.tensor_axes)
+    names = state.engine.place.holder_axes
     grid = Grid(names, tuple(state.mesh.degree(name) for name in names))
     known: dict[
         tuple[tuple[int, ...], tuple[ShardRanges | None, ...]], dict[str, Any]

@@ -177,12 +177,12 @@ class RunState:
 
     @property
     def row_axis(self) -> Any:
-        """The axis dp: its ranks compute different rows."""
-        return self.axes["dp"]
+        """The axes dp and ep: their ranks compute different rows."""
+        return self.axes[self.mesh.row_axes]
 
     @property
     def data_group(self) -> ShardedGroup:
-        """The data axes, dp and cp: gradients are summed over them."""
+        """The data axes, dp, ep and cp: gradients are summed over them."""
         return self.engine.data_group
 
     @property

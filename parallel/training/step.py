@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
+from pdrun.parallel.comm.mesh import ROW_AXES
 from pdrun.parallel.data.batch_slicing import (
     BatchSlicing,
     FlatBatch,
@@ -186,8 +187,8 @@ def _compare_first_batch(state: RunState, batch: Any) -> None:
     grid = state.mesh.grid
     rank = state.context.rank
     if state.batch_slicing.data_parallel:
-        alike = grid.group_ranks(tuple(name for name in grid.names if name != "dp"), rank)
-        hint = "ranks with the same coordinate on dp take the same rows"
+        alike = grid.group_ranks(tuple(name for name in grid.names if name not in ROW_AXES), rank)
+        hint = "ranks with the same coordinate on dp and ep take the same rows"
     else:
         alike = grid.group_ranks(grid.names, rank)
         hint = "step takes a global batch, the same on every rank; "

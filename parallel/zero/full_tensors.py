@@ -79,10 +79,11 @@ def _make_range(
         owner: the only rank on the data axes that has it; None: all have the same.
     """
     holders = engine.holders
+    group = engine.place.groups_of(weight.is_expert).whole
     alike = holders.replicas_of(weight.index)
     turn, place = divmod(weight.index, len(alike))
-    data = turn % engine.data_group.world if owner is None else owner
-    mine = engine.data_group.rank == data and holders.axis.index == alike[place]
+    data = turn % group.world if owner is None else owner
+    mine = group.rank == data and holders.axis.index == alike[place]
     name = f"{weight.name}@{engine.data_group.rank}" if weight.unsynced else weight.name
     return LocalRange(
         name,
@@ -131,7 +132,7 @@ def weights_by_name(engine: Engine) -> dict[str, torch.Tensor]:
 def full_weight_order(engine: Engine) -> list[WeightInfo]:
     """Return the weights of the full model in the order of `iter_full_weights`."""
     entries = engine.catalogue.weights
-    if engine.place.model.world > 1:
+    if engine.place.holders.world > 1:
         return entries[::-1]  # as buckets are filled
     sharded = [weight.index for part in engine.sharded_buckets for weight in part.weights]
     return [entries[index] for index in sharded] + [
@@ -155,7 +156,7 @@ def iter_full_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | No
             rest[weight.index] = grad.to(engine.data_group.device)
     parts = _LocalShards(buckets, rest)
     entries = engine.catalogue.weights
-    if engine.place.model.world == 1:
+    if engine.place.holders.world == 1:
         mine = [weight for bucket in buckets for weight in bucket.weights] + engine.unsynced_weights
         entries = [entries[weight.index] for weight in mine]
     else:
@@ -250,7 +251,7 @@ def _assemble_weight(
 ) -> torch.Tensor:
     """Return a full weight from its shards on the model axes; ``part`` is this rank's."""
     holders = engine.holders
-    comm = engine.place.model
+    comm = engine.place.holders
     sources = holders.source_shards(entry.index)
     if part is not None and len(sources) == 1 and holders.is_replicated(entry.index):
         return part

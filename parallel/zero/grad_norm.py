@@ -68,14 +68,22 @@ def global_norm(
     """
     device = place.data.device
     square = torch.zeros((), dtype=widest_float(device), device=device)
-    for shared in (True, False):
-        some = [(part, total) for part, total in totals if (part.comm.shards > 1) == shared]
-        if some:
-            mine = [tensor for part, total in some for tensor in _counted_parts(part, total)]
-            found = square_sum(mine, exact) if mine else torch.zeros_like(square)
-            if shared:
-                found = place.sharded_data.sum_small(found, "the norm", shards_only=True).wait()
-            square += found
+    expert_square = torch.zeros_like(square)
+    # which collectives run depends on the weights, never on the gradients that came
+    for is_expert, onto in ((False, square), (True, expert_square)):
+        for shared in (True, False):
+            some = [
+                (part, total)
+                for part, total in totals
+                if (part.comm.shards > 1) == shared and part.weights[0].is_expert == is_expert
+            ]
+            if some:
+                mine = [tensor for part, total in some for tensor in _counted_parts(part, total)]
+                found = square_sum(mine, exact) if mine else torch.zeros_like(square)
+                if shared:
+                    group = place.groups_of(is_expert).sharded
+                    found = group.sum_small(found, "the norm", shards_only=True).wait()
+                onto += found
     if alone:
         loose = [
             grad
@@ -84,7 +92,9 @@ def global_norm(
         ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
         square += place.data.sum_small(found, "the norm of the layerwise weights").wait()
-    total: torch.Tensor = place.model.sum_small(square, "the norm over the model axes").wait()
+    total: torch.Tensor = place.dense.parts.sum_small(square, "the norm over the model axes").wait()
+    if place.experts is not None:
+        total = total + place.experts.parts.sum_small(expert_square, "the norm of experts").wait()
     return total.sqrt()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from pdrun.parallel.comm.rank_groups import RankGroups
+from pdrun.parallel.comm.rank_groups import DataGroups, RankGroups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.model.weights import Weight, assign_units, make_buckets
 from pdrun.parallel.zero.gatherer import UnitGatherer
@@ -46,8 +46,6 @@ class WeightBuckets:
         self.place = place
         self.settings = settings
         self.data_group = place.data
-        self.shard_group = place.sharded_data
-        self.gather_group = place.weight_gathers
         self._policy = ReductionPolicy(
             settings.level,
             settings.exact,
@@ -75,6 +73,7 @@ class WeightBuckets:
             if settings.level
             and weight.nbytes >= settings.threshold
             and not (weight.needs_full or weight.opts_out)
+            and not (weight.is_expert and self.place.groups_of(True).sharded.shards == 1)
         ]
         if settings.level < 3:
             sharded = [weight for weight in sharded if weight.is_trained]
@@ -89,7 +88,7 @@ class WeightBuckets:
             for group in make_buckets([w for w in in_unit if not w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_sharded_bucket(group, name, trained=False))
         for group in make_buckets([w for w in unsharded if w.is_trained], settings.fusion):
-            self._add_gradient_bucket(group, self.data_group)
+            self._add_gradient_bucket(group, self._groups_of(group).whole)
         for weight in self.weights:
             if weight not in set(sharded):
                 self._cast_weight(weight)
@@ -99,7 +98,7 @@ class WeightBuckets:
                 model,
                 by_unit,
                 self._units,
-                self.gather_group,
+                self.place.dense.gathers,
                 settings.keep_for_step,
                 on_skipped,
             )
@@ -121,7 +120,7 @@ class WeightBuckets:
         self._fill(group)
         made = ShardedBucket(
             group,
-            self.gather_group,
+            self._groups_of(group).gathers,
             compute_dtype=compute,
             master_dtype=own,
             frees_full=self.settings.level == 3,
@@ -131,8 +130,11 @@ class WeightBuckets:
         self.sharded_buckets.append(made)
         if trained:
             self.sharded_bucket_of[len(self.gradient_buckets)] = made
-            self._add_gradient_bucket(group, self.shard_group)
+            self._add_gradient_bucket(group, self._groups_of(group).sharded)
         return made
+
+    def _groups_of(self, group: Sequence[Weight]) -> DataGroups:
+        return self.place.groups_of(group[0].is_expert)
 
     def _cast_weight(self, weight: Weight) -> None:
         """Give the model a copy of an unsharded weight in the type of the policy."""

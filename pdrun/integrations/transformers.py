@@ -105,7 +105,7 @@ class ParallelTrainer(transformers.Trainer):
     def _row_ranks(self) -> int:
         """Return the number of ranks that share the rows of a batch."""
         mesh = self.parallel.get("mesh")
-        return int(init().world_size if mesh is None else mesh.dp)
+        return int(init().world_size if mesh is None else mesh.row_parts)
 
     def _make_run(self, max_steps: int) -> Run:
         if self.run is not None:

@@ -116,7 +116,9 @@ class SimAgent:
         self.still_until = 0.0
         """Until when the supervisor stands still."""
         self.until: float | None = None
-        """The fence that the supervisor was shown last."""
+        """The fence that the supervisor has read last."""
+        self.sent_fence: float | None = None
+        """The fence of the last ping, which a supervisor that stands still has not read."""
         self.recheck_until = 0.0
         self.code: int | None = None
         self.verdict: Verdict | None = None
@@ -197,13 +199,17 @@ class SimAgent:
     def stop_supervisor(self, seconds: float) -> None:
         """The supervisor stands still; the agent gives it up after so many unanswered pings."""
         self.still_until = self.world.now + seconds
-        patience = MAX_UNANSWERED_PINGS * PING_SECONDS + self.world.random.random() * PING_SECONDS
-        self.later(patience, self._give_supervisor_up, self.run)
+        self.later(self._draw_patience(), self._give_supervisor_up, self.run)
+
+    def _draw_patience(self) -> float:
+        return MAX_UNANSWERED_PINGS * PING_SECONDS + self.world.random.random() * PING_SECONDS
 
     def _give_supervisor_up(self, run: Run | None) -> None:
+        """It is killed, and only when its workers have ended, they are reported."""
         if run and run.ended is None and self.world.now < self.still_until:
+            self.still_until = self.world.now
             self._end_at_once(run)
-            self._report_lost(run)
+            self.later(KILL, self._report_lost, run)
 
     def _thaw(self) -> None:
         self.frozen = False
@@ -414,13 +420,29 @@ class SimAgent:
     def _start(self, assign: Assign) -> None:
         self.started = True
         ranks = range(assign.first_rank, assign.first_rank + self.workers)
-        begin = assign.agreed_step + 1
-        run = Run(self, assign, self.world.now, living=dict.fromkeys(ranks, begin))
+        run = Run(self, assign, self.world.now, living=dict.fromkeys(ranks, assign.agreed_step + 1))
         self.runs.append(run)
         self._ping(run)
+        if self.world.now < self.still_until:
+            self.later(self._draw_patience(), self._give_supervisor_up, run)
+            self.world.after(self.still_until - self.world.now, self._begin, run)
+        else:
+            self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        """The supervisor starts the workers, as soon as it runs; its agent may stand still."""
+        if self.frozen and self.whole:
+            self._paused.append((self._begin, (run,)))
+            return
+        if run.ended is not None or not self.alive:
+            return
+        run.began, self.until = self.world.now, self.sent_fence
+        self._watch_fence(run)
+        if run.ended is not None:
+            return
         self.told(run)
-        left = max(1, self.job.work - begin)
-        for rank in ranks:
+        left = max(1, self.job.work - run.assign.agreed_step - 1)
+        for rank in list(run.living):
             self.later(
                 left + self.world.random.random() * 0.2, self._ends, run, rank, Cause("ok", 0)
             )
@@ -486,6 +508,7 @@ class SimAgent:
         if run is not self.run or run.ended is not None or self.welcome is None:
             return
         at = self.shutdown.fence_at(self.fence.fence_at(self.welcome.dead), self.world.now)
+        self.sent_fence = at
         if self.world.now >= self.still_until:
             self.until = at
         if at is not None and at < self.world.now + PING_SECONDS:
@@ -524,7 +547,9 @@ class SimAgent:
             self._report_lost(run)
 
     def _report_lost(self, run: Run) -> None:
-        ranks, run.fenced = run.fenced or (), None
+        if run.fenced is None:  # the agent has stood still meanwhile, and knows already
+            return
+        ranks, run.fenced = run.fenced, None
         for rank in ranks:
             run.exits[rank] = Cause("lost", 137, 9, at=self.world.now)
             self.say(WorkerExit(run.assign.generation, rank, run.exits[rank]))

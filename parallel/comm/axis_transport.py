@@ -16,7 +16,7 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.axis_members import AxisMembers, assign_axis_id
-from pdrun.parallel.comm.p2p_copy import MIN_SHARD_BYTES, P2PCopier, open_copier
+from pdrun.parallel.comm.p2p.copier import MIN_SHARD_BYTES, LazyCopier, P2PCopier
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import shard_range
@@ -225,9 +225,7 @@ class AxisTransport(AxisMembers):
         self.group_positions = [ordered.index(rank) for rank in ranks]
         """Position in torch's group, which is sorted, of each index."""
         self.axis_id = assign_axis_id(self)
-        self._copier: P2PCopier | None = None
-        self._can_copy = True
-        """Whether the devices can write into each other's memory, as far as is known."""
+        self._copies = LazyCopier(self)
 
     def find_copier(self, shard: torch.Tensor) -> P2PCopier | None:
         """
@@ -236,12 +234,9 @@ class AxisTransport(AxisMembers):
 
         All ranks of the axis must ask for the same shards in the same order.
         """
-        if shard.nbytes < MIN_SHARD_BYTES or not self._can_copy or self.state.is_dry_run:
+        if shard.nbytes < MIN_SHARD_BYTES or self.state.is_dry_run:
             return None
-        if self._copier is None or self._copier.nbytes < shard.nbytes:
-            self._copier = open_copier(self, shard.nbytes)
-            self._can_copy = self._copier is not None
-        return self._copier
+        return self._copies.find(shard.nbytes)
 
     def start_collective(
         self,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.axis_transport import AxisTransport, PendingTensor, keeps_result
-from pdrun.parallel.comm.p2p_copy import P2PAllGather, P2PCopier, P2PReduceScatter
+from pdrun.parallel.comm.p2p.copier import P2PCopier
+from pdrun.parallel.comm.p2p.exchanges import P2PAllGather, P2PReduceScatter
 
 
 class AxisGroup(AxisTransport):

@@ -16,7 +16,7 @@ import torch
 
 from pdrun.parallel.comm.axis_transport import PendingTensor
 from pdrun.parallel.comm.communicator import AxisGroup
-from pdrun.parallel.comm.p2p_copy import P2PReduceScatter
+from pdrun.parallel.comm.p2p.exchanges import P2PReduceScatter
 from pdrun.parallel.layouts.layout import shard_range
 
 

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
+from pdrun.parallel.comm.axis_members import AxisMembers
 from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.p2p.copier import MIN_SHARD_BYTES, PIECE_BYTES, LazyCopier, P2PCopier
+from pdrun.parallel.comm.p2p.exchanges import (
+    start_flat_all_reduce,
+    start_flat_gather,
+    start_flat_sum,
+)
 from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
 MAX_CHUNK_BYTES = 16 << 20
@@ -88,6 +95,10 @@ class ShardedGroup:
         if own and self.world > 1:
             self.group = self._make_group(self.ranks)
         self._shard_group, self._copy_group = self._make_subgroups()
+        self._rank_copies = LazyCopier(self._members_of(axis, self.ranks, self.rank, self.group))
+        self._shard_copies = LazyCopier(
+            self._members_of(axis, self.shard_ranks, self.shard, self._shard_group)
+        )
         config = dist.get_backend_config() if self.world > 1 else ""
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
         register_holder(self)
@@ -101,6 +112,17 @@ class ShardedGroup:
     def shard_ranks(self) -> tuple[int, ...]:
         """The ranks of the job with which this one shares its shards."""
         return tuple(self.ranks[self.replica * self.shards :][: self.shards])
+
+    @staticmethod
+    def _members_of(axis: AxisGroup, ranks: tuple[int, ...], index: int, group: Any) -> AxisMembers:
+        return AxisMembers(axis.names, ranks, index, group, axis.device, axis.grid, axis.rank)
+
+    @staticmethod
+    def _find_copier(copies: LazyCopier, shard: torch.Tensor, size: int) -> P2PCopier | None:
+        """Return the memory for copies of shards; None to use torch's collectives."""
+        if shard.device.type != "cuda" or shard.nbytes < MIN_SHARD_BYTES:
+            return None
+        return copies.find(max(PIECE_BYTES // (size - 1), MIN_SHARD_BYTES))
 
     def _make_subgroups(self) -> tuple[Any, Any]:
         """Return the groups of this rank's shards and of its replicas; None for a single rank."""
@@ -140,15 +162,27 @@ class ShardedGroup:
         if self.world == 1:
             return self._start_pending("none", label, [], lambda: flat)
         if self.shards == 1:
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            work: Any = self._start_all_reduce(flat)
             return self._start_pending("all_reduce", label, [work], lambda: flat, flat)
         own = flat.new_empty(flat.numel() // self.shards)
-        work = torch_compat.reduce_scatter_flat(own, flat, self._shard_group)
+        copier = self._find_copier(self._shard_copies, own, self.shards)
+        if copier is not None:
+            work = start_flat_sum(copier, own, flat)
+        else:
+            work = torch_compat.reduce_scatter_flat(own, flat, self._shard_group)
         if self.replicas == 1:
             return self._start_pending("reduce_scatter", label, [work], lambda: own, flat)
         self.watchdog.wait(work, label)
         again = dist.all_reduce(own, group=self._copy_group, async_op=True)
         return self._start_pending("reduce_scatter", label, [again], lambda: own, flat)
+
+    def _start_all_reduce(self, flat: torch.Tensor) -> Any:
+        if flat.is_contiguous() and flat.numel() % self.world == 0:
+            shard = flat.view(-1)[: flat.numel() // self.world]
+            copier = self._find_copier(self._rank_copies, shard, self.world)
+            if copier is not None:
+                return start_flat_all_reduce(copier, flat)
+        return dist.all_reduce(flat, group=self.group, async_op=True)
 
     def sum_parts(
         self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype
@@ -197,8 +231,12 @@ class ShardedGroup:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return self._start_pending("none", label, [], lambda: full)
-        parts = torch_compat.as_sendable(full), torch_compat.as_sendable(shard)
-        work = torch_compat.all_gather_flat(*parts, self._shard_group)
+        copier = self._find_copier(self._shard_copies, shard, self.shards)
+        if copier is not None:
+            work: Any = start_flat_gather(copier, full, shard)
+        else:
+            parts = torch_compat.as_sendable(full), torch_compat.as_sendable(shard)
+            work = torch_compat.all_gather_flat(*parts, self._shard_group)
         return self._start_pending("all_gather", label, [work], lambda: full, shard)
 
     def sum_small(

@@ -83,6 +83,7 @@ class StageExchange:
 
     def begin_step(self, batches: Sequence[Any], training: bool) -> None:
         """Start a step on some micro-batches."""
+        self.links.open_mailboxes()
         self._next_message = dict.fromkeys(self._order, 0)
         self._arrived.clear()
         self._from_own_stages.clear()

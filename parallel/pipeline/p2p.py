@@ -5,6 +5,10 @@ Each pair of neighbours has two process groups, one per direction. A send never 
 of the other direction, also on NCCL, where all transfers of a group use one stream. Within a
 direction the receiver posts its receives in the order of the sends. The groups form a ring, or
 connect all pairs if a schedule needs it.
+
+Devices of one host copy into each other's memory instead (`P2PMailbox`): a receive of NCCL is a
+kernel that takes processors from the computation while it waits. The memory is opened after the
+first step, whose messages show both ends of a connection how large it has to be.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
+from pdrun.parallel.comm.axis_members import AxisMembers
 from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.p2p.messages import MIN_MESSAGE_BYTES, P2PMailbox, open_mailbox
 from pdrun.parallel.pipeline.metadata import BoundaryRecord
 from pdrun.parallel.startup.group_exit import ClosedGroup, register_holder
 
@@ -47,6 +53,9 @@ class P2PLinks:
         self.axis = axes[PIPELINE_AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
         self._sending: list[tuple[Any, torch.Tensor, str]] = []
+        self._largest: dict[int, int] = {}
+        """Bytes of the largest message from or to each rank."""
+        self._mailboxes: dict[int, P2PMailbox | None] = {}
         size = self.axis.size
         pairs = sorted({(min(at, (at + 1) % size), max(at, (at + 1) % size)) for at in range(size)})
         if not {(min(pair), max(pair)) for pair in wanted} <= set(pairs):
@@ -78,6 +87,36 @@ class P2PLinks:
             work = (dist.isend if mine else dist.irecv)(one, other, group=group)
             self.axes.watchdog.wait(work, f"first contact along {PIPELINE_AXIS}")
 
+    def open_mailboxes(self) -> None:
+        """
+        Open memory for copies between devices of one host, for messages like those so far.
+
+        All ranks along pp must call it, between steps.
+        """
+        for low, high in self._groups:
+            if low > high:
+                continue
+            other = high if low == self.axis.index else low
+            nbytes = self._largest.get(other, 0)
+            if nbytes < MIN_MESSAGE_BYTES or other in self._mailboxes:
+                continue
+            pair = AxisMembers(
+                self.axis.names,
+                (self.axis.ranks[low], self.axis.ranks[high]),
+                int(self.axis.index == high),
+                self._groups[low, high],
+                self.axis.device,
+                self.axis.grid,
+                self.axis.rank,
+            )
+            self._mailboxes[other] = open_mailbox(pair, nbytes)
+
+    def _find_mailbox(self, place: int, tensor: torch.Tensor) -> P2PMailbox | None:
+        """Return the memory for a message from or to a rank; None to use torch's transfers."""
+        self._largest[place] = max(self._largest.get(place, 0), tensor.nbytes)
+        mailbox = self._mailboxes.get(place)
+        return mailbox if mailbox is not None and mailbox.takes(tensor) else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> P2PLinks:
         """Return itself."""
         return self
@@ -88,9 +127,12 @@ class P2PLinks:
         for tensor in tensors:
             if tensor.numel():
                 plain = tensor.detach().contiguous()
-                work = dist.isend(
-                    plain, self.axis.ranks[place], group=self._groups[self.axis.index, place]
-                )
+                mailbox = self._find_mailbox(place, plain)
+                if mailbox is not None:
+                    work: Any = mailbox.send(plain)
+                else:
+                    group = self._groups[self.axis.index, place]
+                    work = dist.isend(plain, self.axis.ranks[place], group=group)
                 self._sending.append((work, plain, label))
                 self._count_send(plain)
 
@@ -106,7 +148,10 @@ class P2PLinks:
         for shape, dtype in shapes:
             tensor = torch.empty(shape, dtype=dtype, device=self.axes.device)
             found.tensors.append(tensor)
-            if tensor.numel():
+            mailbox = self._find_mailbox(place, tensor)
+            if mailbox is not None:
+                found.works.append(mailbox.post_receive(tensor))
+            elif tensor.numel():
                 group = self._groups[place, self.axis.index]
                 found.works.append(dist.irecv(tensor, self.axis.ranks[place], group=group))
         return found

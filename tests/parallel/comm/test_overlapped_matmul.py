@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import fx
 
-from pdrun.parallel.comm import cuda_copy, custom_ops
+from pdrun.parallel.comm import custom_ops
 from pdrun.parallel.comm import overlapped_matmul as products
-from pdrun.parallel.comm import p2p_copy as peers
 from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.comm.p2p import cuda_driver
+from pdrun.parallel.comm.p2p import exchanges as peers
 from pdrun.parallel.compiler import matmul_pass
 from pdrun.parallel.compiler.overlap_pass import OVERLAP_PASS
 from pdrun.parallel.layouts.grid import Grid
@@ -136,11 +137,16 @@ def test_products_that_are_added_up(
 def test_a_pitched_copy_is_laid_out_as_cuda_has_it() -> None:
     """CUDA_MEMCPY2D of cuda.h, on 64 bits."""
     places = {
-        name: getattr(cuda_copy._Memcpy2D, name).offset for name, _ in cuda_copy._Memcpy2D._fields_
+        name: getattr(cuda_driver._Memcpy2D, name).offset
+        for name, _ in cuda_driver._Memcpy2D._fields_
     }
     assert places["from_kind"] == 16 and places["from_device"] == 32 and places["from_pitch"] == 48
     assert places["to_kind"] == 72 and places["to_device"] == 88 and places["to_pitch"] == 104
-    assert (places["width"], places["rows"], ctypes.sizeof(cuda_copy._Memcpy2D)) == (112, 120, 128)
+    assert (places["width"], places["rows"], ctypes.sizeof(cuda_driver._Memcpy2D)) == (
+        112,
+        120,
+        128,
+    )
 
 
 # ---- in a graph -------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-Collectives between the devices of one host by copies into each other's memory.
+The memory for copies between the devices of one host.
 
 A collective of NCCL is a kernel: it waits for processors and takes them from concurrent products.
 Here the copy engine of a device writes shards into memory that the other devices provide. Each
@@ -14,6 +14,7 @@ axis:
                 ready[sender] >= k, add, done[receiver] := k           on the stream of the sum
 
 Memory: the shards that a device receives in the largest exchange, once, outside torch's allocator.
+Flat buffers (gradients, weights at level 3) are exchanged in pieces of `PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,14 @@ import torch.distributed as dist
 
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.axis_members import AxisMembers
-from pdrun.parallel.comm.cuda_copy import copy_rows, load_driver, wait_counter, write_counter
+from pdrun.parallel.comm.p2p.cuda_driver import copy_rows, load_driver, wait_counter, write_counter
 
 DISABLE_VARIABLE = "NCCL_P2P_DISABLE"
 """Environment variable by which users forbid access to the memory of other devices."""
 MIN_SHARD_BYTES = 1 << 22
 """Smallest shard for which copies are faster than NCCL."""
+PIECE_BYTES = 32 << 20
+"""Memory of a device for shards of flat buffers; larger ones are exchanged in pieces."""
 MAX_DEVICES = 8
 """Largest axis; more devices would use more memory than they save time."""
 COUNTER_STRIDE_BYTES = 64
@@ -104,10 +105,17 @@ class P2PCopier:
         torch.cuda.synchronize(axis.device)
         dist.barrier(group=axis.group)
 
-    def slot_of(self, receiver: int, sender: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the memory of a receiver for a sender's shard, as a tensor like another."""
+    def slot_of(
+        self, receiver: int, sender: int, like: torch.Tensor, skip_bytes: int = 0
+    ) -> torch.Tensor:
+        """
+        Return the memory of a receiver for a sender's shard, as a tensor like another.
+
+        Args:
+            skip_bytes: where in that memory it starts; a multiple of `ALIGNMENT_BYTES`.
+        """
         slot = sender - (sender > receiver)
-        offset = slot * self._stride // like.element_size()
+        offset = (slot * self._stride + skip_bytes) // like.element_size()
         found: torch.Tensor = self._handle.get_buffer(
             receiver, tuple(like.shape), like.dtype, offset
         )
@@ -129,6 +137,22 @@ class P2PCopier:
         """Have a copy engine copy ``[rows, ...]`` of any device; each row must be contiguous."""
         copy_rows(self._driver, stream, target, source)
 
+    def add_shards(
+        self, stream: torch.cuda.Stream, out: torch.Tensor, one: torch.Tensor, other: torch.Tensor
+    ) -> None:
+        """Have a stream add two tensors of this device, or of its memory."""
+        with torch.cuda.stream(stream):
+            torch.add(one, other, out=out)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the stream on which code computes."""
+        return torch.cuda.current_stream(self.axis.device)
+
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Return a context manager in which a stream is the current one."""
+        found: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return found
+
     def _address_of(self, index: int, counter: int) -> int:
         offset = (self._counters + counter * COUNTER_STRIDE_BYTES) // 4
         found = self._handle.get_buffer(index, (1,), torch.int32, offset)
@@ -143,104 +167,27 @@ class P2PCopier:
         return self.axis.size + receiver
 
 
-class P2PExchange(ABC):
+class LazyCopier:
     """
-    Every device sends a shard to every other, and uses the shards that it receives.
+    The memory for copies of an axis, opened when it is first needed.
 
-    Args:
-        copier: the memory; all of its devices must start the same exchanges in the same order.
-        out: the result.
+    All ranks of the axis must ask for the same sizes in the same order.
     """
 
-    def __init__(self, copier: P2PCopier, out: torch.Tensor) -> None:
-        copier.exchange_count = (copier.exchange_count + 1) % 2**32
-        self._copier = copier
-        self._out = out
-        self._number = copier.exchange_count
-        self._sources: list[torch.Tensor] = []
-        """Tensors that other streams read until `wait`."""
+    def __init__(self, axis: AxisMembers) -> None:
+        self._axis = axis
+        self._copier: P2PCopier | None = None
+        self._can_copy = True
+        """Whether the devices can write into each other's memory, as far as is known."""
 
-    def send_shard(self, receiver: int, shard: torch.Tensor) -> None:
-        """
-        Send ``[rows, ...]`` that the current stream computes; each row must be contiguous.
-        """
-        copier = self._copier
-        own = copier.axis.index
-        stream = copier.send_stream
-        target = copier.slot_of(receiver, own, shard)
-        stream.wait_stream(torch.cuda.current_stream(shard.device))
-        copier.await_counter(stream, copier.done_counter(receiver), self._number - 1)
-        copier.copy_shard(stream, target, shard)
-        copier.set_counter(stream, receiver, copier.ready_counter(own), self._number)
-        self._sources.append(shard)
-
-    def wait(self) -> None:
-        """Have the current stream wait for the result."""
-        stream = torch.cuda.current_stream(self._out.device)
-        self._receive_shards(stream)
-        # From now on the sent shards may be overwritten.
-        stream.wait_stream(self._copier.send_stream)
-        self._sources.clear()
-
-    @abstractmethod
-    def _receive_shards(self, stream: torch.cuda.Stream) -> None:
-        """Complete the result on a stream."""
-
-
-class P2PReduceScatter(P2PExchange):
-    """
-    The sum of the shards of this rank.
-
-    Args:
-        out: like a shard, ``[rows, ...]``.
-        shard_for: returns the shard of an index. It is called for this rank last, and may compute
-            the shard.
-    """
-
-    def __init__(
-        self, copier: P2PCopier, out: torch.Tensor, shard_for: Callable[[int], torch.Tensor]
-    ) -> None:
-        super().__init__(copier, out)
-        for receiver in copier.others:
-            self.send_shard(receiver, shard_for(receiver))
-        self._sources.append(shard_for(copier.axis.index))
-
-    def _receive_shards(self, stream: torch.cuda.Stream) -> None:
-        copier = self._copier
-        own = copier.axis.index
-        total = self._sources[-1]
-        for sender in sorted(copier.others):
-            copier.await_counter(stream, copier.ready_counter(sender), self._number)
-            total = torch.add(total, copier.slot_of(own, sender, self._out), out=self._out)
-            copier.set_counter(stream, sender, copier.done_counter(own), self._number)
-
-
-class P2PAllGather(P2PExchange):
-    """
-    All shards side by side.
-
-    Args:
-        out: ``[rows, ranks, ...]``.
-        shard: of this rank, ``[rows, ...]``.
-    """
-
-    def __init__(self, copier: P2PCopier, out: torch.Tensor, shard: torch.Tensor) -> None:
-        super().__init__(copier, out)
-        own = copier.axis.index
-        stream = copier.receive_stream
-        stream.wait_stream(torch.cuda.current_stream(out.device))
-        for receiver in copier.others:
-            self.send_shard(receiver, shard)
-        copier.copy_shard(stream, out[:, own], shard)
-        for sender in sorted(copier.others):
-            copier.await_counter(stream, copier.ready_counter(sender), self._number)
-            slot = copier.slot_of(own, sender, out[:, sender])
-            copier.copy_shard(stream, out[:, sender], slot)
-            copier.set_counter(stream, sender, copier.done_counter(own), self._number)
-        self._complete = stream.record_event()
-
-    def _receive_shards(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(self._complete)
+    def find(self, nbytes: int) -> P2PCopier | None:
+        """Return memory for shards of a number of bytes; None to use torch's collectives."""
+        if not self._can_copy:
+            return None
+        if self._copier is None or self._copier.nbytes < nbytes:
+            self._copier = open_copier(self._axis, nbytes)
+            self._can_copy = self._copier is not None
+        return self._copier
 
 
 # ---- can the devices of an axis reach each other? ---------------------------

@@ -27,12 +27,28 @@ _OTHER_NAMES = {
     "mpiexec": "mpirun",
     "mpiexec.hydra": "mpirun",
     "mpirun.openmpi": "mpirun",
+    "mpiexec.openmpi": "mpirun",
     "mpirun.mpich": "mpirun",
     "mpiexec.mpich": "mpirun",
     "orterun": "mpirun",
     "prterun": "mpirun",
     "ds": "deepspeed",
+    "deepspeed.pt": "deepspeed",
+    "accelerate-launch": "accelerate launch",
 }
+_NOT_TRANSLATED = {
+    "srun": "a step of Slurm runs one pdrun per node: srun --ntasks-per-node=1 pdrun ...",
+    "salloc": "in an allocation, pdrun uses all nodes: salloc -N 2 pdrun ...",
+    "sbatch": "see pdrun slurm submit --help",
+    "torchx": "see pdrun slurm submit --help and pdrun k8s --help",
+    **dict.fromkeys(
+        ("bash", "sh"), "translate the line of the launcher in it: pdrun translate -- torchrun ..."
+    ),
+    **dict.fromkeys(
+        ("python", "python3"), "without a launcher it is one process: pdrun --devices 1 SCRIPT"
+    ),
+}
+"""Programs that are often tried, and what to do with them."""
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
@@ -160,11 +176,7 @@ def _split_launcher(words: Sequence[str]) -> tuple[str, list[str]]:
             launcher = _MODULES.get(python.target, "")
             rest = list(python.args)
     if not launcher:
-        known = (*LAUNCHERS, *_OTHER_NAMES)
-        raise UsageError(
-            f"{quote_text(words[0])} is not a launcher that pdrun translates",
-            hint=did_you_mean(words[0], known) or f"it translates {', '.join(LAUNCHERS)}",
-        )
+        raise _unknown_launcher(words)
     command = _SUBCOMMANDS.get(launcher)
     if command is None:
         return launcher, rest
@@ -173,6 +185,22 @@ def _split_launcher(words: Sequence[str]) -> tuple[str, list[str]]:
             f"only {launcher} {command} is translated", hint=f"write {launcher} {command} ..."
         )
     return f"{launcher} {command}", rest[1:]
+
+
+def _unknown_launcher(words: Sequence[str]) -> UsageError:
+    """Return an error that says what to write instead of an unknown launcher."""
+    name = words[0].rpartition("/")[2]
+    python = read_python_command(words)
+    if python is not None and python.kind == "module":
+        name, hint = f"python -m {python.target}", did_you_mean(python.target, _MODULES)
+    elif is_launcher((name.split() or [""])[0]):
+        hint = "write the words without quotation marks around the whole line"
+    else:
+        hint = _NOT_TRANSLATED.get(name) or did_you_mean(name, (*LAUNCHERS, *_OTHER_NAMES))
+    return UsageError(
+        f"{quote_text(name)} is not a launcher that pdrun translates",
+        hint=hint or f"it translates {', '.join(LAUNCHERS)}",
+    )
 
 
 def _translators() -> Mapping[str, Translator]:

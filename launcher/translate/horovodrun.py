@@ -39,19 +39,59 @@ HOROVOD_TABLE = """
 --log-with-timestamp
 --log-without-timestamp
 -prefix-timestamp --prefix-output-with-timestamp
+--log-hide-timestamp
+--no-log-hide-timestamp
 --fusion-threshold-mb N
 --cycle-time-ms N
 --cache-capacity N
+--hierarchical-allreduce
+--no-hierarchical-allreduce
+--hierarchical-allgather
+--no-hierarchical-allgather
+--torus-allreduce
+--no-torus-allreduce
 --autotune
+--no-autotune
+--autotune-log-file FILE
+--autotune-warmup-samples N
+--autotune-steps-per-sample N
+--autotune-bayes-opt-max-samples N
+--autotune-gaussian-process-noise N
 --timeline-filename FILE
+--timeline-mark-cycles
+--no-timeline-mark-cycles
+--stall-check
+--no-stall-check
+--stall-check-warning-time-seconds S
+--stall-check-shutdown-time-seconds S
+--mpi-threads-disable
+--no-mpi-threads-disable
+--num-nccl-streams N
+--thread-affinity CPUS
+--gloo-timeout-seconds S
 --min-np --min-num-proc N
 --max-np --max-num-proc N
 --slots-per-host N
 --elastic-timeout S
 --reset-limit N
+--blacklist-cooldown-range S S
 --host-discovery-script FILE
+-v --version
+-cb --check-build
 """
+_OF_HOROVODS_LIBRARY = (
+    "cycle_time_ms",
+    "cache_capacity",
+    *("hierarchical_allreduce", "no_hierarchical_allreduce"),
+    *("hierarchical_allgather", "no_hierarchical_allgather"),
+    *("torus_allreduce", "no_torus_allreduce", "autotune", "no_autotune", "autotune_log_file"),
+    *("autotune_warmup_samples", "autotune_steps_per_sample"),
+    *("autotune_bayes_opt_max_samples", "autotune_gaussian_process_noise"),
+    *("timeline_mark_cycles", "no_timeline_mark_cycles"),
+    *("mpi_threads_disable", "no_mpi_threads_disable", "num_nccl_streams", "thread_affinity"),
+)
 _HINTS = {
+    **dict.fromkeys(("version", "check_build"), "it asks horovodrun itself and starts nothing"),
     **dict.fromkeys(
         ("config_file", "host_discovery_script", "mpi_args", "binding_args", "jsrun"),
         "keep horovodrun for it",
@@ -67,8 +107,20 @@ _HINTS = {
         " DistributedDataParallel"
     ),
     **dict.fromkeys(
-        ("cycle_time_ms", "cache_capacity", "autotune"),
+        _OF_HOROVODS_LIBRARY,
         "it sets horovod's library, which pdrun does not start; leave it out",
+    ),
+    **dict.fromkeys(
+        ("stall_check_warning_time_seconds", "stall_check_shutdown_time_seconds"),
+        "use pdrun --hang-timeout S",
+    ),
+    **dict.fromkeys(
+        ("stall_check", "no_stall_check"),
+        "pdrun reports hangs by itself (--hang-timeout); leave it out",
+    ),
+    "gloo_timeout_seconds": "use timeout= of torch.distributed.init_process_group",
+    "blacklist_cooldown_range": (
+        "it belongs to an elastic job: use pdrun --nodes MIN:MAX --devices N"
     ),
     "timeline_filename": (
         "it sets horovod's library, which pdrun does not start; use torch.profiler"
@@ -81,7 +133,10 @@ _LEFT_OUT = {
     "disable_cache": "pdrun checks ssh at every start",
     "verbose": "it concerns the messages of the launcher",
     **dict.fromkeys(
-        ("log_level", "log_with_timestamp", "log_without_timestamp"),
+        (
+            *("log_level", "log_with_timestamp", "log_without_timestamp"),
+            *("log_hide_timestamp", "no_log_hide_timestamp"),
+        ),
         "it sets the messages of horovod, which pdrun does not start",
     ),
 }

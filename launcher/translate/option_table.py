@@ -18,6 +18,9 @@ from pdrun.launcher.common.parsers import Parser, int_parser, quote_text
 
 Value = TypeVar("Value")
 
+QUESTIONS = ("-h", "--help", "-V", "--version")
+"""Options of every launcher that print something and start nothing."""
+
 
 class UnreadableOptionError(UsageError):
     """The words are not options of this launcher."""
@@ -147,7 +150,7 @@ def read_command(
         launcher: its name, for errors.
         table: its options.
         words: the command line behind the launcher's name.
-        abbreviates: whether the launcher accepts the beginning of a long name.
+        abbreviates: whether the launcher accepts the beginning of a name.
         refused_prefixes: beginnings of the keys of options that have no translation.
 
     Raises:
@@ -165,10 +168,12 @@ def read_command(
         if not word.startswith("-") or word == "-":
             break
         name, equals, attached = word.partition("=")
-        if name not in by_name and abbreviates and name.startswith("--"):
-            name = _complete_name(launcher, name, by_name)
-        elif name not in by_name and _is_short_with_value(word, by_name):
+        if name not in by_name and name in QUESTIONS:
+            raise UnreadableOptionError(f"asks {launcher} itself and starts nothing", where=name)
+        if name not in by_name and _is_short_with_value(word, by_name):
             name, equals, attached = word[:2], "=", word[2:].removeprefix("=")
+        elif name not in by_name and abbreviates:
+            name = _complete_name(launcher, name, by_name)
         if name not in by_name and _key_of(name).startswith(refused_prefixes):
             raise UsageError("is not translated", where=name, hint=f"keep {launcher} for it")
         if name not in by_name:

@@ -1,8 +1,13 @@
-"""What the real tools make of a command line. Each needs its package; no process is started."""
+"""
+What the real tools make of a command line. Each needs its package; no process is started.
+
+horovod needs no build: the folder of its source distribution in PYTHONPATH is enough.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +105,34 @@ def accelerate_shape(words: Sequence[str]) -> JobShape:
     return shape
 
 
+def list_options(parse: Callable[[], object]) -> dict[str, bool]:
+    """
+    Return the options of a launcher: each name, and whether it takes a value.
+
+    ``parse`` parses no words with the launcher's own parser.
+    """
+    import argparse
+    from unittest import mock
+
+    parsers: list[argparse.ArgumentParser] = []
+
+    def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parsers.append(parser)
+        raise SystemExit
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", catch),
+        contextlib.suppress(SystemExit),
+    ):
+        parse()
+    return {
+        name: action.nargs != 0
+        for action in parsers[0]._actions
+        if not isinstance(action, argparse._HelpAction)
+        for name in action.option_strings
+    }
+
+
 def _accelerate_address(args: Any, port: int | None) -> str:
     if args.num_machines == 1:
         return f":{port}" if port not in (None, 0) else ""
@@ -185,9 +218,13 @@ def msrun_shape(words: Sequence[str], run: Any, entity: Any) -> JobShape:
 
 def horovod_shape(words: Sequence[str]) -> JobShape:
     """Return what horovodrun would start: its options, and hosts filled in their order."""
+    import sys
+    from unittest import mock
+
     from horovod.runner import launch
 
-    args = launch.parse_args(list(words))
+    with mock.patch.object(sys, "argv", ["horovodrun", *words]):
+        args = launch.parse_args()
     return shape_of_hosts(args.hosts or "", args.hostfile, args.num_proc, args.command)
 
 

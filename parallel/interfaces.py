@@ -15,6 +15,7 @@ from pdrun.parallel.training.state import SequenceSlicer
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
+    from pdrun.parallel.comm.mesh import Mesh
     from pdrun.parallel.pipeline.split import StageSplit
     from pdrun.parallel.training.driver import Driver
     from pdrun.parallel.training.loss import ForwardFunction
@@ -59,6 +60,23 @@ class CallCutter(Cutter, Protocol):
 
     def with_forward(self, forward: ForwardFunction) -> Cutter:
         """Return a cutter for a model that ``forward(model, batch)`` calls."""
+        ...
+
+
+@runtime_checkable
+class MeshRefiner(Cutter, Protocol):
+    """A `Cutter` whose layouts can need other axes than those of the user's mesh."""
+
+    def refine_mesh(
+        self, model: nn.Module, mesh: Mesh | None, world: int
+    ) -> tuple[Mesh | None, Cutter]:
+        """
+        Return the mesh with the axes that the layouts need, and a cutter for it.
+
+        Args:
+            mesh: the user's; None: the user gave none, and the layouts may need none.
+            world: ranks of the job.
+        """
         ...
 
 

@@ -13,13 +13,14 @@ repeats is the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.rank_order import order_axes
 from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 
 UNSHARDED_NAME = "None"
@@ -41,6 +42,10 @@ class DeviceMatrixLayout:
         """Return the view of a tensor of ``shape``."""
         return View(self.grid, self.layout, shape, self.virtual)
 
+    def parts_along(self, axes: tuple[str, ...]) -> int:
+        """Return the number of ranks' shards that some axes make together."""
+        return self.grid.group_size(tuple(axis for axis in axes if axis != VIRTUAL_AXIS))
+
     @property
     def axis_names(self) -> tuple[str, ...]:
         """All axes, the virtual one last."""
@@ -61,14 +66,21 @@ class Layout:
         device_matrix: number of devices along each axis, outer to inner.
         alias_name: names of the axes; "interleaved_parallel" can be the last one and has no
             devices.
+        rank_list: the rank at each place of the device matrix, the last axis fastest; default: in
+            order. See `pdrun.parallel.layouts.rank_order`.
 
     Raises:
         UsageError: no tuples, different lengths, counts below 1, names that are empty, used twice
         or
-            reserved.
+            reserved, or a rank list that is no order of the axes.
     """
 
-    def __init__(self, device_matrix: tuple[int, ...], alias_name: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        device_matrix: tuple[int, ...],
+        alias_name: tuple[str, ...],
+        rank_list: Sequence[int] | None = None,
+    ) -> None:
         where = "Layout"
         if not isinstance(device_matrix, tuple) or not isinstance(alias_name, tuple):
             raise UsageError("device_matrix and alias_name must be tuples", where=where)
@@ -96,6 +108,11 @@ class Layout:
         real = len(alias_name) - (alias_name[-1] == VIRTUAL_AXIS)
         self.grid = Grid(alias_name[:real], device_matrix[:real])
         self.virtual = device_matrix[-1] if real < len(alias_name) else 1
+        self.rank_list = None if rank_list is None else tuple(rank_list)
+        self._parts: dict[str, tuple[str, ...]] = {name: (name,) for name in alias_name}
+        if rank_list is not None:
+            self.grid, parts = order_axes(self.grid, rank_list)
+            self._parts |= parts
 
     def __call__(self, *tensor_map: str | tuple[str, ...]) -> DeviceMatrixLayout:
         """
@@ -126,7 +143,9 @@ class Layout:
                     hint = f"the axes are {', '.join(self.alias_name)}"
                     raise UsageError(f"there is no axis {name!r}", where="Layout", hint=hint)
             dims.append(names)
-        return DeviceMatrixLayout(self.grid, L(*dims), self.virtual)
+        L(*dims)  # refuses a name that is used twice
+        ordered = [tuple(part for name in dim for part in self._parts[name]) for dim in dims]
+        return DeviceMatrixLayout(self.grid, L(*ordered), self.virtual)
 
 
 def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
@@ -197,12 +216,19 @@ def layout_from_counts(cuts: tuple[int, ...], devices: int) -> DeviceMatrixLayou
     )
 
 
-def match_counts(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
+def match_counts(
+    cuts: tuple[int, ...],
+    grid: Grid,
+    axes: tuple[str, ...] | None = None,
+    *,
+    takes_outer: bool = False,
+) -> L:
     """
     Return the layout by the axes of a grid that shards each dim into a number of shards.
 
     Args:
         axes: axes that may be used; default: all.
+        takes_outer: of several choices take the one with the outer axes, as MindSpore does.
 
     Raises:
         UsageError: a count below 1, no axes with these counts, or more than one choice of axes.
@@ -220,10 +246,16 @@ def match_counts(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None
             where="layout by counts",
             hint=f"the axes are {shown}",
         )
-    if len(found) > 1:
+    if len(found) > 1 and not takes_outer:
         what = f"the counts {cuts} can be {found[0]} or {found[1]}"
         raise UsageError(what, where="layout by counts", hint=f"name the axes; they are {shown}")
     return found[0]
+
+
+def has_counts(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...]) -> bool:
+    """Return whether some of the axes make these counts."""
+    usable = [name for name in axes if grid.degree(name) > 1]
+    return next(_matching_layouts(cuts, usable, grid), None) is not None
 
 
 def _check_counts(cuts: tuple[int, ...]) -> None:

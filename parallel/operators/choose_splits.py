@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from pdrun.errors import UsageError
+from pdrun.parallel.comm.mesh import STAGE_AXIS
 from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
+from pdrun.parallel.layouts.finer_grid import FinerGrid
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.constraints import LayoutSpec
@@ -29,12 +31,16 @@ class SplitChooser:
     Args:
         grid: the tensor axes.
         mesh: all axes.
+        finer: how the axes that the user named have been split.
     """
 
-    def __init__(self, graph: OperatorGraph, grid: Grid, mesh: Grid) -> None:
+    def __init__(
+        self, graph: OperatorGraph, grid: Grid, mesh: Grid, finer: FinerGrid | None = None
+    ) -> None:
         self.graph = graph
         self.grid = grid
         self.mesh = mesh
+        self.finer = finer
 
     def to_mesh_axes(self, given: LayoutSpec, entry_name: str, has_batch: bool = True) -> L:
         """
@@ -42,21 +48,27 @@ class SplitChooser:
         """
         try:
             if isinstance(given, DeviceMatrixLayout):
-                if given.grid.size == self.grid.size:
-                    return to_mesh_layout(given, self.grid)
-                return to_mesh_layout(given, self.mesh)
+                return to_mesh_layout(given, self._grid_of_size(given.grid.size))
             if isinstance(given, L):
-                return given
+                return given if self.finer is None else self.finer.expand(given)
+            is_split = self.finer is not None
             try:
-                return match_counts(given, self.grid)
+                return match_counts(given, self.grid, takes_outer=is_split)
             except UsageError:
                 if not has_batch or "dp" not in self.mesh.names:
                     raise
-            return match_counts(given, self.mesh, ("dp", *self.grid.names))
+            axes = ("dp", *self.grid.names)
+            return match_counts(given, self.mesh, axes, takes_outer=is_split)
         except UsageError as error:
             raise UsageError(
                 f"{entry_name}: {error.what}", where=OPERATORS_API, hint=error.hint
             ) from None
+
+    def _grid_of_size(self, size: int) -> Grid:
+        """Return the grid that a device matrix is for: the tensor axes, a stage, or all axes."""
+        names = tuple(name for name in self.mesh.names if name != STAGE_AXIS)
+        stage = Grid(names, tuple(self.mesh.degree(name) for name in names))
+        return next((grid for grid in (self.grid, stage) if grid.size == size), self.mesh)
 
     def drop_data_axes(
         self, layout: L, shape: tuple[int, ...], entry_name: str, has_batch: bool = True

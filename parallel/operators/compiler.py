@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import FIXED_AXES
+from pdrun.parallel.layouts.finer_grid import FinerGrid
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.operators.choose_splits import OPERATORS_API
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
@@ -162,6 +163,7 @@ def plan_graph(
     weight_layouts: Mapping[str, LayoutSpec],
     *,
     gather: bool = True,
+    finer: FinerGrid | None = None,
 ) -> OperatorPlan:
     """
     Return the plan for a graph.
@@ -169,6 +171,7 @@ def plan_graph(
     Args:
         mesh: all axes.
         entries, gather: see `pdrun.parallel.operators.module.Operators`.
+        finer: how the axes that the user named have been split.
         weight_layouts: layouts of weights that `shard` set, by name.
 
     Raises:
@@ -177,7 +180,7 @@ def plan_graph(
     """
     grid = tensor_grid(mesh)
     plan = propagate_layouts(
-        graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts)
+        graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts, finer)
     )
     if not gather:
         plan.keep_results_sharded()

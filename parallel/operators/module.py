@@ -27,6 +27,14 @@ from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import Mesh, solve_mesh
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, is_counts
+from pdrun.parallel.layouts.finer_grid import (
+    FinerGrid,
+    WantedCounts,
+    derive_degrees,
+    refine_grid,
+)
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import make_shard, set_shard
 from pdrun.parallel.operators import rules as rules  # registers them
@@ -35,15 +43,16 @@ from pdrun.parallel.operators.compiler import (
     OperatorEngine,
     find_weight_layouts,
     plan_graph,
+    tensor_grid,
 )
-from pdrun.parallel.operators.graph.constraints import LayoutSpec
+from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
 from pdrun.parallel.operators.graph.fake_model import FakeModel, find_device
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.graph.sample_call import capture_call
 from pdrun.parallel.operators.graph.trace_check import check_trace
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.segments import accept_segments, derive_class
-from pdrun.parallel.operators.strategy import StrategyEntry
+from pdrun.parallel.operators.strategy import OpLayout, StrategyEntry
 from pdrun.parallel.tensor.vocab_cross_entropy import mark_sharded_logits
 
 if TYPE_CHECKING:
@@ -81,6 +90,8 @@ class Operators:
             )
         self.entries = dict(entries or {})
         self.gather = gather
+        self.finer: FinerGrid | None = None
+        """How axes of the user's mesh have been split for the entries."""
         self._forward: ForwardFunction | None = None
 
     def with_forward(self, forward: ForwardFunction) -> Operators:
@@ -108,13 +119,52 @@ class Operators:
             UsageError: the model does not export, or an entry is impossible.
         """
         fake_model = FakeModel(model, find_device(model, (args, kwargs)))
-        return self.plan_of(fake_model.export(args, kwargs), mesh, find_weight_layouts(model))
+        finer = refine_grid(mesh, tensor_grid(mesh).names, self._find_forms(model))
+        graph = fake_model.export(args, kwargs)
+        return self._with_parts(finer).plan_of(graph, finer.grid, find_weight_layouts(model))
+
+    def refine_mesh(
+        self, model: nn.Module, mesh: Mesh | None, world: int
+    ) -> tuple[Mesh | None, Operators]:
+        """
+        Return a mesh whose axes express all entries, and the strategy for it.
+
+        Axes of the user's mesh are split where a device matrix or counts need it. Without a mesh
+        the devices become tensor axes, if the entries need other axes than dp.
+        """
+        forms = self._find_forms(model)
+        if mesh is None:
+            degrees = derive_degrees(forms, world)
+            if degrees is None:
+                return None, self
+            mesh = solve_mesh(world, degrees)
+        finer = refine_grid(mesh.grid, mesh.tensor_axes, forms)
+        return Mesh(finer.grid), self._with_parts(finer)
+
+    def _with_parts(self, finer: FinerGrid) -> Operators:
+        """Return a copy for a mesh with split axes."""
+        if not finer.parts:
+            return self
+        same = copy.copy(self)
+        same.finer = finer
+        return same
+
+    def _find_forms(self, model: nn.Module) -> list[DeviceMatrixLayout | WantedCounts]:
+        """Return all layouts by device matrices and counts, of the entries and of `shard`."""
+        found = [form for entry in self.entries.values() for form in _forms_of(entry)]
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            sharding = getattr(module, "_pdrun_sharding", None)
+            if isinstance(sharding, ModuleSharding):
+                found += (one for each in sharding.weights.values() for one in _forms_of(each))
+                values = (*sharding.in_, *(sharding.out or ()))
+                found += (one for each in values for one in _forms_of((each,)))
+        return found
 
     def plan_of(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
     ) -> OperatorPlan:
         """Return the plan of a graph; see `plan`."""
-        return plan_graph(graph, mesh, self.entries, inner, gather=self.gather)
+        return plan_graph(graph, mesh, self.entries, inner, gather=self.gather, finer=self.finer)
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
@@ -202,6 +252,21 @@ class Operators:
         accept_segments(model)
         model._pdrun_engine = engine
         return model
+
+
+def _forms_of(entry: Any) -> list[DeviceMatrixLayout | WantedCounts]:
+    """Return the device matrices and counts of one entry."""
+    if isinstance(entry, OpLayout):
+        return [*_forms_of(entry.in_), *_forms_of((entry.out,))]
+    if isinstance(entry, DeviceMatrixLayout):
+        return [entry]
+    if not isinstance(entry, tuple) or not entry:
+        return []
+    if is_counts(entry):
+        return [WantedCounts((entry,), has_rows=False)]
+    counts = tuple(each for each in entry if each and is_counts(each))
+    matrices = [each for each in entry if isinstance(each, DeviceMatrixLayout)]
+    return [*matrices, *([WantedCounts(counts)] if counts else [])]
 
 
 class PartitionedModule(nn.Module):

@@ -27,6 +27,7 @@ from typing import Any
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout
+from pdrun.parallel.layouts.finer_grid import FinerGrid
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import (
@@ -77,6 +78,7 @@ def resolve_entries(
     mesh: Grid,
     entries: Mapping[str, StrategyEntry],
     weight_layouts: Mapping[str, LayoutSpec],
+    finer: FinerGrid | None = None,
 ) -> UserLayouts:
     """
     Apply the entries of a strategy and the constraints inside a model to a graph.
@@ -85,12 +87,13 @@ def resolve_entries(
         grid: the tensor axes.
         mesh: all axes.
         weight_layouts: layouts of weights that `shard` set, by name.
+        finer: how the axes that the user named have been split.
 
     Raises:
         UsageError: a name matches nothing, an operator cannot have a layout, or a weight has two
             layouts.
     """
-    resolver = _EntryResolver(graph, grid, mesh)
+    resolver = _EntryResolver(graph, SplitChooser(graph, grid, mesh, finer))
     for name, layout in weight_layouts.items():
         resolver.set_weight(name, layout, f"pdrun.shard of {name}")
     for pattern, entry in entries.items():
@@ -103,12 +106,11 @@ def resolve_entries(
 class _EntryResolver:
     """Collects `UserLayouts` for one graph."""
 
-    def __init__(self, graph: OperatorGraph, grid: Grid, mesh: Grid) -> None:
+    def __init__(self, graph: OperatorGraph, chooser: SplitChooser) -> None:
         self.graph = graph
-        self.grid = grid
-        self.mesh = mesh
+        self.grid = chooser.grid
         self.layouts = UserLayouts()
-        self.chooser = SplitChooser(graph, grid, mesh)
+        self.chooser = chooser
         self.params = {
             tensor.name: index
             for index, tensor in enumerate(graph.tensors)
@@ -293,7 +295,7 @@ class _EntryResolver:
         if layout.in_:
             wanted = tuple(
                 self.chooser.to_mesh_axes(spec, entry_name)
-                if isinstance(spec, DeviceMatrixLayout)
+                if isinstance(spec, (L, DeviceMatrixLayout))
                 else spec
                 for spec in layout.in_
             )

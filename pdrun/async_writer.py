@@ -32,6 +32,8 @@ FLUSH_SECONDS = 2.0
 _BATCH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
 _CLOSING_WRITE_BYTES = 1 << 12
+_ERASE = b"\r\x1b[J"
+"""Removes the footer, also if it has more lines since the terminal was made narrower."""
 
 
 def _do_nothing() -> None:
@@ -58,6 +60,10 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._footer = b""
+        self._shown_footer = b""
+        self._is_line_open = False
+        """Whether the last byte written was within a line."""
 
     def put(self, data: bytes) -> None:
         """
@@ -76,16 +82,35 @@ class BackgroundWriter:
             self._is_full = self._is_full or self._backlog_bytes > HIGH_WATER_BYTES
             self.mid_line = data[-1] != 0x0A
             self._changed.notify_all()
-            if self._thread is None:
-                thread = threading.Thread(
-                    target=self._write_loop, name=f"pdrun-{self.name}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:
-                    self._backlog_bytes -= len(self._queue.pop())
-                    raise
-                self._thread = thread
+            try:
+                self._start_thread()
+            except RuntimeError:
+                self._backlog_bytes -= len(self._queue.pop())
+                raise
+
+    def show_footer(self, footer: bytes) -> None:
+        """
+        Show a line below the output, on a terminal; empty: remove it.
+
+        It is written with the output, not between, so that it does not flicker. While the output
+        is within a line (a prompt, a progress bar) it is not shown.
+
+        Raises:
+            RuntimeError: no thread could be started.
+        """
+        with self._changed:
+            if footer != self._footer and not self.off_reason and not self._is_closing:
+                self._footer = footer
+                self._changed.notify_all()
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._write_loop, name=f"pdrun-{self.name}", daemon=True
+            )
+            thread.start()
+            self._thread = thread
 
     def write_now(self, data: bytes) -> None:
         """Write in the calling thread, if the descriptor is writable within a second."""
@@ -123,6 +148,7 @@ class BackgroundWriter:
         """
         with self._changed:
             self._is_closing = True
+            self._footer = b""
             self._progress_at = time.monotonic()
             self._changed.notify_all()
             while self._backlog_bytes and not self.off_reason:
@@ -147,7 +173,7 @@ class BackgroundWriter:
 
     def _take_batch(self) -> bytes:
         with self._changed:
-            while not self._queue:
+            while not self._queue and self._shown_footer == self._due_footer():
                 if self._is_closing:
                     return b""
                 self._changed.wait()
@@ -156,7 +182,21 @@ class BackgroundWriter:
             while self._queue and size < _BATCH_BYTES:
                 parts.append(self._queue.popleft())
                 size += len(parts[-1])
-            return b"".join(parts)
+            return self._add_footer(b"".join(parts))
+
+    def _due_footer(self) -> bytes:
+        return b"" if self._is_line_open else self._footer
+
+    def _add_footer(self, data: bytes) -> bytes:
+        """Return the bytes between removing the footer and showing it again."""
+        if data:
+            self._is_line_open = data[-1] != 0x0A
+        before = _ERASE if self._shown_footer else b""
+        self._shown_footer = self._due_footer()
+        # the cursor is left in front of it: what other processes write replaces it
+        after = self._shown_footer + b"\r" if self._shown_footer else b""
+        self._backlog_bytes += len(before) + len(after)
+        return before + data + after
 
     def _write_all(self, data: bytes) -> None:
         view = memoryview(data)

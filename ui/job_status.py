@@ -48,9 +48,11 @@ class JobStatus:
     nodes: Mapping[str, NodeStatus] = field(default_factory=dict)
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    """The newest warnings; see `pdrun.ui.replay.MAX_WARNINGS`."""
+    """The newest warnings; see `pdrun.ui.deferred_lines.MAX_WARNINGS`."""
     step: int = -1
     """Step of the slowest worker; -1: no worker has reported one."""
+    step_at: float = 0.0
+    """Wall clock of the last report of steps."""
     total: int = 0
     """Steps of the whole run; 0: not known."""
     values: Mapping[str, tuple[float | None, int, int]] = field(default_factory=dict)

@@ -1,48 +1,33 @@
 """
 The replay of an event log: from lines to the status of a job.
 
-The log of a large job has a million lines, and most of them are superseded: of the progress of a
-job, the states of a node and the exits of a rank only the last one counts. `StatusReplay` defers
-such lines unread, and parses the last one of each when another event depends on it. The result is
-that of a replay line by line.
+The log of a large job has a million lines, and most of them are superseded (`DeferredLines`).
+`StatusReplay` parses only the others, and the last one of each when it is needed: when a generation
+has started, which sets the states of its nodes, or when the status is read. The result is that of a
+replay line by line.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
+from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines, LineSource, find_groups
 from pdrun.ui.event_fields import read_fields
 from pdrun.ui.job_status import JobStatus, RankStatus
 from pdrun.ui.node_table import NodeTable
 
-MAX_WARNINGS = 1000
-"""Warnings that a status keeps: the newest ones."""
 MAX_DEFERRED_LINES = 500_000
 """Lines that are deferred before they are parsed, not counting those fed together."""
-LineSource = Callable[[], Sequence[bytes]]
 ReplayedEvent = tuple[str, float, Any]
 """Kind, time, and the fields of the kind."""
-_PREFIX = b'{"kind": "'
-_HEAD_BYTES = len(_PREFIX) + 4
-"""Start of a line that tells the kinds of events apart."""
-
-
-_KINDS = {
-    "node": ("suspect", "recovered", "lost", "left", "standby"),
-    "joined": ("joined",),
-    "exited": ("exited",),
-    "progress": ("progress",),
-    "text": ("warning", "hang"),
-    "ignored": ("refused",),
-}
-"""Kinds of events that are deferred, in groups that are superseded in the same way."""
-_GROUPS = {_PREFIX + kind[:4].encode(): group for group, kinds in _KINDS.items() for kind in kinds}
+_MEMBER_KINDS = ("joined", "lost", "left", "standby")
+_OF_KNOWN_NODES = ("suspect", "recovered")
+"""Kinds of events that are ignored if the node has never joined."""
 
 
 def replay_events(events: Iterable[LogEvent]) -> JobStatus:
@@ -65,89 +50,21 @@ def replay_lines(lines: Iterable[str]) -> JobStatus:
     return replay.make_status()
 
 
-class DeferredLines:
-    """Lines that only change the state of single nodes and ranks, the progress and warnings."""
+class LogSegment(NamedTuple):
+    """An event of the log, and the lines after it that are deferred."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        """Number of lines."""
-        self._sources: list[tuple[LineSource, int, int]] = []
-        """All of them, in order: where they are read again, first and last index."""
-        self.nodes: dict[bytes, bytes] = {}
-        """The last line of each node."""
-        self.joined: dict[bytes, bytes] = {}
-        """The last line of the kind joined of each node: the others do not have its workers."""
-        self.exits: dict[bytes, bytes] = {}
-        """The last exit of each rank."""
-        self.progress = b""
-        self.texts: deque[bytes] = deque(maxlen=MAX_WARNINGS)
-
-    def all_lines(self) -> list[bytes]:
-        """Return all lines, in order."""
-        return [line for source, start, end in self._sources for line in source()[start:end]]
-
-    def add_lines(self, lines: Sequence[bytes], start: int, source: LineSource) -> int:
-        """
-        Add lines from ``start`` on; return the index of the first one of another kind.
-
-        Args:
-            source: returns the same lines again. They are not kept, so that their memory, which is
-                in the processor's cache, is used again.
-
-        This is the innermost loop of `pdrun status`: it must not parse a line.
-        """
-        nodes = self.nodes
-        group_of = _GROUPS.get
-        progress = self.progress
-        end = len(lines)
-        for index, line in enumerate(islice(lines, start, None), start):
-            group = group_of(line[:_HEAD_BYTES])
-            if group == "progress":
-                progress = line
-            elif group == "node" or group == "joined":
-                name, _, _ = line.partition(b', "node": "')[2].partition(b'"')
-                nodes[name] = line
-                if group == "joined":
-                    self.joined[name] = line
-            elif group == "exited":
-                rank, _, rest = line.partition(b', "rank": ')[2].partition(b",")
-                if not rest.startswith(b' "node": "'):
-                    end = index
-                    break
-                self.exits[rank] = line
-            elif group == "text":
-                self.texts.append(line)
-            elif group is None:
-                end = index
-                break
-        self.progress = progress
-        if end > start:
-            self._sources.append((source, start, end))
-            self.count += end - start
-        return end
-
-    def are_nodes_certain(self) -> bool:
-        """Return whether all names were found: an escaped quote, or a cut line, hides one."""
-        return not any(name.endswith(b"\\") or not name for name in self.nodes)
-
-    def last_lines(self) -> Iterator[bytes]:
-        """Yield the lines that are not superseded."""
-        for name, last in self.nodes.items():
-            joined = self.joined.get(name, last)
-            if joined is not last:
-                yield joined
-            yield last
-        yield from self.exits.values()
-        if self.progress:
-            yield self.progress
-        yield from self.texts
+    event: ReplayedEvent | None
+    """None: it is replayed already."""
+    lines: DeferredLines
 
 
 class StatusReplay:
     """The status of a job while its log is read."""
 
     def __init__(self) -> None:
-        self._deferred = DeferredLines()
+        self._segments = [LogSegment(None, DeferredLines())]
+        """What is not replayed yet."""
+        self._deferred_count = 0
         self._nodes = NodeTable()
         self._assigned: list[tuple[str, int, int]] = []
         """Name, first rank and workers of each node in the generation."""
@@ -174,14 +91,29 @@ class StatusReplay:
         self._feed(block.split(b"\n"), lambda: block.split(b"\n"))
 
     def _feed(self, lines: Sequence[bytes], source: LineSource) -> None:
-        index = 0
-        while (index := self._deferred.add_lines(lines, index, source)) < len(lines):
-            if found := _read_line(lines[index]):
-                self._apply_deferred(is_assigned_next=found[0] == "assigned")
-                self._apply(*found)
-            index += 1
-        if self._deferred.count > MAX_DEFERRED_LINES:
+        groups = find_groups(lines)
+        start = 0
+        while start <= len(lines):
+            try:
+                end = groups.index(None, start)
+            except ValueError:
+                end = len(lines)
+            self._segments[-1].lines.add_lines(lines, groups, start, end, source)
+            if end < len(lines) and (found := _read_line(lines[end])):
+                self._add_event(found)
+            self._deferred_count += end + 1 - start
+            start = end + 1
+        if self._deferred_count > MAX_DEFERRED_LINES:
             self._apply_deferred()
+
+    def _add_event(self, event: ReplayedEvent) -> None:
+        """Replay an event that is not deferred, now or together with the lines around it."""
+        if event[0] == "assigned":
+            for segment in self._segments:
+                segment.lines.drop_exits()  # of the earlier generation
+        self._segments.append(LogSegment(event, DeferredLines()))
+        if event[0] == "started":
+            self._apply_deferred(has_started=True)
 
     def make_status(self) -> JobStatus:
         """Return the status after all lines so far; the same object if nothing has changed."""
@@ -204,33 +136,78 @@ class StatusReplay:
             }
         return self._running
 
-    def _apply_deferred(self, *, is_assigned_next: bool = False) -> None:
-        deferred = self._deferred
-        if not deferred.count:
+    def _apply_deferred(self, *, has_started: bool = False) -> None:
+        """Replay all lines so far; ``has_started``: the last event is the start of a generation."""
+        segments = self._segments
+        if not self._deferred_count and len(segments) == 1:
             return
-        self._deferred = DeferredLines()
-        if is_assigned_next:
-            deferred.exits.clear()  # of the earlier generation
-        found = _read_lines(list(deferred.last_lines()))
-        is_certain = deferred.are_nodes_certain()
-        if not is_certain or not all(self._is_independent(event) for event in found):
+        self._segments = [LogSegment(None, DeferredLines())]
+        self._deferred_count = 0
+        assigned, superseded = 0, frozenset[bytes]()
+        if has_started:
+            assigned, superseded = self._find_superseded(segments)
+        for index, (event, lines) in enumerate(segments):
+            if event is not None:
+                self._apply(*event)
+            if lines.count:
+                self._apply_lines(lines, superseded if index < assigned else ())
+
+    def _find_superseded(self, segments: Sequence[LogSegment]) -> tuple[int, frozenset[bytes]]:
+        """
+        Return the segment of the last assignment, and the nodes that it names.
+
+        Their states before it have no effect: it has started.
+        """
+        assignments = [
+            (index, segment.event[2][2])
+            for index, segment in enumerate(segments)
+            if segment.event is not None and segment.event[0] == "assigned"
+        ]
+        if not assignments:
+            return 0, frozenset()
+        assigned, nodes = assignments[-1]
+        # A name that the log escapes is not found among those of its lines.
+        placed = frozenset(name.encode() for name, _, _ in nodes if _is_plain(name))
+        names = set(self._nodes).union(*({name for name, _, _ in old} for _, old in assignments))
+        is_complete = all(_is_plain(name) and name.encode() in placed for name in names)
+        is_complete &= all(event is None or event[0] not in _MEMBER_KINDS for event, _ in segments)
+        for segment in segments[:assigned]:
+            if is_complete and segment.lines.member_names() <= placed:
+                segment.lines.drop_nodes()
+            else:
+                is_complete = False
+        return assigned, placed
+
+    def _apply_lines(self, lines: DeferredLines, superseded: Collection[bytes]) -> None:
+        last = lines.last_lines(superseded)
+        found = None if last is None else _read_lines(last)
+        if found is None or not self._are_independent(found):
             # One of them is damaged, so what it seemed to supersede counts.
-            found = _read_lines(deferred.all_lines())
+            found = _read_lines(lines.all_lines())
         for event in found:
             if event is not None:
                 self._apply(*event)
 
-    def _is_independent(self, event: ReplayedEvent | None) -> bool:
-        """Return whether an event has the same effect without those that it supersedes."""
-        if event is None:
-            return False
-        return event[0] != "recovered" or event[2] in self._nodes
+    def _are_independent(self, events: Iterable[ReplayedEvent | None]) -> bool:
+        """Return whether events have the same effect without those that they supersede."""
+        joined = set()
+        for event in events:
+            if event is None:
+                return False
+            kind, _, fields = event
+            if kind == "joined":
+                joined.add(fields[0])
+            elif kind in _OF_KNOWN_NODES and fields not in joined and fields not in self._nodes:
+                return False
+        return True
 
     def _apply(self, kind: str, when: float, fields: Any) -> None:
         self._status = None
         match kind:
             case "joined":
                 self._nodes.set_state(fields[0], "joined", fields[1])
+            case "suspect" | "recovered" if fields not in self._nodes:
+                pass
             case "suspect" | "lost" | "left" | "standby":
                 self._nodes.set_state(fields, kind)
             case "recovered":
@@ -257,7 +234,12 @@ class StatusReplay:
             case "progress":
                 step, saved, total, values = fields
                 self._facts = replace(
-                    self._facts, step=step, saved=saved, total=total, values=values
+                    self._facts,
+                    step=step,
+                    step_at=when,
+                    saved=saved,
+                    total=total,
+                    values=values,
                 )
             case "created":
                 job, run, expected = fields
@@ -324,3 +306,8 @@ def _check_fields(kind: str, when: float, data: Any) -> ReplayedEvent | None:
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return None if fields is None else (kind, when, fields)
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name is the same text in a line of the log."""
+    return name.isascii() and name.isprintable() and '"' not in name and "\\" not in name

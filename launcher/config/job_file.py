@@ -83,6 +83,7 @@ KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "show_ranks": rank_lists.parse_ranks,
         "show_stderr": rank_lists.parse_ranks,
         "prefix": parsers.choice_parser("auto", "rank", "none"),
+        "screen": parsers.choice_parser("auto", "line", "none"),
     },
     "place": {
         "scheduler": parsers.endpoint_parser(),

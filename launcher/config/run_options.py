@@ -537,6 +537,14 @@ RUN_OPTIONS = (
         ("PDRUN_PREFIX",),
     ),
     Option(
+        ("--screen",),
+        "line with step and loss below the output on a terminal: auto, line, none",
+        store_parsed("output.screen", parsers.choice_parser("auto", "line", "none")),
+        HELP_GROUPS[4],
+        "HOW",
+        ("PDRUN_SCREEN",),
+    ),
+    Option(
         ("--dry-run",),
         "print the plan and start nothing",
         store_value("ask.dry_run", True),

@@ -167,6 +167,8 @@ class Output:
     """auto: ``host:rank|`` before each line, no prefix if the job has one worker."""
     files: bool = True
     """False: no log files, only the terminal."""
+    screen: Literal["auto", "line", "none"] = "auto"
+    """auto: a line with step, loss and time left below the output, on a terminal."""
     log_name: str = "rank_{rank}"
     """
     Stem of the file names. ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}``

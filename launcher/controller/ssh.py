@@ -21,6 +21,7 @@ from pdrun.launcher.common import network
 from pdrun.launcher.controller.controller import Controller, job_secret
 from pdrun.launcher.controller.host_connector import HostConnector, disconnect, wait_for_agents
 from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
+from pdrun.launcher.jobs.live_screen import show_live_line
 from pdrun.launcher.jobs.run_record import make_run_name, register_run
 from pdrun.launcher.output.console import Console
 from pdrun.launcher.plan.hosts import make_node_spec
@@ -53,6 +54,8 @@ def run_hosts(plan: LaunchPlan) -> int:
         )
         signal.signal(signal.SIGTSTP, _ignore_ctrl_z)
         controller.start()
+        names = [launch.host.name for launch in plan.host_plan.hosts]
+        show_live_line(console, plan.spec.output, expected_nodes=names[: plan.nodes])
     except BaseException:
         disconnect(agents)
         raise

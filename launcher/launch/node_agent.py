@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdrun import async_writer
-from pdrun.launcher.jobs.run_record import register_run, with_source
+from pdrun.launcher.jobs.run_record import event_log_path, register_run, with_source
 from pdrun.launcher.launch import prestart
 from pdrun.launcher.launch.agent_options import AgentOptions
 from pdrun.launcher.plan.model import LaunchPlan
@@ -55,6 +55,7 @@ def run_node_agent(
     """
     from pdrun.launcher.agent.agent import run_agent
     from pdrun.launcher.agent.interfaces import AgentDeps
+    from pdrun.launcher.jobs.live_screen import show_live_line
     from pdrun.launcher.output.router import OutputRouter
 
     def make_output(plan: LaunchPlan) -> OutputRouter:
@@ -73,6 +74,8 @@ def run_node_agent(
         if has_scheduler and not options.run:
             address = str(scheduler_process.endpoint) if scheduler_process else ""
             register_run(plan, welcome.run, address, controller_pid=options.controller_pid)
+            if options.controller_pid is None and options.console is not None:
+                show_live_line(options.console, plan.spec.output, event_log_path(plan, welcome.run))
 
     stdin = _open_stdin(options)
     plan = _show_reader_alone(plan, stdin)

@@ -95,6 +95,15 @@ class Console:
             data = b"\n" + data
         self._stderr.put(data + b"\n")
 
+    def show_footer(self, text: str) -> None:
+        """Show a line below the output on stderr's terminal; empty: remove it."""
+        self._stderr.show_footer(escape_controls(text.encode("utf-8", "backslashreplace")))
+
+    @property
+    def has_closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self._has_closed
+
     def is_behind(self, stream: int) -> bool:
         """Return whether the reader of STDOUT or STDERR is so slow that workers should wait."""
         return self._writer_of(stream).is_full()

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import Shell
+from tests.lib.terminal_screen import TerminalScreen
 
 BREAKPOINT = """
 import os
@@ -179,3 +180,41 @@ def test_ranks_that_cannot_read_are_refused(shell: Shell, options: list[str], me
     assert code == 2
     assert message in err
     assert "--stdin" in err
+
+
+STEPS = """
+import os, sys, time
+import pdrun
+for step in range(8):
+    pdrun.progress(step, total=8, loss=2.5)
+    print("at", step, flush=True)
+    time.sleep(1.0)
+"""
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["one node", "--local"])
+def test_the_live_line_is_below_the_output_and_gone_at_the_end(shell: Shell, local: bool) -> None:
+    (shell.folder / "steps.py").write_text(STEPS)
+    options = ["--nodes", "2", "--local"] if local else []
+    job = Terminal(shell, *options, "--devices", "2", "steps.py", env={"CI": ""})
+    job.expect(" of 8  loss 2.5")
+    assert job.end() == 0, job.text
+    screen = TerminalScreen(80, 200)
+    screen.feed(job.text)
+    assert not screen.unknown
+    lines = screen.lines()
+    assert not any("loss" in line for line in lines), lines
+    assert sum("at 7" in line for line in lines) == (4 if local else 2)
+    logs = [path.read_bytes() for path in (shell.folder / "pdrun-logs").glob("*/0/*")]
+    assert logs and not any(b"\x1b" in data for data in logs)
+
+
+@pytest.mark.parametrize(
+    ("options", "env"), [(["--screen", "none"], {"CI": ""}), ([], {"CI": "true"})]
+)
+def test_no_live_line(shell: Shell, options: list[str], env: dict[str, str]) -> None:
+    (shell.folder / "steps.py").write_text(STEPS.replace("range(8)", "range(3)"))
+    job = Terminal(shell, *options, "--devices", "1", "steps.py", env=env)
+    job.expect("at 2")
+    assert job.end() == 0, job.text
+    assert "\x1b" not in job.text

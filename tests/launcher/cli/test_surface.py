@@ -35,7 +35,7 @@ OPTIONS = words("""
     -m --module --no-python --no_python --python --start --no-warm --env --chdir --nodes --devices --backend
     --threads --bind --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job
     --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
-    --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --servers --restart-window --restart-on
+    --log-name --no-files --show-ranks --prefix --screen --dry-run --explain --json --spares --servers --restart-window --restart-on
     --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
     --launch-compat --local-rank-arg --show-stderr --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
     --stdin --port-range --ssh-window
@@ -79,7 +79,7 @@ VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
-    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
+    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_SCREEN PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
     PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
     PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH
     PDRUN_LAUNCH_COMPAT PDRUN_LOCAL_RANK_ARG PDRUN_SHOW_STDERR
@@ -107,7 +107,7 @@ FIELDS = words("""
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
     policy.scheduler_loss policy.hang_timeout
-    policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
+    policy.time_limit output.log_dir output.show_ranks output.prefix output.screen output.files output.log_name
     place.scheduler place.store place.node_rank place.node_name place.local
     place.hosts place.rank_table place.launcher
     reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts

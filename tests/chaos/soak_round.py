@@ -283,8 +283,9 @@ class Round:
 
     def _thaw(self, host: Host) -> None:
         if self.frozen.pop(host.name, None) is not None:
-            host.thaw()
+            # Its processes run before `thaw` returns, on a busy machine long before.
             self.thawed.setdefault(host.name, []).append(time.monotonic())
+            host.thaw()
 
     # The end
     # --------------------------------------------------------------------------------------------

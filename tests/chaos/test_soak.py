@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,23 @@ def test_a_host_that_was_frozen_has_a_moment_to_end_its_workers(tmp_path: Path) 
     story["lives"]["h2-1-0-10"] = 15.0
     assert found_in(tmp_path / "a", story, {"h2": [12.0]}) == []
     assert len(found_in(tmp_path / "b", story, {"h2": [2.0]})) == 1
+
+
+def test_a_worker_may_run_while_its_host_is_being_thawed(tmp_path: Path) -> None:
+    lives: list[float] = []
+
+    def thaw() -> None:
+        """A worker writes its sign of life before the hand that thaws continues."""
+        lives.append(time.monotonic())
+        time.sleep(0.002)
+
+    found: Any = SimpleNamespace(chance=None)
+    played = Round(found, SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
+    played.frozen["h2"] = 0.0
+    played._thaw(SimpleNamespace(name="h2", thaw=thaw))  # type: ignore[arg-type]
+    story = told(tmp_path)
+    story["lives"]["h2-1-0-10"] = lives[0]
+    assert found_in(tmp_path / "a", story, played.thawed) == []
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,12 @@ class Judge:
                 raise Violation(
                     f"{agent.node} left with {agent.code}, the verdict was {verdict.code}"
                 )
-        self._check_truth(verdict)
+        # A supervisor that stood still may have been killed before it started any worker.
+        self._check_truth(verdict, [run for agent in agents for run in agent.runs])
 
-    def _check_truth(self, verdict: Verdict) -> None:
-        last = max((run.assign.generation for run in self.runs), default=-1)
-        runs = [run for run in self.runs if run.assign.generation == last]
+    def _check_truth(self, verdict: Verdict, runs: list[Run]) -> None:
+        last = max((run.assign.generation for run in runs), default=-1)
+        runs = [run for run in runs if run.assign.generation == last]
         if verdict.code == 0:
             ranks = {rank: cause for run in runs for rank, cause in run.exits.items()}
             world = runs[0].assign.world_size if runs else -1

@@ -24,6 +24,7 @@ from torch import nn
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.auto import Auto
 from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, plan_of
+from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
 from pdrun.parallel.auto.plan_entries import describe_operators
 from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, read_plan
 from pdrun.parallel.comm.mesh import Mesh
@@ -93,7 +94,7 @@ def resolve_choices(
             raise UsageError(what, where=WHERE, hint='mesh and strategy "auto", or both the file')
         return _prepare_search(_search_mesh(choices, call, count_ranks()), call)
     for path in files:
-        choices = _take_plan(choices, read_plan(path), count_ranks())
+        choices = _take_file(choices, read_plan(path), count_ranks())
     if choices.strategy == AUTO:
         choices = replace(choices, strategy=Auto())
     return _prepare_search(choices, call)
@@ -110,6 +111,18 @@ def _prepare_search(choices: ParallelChoices, call: PlannedCall) -> ParallelChoi
 
 
 # ---- plan files -------------------------------------------------------------
+
+
+def _take_file(
+    choices: ParallelChoices, found: PlanFile | MindSporeOperators, world: int
+) -> ParallelChoices:
+    """Return choices with what a plan file, or MindSpore's file of operators, gives."""
+    if isinstance(found, PlanFile):
+        return _take_plan(choices, found, world)
+    if isinstance(choices.mesh, str):
+        what = f"{found.where} has operators, but no mesh"
+        raise UsageError(what, where=WHERE, hint="strategy= takes the file; leave mesh= out")
+    return replace(choices, strategy=found)
 
 
 def _take_plan(choices: ParallelChoices, plan: PlanFile, world: int) -> ParallelChoices:

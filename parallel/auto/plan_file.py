@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import ConfigError
+from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators, is_operator_file
 from pdrun.parallel.auto.plan_entries import Entry, plan_from_entries
 from pdrun.parallel.comm.mesh import Mesh, make_mesh
 from pdrun.parallel.layouts.grid import Grid
@@ -100,12 +101,12 @@ class PlannedOperators(Operators):
         return found
 
 
-def read_plan(path: str | Path) -> PlanFile:
+def read_plan(path: str | Path) -> PlanFile | MindSporeOperators:
     """
-    Return the plan of a file.
+    Return the plan of a file, or the strategy of MindSpore's file of operator strategies.
 
     Raises:
-        ConfigError: it is no plan file, or one of another version.
+        ConfigError: it is neither, or a plan file of another version.
     """
     where = str(path)
     try:
@@ -113,6 +114,8 @@ def read_plan(path: str | Path) -> PlanFile:
     except (OSError, ValueError) as error:
         hint = "run.plan.save or pdrun plan --save writes one"
         raise ConfigError(f"cannot be read as a plan: {error}", where=where, hint=hint) from None
+    if is_operator_file(value):
+        return MindSporeOperators(value, where)
     return parse_plan(value, where)
 
 

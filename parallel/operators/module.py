@@ -119,7 +119,7 @@ class Operators:
             UsageError: the model does not export, or an entry is impossible.
         """
         fake_model = FakeModel(model, find_device(model, (args, kwargs)))
-        finer = refine_grid(mesh, tensor_grid(mesh).names, self._find_forms(model))
+        finer = refine_grid(mesh, tensor_grid(mesh).names, self.find_forms(model))
         graph = fake_model.export(args, kwargs)
         return self._with_parts(finer).plan_of(graph, finer.grid, find_weight_layouts(model))
 
@@ -132,7 +132,7 @@ class Operators:
         Axes of the user's mesh are split where a device matrix or counts need it. Without a mesh
         the devices become tensor axes, if the entries need other axes than dp.
         """
-        forms = self._find_forms(model)
+        forms = self.find_forms(model)
         if mesh is None:
             degrees = derive_degrees(forms, world)
             if degrees is None:
@@ -149,7 +149,7 @@ class Operators:
         same.finer = finer
         return same
 
-    def _find_forms(self, model: nn.Module) -> list[DeviceMatrixLayout | WantedCounts]:
+    def find_forms(self, model: nn.Module) -> list[DeviceMatrixLayout | WantedCounts]:
         """Return all layouts by device matrices and counts, of the entries and of `shard`."""
         found = [form for entry in self.entries.values() for form in _forms_of(entry)]
         for module in model.modules() if isinstance(model, nn.Module) else ():

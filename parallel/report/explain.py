@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdrun.errors import UsageError
+from pdrun.parallel.auto.mindspore_strategies import write_operator_strategies
 from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
 from pdrun.parallel.auto.plan_file import PLAN_FORMAT
 from pdrun.parallel.auto.predict import describe_prediction
 from pdrun.parallel.comm.mesh import EXPERT_AXIS
 from pdrun.parallel.model.weights import MIB, Weight, tied_names
 from pdrun.parallel.operators.compiler import find_engine
+from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.pipeline.runner import PipelineRunner
 from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS
 from pdrun.parallel.report import memory
@@ -77,14 +80,35 @@ class RunPlan:
     """Weights that are stored in another layout than their first use needs."""
     gather_results: bool
     """See `pdrun.Operators`."""
+    operator_plan: OperatorPlan | None = field(default=None, repr=False, compare=False)
+    """That of all operators, in full; not in the file."""
 
     def to_json(self) -> str:
         """Return the plan as indented JSON."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        value = asdict(replace(self, operator_plan=None))
+        del value["operator_plan"]
+        return json.dumps(value, indent=2) + "\n"
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+    def save(self, path: str | Path, form: str = "pdrun") -> None:
+        """
+        Write the plan to a file.
+
+        Args:
+            form: "pdrun", or "mindspore" for a file of operator strategies as MindSpore's.
+
+        Raises:
+            UsageError: another form, or MindSpore's for a run without `pdrun.Operators`.
+        """
+        text = self.to_json()
+        if form == "mindspore" and self.operator_plan is not None:
+            text = json.dumps(write_operator_strategies(self.operator_plan), indent=2) + "\n"
+        elif form != "pdrun":
+            what = f"form must be 'pdrun', or 'mindspore' for operators, got {form!r}"
+            hint = (
+                "strategy=pdrun.Operators({...}) has operators; weights: pdrun checkpoint strategy"
+            )
+            raise UsageError(what, where="run.plan.save", hint=hint)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def build_plan(state: RunState) -> RunPlan:
@@ -139,6 +163,7 @@ def build_plan(state: RunState) -> RunPlan:
         operators,
         stored,
         gather_results,
+        None if engine is None else engine.first_plan,
     )
 
 

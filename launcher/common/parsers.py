@@ -23,6 +23,10 @@ MAX_COUNT = 1_000_000
 """Larger numbers of nodes, workers, threads or restarts are typing errors."""
 MAX_SERVERS = 1024
 """Parameter servers of a job, or of a node."""
+EMPTY_HINT = "a variable of the shell in it may not be set"
+"""What to do about the empty value of an option."""
+LONG_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""Hyphens, dashes and the minus sign, by which documents replace ``--``."""
 _UNIT_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_DURATION_SECONDS = 366 * 86400.0
 _LOG_NAME_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
@@ -32,6 +36,14 @@ def quote_text(text: str) -> str:
     """Return the text in quotes, with control characters escaped, cut to 80 characters."""
     shown = repr(text)
     return shown if len(shown) <= 80 else shown[:76] + "...'"
+
+
+def hint_at_dash(word: str) -> str:
+    """Return a hint about a word that begins with a dash that is not ``-``, or the empty string."""
+    if not word.startswith(tuple(LONG_DASHES)):
+        return ""
+    plain = word.lstrip(LONG_DASHES + "-")
+    return f"its first character is a longer dash than '-'; write --{plain}"
 
 
 def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:

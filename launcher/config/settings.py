@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from pdrun.errors import ConfigError, PdrunError, UsageError, did_you_mean
-from pdrun.launcher.common.parsers import parse_bool, quote_text
+from pdrun.launcher.common.parsers import EMPTY_HINT, parse_bool, quote_text
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.options import OTHER_VARIABLES, WORKER_VARIABLES, Option
 from pdrun.launcher.config.run_options import RUN_OPTIONS
@@ -98,8 +98,22 @@ def read_option(option: Option, text: str, source: Source) -> tuple[Setting, ...
     try:
         found = option.read(text, source.label)
     except UsageError as error:
+        if option.metavar and not text:
+            raise source.make_error("is empty", EMPTY_HINT) from None
+        if source.priority is Priority.COMMAND and (name := _find_long_name(source.label, text)):
+            error = UsageError(error.what, where=error.where, hint=f"did you mean '{name}'?")
         raise source.convert_error(error) from None
     return tuple(Setting(path, value, source) for path, value in found.items())
+
+
+def _find_long_name(label: str, text: str) -> str:
+    """Return ``--rdzv_backend`` for ``-rdzv_backend=c10d``, read as ``-r`` with a value."""
+    if len(label) != 2:
+        return ""
+    typed = f"-{label}{text}".partition("=")[0]
+    plain = typed.replace("_", "-")
+    names = (name for option in (*RUN_OPTIONS, *ALIAS_OPTIONS) for name in option.names)
+    return typed if any(name.replace("_", "-") == plain for name in names) else ""
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[tuple[Setting, ...], tuple[str, ...]]:

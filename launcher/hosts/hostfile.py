@@ -91,6 +91,7 @@ class HostfileState:
 
 def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
     """Return the hosts of a file's text; errors as in `read_hostfile`."""
+    _check_is_host_list(text, name)
     state = HostfileState()
     errors = []
     for number, line in _content_lines(text, name):
@@ -114,6 +115,23 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
     raise ConfigError(first.what, where=first.where, hint=hint)
 
 
+def _check_is_host_list(text: str, name: str) -> None:
+    """Refuse other kinds of files that name hosts, which would read as odd host names."""
+    start = text.lstrip("\ufeff \t\r\n")
+    line = text[: len(text) - len(start)].count("\n") + 1
+    where = f"{name}:{line}"
+    if re.match(r"""\{|\[\s*["'{]""", start):
+        raise ConfigError("looks like JSON", where=where, hint="write one host per line")
+    if start.startswith(("---\n", "- ")):
+        raise ConfigError("looks like YAML", where=where, hint="write one host per line")
+    if match := re.match(r"\[[A-Za-z][\w:. -]*\]", start):
+        raise ConfigError(
+            f"{match[0]} is a heading of an inventory (Ansible)",
+            where=where,
+            hint="write one host per line, without headings",
+        )
+
+
 def _content_lines(text: str, name: str) -> Iterator[tuple[int, str]]:
     """Yield number and text of the lines with content, without comments."""
     in_comment = False
@@ -129,6 +147,12 @@ def _content_lines(text: str, name: str) -> Iterator[tuple[int, str]]:
             if not closed:
                 continue
             in_comment = False
+        if match := re.match(r"\s*[a-z]+://(?:([^@/\s]+)@)?([^:/\s]+)(?::([0-9]+))?", line):
+            user = f" user={match[1]}" if match[1] else ""
+            port = f" port={match[3]}" if match[3] else ""
+            raise ConfigError(
+                "is a URL", where=f"{name}:{number}", hint=f"write {match[2]}{port}{user}"
+            )
         line = re.sub(r"/\*.*?\*/", " ", line)
         line = re.split(r"#|//", line, maxsplit=1)[0]
         head, opened, _ = line.partition("/*")

@@ -21,7 +21,7 @@ from typing import Literal
 
 from pdrun.errors import did_you_mean
 from pdrun.launcher.common import files
-from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.common.parsers import hint_at_dash, quote_text
 from pdrun.launcher.config.spec import Program
 from pdrun.launcher.plan.script_scan import MAX_READ_BYTES, ScriptInfo, scan_script
 from pdrun.quick_dataclass import dataclass
@@ -173,6 +173,8 @@ def _why_unreadable(path: Path) -> str:
 def _suggest_name(target: str, cwd: str, environ: Mapping[str, str]) -> str:
     """Return a hint about what the user probably meant by a missing script."""
     folder, name = os.path.split(target)
+    if hint := hint_at_dash(target):
+        return hint
     if target == "help":
         return "for help use pdrun --help, or pdrun COMMAND --help"
     from pdrun.launcher.translate.command_line import is_launcher

@@ -188,7 +188,7 @@ def _add_meeting(command: ForeignCommand, result: Translation) -> None:
         result.add("--launcher", "mpirun")
     if port := command.text_of("ssh_port"):
         result.add("--ssh-opts", f"-p {port}")
-    if host := command.text_of("master_addr"):
+    if host := command.text_of("master_addr", may_be_empty=True):
         result.add("--master-addr", host)
     if port := command.text_of("master_port"):
         result.add("--master-port", port)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdrun.errors import UsageError
+from pdrun.launcher.common.parsers import hint_at_dash, quote_text
 from pdrun.launcher.common.python_command import read_python_command
 from pdrun.launcher.hosts.selection import Host
 
@@ -62,6 +63,8 @@ class Translation:
         """Set the program: a script, a module or a command, with its arguments."""
         if not words:
             raise UsageError("no program to run", where=self.launcher)
+        if hint := hint_at_dash(words[0]):
+            raise UsageError(f"no program {quote_text(words[0])}", where=self.launcher, hint=hint)
         if is_module and is_command:
             raise UsageError(
                 "--module and --no-python exclude each other",

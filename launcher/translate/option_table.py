@@ -14,10 +14,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.common.parsers import Parser, int_parser, quote_text
+from pdrun.launcher.common.parsers import EMPTY_HINT, Parser, int_parser, quote_text
 
 Value = TypeVar("Value")
 
+_MAY_BE_EMPTY = frozenset(
+    (
+        *("rdzv_conf", "rdzv_endpoint", "role", "local_ranks_filter", "log_dir"),
+        *("include", "exclude", "worker_log_name", "rank_table_file"),
+    )
+)
+"""Options whose empty value every launcher takes for its own default."""
 QUESTIONS = ("-h", "--help", "-V", "--version")
 """Options of every launcher that print something and start nothing."""
 
@@ -65,10 +72,25 @@ class ForeignCommand:
         self.read_keys.add(key)
         return next((one for one in reversed(self.options) if one.key == key), None)
 
-    def text_of(self, key: str, default: str = "") -> str:
-        """Return the value of an option."""
+    def text_of(self, key: str, default: str = "", *, may_be_empty: bool = False) -> str:
+        """
+        Return the value of an option.
+
+        Args:
+            key: of the option.
+            default: if it is not used.
+            may_be_empty: whether the launcher takes an empty value for its own default.
+
+        Raises:
+            UsageError: the value is empty, but must not be.
+        """
         used = self.last_use(key)
-        return used.values[0] if used and used.values else default
+        if used is None or not used.values:
+            return default
+        text = used.values[0]
+        if not text and not may_be_empty and key not in _MAY_BE_EMPTY:
+            raise self.make_error(key, "is empty", EMPTY_HINT)
+        return text
 
     def all_of(self, key: str) -> list[tuple[str, ...]]:
         """Return the values of each use of an option."""
@@ -170,6 +192,10 @@ def read_command(
         name, equals, attached = word.partition("=")
         if name not in by_name and name in QUESTIONS:
             raise UnreadableOptionError(f"asks {launcher} itself and starts nothing", where=name)
+        if name not in by_name and f"-{name}" in by_name:
+            raise UnreadableOptionError(
+                f"{launcher} has no option {quote_text(name)}", hint=f"did you mean '-{name}'?"
+            )
         if name not in by_name and _is_short_with_value(word, by_name):
             name, equals, attached = word[:2], "=", word[2:].removeprefix("=")
         elif name not in by_name and abbreviates:

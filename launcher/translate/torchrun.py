@@ -160,11 +160,17 @@ def _translate_options(command: ForeignCommand, environ: Mapping[str, str]) -> T
             is_alone=command.has("standalone"),
         )
     rank = command.text_of("node_rank")
-    if rank and nodes != "1":
+    if rank and (nodes != "1" or _is_another_node(command, rank)):
         result.add("--node-rank", rank)
     _check_ignored(command)
     add_shared_options(command, result)
     return result
+
+
+def _is_another_node(command: ForeignCommand, rank: str) -> bool:
+    """Return whether a rank contradicts a job of one node: ``--nnodes`` was forgotten."""
+    is_used = command.text_of("rdzv_backend", "static").lower() == "static"
+    return rank != "0" and is_used and not command.has("standalone")
 
 
 def _add_counts(command: ForeignCommand, environ: Mapping[str, str], result: Translation) -> str:
@@ -289,7 +295,7 @@ def translate_colossalai(words: Sequence[str], environ: Mapping[str, str]) -> Tr
     result.add("--devices", str(workers))
     if (hosts or hostfile) and (port := command.text_of("ssh_port")):
         result.add("--ssh-opts", f"-p {port}")
-    address = command.text_of("master_addr")
+    address = command.text_of("master_addr", may_be_empty=True)
     if address not in ("", "127.0.0.1"):  # its default stands for the first host
         result.add("--master-addr", address)
     if port := command.text_of("master_port"):

@@ -133,7 +133,8 @@ REFUSED = [
     ("-r 3 --show-ranks 0 x", "contradicts"),
     ("-r 2 --show-stderr 0 x", "contradicts"),
     ("--launch-compat --local-rank-arg local_rank x", "contradicts"),
-    ("--local-rank-arg '' x", "is not the name of an option"),
+    ("--local-rank-arg '' x", "--local-rank-arg: is empty"),
+    ("--local-rank-arg = x", "is not the name of an option"),
     ("--rdzv_conf store_type=file x", "is not supported"),
     ("--nnodes 2 --log-name {local_rank} x", "gives the same file names on every node"),
 ]

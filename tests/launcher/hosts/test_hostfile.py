@@ -14,6 +14,7 @@ from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.hosts import hostfile
 from pdrun.launcher.hosts.selection import Host
 from tests.launcher.hosts.test_selection import said
+from tests.lib.tiers import by_tier
 
 GRAMMARS = {
     "open mpi": (
@@ -132,6 +133,13 @@ BROKEN = {
     "a addr=127.0.0.1\nb": "hosts:1: addr=127.0.0.1 is a loopback address",
     "a addr=10.0.0.1\nb addr=10.0.0.1": "hosts:2: 10.0.0.1 is the address of a, too (hosts:1)",
     "a addr=b\nb": "hosts:2: b is the address of a, too (hosts:1)",
+    '{"hosts": ["a"]}': "hosts:1: looks like JSON; write one host per line",
+    '\n["a", "b"]': "hosts:2: looks like JSON",
+    "---\n- a": "hosts:1: looks like YAML",
+    "- a\n- b": "hosts:1: looks like YAML",
+    "[workers]\na\nb": "hosts:1: [workers] is a heading of an inventory (Ansible)",
+    "a\nssh://root@b:2222 slots=2": "hosts:2: is a URL; write b port=2222 user=root",
+    "http://b/": "hosts:1: is a URL; write b",
     "rank 0=a\nb": "hosts:2: a host without a rank among lines with ranks",
 }
 
@@ -181,7 +189,7 @@ def test_hostile_files_take_little_time_and_memory(tmp_path: Path) -> None:
         "a slots=1\n" * 100_000,
         "n[1-65536]\n",
         "/*" * (3 << 20),
-        "\n".join(f"n{number}" for number in range(66_000)),
+        "\n".join(f"n{number}" for number in range(by_tier(10_000, 66_000))),
         "x" * (9 << 20),
         "rank 0=a\n" * 20_000,
     )

@@ -68,8 +68,14 @@ OWN = [
     for line, right in CASES
     if line.startswith(("torchrun ", "msrun ")) and not right.startswith(REFUSED)
 ]
-NEEDS_OTHER_WORDS = ("--nproc_per_node 8 --nproc_per_node 4", "--join=False")
-"""Refused if given to pdrun: a value given twice, and a job in the background."""
+NEEDS_OTHER_WORDS = (
+    "--nproc_per_node 8 --nproc_per_node 4",
+    "--node_rank=1 --rdzv_backend=c10d",
+    "--join=False",
+)
+"""
+Refused if given to pdrun: a value given twice, a rank that c10d ignores, a job in the background.
+"""
 MACROS = ("${local_rank}", "$$")
 """What torchrun replaces in arguments. pdrun prints a warning."""
 

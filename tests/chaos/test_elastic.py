@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
+from tests.lib.tiers import thorough
 
 BOUND = 25.0
 """Seconds for what takes at most ten on a quiet machine, with the start of the next generation."""
@@ -219,9 +220,19 @@ FAULTS = (
     too_few_left_is_the_end,
 )
 """The longest first."""
+SIBLINGS = (
+    freeze_of_twenty_seconds,
+    node_that_starts_while_the_first_host_stands_still,
+    late_node_waits_for_the_next_generation,
+    spare_takes_the_place,
+    sigterm_is_leaving,
+    too_few_left_is_the_end,
+)
+"""Only in the thorough run; `test_standstill` and tests/e2e/test_elastic.py have what they show."""
+CASES = [thorough(fault.__name__) if fault in SIBLINGS else fault.__name__ for fault in FAULTS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("fault", CASES)
 def test_elastic(fault: str, side_by_side: dict[str, Future[None]]) -> None:
     side_by_side[fault].result(timeout=170)

@@ -16,7 +16,7 @@ from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.chaos.jobs import PORT, Bed
 from tests.chaos.processes import BedError
 from tests.e2e.conftest import until
-from tests.lib.tiers import by_tier
+from tests.lib.tiers import by_tier, thorough
 
 
 def test_a_node_name_that_is_taken_is_refused_naming_both_hosts(bed: Bed) -> None:
@@ -159,7 +159,7 @@ def test_an_agent_that_is_started_again_and_again_is_one_member(bed: Bed) -> Non
     bed.clean()
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.03, 0.15])
+@pytest.mark.parametrize("moment", [thorough(0.0), 0.03, thorough(0.15)])
 def test_a_node_that_dies_while_the_generation_forms_ends_the_job_everywhere(
     bed: Bed, moment: float
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_job_of_one_node_ends_although_its_log_disk_hangs(make_bed: Callable[[
     )
 
 
-@pytest.mark.parametrize("where", ["/dev/shm", DISK])
+@pytest.mark.parametrize("where", [thorough("/dev/shm"), DISK])
 def test_full_temporary_folders_at_the_start_are_no_riddle(
     make_bed: Callable[[int], Bed], where: str
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_failure_while_there_is_no_scheduler_is_not_forgotten(bed: Bed) -> Non
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_scheduler_killed_while_the_nodes_meet(bed: Bed) -> None:
     first, second = bed.start("h1"), bed.start("h2")
     first.expect("2 of 3 nodes")
@@ -87,7 +88,7 @@ def test_a_scheduler_that_dies_again_and_again_is_given_up(bed: Bed) -> None:
     bed.clean()
 
 
-@pytest.mark.parametrize("journal", ["missing", "empty", thorough("damaged")])
+@pytest.mark.parametrize("journal", ["missing", thorough("empty"), thorough("damaged")])
 def test_a_scheduler_that_cannot_be_resumed_ends_the_job_everywhere(bed: Bed, journal: str) -> None:
     jobs = bed.job("--grace", "3")
     bed.running()
@@ -117,6 +118,7 @@ def test_the_first_agent_killed_with_its_scheduler_is_not_waited_for(bed: Bed) -
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_stop_while_there_is_no_scheduler_is_obeyed(bed: Bed) -> None:
     """By all: the first node waits for its scheduler to be back, and tells it."""
     jobs = bed.job("--grace", "3", "--on-scheduler-loss", "wait=10")

@@ -275,9 +275,17 @@ FAULTS = (
     node_crash,
 )
 """The longest first."""
-LONG = (link_that_loses_a_third, freeze_of_twenty_seconds)
-"""Only in the thorough run."""
-CASES = [thorough(fault.__name__) if fault in LONG else fault.__name__ for fault in FAULTS]
+SIBLINGS = (
+    link_that_loses_a_third,
+    freeze_of_twenty_seconds,
+    partition_of_thirty_seconds,
+    one_way_from_the_scheduler,
+    agent_that_stands_still,
+    link_of_two_hundred_kilobits,
+    node_short_of_cpu,
+)
+"""Only in the thorough run; the others, and `test_standstill`, have each end of a silence."""
+CASES = [thorough(fault.__name__) if fault in SIBLINGS else fault.__name__ for fault in FAULTS]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
+from tests.lib.tiers import thorough
 
 SERVED = 20.0
 """Seconds for a stop that takes at most ten on a quiet machine, with the grace of the workers."""
@@ -133,9 +134,16 @@ FAULTS = (
     ctrl_c_on_the_first_node_while_its_scheduler_stands_still,
 )
 """The longest first."""
+SIBLINGS = (
+    agent_of_the_first_node_stands_still,
+    ctrl_c_on_the_first_node_while_its_scheduler_stands_still,
+    scheduler_that_stands_still_for_long,
+)
+"""Only in the thorough run; another node, and tests/rendezvous/scheduler, have what they show."""
+CASES = [thorough(fault.__name__) if fault in SIBLINGS else fault.__name__ for fault in FAULTS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("fault", CASES)
 def test_standstill(fault: str, side_by_side: dict[str, Future[None]]) -> None:
     side_by_side[fault].result(timeout=170)

@@ -20,7 +20,7 @@ OLD_FREEZER = Path("/sys/fs/cgroup/freezer/cgroup.procs")
 @pytest.mark.parametrize(
     ("order", "code", "words"),
     [
-        ("exit 3", 3, "exit code 3"),
+        thorough("exit 3", 3, "exit code 3"),
         ("raise lost my way", 1, "RuntimeError: lost my way"),
         (f"signal {signal.SIGKILL}", 137, "SIGKILL"),
         thorough(f"signal {signal.SIGSEGV}", 139, "SIGSEGV"),
@@ -40,6 +40,7 @@ def test_a_worker_that_fails_ends_the_job_everywhere_at_once(
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ends_well_early_ends_nobody(bed: Bed) -> None:
     bed.job()
     bed.running()
@@ -134,6 +135,7 @@ def test_two_failures_at_once_cost_one_restart(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_restarts_that_are_used_up_leave_the_last_workers_code(bed: Bed) -> None:
     jobs = bed.job("--max-restarts", "2")
     for generation in range(3):
@@ -159,6 +161,7 @@ def test_a_failure_during_a_restart_is_no_second_one(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_failure_during_the_stop_changes_no_verdict(bed: Bed) -> None:
     bed.job("--grace", "3", worker=["ignore"])
     bed.running()

@@ -98,8 +98,14 @@ def _begun(job: Job) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.parametrize("nodes", [(), LOCAL])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    ("number", "nodes"),
+    [
+        *((signal.SIGINT, LOCAL), (signal.SIGTERM, ()), (signal.SIGQUIT, LOCAL)),
+        *(thorough(signal.SIGINT, ()), thorough(signal.SIGTERM, LOCAL)),
+        thorough(signal.SIGQUIT, ()),
+    ],
+)
 def test_a_stop_at_any_moment_of_the_start_has_its_code_and_no_traceback(
     shell: Shell, nodes: tuple[str, ...], number: int
 ) -> None:
@@ -144,8 +150,13 @@ while True: time.sleep(0.05)
     assert "stopped after" in job.err and name in job.err
 
 
-@pytest.mark.parametrize("nodes", [(), LOCAL])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "nodes"),
+    [
+        *((signal.SIGINT, LOCAL), (signal.SIGTERM, ())),
+        *(thorough(signal.SIGINT, ()), thorough(signal.SIGTERM, LOCAL)),
+    ],
+)
 def test_any_number_of_signals_until_the_very_exit_leaves_the_code(
     shell: Shell, nodes: tuple[str, ...], number: int
 ) -> None:

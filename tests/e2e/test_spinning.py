@@ -36,7 +36,7 @@ if how == "asleep":
 elif how == "elsewhere":
     (barrier if rank == 1 else all_reduce)()
 elif how == "kernel":  # rank 1 is in a long kernel, and rank 0 waits for it
-    end_after(10)
+    end_after(8)
     (spin_in_c if rank == 1 else all_reduce)()
 elif how == "same":  # a long kernel before a collective that all have called
     end_after(14)
@@ -118,7 +118,7 @@ def test_two_ranks_in_different_collectives_hang(shell: Shell, how: str) -> None
 def test_a_long_kernel_is_no_hang(shell: Shell, how: str) -> None:
     script = shell.script(SPIN)
     code, _, err = shell.run(
-        "--devices", "2", *OPTIONS, "--hang-timeout", "5", script, how, timeout=90
+        "--devices", "2", *OPTIONS, "--hang-timeout", "4", script, how, timeout=90
     )
     assert (code, "hang" in err) == (0, False), err
 

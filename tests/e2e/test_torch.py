@@ -162,8 +162,7 @@ def check_training(text: str) -> None:
 
 
 def test_the_example_learns_under_pdrun(shell: Shell) -> None:
-    job = ("--nodes", "2", "--devices", "1", "--local")
-    code, out, err = shell.run(*job, EXAMPLE, *SMALL, timeout=170)
+    code, out, err = shell.run("--devices", "2", EXAMPLE, *SMALL, timeout=170)
     assert code == 0, err
     check_training(out)
 

@@ -13,7 +13,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,18 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
         link.send(answer)
 
 
+REFUSALS = ("UsageError", "ConfigError")
+"""Errors that every rank of a sound world may raise: pdrun refuses before it communicates."""
+PROBE_SECONDS = 5.0
+
+
+def _meet() -> None:
+    """Prove that all ranks still take part in the same collectives."""
+    import torch.distributed
+
+    torch.distributed.monitored_barrier(timeout=timedelta(seconds=PROBE_SECONDS))
+
+
 class RankError(AssertionError):
     """A rank raised: ``kind`` and ``text`` of its error."""
 
@@ -88,9 +101,9 @@ class RankError(AssertionError):
 class World:
     """``size`` processes with one process group."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, preloaded: Iterable[str] = ()) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *preloaded])
         self.folder = tempfile.TemporaryDirectory(prefix="world")
         store = str(Path(self.folder.name) / "store")
         self.links, self.processes = [], []
@@ -138,8 +151,19 @@ class World:
             for rank in range(len(self.links))
         ]
         self.busy = False
-        self.broken |= not all(worked for worked, _ in answers)
+        if not all(worked for worked, _ in answers):
+            self.broken = self.broken or not self._is_sound_after(answers)
         return answers
+
+    def _is_sound_after(self, answers: list[Any]) -> bool:
+        """Return whether all ranks refused what they were sent, and are ready for the next call."""
+        if not all(not worked and told[0] in REFUSALS for worked, told in answers):
+            return False
+        self.broken = True  # until the ranks have met
+        self.start(_meet)
+        is_sound = all(worked for worked, _ in self.answers(2 * PROBE_SECONDS))
+        self.broken = False
+        return is_sound
 
     def run(
         self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any
@@ -185,10 +209,17 @@ class World:
 
 
 class Worlds:
-    """One world of each size, made when it is first wanted."""
+    """
+    One world of each size, made when it is first wanted.
 
-    def __init__(self) -> None:
+    Args:
+        preloaded: modules that ranks have imported beside `PRELOADED`; of a process, the first
+            `Worlds` decides.
+    """
+
+    def __init__(self, preloaded: Iterable[str] = ()) -> None:
         self._made: dict[int, World] = {}
+        self._preloaded = sorted(preloaded)
 
     def __call__(self, size: int) -> World:
         """Return a sound world."""
@@ -196,7 +227,7 @@ class Worlds:
         if made is None or made.broken or made.busy:
             if made is not None:
                 made.close()
-            made = self._made[size] = World(size)
+            made = self._made[size] = World(size, self._preloaded)
         return made
 
     def close(self) -> None:

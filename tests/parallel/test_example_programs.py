@@ -113,6 +113,7 @@ def test_weights_sharded_by_hand_train_as_whole_ones() -> None:
 
 RESTARTED = """
 import os, signal, sys
+import torch.optim  # so that what it needs is imported once, in the process that forks the workers
 sys.path.insert(0, {root!r})
 import pdrun
 from tests.lib import small_models as zoo

@@ -114,7 +114,7 @@ def test_tensor_axes_compute_what_one_process_does(drawn: Any, worlds: Worlds) -
             Case(4, 1, optimizer="SGD", more=(("offload", "all"), ("threshold", 2000))),
             {"dp": 2, "tp": 2},
         ),
-        (
+        tiers.thorough(
             Case(4, 2, accumulate=2, more=(("exact", False), ("comm_fusion", False))),
             {"dp": 2, "tp": 2},
         ),
@@ -131,7 +131,7 @@ BF16, FP16 = Precision("bf16"), Precision("fp16", scale=64.0)
 @pytest.mark.parametrize(
     ("precision", "level"),
     [
-        (BF16, 0),
+        tiers.thorough(BF16, 0),
         tiers.thorough(BF16, 2),
         (BF16, 3),
         (FP16, 2),
@@ -279,7 +279,7 @@ def saved(case: Case, degrees: Degrees, folder: str, source: str | None = None) 
 
 
 MOVES = [
-    ((4, 2, {"dp": 2, "tp": 2}), (4, 0, {"dp": 1, "tp": 4})),
+    tiers.thorough((4, 2, {"dp": 2, "tp": 2}), (4, 0, {"dp": 1, "tp": 4})),
     ((4, 0, {"dp": 1, "tp": 4}), (2, 3, {"dp": 2, "tp": 1})),
     ((2, 1, {"dp": 2, "tp": 1}), (4, 3, {"dp": 1, "x": 2, "y": 2})),
     ((4, 1, {"pp": 2, "dp": 1, "tp": 2}), (4, 3, {"dp": 2, "tp": 2})),

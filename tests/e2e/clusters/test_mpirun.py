@@ -31,6 +31,8 @@ INIT = (
 QUICK = f"import sys\nsys.modules['torch'] = None\n{INIT}"
 """The same where torch is not installed, which takes longer than all the rest."""
 BOTH = pytest.mark.parametrize("program", [OPENMPI, MPICH])
+ONE = pytest.mark.parametrize("program", [OPENMPI, thorough(MPICH)])
+"""For what is the same whoever starts the tasks; MPICH has a case of each of the three ways."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +95,7 @@ def alone(
 # --------------------------------------------------------------------------------------
 
 
-@BOTH
+@ONE
 def test_init_finds_the_other_ranks_on_one_host(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(QUICK)
     done = alone(tmp_path, *words(program, 4), sys.executable, "work.py")
@@ -110,7 +112,7 @@ def test_a_world_of_one_needs_nobody(program: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()[:3]) == (0, ["me", "0", "1"]), done.stderr
 
 
-@BOTH
+@ONE
 def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
         QUICK + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2:"
@@ -139,7 +141,7 @@ def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
     assert (done.returncode, re.findall(r"sum (\S+)", done.stdout)) == (0, ["1.0"] * 2), done.stderr
 
 
-@BOTH
+@ONE
 @pytest.mark.root
 @pytest.mark.slow
 def test_init_finds_the_ranks_on_other_hosts(program: str, cluster: Cluster) -> None:
@@ -202,7 +204,7 @@ def test_each_task_of_mpirun_is_an_agent(program: str, cluster: Cluster) -> None
     assert err.count("6 workers on 3 nodes") == 1 and "pdrun join" not in err
 
 
-@BOTH
+@ONE
 @pytest.mark.root
 @pytest.mark.slow
 def test_the_secret_may_come_by_name(program: str, cluster: Cluster) -> None:
@@ -308,7 +310,7 @@ def test_codes_are_the_workers_not_mpiruns(
     cluster.nothing_left()
 
 
-@BOTH
+@ONE
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_stop_and_a_killed_front_leave_nothing(program: str, cluster: Cluster) -> None:
@@ -327,7 +329,7 @@ def test_a_stop_and_a_killed_front_leave_nothing(program: str, cluster: Cluster)
     cluster.nothing_left(40.0)
 
 
-@BOTH
+@ONE
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_killed_agent_and_a_killed_mpirun_end_the_job(program: str, cluster: Cluster) -> None:
@@ -351,7 +353,7 @@ def test_a_killed_agent_and_a_killed_mpirun_end_the_job(program: str, cluster: C
         cluster.nothing_left(30.0)
 
 
-@BOTH
+@ONE
 @pytest.mark.root
 @pytest.mark.slow
 def test_without_a_token_when_that_is_spelled_out(program: str, cluster: Cluster) -> None:
@@ -379,7 +381,7 @@ def test_an_mpirun_that_reaches_nobody(cluster: Cluster) -> None:
     assert not (cluster.folder / "ran").exists()
 
 
-@BOTH
+@ONE
 def test_mpirun_inside_a_worker_still_works(program: str, tmp_path: Path) -> None:
     inner = " ".join(words(program, 2))
     (tmp_path / "work.py").write_text(

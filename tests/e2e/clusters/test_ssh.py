@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e.clusters.conftest import Cluster, until
 from tests.lib.netns_hosts import Hosts, run
+from tests.lib.tiers import thorough
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 
@@ -160,7 +161,8 @@ def test_lines_stay_whole_and_none_is_lost(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("death", "code"), [("sys.exit(42)", 42), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)]
+    ("death", "code"),
+    [("sys.exit(42)", 42), thorough("os.kill(os.getpid(), signal.SIGSEGV)", 139)],
 )
 def test_a_workers_end_on_another_host_is_the_jobs(cluster: Cluster, death: str, code: int) -> None:
     script = cluster.script(
@@ -184,7 +186,7 @@ def test_a_killed_front_leaves_nothing_anywhere(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim", ["pdrun.launcher.launch.agent_main", "pdrun.launcher.launch.remote_main"]
+    "victim", [thorough("pdrun.launcher.launch.agent_main"), "pdrun.launcher.launch.remote_main"]
 )
 def test_a_killed_agent_ends_the_job_everywhere(cluster: Cluster, victim: str) -> None:
     job = cluster.start(*ALL, "--grace", "2", cluster.script(SLEEP))
@@ -211,7 +213,7 @@ def _on(cluster: Cluster, pid: int, name: str) -> bool:
     return any(pid == one for one, _ in cluster.hosts.processes(name))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [thorough(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_reach_the_workers_and_give_the_code(
     cluster: Cluster, number: int, code: int
 ) -> None:

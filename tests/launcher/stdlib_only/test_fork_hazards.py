@@ -17,10 +17,17 @@ from tests.launcher.stdlib_only.conftest import Bench, starter_of
 from tests.lib.supervisor_driver import is_alive, supervisor_driver, wait_until
 from tests.lib.tiers import thorough
 
+ONE_BENCH = pytest.mark.parametrize("bench", ["cold", thorough("warm")], indirect=True)
+"""
+For programs that import torch in other interpreters, or are run several times: a warm process forks
+by the same code, and other tests here have both.
+"""
+
 FORKED = "import gc, sys\nassert gc.get_freeze_count() > 10000 and 'torch' in sys.modules\n"
 CPUS = sorted(os.sched_getaffinity(0))
 
 
+@ONE_BENCH
 def test_random_state_is_fresh_in_every_worker(bench: Bench, script: Path) -> None:
     script.write_text(
         FORKED
@@ -53,6 +60,7 @@ def test_numbers_drawn_by_an_import_are_drawn_by_nobody_else(script: Path, tmp_p
         assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
 
 
+@ONE_BENCH
 def test_seeds_that_a_script_sets_count_as_ever(bench: Bench, script: Path) -> None:
     script.write_text("import torch\ntorch.manual_seed(7)\nprint(torch.rand(3))\n")
     assert bench.run(str(script)).out == "tensor([0.5349, 0.1988, 0.6592])\n"
@@ -117,6 +125,7 @@ print(libc.getenv(b'LATER'))
     assert forked.out == executed.out == "b'a' None None b'1'\n1\nb'x'\n"
 
 
+@ONE_BENCH
 def test_isa_choice_is_read_in_the_worker(bench: Bench, script: Path) -> None:
     script.write_text("import torch\nprint(torch.backends.cpu.get_cpu_capability())\n")
     assert bench.run(str(script), env={"ATEN_CPU_CAPABILITY": "default"}).out == "DEFAULT\n"
@@ -159,6 +168,7 @@ print(
 """
 
 
+@ONE_BENCH
 def test_late_variables_are_named_if_they_change_something(bench: Bench, script: Path) -> None:
     """An executed worker shows each effect, a forked one none: only that is worth a line."""
     script.write_text(SHOW_EFFECTS)
@@ -247,10 +257,6 @@ if __name__ == '__main__':
             print(method, kind.__module__, kind is Thing, two, other)
     threading.Thread(target=lambda: (time.sleep(0.2), print(len(pickle.dumps(Thing())) > 0, flush=True))).start()
 """
-
-
-ONE_BENCH = pytest.mark.parametrize("bench", ["cold", thorough("warm")], indirect=True)
-"""For programs that start interpreters, which import torch."""
 
 
 @ONE_BENCH

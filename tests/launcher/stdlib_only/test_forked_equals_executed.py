@@ -89,7 +89,7 @@ def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
     [
         ("cold", "alone"),
         ("warm", "pkg.inner"),
-        ("warm", "pkg"),
+        thorough("warm", "pkg"),
         thorough("cold", "pkg.inner"),
         thorough("cold", "pkg"),
         thorough("warm", "alone"),

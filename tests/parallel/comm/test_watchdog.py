@@ -16,6 +16,7 @@ import torch
 from pdrun.errors import DeadlineExceeded, PeerLost
 from pdrun.parallel.comm import watchdog
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
+from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 
@@ -102,7 +103,11 @@ def test_another_error_of_a_collective_stays_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "watchdog.start_watchdog(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"],
+    [
+        thorough(""),
+        "watchdog.start_watchdog(100.0, 0, 2, Slow(), True)",
+        "time.sleep(0.1); first.close()",
+    ],
 )
 def test_no_thread_is_in_a_call_when_python_is_taken_down(more: str) -> None:
     """It would end the process with SIGABRT: "terminate called without an active exception"."""

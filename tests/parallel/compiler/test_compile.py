@@ -34,9 +34,11 @@ BOUND = 400.0
 """Seconds: compilers take their time, all the more where others work too."""
 DROPS = Task(p=0.2, tied=True, clip=0.3)
 CASES = [
-    (DROPS, Place(dp=2, level=3, accumulate=2)),
+    (DROPS, Place(dp=2, tp=2, level=3, accumulate=2)),
+    thorough(DROPS, Place(dp=2, level=3, accumulate=2)),
     thorough(Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
-    (DROPS, Place(tp=2)),
+    (DROPS, Place(tp=2, copies=2)),
+    thorough(DROPS, Place(tp=2)),
     (Task(), Place(tp=2, kind="sequence", more=(("recompute", "full"),))),
     thorough(Task(), Place(tp=2, kind="sequence", copies=2)),
     thorough(Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
@@ -101,8 +103,9 @@ def test_compiled_layers_compute_what_one_process_does(
     check(worlds, prove, task, place, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "place", [Place(dp=2, level=3, accumulate=2), thorough(Place(tp=2, kind="operators"))], ids=str
+    "place", [Place(dp=2, level=3, accumulate=2), Place(tp=2, kind="operators")], ids=str
 )
 def test_another_compiled_run_takes_up_what_was_saved(
     place: Place, worlds: Any, tmp_path: Path

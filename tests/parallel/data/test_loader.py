@@ -18,6 +18,7 @@ from pdrun.parallel.data.loader import Loader, Position
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
 from tests.lib.small_models import Case
+from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 
@@ -124,7 +125,7 @@ def train(world: int, times: int, kind: str, stop: int | None, folder: str) -> l
     return losses
 
 
-@pytest.mark.parametrize("kind", ["Loader", "DataLoader", "list"])
+@pytest.mark.parametrize("kind", ["Loader", "DataLoader", thorough("list")])
 def test_an_interrupted_epoch_goes_on_where_it_was(
     kind: str, worlds: Worlds, tmp_path: Any
 ) -> None:

@@ -122,9 +122,15 @@ FOURS: list[tuple[str, dict[str, int], Any]] = [
     ("uneven", {"x": 2, "y": 2}, {"fc1.weight": L(("x", "y"), None), "fc2.weight": L("y", "x")}),
     ("tiny", {"dp": 2, "tp": 2}, MEGATRON),
 ]
+SIBLINGS = (PAIRS[9], FOURS[2])
+"""Of which the default run has a close relative: single precision, and two ranks."""
 
 
-@pytest.mark.parametrize(("name", "axes", "entries"), [*PAIRS, *FOURS], ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes", "entries"),
+    [tiers.thorough(*case) if case in SIBLINGS else case for case in (*PAIRS, *FOURS)],
+    ids=str,
+)
 def test_a_cut_model_has_the_numbers_of_one_process(
     worlds: Any, name: str, axes: dict[str, int], entries: Any
 ) -> None:
@@ -200,7 +206,6 @@ def test_an_axis_of_one_device_goes_through_the_same_code(worlds: Any) -> None:
 def test_repeated_computation_changes_nothing(worlds: Any) -> None:
     """The same strategy, with an axis that nothing is cut over."""
     entries = {"fc1": ((1, 1), (2, 1))}
-    worlds(2).run(nets.compare, "perceptron", {"tp": 2}, entries)
     worlds(4).run(nets.compare, "perceptron", {"tp": 2, "idle": 2}, entries)
     worlds(4).run(nets.compare, "perceptron", {"idle": 2, "tp": 2}, entries)
 

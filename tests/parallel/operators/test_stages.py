@@ -51,7 +51,7 @@ def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    ["tied", "dropout", "loose", "borrow", *map(tiers.thorough, ("masked", "row", "inplace"))],
+    ["tied", "borrow", *map(tiers.thorough, ("dropout", "loose", "masked", "row", "inplace"))],
 )
 def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None:
     """
@@ -86,8 +86,9 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None
                 more=(("schedule", "zero-bubble"),),
             )
         ),
-        Case("masked", pp=2, tp=4, cut="wide", rows=(16, 13)),
+        tiers.thorough(Case("masked", pp=2, tp=4, cut="wide", rows=(16, 13))),
         tiers.thorough(Case("tiny", tp=4, cut="grid", double=True, rows=(16, 13))),
+        Case("tiny", pp=1, tp=4, cut="grid", double=True, more=(("schedule", "zero-bubble-v"),)),
         Case(
             "dropout",
             tp=2,
@@ -123,7 +124,7 @@ def test_evaluation(worlds: Any) -> None:
 
 
 def test_narrow_types(worlds: Any) -> None:
-    case = Case("tied", tp=2, cut="tied", rows=(16, 13), run=(("precision", "bf16"),))
+    case = Case("tied", tp=2, cut="tied", run=(("precision", "bf16"),))
     want = worlds(1).run(piped.alone_on_pdrun, case)[0]
     for found in worlds(4).run(piped.train, case):
         np.testing.assert_allclose(

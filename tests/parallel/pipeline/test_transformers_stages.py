@@ -22,6 +22,9 @@ from tests.lib.tiers import thorough
 pytestmark = pytest.mark.torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+RANK_IMPORTS = [
+    f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen2")
+]
 WORDS, WIDTH = 61, 32
 _SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -119,12 +122,16 @@ def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[
     return [(m.loss, m.grad_norm) for m in (run.step(_batch(step)) for step in range(2))]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen", "bert"])
-def test_models_as_they_are(worlds: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("llama", "zero-bubble-v"), ("gpt2", "1f1b"), ("qwen", "zero-bubble-v"), ("bert", "1f1b")]
+    + [thorough("llama", "1f1b"), thorough("gpt2", "zero-bubble-v")]
+    + [thorough("qwen", "1f1b"), thorough("bert", "zero-bubble-v")],
+)
+def test_models_as_they_are(worlds: Any, kind: str, schedule: str) -> None:
     want = worlds(1).run(train, kind, 1, "")[0]
-    for schedule in ("1f1b", "zero-bubble-v"):
-        for found in worlds(2).run(train, kind, 2, schedule):
-            np.testing.assert_allclose(found, want, rtol=2e-6, err_msg=schedule)
+    for found in worlds(2).run(train, kind, 2, schedule):
+        np.testing.assert_allclose(found, want, rtol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ if child is not None:
 def test_no_worker_aborts_after_its_last_line(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    ends = by_tier(["closes", "sys.exit", "keeps groups", "leaves work"], list(ENDS))
+    ends = by_tier(["keeps groups", "leaves work"], list(ENDS))
     runs = by_tier(len(ends), 500)
     ended = subprocess.run(
         [sys.executable, str(script), str(runs), json.dumps(ends)],

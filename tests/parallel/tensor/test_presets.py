@@ -22,6 +22,10 @@ from tests.lib.tiers import thorough
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 os.environ["HF_HUB_OFFLINE"] = "1"
+RANK_IMPORTS = [
+    "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen3")),
+]
 SIZES = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 LLAMA = {
     **SIZES,
@@ -127,20 +131,25 @@ def same(kind: str, sequence: bool, gather: bool) -> dict[str, int]:
     return {name: count.calls for (name, _), count in axes.counts.items()}
 
 
+WAYS = [
+    (kind, way) for kind in sorted(KINDS.keys() - OTHERS.keys()) for way in ("whole", "sequence")
+]
+DROPPED = [("llama-two", "sequence"), ("gpt2", "whole")]
+"""Whose way the default run has in `test_dropout_of_transformers_is_that_of_one_process`."""
+
+
 @pytest.mark.parametrize(
-    ("sequence", "gather"), [(False, True), (True, False)], ids=["whole", "sequence"]
+    ("kind", "way"), [thorough(*case) if case in DROPPED else case for case in WAYS]
 )
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - OTHERS.keys()))
-def test_a_cut_model_of_transformers_equals_the_whole(
-    four: Any, kind: str, sequence: bool, gather: bool
-) -> None:
-    counts = four.run(same, kind, sequence, gather)[0]
+def test_a_cut_model_of_transformers_equals_the_whole(four: Any, kind: str, way: str) -> None:
+    sequence = way == "sequence"
+    counts = four.run(same, kind, sequence, not sequence)[0]
     layers = 2 * 4
     if sequence:  # four each in a layer, besides embedding, head, and where the sequence is cut
         assert layers <= counts["all_gather"] <= layers + 4
         assert layers <= counts["reduce_scatter"] <= layers + 1
     else:
-        assert counts["all_reduce"] == layers + 2 + (0 if gather else 2)
+        assert counts["all_reduce"] == layers + 2
 
 
 def equals_whole(kind: str) -> None:
@@ -188,16 +197,16 @@ def _losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, ids[:, 1:], reduction="none")
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("kind", ["llama-two", "gpt2"])
-def test_dropout_of_transformers_is_that_of_one_process(
-    four: Any, kind: str, sequence: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*DROPPED, thorough("llama-two", "whole"), thorough("gpt2", "sequence")],
+)
+def test_dropout_of_transformers_is_that_of_one_process(four: Any, kind: str, way: str) -> None:
     """
     In attention, between layers and after the embedding, recomputed in the backward pass, with rows
     cut as well.
     """
-    assert "gradients within" in four.run(dropped, kind, sequence)[0]
+    assert "gradients within" in four.run(dropped, kind, way == "sequence")[0]
 
 
 def generated() -> None:

@@ -18,6 +18,7 @@ from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
 from pdrun.parallel.tensor import Strategy, col, cross_entropy, row
 from tests.lib.decoder_model import Decoder, build, strategy, tokens
+from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -83,7 +84,7 @@ def alone(sizes: dict[str, Any], **options: Any) -> tuple[list[float], list[floa
             {"sequence": True, "gather": False},
             {"optimizer_level": 3, "recompute": "selective"},
         ),
-        (
+        thorough(
             {"dp": 2, "tp": 2},
             {"p": 0.2},
             {},

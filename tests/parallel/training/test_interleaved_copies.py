@@ -56,7 +56,9 @@ CASES = [
         {"dp": 1, "tp": 2},
     ),
     thorough(Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
-    (Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}),
+    thorough(
+        Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}
+    ),
     (Case(4, 3, 2, dropout=True, recompute="full", clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     thorough(Case(4, 3, 1, tied=True, rows=(24, 7, 1), optimizer="SGD"), {"dp": 2, "tp": 2}),
     (

@@ -133,12 +133,20 @@ def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
     Its ``torch/version.py`` contains, for example: ``cuda: Optional[str] = None``, ``hip:
     Optional[str] = '6.4.43484'``.
     """
+    file = find_version_file(path)
+    if file is None:
+        return None
+    return parse_torch_version(
+        file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path)
+    )
+
+
+def find_version_file(path: Sequence[str] | None = None) -> Path | None:
+    """Return torch's version file on ``path`` (default: sys.path); None: torch is missing."""
     for folder in sys.path if path is None else path:
         file = Path(folder or ".") / "torch/version.py"
         if file.is_file():
-            return parse_torch_version(
-                file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path)
-            )
+            return file
     return None
 
 

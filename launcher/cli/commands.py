@@ -58,7 +58,8 @@ COMMAND_HINTS = {
     **dict.fromkeys(("cancel", "kill", "abort", "delete", "scancel", "end"), "use pdrun stop"),
     **dict.fromkeys(("log", "tail", "output"), "use pdrun logs"),
     **dict.fromkeys(("launch", "start", "exec"), "use pdrun [OPTIONS] SCRIPT"),
-    **dict.fromkeys(("info", "explain", "detect", "check"), "use pdrun env"),
+    **dict.fromkeys(("info", "explain", "detect"), "use pdrun env"),
+    **dict.fromkeys(("check", "diagnose", "health"), "use pdrun doctor"),
     **dict.fromkeys(("ranktable", "hccl", "rank_table"), "use pdrun rank-table"),
     **dict.fromkeys(("dryrun", "dry-run"), "use pdrun --dry-run SCRIPT"),
     "version": "use pdrun --version",
@@ -210,7 +211,7 @@ def _load_plan() -> click.Command:
 
 
 def _load_doctor() -> click.Command:
-    from pdrun.launcher.cli.plan import doctor_command
+    from pdrun.launcher.cli.inspect.doctor import doctor_command
 
     return doctor_command()
 

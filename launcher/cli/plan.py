@@ -1,6 +1,5 @@
 """
-``pdrun plan``: search a plan for a number of devices, on a machine without them. ``pdrun doctor``:
-measure the topology that it needs, as a job.
+``pdrun plan``: search a plan for a number of devices, on a machine without them.
 
 The script runs up to its first call of ``pdrun.parallelize`` as rank 0 of a job that does not
 exist. That call prints the plan and ends the script; see `pdrun.parallel.auto.inputs`.
@@ -115,57 +114,3 @@ def plan_script(
             what = "the script ended without a call of pdrun.parallelize"
             raise ConfigError(what, where=script, hint="pdrun plan needs that call, with sample=")
         return code if code >= 0 else 128 - code
-
-
-# ---- pdrun doctor -----------------------------------------------------------
-
-CPU_DEVICES = 2
-"""Processes that stand for devices on a machine without accelerators."""
-CALIBRATION_MODULE = "pdrun.parallel.auto.calibrate"
-
-
-def doctor_command() -> click.Command:
-    """Return ``pdrun doctor``."""
-
-    def doctor(calibrate: bool, devices: int | None, save: str, name: str) -> int:
-        if not calibrate:
-            raise UsageError(
-                "pdrun doctor needs --calibrate", hint="for facts of this machine use pdrun env"
-            )
-        return run_calibration(devices, save, name)
-
-    return click.Command(
-        "doctor",
-        callback=doctor,
-        help="Measure devices and links of this node, for pdrun plan --topology FILE.",
-        params=[
-            click.Option(["--calibrate"], is_flag=True, help="Measure a topology."),
-            click.Option(
-                ["--devices"], type=click.IntRange(2), help="Of this node; default: all, or 2 CPUs."
-            ),
-            click.Option(["--save"], metavar="FILE", default="", help="Write it to a file."),
-            click.Option(["--name"], default="measured", help="Name of the topology."),
-        ],
-        context_settings=dict(CONTEXT_SETTINGS),
-    )
-
-
-def has_accelerator() -> bool:
-    """Return whether a job here would use accelerators."""
-    from pdrun.backends.detect import choose_backend, probe_all
-
-    return choose_backend("auto", probe_all(os.environ))[0].name != "cpu"
-
-
-def run_calibration(devices: int | None, save: str, name: str) -> int:
-    """Run the measurement as a job and return its exit code."""
-    if devices is None and not has_accelerator():
-        devices = CPU_DEVICES
-    command = [sys.executable, "-m", "pdrun", "run", "--no-files", "--show-ranks", "0"]
-    if devices is not None:
-        command += ["--devices", str(devices)]
-    command += ["-m", CALIBRATION_MODULE, "--name", name]
-    if save:
-        command += ["--save", save]
-    code = subprocess.run(command, check=False).returncode
-    return code if code >= 0 else 128 - code

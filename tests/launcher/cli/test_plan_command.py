@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.cli import plan
 from pdrun.launcher.cli.plan import parse_fixed, plan_script
 
 OPTIONS = {"devices": 4, "topology": "h100x8", "memory": None, "rows": None, "search": None}
@@ -60,26 +58,3 @@ def test_fixed_degrees_are_parsed() -> None:
     assert parse_fixed(("tp=8,pp=2", "level=1")) == {"tp": 8, "pp": 2, "level": 1}
     with pytest.raises(UsageError, match=r"--fix: must be NAME=N, got 'tp'"):
         parse_fixed(("tp",))
-
-
-@pytest.mark.parametrize(
-    ("devices", "accelerator", "passed"), [(None, False, "2"), (None, True, None), (4, False, "4")]
-)
-def test_a_calibration_has_links_to_measure(
-    devices: int | None,
-    accelerator: bool,
-    passed: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(plan, "has_accelerator", lambda: accelerator)
-    monkeypatch.setattr(subprocess, "run", run)
-    assert plan.run_calibration(devices, "", "mine") == 0
-    (command,) = commands
-    given = command[command.index("--devices") + 1] if "--devices" in command else None
-    assert given == passed

@@ -1,0 +1,5 @@
+"""
+Commands that look at machines and jobs: doctor, plot, export, top, completion.
+
+May import: everything of launcher/, ui.
+"""

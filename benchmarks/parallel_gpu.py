@@ -1,25 +1,37 @@
 """
 Train a 1.35 B decoder on 2 or 4 GPUs: hand-written torch and pdrun, on the same work in one
-command.
+command, compiled on both sides.
 
     python benchmarks/parallel_gpu.py --devices 4                    # data axes
     python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0  # some rows
-    python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp,pdrun-tp,pipe,pdrun-pipe
-    python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu
+    python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp-async,pdrun-tp,pipe
+    python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu --rows ddp-eager,pdrun0-eager
 
-    ddp, zero1, fsdp2   DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard; eager
-    tp                  torch's parallelize_module with sequence parts, loss_parallel; compiled
-    fsdp-tp             the same over pairs, and fully_shard over the pairs (4 devices); compiled
-    pipe                torch's pipelining, 1F1B, one stage per device, 8 micro-batches; eager
+    ddp, zero1, fsdp2   DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard
+    tp                  torch's parallelize_module with sequence parts, loss_parallel, autocast
+    tp-bf16, tp-async   the same with weights in bf16 (fully_shard over one rank), and with torch's
+                        asynchronous tensor parallel (_micro_pipeline_tp)
+    fsdp-tp             the same over pairs, and fully_shard over the pairs (4 devices)
+    pipe                torch's pipelining, 1F1B, one stage per device, 8 micro-batches
+    hf                  LlamaForCausalLM of transformers, fully_shard
     pdrun0, 1, 3        pdrun at these levels
-    pdrun-tp, pdrun-fsdp-tp, pdrun-pipe   the same sharding with pdrun
+    pdrun-tp, pdrun-fsdp-tp, pdrun-pipe, pdrun-hf   the same sharding with pdrun
+    pdrun-zb            pdrun-pipe with the schedule zero-bubble
 
-A row takes about a minute. A row's name can end with -eager, -compiled or -copies (two copies of a
-step, one computes while the other waits). A step has 65,536 tokens in bf16, AdamW with fused
-kernels. Each row runs in separate processes. Peak is the maximum that torch's allocator has
-allocated on any rank; for pdrun the peak that `run.memory` predicts is printed, too. MFU counts 6
-operations per weight and token, and for attention 12 per layer, width, position and token, halved
-since it is causal.
+Blocks are compiled on both sides. A row's name can end with
+
+    -eager              nothing is compiled
+    -fused              head and loss by pdrun.linear_cross_entropy (pdrun0, 1, 3, hf)
+    -nccl               flat buffers and messages by NCCL, not by copies (pdrun)
+    -copies             two copies of a step, one computes while the other waits (pdrun)
+
+A row takes about a minute. A step has 65,536 tokens in bf16, AdamW with fused kernels. Each row
+runs in separate processes. Peak is the maximum that torch's allocator has allocated on any rank;
+for pdrun the peak that `run.memory` predicts is printed, too. MFU counts 6 operations per weight
+and token, and for attention 12 per layer, width, position and token, halved since it is causal.
+The last columns are milliseconds of a step's kernels on rank 0, of two steps under torch's
+profiler: matrix products, attention, communication, communication while nothing computes, other
+kernels, and none.
 """
 
 from __future__ import annotations
@@ -36,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -53,8 +66,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pdrun
+from pdrun.parallel.comm import sharded as sharded_module
+from pdrun.parallel.comm.p2p import messages
 
 GIB = 2**30
+SUFFIXES = ("eager", "fused", "nccl", "copies")
+PRODUCT_KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "cublas")
+ATTENTION_KERNELS = ("flash", "fmha", "sdpa", "attention")
+COPY_KERNELS = ("PtoP", "Peer")
+KERNELS = ("products", "attention", "network", "exposed", "rest", "idle")
+PROFILED_STEPS = 2
 MICRO_BATCHES = 8
 """Of the rows with stages."""
 Step = Callable[[Tensor, Tensor], Any]
@@ -165,7 +186,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits of the next token out."""
+    """Tokens in, logits of the next token out, or what the head gets."""
+
+    ends_before_head = False
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -184,15 +207,24 @@ class Decoder(nn.Module):
         h = self.emb(x)
         for block in self.blocks:
             h = block(h, self.cos, self.sin)
-        return self.head(self.norm(h))
+        h = self.norm(h)
+        return h if self.ends_before_head else self.head(h)
 
 
 def plain_loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
+def llama_loss(output: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return output.loss
+
+
 def total_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return pdrun.cross_entropy(logits, batch[1], reduction="sum"), batch[1].numel()
+
+
+def fused_loss(head: nn.Linear, h: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return pdrun.linear_cross_entropy(h, head, batch[1], reduction="sum"), batch[1].numel()
 
 
 # ---- hand-written -----------------------------------------------------------
@@ -202,9 +234,16 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
+def compile_blocks(row: str, blocks: Any) -> None:
+    if not row.endswith("-eager"):
+        for block in blocks:
+            block.compile()
+
+
 def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of DDP, DDP with ZeRO-1, or FSDP2."""
-    autocast = row != "fsdp2"
+    autocast = not row.startswith("fsdp2")
+    compile_blocks(row, model.blocks)
     if autocast:
         ids = [device.index] if device.type == "cuda" else None
         wrapped: nn.Module = DistributedDataParallel(
@@ -212,7 +251,7 @@ def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step
         )
         kinds = {"lr": 1e-4, "fused": True}
         optimizer: Any = adam(wrapped.parameters())
-        if row == "zero1":
+        if row.startswith("zero1"):
             optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **kinds)
     else:
         wrapped = sharded(model)
@@ -229,9 +268,9 @@ def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step
     return step
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, blocks: Any = None, **options: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in model.blocks if blocks is None else blocks:
         fully_shard(block, mp_policy=policy, **options)
     return fully_shard(model, mp_policy=policy, **options)
 
@@ -244,6 +283,9 @@ def tensor_parallel_step(row: str, model: nn.Module, device: torch.device) -> St
     world = dist.get_world_size()
     tp = 2 if row.startswith("fsdp") else world
     mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    if "async" in row:
+        torch._inductor.config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
     part, whole = Shard(1), Replicate()
     parallelize_module(
         model,
@@ -280,7 +322,7 @@ def tensor_parallel_step(row: str, model: nn.Module, device: torch.device) -> St
         )
         if not row.endswith("-eager"):
             block.compile()
-    shards = world > tp
+    shards = world > tp or "bf16" in row or "async" in row
     if shards:
         sharded(model, mesh=mesh["dp"])
     optimizer = adam(model.parameters())
@@ -320,6 +362,7 @@ def pipeline_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of torch's pipelining, 1F1B."""
     rank, world = dist.get_rank(), dist.get_world_size()
     stage = Stage(model, rank, world)
+    compile_blocks(row, stage.blocks)
     optimizer = adam(stage.parameters())
     schedule = Schedule1F1B(
         PipelineStage(stage, rank, world, device), MICRO_BATCHES, loss_fn=plain_loss
@@ -341,13 +384,49 @@ def pipeline_step(row: str, model: nn.Module, device: torch.device) -> Step:
     return step
 
 
+def llama_step(row: str, model: nn.Module, device: torch.device) -> Step:
+    """Return a step of a model of the transformers library, with FSDP2."""
+    compile_blocks(row, model.model.layers)
+    wrapped = sharded(model, model.model.layers)
+    optimizer = adam(wrapped.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = wrapped(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def make_llama(size: Size) -> nn.Module:
+    """Return the decoder of the same size of the transformers library."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=size.width,
+            intermediate_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            vocab_size=size.words,
+            max_position_embeddings=size.length,
+            attn_implementation="sdpa",
+        )
+    )
+
+
 HAND = {
     "ddp": data_parallel_step,
     "zero1": data_parallel_step,
     "fsdp2": data_parallel_step,
     "tp": tensor_parallel_step,
+    "tp-bf16": tensor_parallel_step,
+    "tp-async": tensor_parallel_step,
     "fsdp-tp": tensor_parallel_step,
     "pipe": pipeline_step,
+    "hf": llama_step,
 }
 
 
@@ -372,18 +451,21 @@ def megatron_strategy() -> pdrun.Strategy:
 def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
     """Return a run for the row's name, and its step."""
     world = dist.get_world_size()
-    options = {"copies": 2, **options} if row.endswith("-copies") else dict(options)
-    kind = row.removeprefix("pdrun").removeprefix("-").removesuffix("-copies")
-    kind, _, how = (
-        kind.rpartition("-") if kind.endswith(("-eager", "-compiled")) else (kind, "", "")
-    )
-    compiled = how == "compiled"
-    if kind in "0123":
-        options |= {"optimizer_level": int(kind), "dataset_strategy": "data_parallel"}
-    elif kind == "pipe":
+    kind, ends = split_name(row)
+    kind = kind.removeprefix("pdrun").removeprefix("-")
+    options = {"copies": 2, **options} if "copies" in ends else dict(options)
+    loss: Any = total_loss
+    if "fused" in ends and kind != "hf":
+        model.ends_before_head = True
+        loss = functools.partial(fused_loss, model.head)
+    if kind in "0123" or kind == "hf":
+        level = 3 if kind == "hf" else int(kind)
+        options |= {"optimizer_level": level, "dataset_strategy": "data_parallel"}
+    elif kind in ("pipe", "zb"):
+        schedule = "zero-bubble" if kind == "zb" else "1f1b"
         options |= {
             "mesh": pdrun.mesh(pp=world),
-            "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES),
+            "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES, schedule=schedule),
         }
     else:
         tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
@@ -395,24 +477,86 @@ def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdr
             "optimizer_level": level,
         }
         options |= {"dataset_strategy": "data_parallel"}
-        compiled = how != "eager"
+    if kind == "hf":
+        loss = llama_loss
+        if "fused" in ends:
+            pdrun.fuse_head_loss(model)
+        options["forward"] = lambda model, batch: model(
+            input_ids=batch[0], labels=batch[0], use_cache=False
+        )
+    if "nccl" in ends:  # no buffer is as large as that
+        sharded_module.MIN_SHARD_BYTES = messages.MIN_MESSAGE_BYTES = 1 << 60
     run = pdrun.parallelize(
         model,
         functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
-        total_loss,
+        loss,
         precision="bf16",
         exact=False,
-        compile=compiled,
+        compile="eager" not in ends,
         **options,
     )
     return run, lambda x, y: run.step((x, y))
+
+
+def split_name(row: str) -> tuple[str, list[str]]:
+    """Return a row's name without its endings, and these."""
+    ends = []
+    while (end := row.rpartition("-")[2]) in SUFFIXES:
+        ends.append(end)
+        row = row.removesuffix(f"-{end}")
+    return row, ends
 
 
 def count_repeats(row: str, world: int) -> int:
     """Return how many ranks compute the same rows."""
     if "fsdp-tp" in row:
         return 2
-    return world if "tp" in row or "pipe" in row else 1
+    return world if any(part in row for part in ("tp", "pipe", "zb")) else 1
+
+
+# ---- kernels ----------------------------------------------------------------
+
+
+def profile_steps(step: Callable[[], Any], on_gpu: bool) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels by kind; empty without a GPU."""
+    if not on_gpu:
+        return {}
+    wait(on_gpu)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        begin = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begin
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns():
+            low = event.start_ns()
+            kinds.setdefault(kind_of(event.name()), []).append((low, low + event.duration_ns()))
+    ms = {kind: sum(high - low for low, high in spans) for kind, spans in kinds.items()}
+    compute = [span for kind, spans in kinds.items() if kind != "network" for span in spans]
+    busy = covered(compute)
+    everything = covered([*compute, *kinds.get("network", [])])
+    ms |= {"exposed": everything - busy, "idle": spent * 1e9 - everything}
+    return {kind: value / PROFILED_STEPS / 1e6 for kind, value in ms.items()}
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel's name."""
+    if "nccl" in kernel or any(part in kernel for part in COPY_KERNELS):
+        return "network"
+    if any(part in kernel for part in ATTENTION_KERNELS):
+        return "attention"
+    return "products" if any(part in kernel for part in PRODUCT_KERNELS) else "rest"
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """Return the length of the union of (start, end)."""
+    total = end = 0
+    for low, high in sorted(spans):
+        total += max(0, high - max(low, end))
+        end = max(end, high)
+    return total
 
 
 def measure_row(
@@ -424,7 +568,7 @@ def measure_row(
     device = torch.device(context.device)
     torch.manual_seed(0)
     with device:
-        model = Decoder(size)
+        model = make_llama(size) if split_name(row)[0] in ("hf", "pdrun-hf") else Decoder(size)
     same = count_repeats(row, context.world_size)
     torch.manual_seed(1 + context.rank // same)
     rows = size.tokens // (context.world_size // same) // size.length
@@ -434,7 +578,7 @@ def measure_row(
         run, step = pdrun_step(row, model, options)
         predicted = 0 if run.mesh.pp > 1 else run.memory((x, y)).peak
     else:
-        step = HAND[row.removesuffix("-eager")](row, model, device)
+        step = HAND[split_name(row)[0]](row, model, device)
     on_gpu = device.type == "cuda"
     losses = [step(x, y) for _ in range(warm)]
     wait(on_gpu)
@@ -451,7 +595,8 @@ def measure_row(
     )
     dist.all_reduce(mine)
     first, last = (mine / context.world_size).tolist()
-    return {"seconds": spent, "peak": peak, "predicted": predicted, "first": first, "last": last}
+    found = {"seconds": spent, "peak": peak, "predicted": predicted, "first": first, "last": last}
+    return found | {"kernels": profile_steps(lambda: step(x, y), on_gpu)}
 
 
 def wait(on_gpu: bool) -> None:
@@ -481,7 +626,7 @@ def main() -> None:
     )
     print(
         f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9}"
-        f" {'first loss':>10} {'last':>8}"
+        f" {'first loss':>10} {'last':>8} {'ms':>7} " + " ".join(f"{name:>9}" for name in KERNELS)
     )
     for row in args.rows.split(","):
         try:
@@ -503,7 +648,8 @@ def main() -> None:
         sizes = f"{max(rank['peak'] for rank in told) / GIB:9.2f} {told[0]['predicted'] / GIB:9.2f}"
         print(
             f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f}"
-            f" {told[0]['last']:8.4f}",
+            f" {told[0]['last']:8.4f} {told[0]['seconds'] * 1e3:7.1f} "
+            + " ".join(f"{told[0]['kernels'].get(name, 0.0):9.1f}" for name in KERNELS),
             flush=True,
         )
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.context_parallel.context import ContextParallel as ContextParallel
     from pdrun.parallel.context_parallel.context import positions as positions
     from pdrun.parallel.data.loader import Loader as Loader
+    from pdrun.parallel.experts import Balance as Balance
+    from pdrun.parallel.experts import MoE as MoE
+    from pdrun.parallel.experts import experts as experts
     from pdrun.parallel.hooks.moving_average import MovingAverage as MovingAverage
     from pdrun.parallel.hooks.step_report import StepReport as StepReport
     from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
@@ -61,6 +64,8 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.tensor import Strategy as Strategy
     from pdrun.parallel.tensor import col as col
     from pdrun.parallel.tensor import cross_entropy as cross_entropy
+    from pdrun.parallel.tensor import fuse_head_loss as fuse_head_loss
+    from pdrun.parallel.tensor import linear_cross_entropy as linear_cross_entropy
     from pdrun.parallel.tensor import heads as heads
     from pdrun.parallel.tensor import replicate as replicate
     from pdrun.parallel.tensor import row as row
@@ -77,6 +82,7 @@ _MODULE_OF = {
     "Auto": "pdrun.parallel.auto.auto",
     "PlanReport": "pdrun.parallel.auto.degrees.planner",
     "plan_of": "pdrun.parallel.auto.degrees.planner",
+    "Balance": "pdrun.parallel.experts",
     "BestCheckpoint": "pdrun.parallel.hooks.watch_value",
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.startup.init",
@@ -95,6 +101,7 @@ _MODULE_OF = {
     "L": "pdrun.parallel.layouts.layout",
     "Layout": "pdrun.parallel.layouts.device_matrix",
     "Loader": "pdrun.parallel.data.loader",
+    "MoE": "pdrun.parallel.experts",
     "MovingAverage": "pdrun.parallel.hooks.moving_average",
     "Offload": "pdrun.parallel.zero.offload",
     "OpLayout": "pdrun.parallel.operators.strategy",
@@ -107,7 +114,10 @@ _MODULE_OF = {
     "col": "pdrun.parallel.tensor",
     "constrain": "pdrun.parallel.operators.graph.constraints",
     "cross_entropy": "pdrun.parallel.tensor",
+    "linear_cross_entropy": "pdrun.parallel.tensor",
+    "fuse_head_loss": "pdrun.parallel.tensor",
     "dense": "pdrun.parallel.servers.settings",
+    "experts": "pdrun.parallel.experts",
     "heads": "pdrun.parallel.tensor",
     "replicate": "pdrun.parallel.tensor",
     "row": "pdrun.parallel.tensor",

@@ -8,6 +8,10 @@ May import: model, comm, rng, layouts.
 Start reading here: strategy.py, then style.py.
 """
 
+from pdrun.parallel.tensor.fused_loss.causal_models import fuse_head_loss as fuse_head_loss
+from pdrun.parallel.tensor.fused_loss.linear_cross_entropy import (
+    linear_cross_entropy as linear_cross_entropy,
+)
 from pdrun.parallel.tensor.linear_2d_3d import linear2d as linear2d
 from pdrun.parallel.tensor.linear_2d_3d import linear3d as linear3d
 from pdrun.parallel.tensor.presets import strategy_for as strategy_for

@@ -15,6 +15,7 @@ from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor import linear
+from pdrun.parallel.tensor.fused_loss.causal_models import leave_sharded_head
 from pdrun.parallel.tensor.probes import check_embedding
 from pdrun.parallel.tensor.style import (
     AxisNames,
@@ -113,9 +114,12 @@ class VocabStyle(ModuleStyle):
                 module, VocabularyParallelEmbedding, ModuleContext(axis, shared_input, leave)
             )
             return
+        module._vocab_shard = vocab_shard
+        size = total
         if self.gather:
             leave = functools.partial(all_gather, axis=axis, dim=-1, total=total)
         else:
             leave = functools.partial(mark_sharded_logits, vocab_shard=vocab_shard)
-            module.out_features = vocab_shard.high - vocab_shard.low
+            size = module.out_features = vocab_shard.high - vocab_shard.low
+        leave = functools.partial(leave_sharded_head, shard=vocab_shard, leave=leave, size=size)
         swap_class(module, VocabularyParallelHead, ModuleContext(axis, shared_input, leave))

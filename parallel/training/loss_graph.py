@@ -86,6 +86,8 @@ def _read_term(node: Any, kind: str, is_divided: bool) -> LossTerm:
         return LossTerm(kind, _numel_of(node, kind))
     if kind == "Sum":
         return LossTerm(kind, is_sum=not is_divided)
+    if hasattr(node, "loss_count"):  # of pdrun.linear_cross_entropy
+        return LossTerm(kind, node.loss_count, is_sum=node.loss_is_sum and not is_divided)
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == SUM:
         return LossTerm(kind, is_sum=not is_divided)

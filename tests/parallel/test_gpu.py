@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import pdrun
-from pdrun.parallel.comm import axis_transport
+from pdrun.parallel.comm import axis_transport, sharded
+from pdrun.parallel.comm.p2p import messages
 from pdrun.parallel.compiler import matmul_pass
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
@@ -67,6 +68,19 @@ TWO = {
         (Task(), Place(tp=2, kind="sequence", copies=2, more=(*COMPILED, *more(recompute="full")))),
         (Task(), Place(tp=2, kind="operators", more=COMPILED)),
     ],
+    "copied": [
+        (DROPS, Place(dp=2, accumulate=2)),
+        (DROPS, Place(dp=2, level=1)),
+        (DROPS, Place(dp=2, level=2, accumulate=2)),
+        (DROPS, Place(dp=2, level=3, accumulate=2, more=more(recompute="selective"))),
+        (NARROW, Place(dp=2, level=3)),
+        (Task(), Place(dp=2, level=3, more=COMPILED)),
+        (DROPS, Place(pp=2, accumulate=4)),
+        (DROPS, Place(pp=2, accumulate=4, schedule="gpipe")),
+        (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),
+        (Task(layers=4), Place(pp=2, accumulate=4, schedule="zero-bubble-v")),
+        (NARROW, Place(pp=2, accumulate=4, level=1, more=COMPILED)),
+    ],
     "joined": [
         (Task(), Place(tp=2, kind="sequence")),
         (DROPS, Place(tp=2, kind="sequence", accumulate=2, more=COMPILED)),
@@ -102,6 +116,8 @@ def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
     wrong = []
     if kind == "joined":  # however little it is worth with tensors of these sizes
         axis_transport.MIN_SHARD_BYTES = axis_transport.MIN_ROW_BYTES = matmul_pass.MIN_BYTES = 0
+    if kind == "copied":
+        sharded.MIN_SHARD_BYTES = messages.MIN_MESSAGE_BYTES = 1
     for number, (task, place) in enumerate(cases):
         try:
             before = mixed.first(task, place, f"{folder}/{number}")

@@ -168,6 +168,18 @@ def _load_report() -> click.Command:
     return report_command()
 
 
+def _load_plot() -> click.Command:
+    from pdrun.launcher.cli.inspect.numbers import plot_command
+
+    return plot_command()
+
+
+def _load_export() -> click.Command:
+    from pdrun.launcher.cli.inspect.numbers import export_command
+
+    return export_command()
+
+
 def _load_stop() -> click.Command:
     from pdrun.launcher.cli.jobs import stop_command
 
@@ -275,6 +287,8 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "status": _load_status,
     "logs": _load_logs,
     "report": _load_report,
+    "plot": _load_plot,
+    "export": _load_export,
     "stop": _load_stop,
     "warm": _load_warm,
     "token": _load_token,

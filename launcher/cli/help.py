@@ -19,8 +19,8 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 {options}
 
 Commands: run (the default), join, scheduler, relay, status, logs, report,
-stop, warm, token, env, translate, rank-table, slurm, k8s, mpirun, checkpoint,
-plan, doctor, completion; see pdrun COMMAND --help. Options: pdrun run --help.
+plot, export, stop, warm, token, env, doctor, translate, rank-table, slurm, k8s,
+mpirun, checkpoint, plan, completion; see pdrun COMMAND --help and run --help.
 
 Examples:
   pdrun --devices 4 train.py --lr 3e-4              four workers on this machine

@@ -61,6 +61,8 @@ COMMANDS = {
     "status",
     "logs",
     "report",
+    "plot",
+    "export",
     "stop",
     "warm",
     "token",
@@ -86,9 +88,9 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN PDRUN_SERVERS PDRUN_PORT_RANGE PDRUN_SSH_WINDOW
 """)
 PUBLIC = words("""
-    Auto BestCheckpoint EarlyStop MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
+    Auto Balance BestCheckpoint EarlyStop MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader MoE Offload OpLayout Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ col constrain
-    cross_entropy dense elastic empty_init heads init launch mesh parallelize positions progress replicate row rows seq servers shard
+    cross_entropy dense elastic empty_init experts heads init launch mesh parallelize positions progress replicate row rows seq servers shard
     strategy_for vocab
 """)
 MESSAGES = words("""

@@ -1,0 +1,71 @@
+"""``pdrun plot`` and ``pdrun export``."""
+
+from __future__ import annotations
+
+import click
+
+from pdrun.launcher.cli.options import CONTEXT_SETTINGS
+from pdrun.launcher.common import parsers
+
+KINDS = ("csv", "json", "tensorboard")
+
+
+def plot_command() -> click.Command:
+    """Return ``pdrun plot``."""
+
+    def plot(jobs: tuple[str, ...], output: str, values: str) -> int:
+        from pdrun.launcher.jobs import numbers
+
+        names = [name.strip() for name in values.split(",") if name.strip()]
+        return numbers.write_plot(jobs, output, names)
+
+    return click.Command(
+        "plot",
+        callback=plot,
+        help=(
+            "Draw the numbers that the newest job, or each JOB (a name, a run, a prefix, or the"
+            " folder of its logs), has reported with its steps."
+        ),
+        params=[
+            click.Argument(["jobs"], metavar="[JOB]...", nargs=-1),
+            click.Option(
+                ["-o", "--output"],
+                metavar="FILE",
+                default="",
+                help=".svg or .png; default: RUN.svg; -: SVG on stdout.",
+            ),
+            click.Option(
+                ["--values"], metavar="NAMES", default="", help="loss,lr; default: all numbers."
+            ),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+
+
+def export_command() -> click.Command:
+    """Return ``pdrun export``."""
+
+    def export(job: str | None, to: str, output: str) -> int:
+        from pdrun.launcher.jobs import numbers
+
+        kind = parsers.choice_parser(*KINDS)(to, "--to")
+        return numbers.export_numbers(job, kind, output)
+
+    return click.Command(
+        "export",
+        callback=export,
+        help="Write the numbers that the newest job, or JOB, has reported, for other programs.",
+        params=[
+            click.Argument(["job"], required=False, metavar="[JOB]"),
+            click.Option(
+                ["--to"], metavar="FORMAT", required=True, help="csv, json (lines) or tensorboard."
+            ),
+            click.Option(
+                ["-o", "--output"],
+                metavar="FILE",
+                default="",
+                help="File, or folder for tensorboard; default: stdout, or RUN-tensorboard.",
+            ),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )

@@ -1,4 +1,4 @@
-"""``pdrun plot`` and ``pdrun export``: the numbers of a job's steps, drawn or for other programs."""
+"""``pdrun plot`` and ``pdrun export``: the numbers of a job's steps, drawn or written out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def write_plot(jobs: Sequence[str], out: str, values: Sequence[str]) -> int:
         ConfigError: PNG is asked for, and nothing can make it.
     """
     curves = {}
-    for job in jobs or [None]:
+    chosen: Sequence[str | None] = jobs or (None,)
+    for job in chosen:
         run, rows = iter_rows(job)
         curves[run] = collect_curves(rows)
     known = sorted({name for found in curves.values() for name in found})

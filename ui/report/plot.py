@@ -1,8 +1,8 @@
 """
-Curves of one job or several over their steps, as an SVG of its own.
+Curves of one job or several over their steps, as an SVG file.
 
-A panel for each number, a line for each job. Values that are not finite leave a gap, and a red mark.
-A restart begins a new part of the line.
+A panel for each number, a line for each job. Values that are not finite leave a gap, and a red
+mark. A restart begins a new part of the line.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ MPI operator.
     LSF   LSB_JOBID=71 with one of
           LSB_MCPU_HOSTS="hA 2 hB 4", LSB_HOSTS="hA hA hB", LSB_DJOB_HOSTFILE (as PBS)
     OAR   OAR_JOB_ID=9 OAR_NODEFILE=/var/lib/oar/9 (as PBS)
+    Cobalt  COBALT_JOBID=9 COBALT_NODEFILE=/var/tmp/cobalt.9 (as PBS)
     SGE   JOB_ID=9 NSLOTS=8 PE_HOSTFILE with lines "node1 4 all.q@node1 UNDEFINED"
           SGE_TASK_ID is the index of an array job, not a rank
 
@@ -19,7 +20,13 @@ from __future__ import annotations
 import re
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, LauncherKind, Probes
+from pdrun.launcher.adapters.model import (
+    HOST_NAME,
+    AllocatedHost,
+    LauncherInfo,
+    LauncherKind,
+    Probes,
+)
 from pdrun.launcher.adapters.parsing import (
     MAX_VALUE_CHARS,
     Environ,
@@ -212,28 +219,40 @@ def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:
         nodes=len(hosts),
         hosts=hosts,
         job_id=probes.hostname,
-        sources={"nodes": name, "hosts": name, "job_id": "host name"},
+        sources={"nodes": name, "hosts": name, "job_id": HOST_NAME},
     )
 
 
-def _read_oar(environ: Environ, probes: Probes) -> LauncherInfo:
-    name = "OAR_NODEFILE"
-    hosts = parse_host_names(read_lines(environ[name], name, probes), name)
-    return LauncherInfo(
-        "oar",
-        "an allocation of OAR",
-        "allocation",
-        nodes=len(hosts),
-        hosts=hosts,
-        job_id=environ.get("OAR_JOB_ID", ""),
-        sources={"nodes": name, "hosts": name, "job_id": "OAR_JOB_ID"},
-    )
+def _node_file_adapter(family: str, title: str, file: str, job: str) -> LauncherAdapter:
+    """
+    Return the adapter of a batch system that gives a file with one line per slot, and no more.
+
+    Args:
+        family: name of the launcher.
+        title: for messages.
+        file: variable with the path.
+        job: variable with the job id.
+    """
+
+    def read(environ: Environ, probes: Probes) -> LauncherInfo:
+        hosts = parse_host_names(read_lines(environ[file], file, probes), file)
+        return LauncherInfo(
+            family,
+            f"an allocation of {title}",
+            "allocation",
+            nodes=len(hosts),
+            hosts=hosts,
+            job_id=environ.get(job, ""),
+            sources={"nodes": file, "hosts": file, "job_id": job},
+        )
+
+    prefixes = (f"{family.upper()}_",)
+    return LauncherAdapter(family, title, lambda environ: file in environ, read, prefixes=prefixes)
 
 
 ALLOCATION_ADAPTERS = (
-    LauncherAdapter(
-        "oar", "OAR", lambda environ: "OAR_NODEFILE" in environ, _read_oar, prefixes=("OAR_",)
-    ),
+    _node_file_adapter("oar", "OAR", "OAR_NODEFILE", "OAR_JOB_ID"),
+    _node_file_adapter("cobalt", "Cobalt", "COBALT_NODEFILE", "COBALT_JOBID"),
     LauncherAdapter(
         "pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)
     ),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import LauncherInfo, Probes
+from pdrun.launcher.adapters.model import HOST_NAME, LauncherInfo, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
     LauncherAdapter,
@@ -30,6 +30,7 @@ from pdrun.launcher.adapters.parsing import (
     read_port,
     require_number,
 )
+from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.topology import is_in_kubernetes
 
@@ -92,12 +93,22 @@ def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
         if rank >= nodes:
             rank = rank // per_pod
     check_below(rank, nodes, "RANK", "WORLD_SIZE")
+    head, head_source = environ["MASTER_ADDR"], "MASTER_ADDR"
+    if nodes > 1 and (head == "localhost" or is_loopback(head)):
+        if rank:
+            raise ConfigError(
+                f"is {head}, this pod itself, but RANK is {rank}",
+                where="MASTER_ADDR",
+                hint="set it to the name of the pod with RANK 0",
+            )
+        # operators give the master pod this address, and its name to the others
+        head, head_source = probes.address_for(probes.hostname), HOST_NAME
     return LauncherInfo.one_per_node(
         RANK_PER_POD,
         "an operator of PyTorch on Kubernetes",
         rank,
         nodes,
-        head=environ["MASTER_ADDR"],
+        head=head,
         port=read_port(environ, "MASTER_PORT"),
         job_id="",
         workers_per_node=per_pod,
@@ -107,7 +118,7 @@ def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
             "world": "WORLD_SIZE",
             "node_rank": "RANK",
             "nodes": "WORLD_SIZE",
-            "head": "MASTER_ADDR",
+            "head": head_source,
             "port": "MASTER_PORT",
         },
     )

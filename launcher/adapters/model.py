@@ -15,6 +15,9 @@ from typing import Any, Literal
 from pdrun.quick_dataclass import dataclass
 from pdrun.text import make_name
 
+HOST_NAME = "host name"
+"""Source of a value that comes from the name of this machine instead of a variable."""
+
 LauncherKind = Literal["task", "allocation", "none"]
 """
 task: a launcher started this process as one of several. allocation: hosts are reserved, but this

@@ -8,6 +8,8 @@ Launchers that give each node its numbers in variables: count of nodes, rank of 
                      AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS (not on the main node)
     Volcengine       MLP_WORKER_NUM=2 MLP_ROLE_INDEX=1 MLP_WORKER_0_HOST MLP_WORKER_0_PORT
     Beaker           BEAKER_REPLICA_COUNT=2 BEAKER_REPLICA_RANK=1 BEAKER_LEADER_REPLICA_HOSTNAME
+    Metaflow         MF_PARALLEL_NUM_NODES=2 MF_PARALLEL_NODE_INDEX=1 MF_PARALLEL_MAIN_IP
+    Base Command     NGC_ARRAY_SIZE=2 NGC_ARRAY_INDEX=1 NGC_MASTER_ADDR
     Paddle           PADDLE_TRAINERS_NUM=2 PADDLE_TRAINER_ID=1 PADDLE_TRAINER_ENDPOINTS=a:1,b:1
     by hand          NNODES=2 NODE_RANK=1 MASTER_ADDR=h1, RANK and WORLD_SIZE
 
@@ -20,7 +22,7 @@ import re
 from collections.abc import Callable
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import AllocatedHost, LauncherInfo, Probes
+from pdrun.launcher.adapters.model import HOST_NAME, AllocatedHost, LauncherInfo, Probes
 from pdrun.launcher.adapters.parsing import (
     MAX_VALUE_CHARS,
     Environ,
@@ -134,7 +136,7 @@ class NodeVariables:
         if environ.get(self.head):
             return environ[self.head], self.head
         if self.first and node_rank == 0:  # the address of the main node is not set there
-            return probes.address_for(probes.hostname), "host name"
+            return probes.address_for(probes.hostname), HOST_NAME
         return "", self.head
 
 
@@ -210,6 +212,23 @@ NODE_ADAPTERS = tuple(
             head="BEAKER_LEADER_REPLICA_HOSTNAME",
             job=("BEAKER_EXPERIMENT_ID", "BEAKER_WORKLOAD_ID"),
             prefixes=("BEAKER_",),
+        ),
+        NodeVariables(
+            "metaflow",
+            "a parallel step of Metaflow",
+            "MF_PARALLEL_NUM_NODES",
+            "MF_PARALLEL_NODE_INDEX",
+            head="MF_PARALLEL_MAIN_IP",
+            prefixes=("MF_PARALLEL_",),
+        ),
+        NodeVariables(
+            "ngc",
+            "a multi-node job of NVIDIA Base Command",
+            "NGC_ARRAY_SIZE",
+            "NGC_ARRAY_INDEX",
+            head="NGC_MASTER_ADDR",
+            job=("NGC_JOB_ID",),
+            prefixes=("NGC_ARRAY_", "NGC_MASTER_"),
         ),
     )
 )

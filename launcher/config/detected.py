@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from pdrun.endpoint import port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import ascend, detect, mpi, slurm
-from pdrun.launcher.adapters.model import LauncherInfo, Probes
+from pdrun.launcher.adapters.model import HOST_NAME, LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
+from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.parsers import parse_host, parse_servers, parse_tcp_port
 from pdrun.launcher.config.settings import (
     Priority,
@@ -65,6 +66,9 @@ _OTHER_COUNT_VARIABLES = (
     "PBS_NUM_NODES",
     "PBS_NNODES",
     "PJM_NODE",
+    "LEPTON_JOB_TOTAL_WORKERS",
+    "COBALT_PARTSIZE",
+    "OCI__WORKER_COUNT",
     "_CONDOR_NPROCS",
     "GROUP_WORLD_SIZE",
 )
@@ -120,6 +124,8 @@ def detect_settings(
         notes = tuple(
             note for note in notes if not note.startswith(f"{ascend.ASCEND_ADAPTER.name} ")
         )
+    if found.sources.get("head") == HOST_NAME:  # node 0 reads a loopback address, others its name
+        store = tuple(one for one in store if not _is_loopback_host(one))
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
     return (*derived, *store), notes, warnings
@@ -210,6 +216,11 @@ def _store_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
             except UsageError as error:
                 raise source.convert_error(error) from None
     return tuple(found)
+
+
+def _is_loopback_host(setting: Setting) -> bool:
+    host = setting.value
+    return setting.path == "store.host" and (host == "localhost" or is_loopback(host))
 
 
 def launcher_to_detect(launcher: str) -> str:

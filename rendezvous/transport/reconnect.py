@@ -289,7 +289,7 @@ class ReconnectPolicy:
             raise RendezvousError(
                 fault or f"no scheduler there within {self._start_timeout:g} s",
                 where=where,
-                hint=self._hint or "start pdrun on the first node, and check the address",
+                hint=self._hint or _hint_at_address(self._endpoint.host),
             )
         if self.no_listener_since is not None:
             hint = f"; {self._hint}" if self._hint and not fault else ""
@@ -322,6 +322,13 @@ class ReconnectPolicy:
         if now >= self._status_at and self._show_line:
             self._status_at = now + STATUS_SECONDS
             self._show_line(line)
+
+
+def _hint_at_address(host: str) -> str:
+    """Return what to do about a scheduler that nobody started."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return f"{host} is this machine: on other machines use the first node's name or address"
+    return "start pdrun on the first node, and check the address"
 
 
 NO_LISTENER_TEXT = "no process listens there yet"

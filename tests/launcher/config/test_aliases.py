@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from pdrun.errors import ConfigError, PdrunError
+from pdrun.launcher.adapters.model import Probes
 from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.msrun_options import MSRUN_OPTIONS
@@ -16,11 +17,13 @@ from pdrun.launcher.config.run_options import RUN_OPTIONS
 from pdrun.launcher.config.torchrun_options import TORCHRUN_OPTIONS
 
 
-def resolve_line(line: str, environ: Mapping[str, str] | None = None) -> ResolvedSpec:
+def resolve_line(
+    line: str, environ: Mapping[str, str] | None = None, probes: Probes | None = None
+) -> ResolvedSpec:
     """Return what a command line asks for, without looking at any machine."""
     context = run_command().make_context("run", shlex.split(line))
     words = context.params.pop("words")
-    return parse_request(context.params, words, environ or {}).resolved
+    return parse_request(context.params, words, environ or {}, probes).resolved
 
 
 SAME = [

@@ -9,6 +9,7 @@ import pytest
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
+from pdrun.launcher.adapters.model import Probes
 from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.config.resolve import ResolvedSpec
 from tests.launcher.config.test_aliases import resolve_line
@@ -55,6 +56,20 @@ def describe_place(found: ResolvedSpec) -> str:
 )
 def test_variables_of_nodes_give_their_job(line: str, environ: dict[str, str], job: str) -> None:
     assert describe_place(resolve_line(line, environ)) == job
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_a_master_pod_with_a_loopback_address_is_reached_by_its_name(address: str) -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
+    probes = Probes(hostname="master-0")
+    found = resolve_line("x", {**pod, "MASTER_ADDR": address, "RANK": "0"}, probes)
+    place = found.spec.place
+    assert place.scheduler == Endpoint("master-0", 13456)
+    assert place.store is not None and place.store.host != address and place.store.port == 23456
+    with pytest.raises(PdrunError, match="this pod itself, but RANK is 1"):
+        resolve_line("x", {**pod, "MASTER_ADDR": address, "RANK": "1"})
+    alone = resolve_line("x", {**pod, "MASTER_ADDR": address, "RANK": "0", "WORLD_SIZE": "1"})
+    assert alone.spec.resources.nodes == 1
 
 
 def test_servers_of_a_launcher_are_those_of_the_job() -> None:

@@ -188,6 +188,7 @@ def test_nobody_there_is_69_after_the_start_timeout(secret: Secret) -> None:
         with pytest.raises(RendezvousError, match=r"no scheduler there within 0\.7 s") as caught:
             agent.expect(Welcome)
         assert caught.value.exit_code == 69
+        assert "127.0.0.1 is this machine" in str(caught.value)
 
 
 AGENT = """

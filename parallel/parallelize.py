@@ -8,7 +8,7 @@ partitioning, build the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
 from pdrun.parallel.auto.inputs import (
@@ -30,8 +31,9 @@ from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
 from pdrun.parallel.interfaces import Cutter, MeshRefiner, PipelineCutter, SequenceCutter
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.meta_init import WeightInitializer
-from pdrun.parallel.model.recompute import apply_recompute
+from pdrun.parallel.model.recompute import apply_recompute, parse_recompute
 from pdrun.parallel.model.weights import Weight
+from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
@@ -297,6 +299,26 @@ def _describe_arguments(
     }
 
 
+def _recompute_operators(
+    arguments: Arguments, model: nn.Module, compiled: Sequence[str], modules: Sequence[str]
+) -> list[str]:
+    """Recompute the single operators that ``recompute=`` names; return their names."""
+    if not isinstance(arguments.recompute, Mapping) or "operators" not in arguments.recompute:
+        return []
+    engine = find_engine(model)
+    refused = {
+        "without strategy=pdrun.Operators(...)": engine is None,
+        "with compile=": bool(compiled),
+        "with activations on the host": parse_offload(arguments.offload).activations,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            what = f"single operators cannot be recomputed {name}"
+            raise UsageError(what, where="recompute", hint='name modules: {"modules": "blocks.*"}')
+    assert engine is not None
+    return engine.recompute_operators(parse_recompute(arguments.recompute).operators, modules)
+
+
 def _build_state(
     arguments: Arguments,
     mesh: Mesh,
@@ -321,6 +343,7 @@ def _build_state(
     recompute = arguments.recompute
     compiled = compile_modules(partitioned.model, arguments.compile)
     recomputed = apply_recompute(partitioned.model, recompute)
+    recomputed += _recompute_operators(arguments, partitioned.model, compiled, recomputed)
     check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
     engine = _build_engine(settings, prepared, partitioned, fill)
     shard_param_groups(optimizer, engine.trained_parts)

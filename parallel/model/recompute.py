@@ -8,9 +8,12 @@ backward pass.
     ("blocks.*", "selective")  the modules of these names, with a policy
     {"modules": "blocks.*", "mp_comm_recompute": False}
                                results of collectives along tensor axes are kept, not repeated
+    {"operators": "blocks.*.gelu"}
+                               results of single operators of `pdrun.Operators` are not kept
 
-The dict has the keys ``modules`` (a glob or globs; default: units), ``policy`` ("full" or
-"selective") and ``mp_comm_recompute``, MindSpore's name; its default is True.
+The dict has the keys ``modules`` (a glob or globs; default: units, or none with ``operators``),
+``policy`` ("full" or "selective"), ``mp_comm_recompute``, MindSpore's name, whose default is True,
+and ``operators`` (a glob or globs of names that `run.model.explain()` prints).
 
 Caches of keys and values are off (`caches`). Dropout masks are the same: see
 `pdrun.parallel.rng.step_rng`.
@@ -64,6 +67,8 @@ class RecomputePolicy:
     """Names of modules; None: units."""
     repeats_collectives: bool = True
     """Whether collectives are repeated too; otherwise their results stay in memory."""
+    operators: Sequence[str] = ()
+    """Names of single operators."""
 
 
 def apply_recompute(model: nn.Module, value: Any) -> list[str]:
@@ -77,7 +82,7 @@ def apply_recompute(model: nn.Module, value: Any) -> list[str]:
         return []
     policy = parse_recompute(value)
     if policy.globs is None:
-        names = find_units(model, None)
+        names = [] if policy.operators else find_units(model, None)
     else:
         names = match_modules(model, policy.globs, API_NAME)
     if names:
@@ -106,7 +111,7 @@ def parse_recompute(value: Any) -> RecomputePolicy:
 
 
 def _parse_dict(value: Mapping[str, Any]) -> RecomputePolicy:
-    keys = ("modules", "policy", "mp_comm_recompute")
+    keys = ("modules", "policy", "mp_comm_recompute", "operators")
     for key in value:
         if key not in keys:
             hint = did_you_mean(str(key), keys)
@@ -117,7 +122,7 @@ def _parse_dict(value: Mapping[str, Any]) -> RecomputePolicy:
         raise _refuse(value)
     modules = value.get("modules")
     globs = None if modules is None else _parse_globs(modules)
-    return RecomputePolicy(policy, globs, repeats)
+    return RecomputePolicy(policy, globs, repeats, _parse_globs(value.get("operators", [])))
 
 
 def _parse_globs(value: Any) -> list[str]:

@@ -7,15 +7,16 @@ the full model and builds the local graphs of its stages.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pdrun.errors import UsageError
+from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.finer_grid import FinerGrid
@@ -24,12 +25,13 @@ from pdrun.parallel.operators.choose_splits import OPERATORS_API
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
 from pdrun.parallel.operators.graph.fake_model import FakeModel
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.graph.recomputed import refuse_reason
 from pdrun.parallel.operators.partition import build_local_program
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.program import LocalProgram
 from pdrun.parallel.operators.propagate import propagate_layouts
 from pdrun.parallel.operators.replan import replan
-from pdrun.parallel.operators.segments import find_called_modules
+from pdrun.parallel.operators.segments import find_called_modules, find_unit
 from pdrun.parallel.operators.stages import StagePlan, assign_stages, assign_weights, stage_plans
 from pdrun.parallel.operators.strategy import StrategyEntry, resolve_entries
 
@@ -76,6 +78,8 @@ class OperatorEngine:
         self.first_plan: OperatorPlan | None = None
         self.stages: PipelineStages | None = None
         """Those that this rank runs, once the pipeline has made them."""
+        self.recomputed: frozenset[str] = frozenset()
+        """Names of operators whose results are not kept for the backward pass."""
 
     def __deepcopy__(self, memo: Any) -> OperatorEngine:
         return self
@@ -115,9 +119,44 @@ class OperatorEngine:
             if self._split is not None:
                 local_name = functools.partial(self._local_name, model, stage_plan)
             self.programs[key] = build_local_program(
-                plan, self.axes, stage_plan, find_called_modules(model), local_name
+                plan,
+                self.axes,
+                stage_plan,
+                find_called_modules(model),
+                local_name,
+                self.recomputed,
             )
         return self.programs[key]
+
+    def recompute_operators(self, globs: Sequence[str], modules: Sequence[str]) -> list[str]:
+        """
+        Keep no results of some operators for the backward pass; return their names.
+
+        Args:
+            globs: of names of operators.
+            modules: names of the modules that are recomputed in full.
+
+        Raises:
+            UsageError: a glob matches no operator, or only such that cannot be recomputed, or one
+                inside of a module that is recomputed.
+        """
+        assert self.first_plan is not None
+        operators = {operator.name: operator for operator in self.first_plan.graph.operators}
+        chosen: dict[str, None] = {}
+        for glob in globs:
+            names = fnmatch.filter(operators, glob)
+            if not names:
+                hint = did_you_mean(glob, operators)
+                raise UsageError(f"{glob!r} matches no operator", where="recompute", hint=hint)
+            for name in names:
+                reason = refuse_reason(operators[name])
+                if not reason and find_unit(operators[name].module, list(modules)):
+                    reason = "its module is recomputed already"
+                if reason:
+                    raise UsageError(f"{name} cannot be recomputed: {reason}", where="recompute")
+            chosen |= dict.fromkeys(names)
+        self.recomputed = frozenset(chosen)
+        return list(chosen)
 
     def _modules_in_training(self, model: nn.Module) -> frozenset[str]:
         """

@@ -48,6 +48,7 @@ from pdrun.parallel.operators.compiler import (
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
 from pdrun.parallel.operators.graph.fake_model import FakeModel, find_device
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.graph.recomputed import recompute_results
 from pdrun.parallel.operators.graph.sample_call import capture_call
 from pdrun.parallel.operators.graph.trace_check import check_trace
 from pdrun.parallel.operators.plan import OperatorPlan
@@ -279,6 +280,14 @@ class PartitionedModule(nn.Module):
         Return the full results of the model on every rank. In a pipeline, run the current stage.
         """
         engine = self._pdrun_engine
+        if engine.recomputed:
+            with recompute_results():
+                return self._run_graph(engine, args, kwargs)
+        return self._run_graph(engine, args, kwargs)
+
+    def _run_graph(
+        self, engine: OperatorEngine, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         if engine.stages is None:
             program = engine.program_for(self, args, kwargs)

@@ -26,6 +26,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.view import View
 from pdrun.parallel.operators.graph.graph import Operator, TensorRef, iter_refs, replace_refs
+from pdrun.parallel.operators.graph.recomputed import RecomputedCall
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.operators.program import LocalProgram, MoveModule
 from pdrun.parallel.operators.redistribute import (
@@ -47,6 +48,7 @@ def build_local_program(
     stage: StagePlan,
     units: list[str] | None = None,
     local_name: Callable[[str], str] = str,
+    recomputed: frozenset[str] = frozenset(),
 ) -> LocalProgram:
     """
     Return what this rank runs.
@@ -55,8 +57,9 @@ def build_local_program(
         stage: the operators of its stage, and what it receives and sends.
         units: paths of submodules that are called for their segment of the graph.
         local_name: maps the first name of a weight or buffer to its name in this rank's model.
+        recomputed: names of operators whose results are not kept.
     """
-    return _ProgramBuilder(plan, axes, stage, units or [], local_name).build()
+    return _ProgramBuilder(plan, axes, stage, units or [], local_name, recomputed).build()
 
 
 class _ProgramBuilder:
@@ -69,8 +72,10 @@ class _ProgramBuilder:
         stage: StagePlan,
         units: list[str],
         local_name: Callable[[str], str],
+        recomputed: frozenset[str],
     ) -> None:
         self.plan = plan
+        self.recomputed = recomputed
         self.axes = axes
         self.graph = plan.graph
         self.units = units
@@ -244,6 +249,10 @@ class _ProgramBuilder:
         args, kwargs = (
             _on_device(replace_refs(values, node_of), self.axes.device) for values in (args, kwargs)
         )
+        if operator.name in self.recomputed:
+            name = f"recomputed_{position}"
+            self.root.add_module(name, RecomputedCall(target))
+            return self.local_graph.call_module(name, tuple(args), dict(kwargs))
         return self.local_graph.call_function(target, tuple(args), dict(kwargs))
 
 

@@ -121,6 +121,8 @@ PROOFS: dict[str, dict[str, str]] = {
         "`MicroBatchInterleaved`": "tests/parallel/training/test_interleaved_copies.py"
         "::test_copies_compute_what_one_process_does",
         "`Cell.recompute()`": f"{LEVELS}::test_sampled_product",
+        "`Primitive.recompute()`": "tests/parallel/operators/test_recomputed_operators.py"
+        "::test_results_do_not_live_until_the_backward_pass",
         "`mp_comm_recompute=False`": "tests/parallel/model/test_kept_collectives.py"
         "::test_results_of_collectives_are_kept",
         "`Cell.offload`, `memory_offload`": f"{MEMORY}::test_activations_really_go",

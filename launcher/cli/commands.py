@@ -59,6 +59,7 @@ COMMAND_HINTS = {
     **dict.fromkeys(("log", "tail", "output"), "use pdrun logs"),
     **dict.fromkeys(("launch", "start", "exec"), "use pdrun [OPTIONS] SCRIPT"),
     **dict.fromkeys(("info", "explain", "detect"), "use pdrun env"),
+    "man": "use pdrun completion man",
     **dict.fromkeys(("check", "diagnose", "health"), "use pdrun doctor"),
     **dict.fromkeys(("ranktable", "hccl", "rank_table"), "use pdrun rank-table"),
     **dict.fromkeys(("dryrun", "dry-run"), "use pdrun --dry-run SCRIPT"),
@@ -252,31 +253,10 @@ def _load_k8s() -> click.Command:
     return k8s_group()
 
 
-def completion_command() -> click.Command:
-    """Return ``pdrun completion``."""
+def _load_completion() -> click.Command:
+    from pdrun.launcher.cli.inspect.completion import completion_command
 
-    @click.pass_context
-    def print_completion(ctx: click.Context, shell: str) -> int:
-        from click.shell_completion import get_completion_class
-
-        kind = get_completion_class(
-            parsers.choice_parser("bash", "zsh", "fish")(shell, "completion")
-        )
-        if kind is None:
-            raise UsageError(f"completion is not supported for {shell}")
-        click.echo(kind(ctx.find_root().command, {}, "pdrun", "_PDRUN_COMPLETE").source())
-        return 0
-
-    return click.Command(
-        "completion",
-        callback=print_completion,
-        help=(
-            "Print the completion code of a shell. "
-            'For bash: eval "$(pdrun completion bash)" in ~/.bashrc.'
-        ),
-        params=[click.Argument(["shell"], metavar="bash|zsh|fish")],
-        context_settings=dict(CONTEXT_SETTINGS),
-    )
+    return completion_command()
 
 
 LOADERS: Mapping[str, Callable[[], click.Command]] = {
@@ -301,6 +281,6 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "slurm": _load_slurm,
     "k8s": _load_k8s,
     "mpirun": _load_mpirun,
-    "completion": completion_command,
+    "completion": _load_completion,
 }
 """Name of a command and the function that imports it."""

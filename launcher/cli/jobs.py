@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,22 @@ if TYPE_CHECKING:
 
 
 def _job_argument() -> click.Argument:
-    return click.Argument(["job"], required=False, metavar="[JOB]")
+    return click.Argument(
+        ["job"], required=False, metavar="[JOB]", shell_complete=complete_job_names
+    )
+
+
+def complete_job_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Complete the names of this user's jobs."""
+    from pdrun.launcher.cli.inspect.values import complete_jobs
+
+    return complete_jobs(incomplete)
+
+
+def _complete_ranks(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    from pdrun.launcher.cli.inspect.values import complete_ranks
+
+    return complete_ranks(ctx.params.get("job"), incomplete)
 
 
 def _follow_option() -> click.Option:
@@ -136,7 +151,13 @@ def logs_command() -> click.Command:
         help="Print the output of a job's workers.",
         params=[
             _job_argument(),
-            click.Option(["--ranks"], default="all", metavar="RANKS", help="all, or 0,7-9."),
+            click.Option(
+                ["--ranks"],
+                default="all",
+                metavar="RANKS",
+                help="all, or 0,7-9.",
+                shell_complete=_complete_ranks,
+            ),
             click.Option(
                 ["--generation"],
                 metavar="N|all",

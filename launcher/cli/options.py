@@ -7,7 +7,7 @@ From the tables of options to click and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -31,7 +31,24 @@ def _click_option(row: Option, name: str) -> click.Option:
     names = [name, option_parameter_name(name)]
     if not row.metavar:
         return click.Option(names, is_flag=True, hidden=is_hidden)
-    return click.Option(names, multiple=True, type=click.UNPROCESSED, hidden=is_hidden)
+    return click.Option(
+        names,
+        multiple=True,
+        type=click.UNPROCESSED,
+        hidden=is_hidden,
+        shell_complete=_value_completer(row),
+    )
+
+
+def _value_completer(row: Option) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """Return what completes the values of an option; only a shell's TAB imports it."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from pdrun.launcher.cli.inspect.values import complete_option
+
+        return complete_option(row, ctx, incomplete)
+
+    return complete
 
 
 def option_parameter_name(spelling: str) -> str:

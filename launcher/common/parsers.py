@@ -91,19 +91,26 @@ def parse_servers(text: str, where: str) -> str:
     return f"{count}{slash}{unit}"
 
 
-def choice_parser(*words: str) -> Parser:
-    """Return a parser that accepts one of the words."""
+class ChoiceParser:
+    """Accepts one of some words, which the shell completes."""
 
-    def parse(text: str, where: str) -> str:
-        if text in words:
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def __call__(self, text: str, where: str) -> str:
+        """Return the text; UsageError if it is not one of the words."""
+        if text in self.words:
             return text
         raise UsageError(
-            f"{quote_text(text)} is not one of {', '.join(words)}",
+            f"{quote_text(text)} is not one of {', '.join(self.words)}",
             where=where,
-            hint=did_you_mean(text, words),
+            hint=did_you_mean(text, self.words),
         )
 
-    return parse
+
+def choice_parser(*words: str) -> ChoiceParser:
+    """Return a parser that accepts one of the words."""
+    return ChoiceParser(words)
 
 
 def parse_duration(text: str, where: str) -> float:

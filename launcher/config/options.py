@@ -57,9 +57,21 @@ class Option:
     """Whether the short help lists the option."""
 
 
+class ParsedField:
+    """Stores a parsed value at a path."""
+
+    def __init__(self, path: str, parser: parsers.Parser) -> None:
+        self.path = path
+        self.parser = parser
+
+    def __call__(self, text: str, where: str) -> FieldValues:
+        """Return the field of a value."""
+        return {self.path: self.parser(text, where)}
+
+
 def store_parsed(path: str, parser: parsers.Parser) -> OptionReader:
     """Return a reader that stores the parsed value at ``path``."""
-    return lambda text, where: {path: parser(text, where)}
+    return ParsedField(path, parser)
 
 
 def store_value(path: str, value: object) -> OptionReader:

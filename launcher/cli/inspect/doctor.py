@@ -67,7 +67,13 @@ def doctor_command() -> click.Command:
         ),
         params=[
             click.Option(["--json"], is_flag=True, help="Print one JSON object."),
-            click.Option(["--only"], metavar="NAMES", default="", help="Checks: disk,ports,..."),
+            click.Option(
+                ["--only"],
+                metavar="NAMES",
+                default="",
+                help="Checks: disk,ports,...",
+                shell_complete=_complete_checks,
+            ),
             click.Option(["--strict"], is_flag=True, help="Exit code 1 after a warning."),
             click.Option(
                 ["--files"], metavar="FILES", default="", help="Must be equal on all nodes."
@@ -83,6 +89,14 @@ def doctor_command() -> click.Command:
         ],
         context_settings={**CONTEXT_SETTINGS, "ignore_unknown_options": True},
     )
+
+
+def _complete_checks(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from pdrun.launcher.doctor.runner import CHECKS, NODE_CHECKS
+
+    before, comma, last = incomplete.rpartition(",")
+    names = (*CHECKS, *NODE_CHECKS)
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
 
 def diagnose(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import click
 
+from pdrun.launcher.cli.jobs import complete_job_names
 from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import parsers
 
 KINDS = ("csv", "json", "tensorboard")
+
+
+def _complete_kinds(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 def plot_command() -> click.Command:
@@ -27,7 +32,9 @@ def plot_command() -> click.Command:
             " folder of its logs), has reported with its steps."
         ),
         params=[
-            click.Argument(["jobs"], metavar="[JOB]...", nargs=-1),
+            click.Argument(
+                ["jobs"], metavar="[JOB]...", nargs=-1, shell_complete=complete_job_names
+            ),
             click.Option(
                 ["-o", "--output"],
                 metavar="FILE",
@@ -56,9 +63,15 @@ def export_command() -> click.Command:
         callback=export,
         help="Write the numbers that the newest job, or JOB, has reported, for other programs.",
         params=[
-            click.Argument(["job"], required=False, metavar="[JOB]"),
+            click.Argument(
+                ["job"], required=False, metavar="[JOB]", shell_complete=complete_job_names
+            ),
             click.Option(
-                ["--to"], metavar="FORMAT", required=True, help="csv, json (lines) or tensorboard."
+                ["--to"],
+                metavar="FORMAT",
+                required=True,
+                help="csv, json (lines) or tensorboard.",
+                shell_complete=_complete_kinds,
             ),
             click.Option(
                 ["-o", "--output"],

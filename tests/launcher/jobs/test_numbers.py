@@ -59,13 +59,8 @@ def test_png_needs_a_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_csv_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export_numbers("./train-1", "csv", "x.csv")
     rows = list(csv.DictReader((folder / "x.csv").open()))
-    assert [row["mean"] for row in rows if row["name"] == "loss"] == [
-        "2.5",
-        "2.4",
-        "2.3",
-        "2.2",
-        "",
-    ]
+    means = [row["mean"] for row in rows if row["name"] == "loss"]
+    assert means == ["2.5", "2.4", "2.3", "2.2", ""]
     assert rows[-2]["bad_rank"] == "2" and rows[-1]["name"] == "lr"
     capsys.readouterr()
     export_numbers("./train-1", "json", "")
@@ -88,7 +83,8 @@ def test_tensorboard_by_its_own_writer(folder: Path, monkeypatch: pytest.MonkeyP
             added.append(("closed",))
 
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", SimpleNamespace(Writer=Writer))  # type: ignore[arg-type]
+    own = SimpleNamespace(Writer=Writer)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", own)  # type: ignore[arg-type]
     export_numbers("./train-1", "tensorboard", "")
     assert added[0] == ("train-1-tensorboard",) and added[-1] == ("closed",)
     assert added[1] == ("loss", 2.5, 0, 100.0) and len(added) == 8

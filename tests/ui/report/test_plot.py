@@ -55,8 +55,9 @@ def test_nothing_to_draw() -> None:
 
 def test_extreme_values_stay_in_the_picture() -> None:
     found = picture(line(0, loss=-1.7e308), line(1, loss=1.7e308), line(2, loss=5e-324))
-    points = ElementTree.fromstring(found).find(f".//{SVG}polyline").attrib["points"]  # type: ignore[union-attr]
-    assert "nan" not in points and "inf" not in points
+    drawn = ElementTree.fromstring(found).find(f".//{SVG}polyline")
+    assert drawn is not None
+    assert "nan" not in drawn.attrib["points"] and "inf" not in drawn.attrib["points"]
 
 
 def test_long_curves_are_thinned_and_keep_their_peaks() -> None:

@@ -97,7 +97,7 @@ class ChoiceParser:
     def __init__(self, words: tuple[str, ...]) -> None:
         self.words = words
 
-    def __call__(self, text: str, where: str) -> str:
+    def __call__(self, text: str, where: str) -> Any:
         """Return the text; UsageError if it is not one of the words."""
         if text in self.words:
             return text

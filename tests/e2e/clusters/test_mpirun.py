@@ -128,7 +128,7 @@ def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Pat
     assert done.returncode != 0 and "end" not in done.stdout
 
 
-@BOTH
+@ONE
 @pytest.mark.torch
 @pytest.mark.slow
 def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
     assert (done.returncode, re.findall(r"sum (\S+)", done.stdout)) == (0, ["1.0"] * 2), done.stderr
 
 
-@ONE
+@BOTH
 @pytest.mark.root
 @pytest.mark.slow
 def test_init_finds_the_ranks_on_other_hosts(program: str, cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from pdrun.launcher.stdlib_only import process_tree
 from tests.lib.supervisor_driver import is_alive, wait_until
-from tests.lib.tiers import by_tier
+from tests.lib.tiers import by_tier, cover_pairs
 from tests.lib.timing import compared, in_starts
 
 STUBBORN = """
@@ -88,13 +89,16 @@ time.sleep({pause})
 """
 
 
-@pytest.mark.parametrize("how", ["logging.exception('handled')", "traceback.print_exc()"])
+CODES = {"os._exit(3)": 3, "os.kill(os.getpid(), 9)": 137, "raise KeyError('own')": 1}
+HANDLERS = ["logging.exception('handled')", "traceback.print_exc()"]
+
+
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("raise KeyError('own')", 1)],
+    "handled", cover_pairs(itertools.product([0, 1.5], CODES, HANDLERS), list), ids=str
 )
-@pytest.mark.parametrize("pause", [0, 1.5])
-def test_an_exception_that_was_handled_is_nobody_s_cause(jobs, how, end, code, pause):
+def test_an_exception_that_was_handled_is_nobody_s_cause(jobs, handled):
+    pause, end, how = handled
+    code = CODES[end]
     found, job = jobs.run(
         *jobs.python(HANDLED.format(how=how, end=end, pause=pause)), workers=2, grace=1.0
     )

@@ -146,7 +146,7 @@ def count(kind: str, compile: Any) -> Any:
     return message, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), names
 
 
-@pytest.mark.parametrize("kind", ["sequence", "operators"])
+@pytest.mark.parametrize("kind", ["sequence", thorough("operators")])
 def test_the_same_collectives_in_one_graph_for_all_layers(worlds: Any, kind: str) -> None:
     plain = worlds(2).run(count, kind, None)
     compiled = worlds(2).run(count, kind, {"backend": "aot_eager"}, bound=BOUND)

@@ -27,7 +27,7 @@ from tests.lib.decoder_model import (
     tokens,
     whole_gradients,
 )
-from tests.lib.tiers import is_thorough
+from tests.lib.tiers import is_thorough, thorough
 
 pytestmark = pytest.mark.torch
 TP = Grid(("tp",), (4,))
@@ -48,19 +48,26 @@ def same(
         compare(build(dtype, **options), strategy(**how), Grid(names, sizes), batch, cut_loss=loss)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "tied": ({"bias": False, "tied": True}, {}),
+    "cut-logits": ({"n_kv": 8, "tied": True, "padding": 3}, {"gather": False}),
+    "two-kv-heads": ({"n_kv": 2, "words": 41}, {"gather": False}),
+    "one-kv-head": ({"n_kv": 1}, {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "how"),
+    ("kind", "way"),
     [
-        ({}, {}),
-        ({"bias": False, "tied": True}, {}),
-        ({"n_kv": 8, "tied": True, "padding": 3}, {"gather": False}),
-        ({"n_kv": 2, "words": 41}, {"gather": False}),
-        ({"n_kv": 1}, {}),
+        *(("plain", "whole"), ("plain", "sequence"), ("tied", "whole"), ("two-kv-heads", "whole")),
+        *(("cut-logits", "sequence"), ("one-kv-head", "sequence"), thorough("tied", "sequence")),
+        *(thorough("cut-logits", "whole"), thorough("two-kv-heads", "sequence")),
+        thorough("one-kv-head", "whole"),
     ],
-    ids=["plain", "tied", "cut-logits", "two-kv-heads", "one-kv-head"],
 )
-def test_a_cut_model_equals_the_whole(worlds: Any, options: Any, how: Any, sequence: bool) -> None:
+def test_a_cut_model_equals_the_whole(worlds: Any, kind: str, way: str) -> None:
+    (options, how), sequence = DECODERS[kind], way == "sequence"
     worlds(4).run(same, ("tp",), (4,), options, {**how, "sequence": sequence})
 
 

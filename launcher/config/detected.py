@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from pdrun.endpoint import port_for_job
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters import ascend, detect, mpi, slurm
+from pdrun.launcher.adapters import ascend, detect, mpi
 from pdrun.launcher.adapters.model import HOST_NAME, LauncherInfo, Probes
 from pdrun.launcher.adapters.names import START_LAUNCHERS
 from pdrun.launcher.adapters.node_variables import NODE_COUNT_VARIABLES
@@ -114,7 +114,6 @@ def detect_settings(
     warnings = found.notes
     if found.kind == "allocation":
         derived = _allocation_settings(found, given)
-        warnings = (*warnings, *_explain_ssh(found, derived, launcher))
     else:
         derived = _task_settings(found, given, probes)
     if found.launcher == "mindspore" and found.workers_per_node is None:
@@ -129,18 +128,6 @@ def detect_settings(
     if found.launcher != "pet":
         notes = (f"{found.title}: {_summarize_launcher(found)}", *notes)
     return (*derived, *store), notes, warnings
-
-
-def _explain_ssh(found: LauncherInfo, derived: Iterable[Setting], launcher: str) -> tuple[str, ...]:
-    """Return why srun does not start the agents of a heterogeneous job, or no line."""
-    if found.sources.get("hosts") != slurm.HET_NODE_LISTS or launcher not in ("", "auto"):
-        return ()
-    if not any(setting.path == "hosts.all" for setting in derived):
-        return ()
-    return (
-        "a step of srun has the nodes of one group of a heterogeneous job only: the agents are"
-        " started by ssh (--launcher ssh)",
-    )
 
 
 def _refuse_lost_count(environ: Mapping[str, str], given: SettingsByPath) -> None:

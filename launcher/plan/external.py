@@ -21,6 +21,7 @@ from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import mpirun_command
+from pdrun.launcher.adapters.parsing import read_host_list
 from pdrun.launcher.adapters.slurm import HET_NODE_LISTS
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts import nodelist
@@ -34,6 +35,8 @@ from pdrun.launcher.plan.scheduler_address import choose_listen_address
 TASK_MAIN_ARGS = ("-P", "-m", "pdrun.launcher.launch.task_main")
 PAYLOAD_VARIABLE = "PDRUN_ORDER"
 TOKEN_VARIABLE = process_setup.TOKEN_VARIABLE
+_SLURM_SOURCES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", HET_NODE_LISTS)
+"""Sources of the hosts of an allocation of Slurm."""
 KILL_MARGIN_SECONDS = 5.0
 """Seconds of Slurm's KillWait that are reserved for the last output, before its SIGKILL."""
 
@@ -52,7 +55,7 @@ def external_launcher_for(spec: JobSpec, sources: Sources) -> Literal["", "mpiru
     if place.launcher == "srun":
         return "srun"
     is_automatic = place.launcher in ("", "auto")
-    is_allocation = sources.get("place.hosts", "") in ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    is_allocation = sources.get("place.hosts", "") in _SLURM_SOURCES
     if is_automatic and place.hosts and is_allocation:
         return "srun"
     return ""
@@ -72,12 +75,6 @@ def plan_external(
     assert launcher is not None
     if launcher.error:
         raise ConfigError(launcher.error, where=f"--launcher {launcher.kind}")
-    if launcher.kind == "srun" and sources.get("place.hosts") == HET_NODE_LISTS:
-        raise ConfigError(
-            "a step of srun has the nodes of one group of a heterogeneous job only",
-            where="--launcher srun",
-            hint="use --launcher ssh",
-        )
     nodes = len(spec.place.hosts) or spec.resources.nodes
     where = source_of(sources, "resources.nodes", "")
     if where and spec.resources.nodes != nodes:
@@ -169,29 +166,57 @@ def _launch_by_srun(
     facts: Facts,
 ) -> ExternalLaunch:
     names = [host.name for host in spec.place.hosts]
+    binding = ["--cpu-bind=none"] if launcher.binds_tasks else []
+    argv = [launcher.program]
+    for group, members in _split_by_group(names, facts.environ):
+        count = len(members) or nodes
+        argv += [
+            *([":"] if len(argv) > 1 else []),
+            *group,
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            *_nodelist_option(members),
+            "--distribution=block",
+            "--export=ALL",
+            *binding,
+            "--mpi=none",
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--unbuffered",
+            f"--chdir={facts.cwd}",
+            *spec.reach.srun_opts,
+            *task,
+        ]
+    return ExternalLaunch("srun", "srun, one task per node", task[0], tuple(argv), env, {})
+
+
+def _split_by_group(
+    names: list[str], environ: Mapping[str, str]
+) -> list[tuple[tuple[str, ...], list[str]]]:
+    """
+    Return srun's option for each group of a heterogeneous job, and the hosts that the job uses of
+    it. There is one entry without groups, or with a host that is in none of them.
+    """
+    found: list[tuple[tuple[str, ...], list[str]]] = []
+    left = set(names)
+    groups = environ.get("SLURM_HET_SIZE", "")
+    for number in range(int(groups) if re.fullmatch("[0-9]{1,4}", groups) else 0):
+        hosts = read_host_list(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{number}")
+        members = [host.name for host in hosts if host.name in left]
+        left.difference_update(members)
+        if members:
+            found.append(((f"--het-group={number}",), members))
+    return [((), names)] if left or not found else found
+
+
+def _nodelist_option(names: list[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
     listed = nodelist.compress_names(names)
     if re.search(r"\][^,]", listed):  # Slurm does not accept text after a bracket
         listed = ",".join(names)
-    node_list = [f"--nodelist={listed}"] if names else []
-    binding = ["--cpu-bind=none"] if launcher.binds_tasks else []
-    argv = (
-        launcher.program,
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--ntasks-per-node=1",
-        *node_list,
-        "--distribution=block",
-        "--export=ALL",
-        *binding,
-        "--mpi=none",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--unbuffered",
-        f"--chdir={facts.cwd}",
-        *spec.reach.srun_opts,
-        *task,
-    )
-    return ExternalLaunch("srun", "srun, one task per node", task[0], argv, env, {})
+    return (f"--nodelist={listed}",)
 
 
 def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:

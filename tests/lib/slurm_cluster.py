@@ -5,6 +5,7 @@ systemd.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -28,6 +29,38 @@ CGROUPS = (
     ),
 )
 """Lines of a host's start: ``ip netns exec`` laid a bare /sys, and slurmd looks for cgroups."""
+OWN_CGROUPS = ("freezer", "cpuset", "devices")
+"""Hierarchies of cgroup v1 in which slurmd makes groups for its jobs."""
+
+
+def own_cgroup_mounts(name: str) -> tuple[str, ...]:
+    """
+    Return lines of a host's start that give the host a part of each hierarchy as its root.
+
+    ``name`` is the beginning of the parts' names. `remove_cgroups` removes them.
+    """
+    kinds = " ".join(OWN_CGROUPS)
+    return (
+        f"for c in {kinds}; do mkdir -p /sys/fs/cgroup/$c/{name}-$H; done",
+        "for f in cpuset.cpus cpuset.mems; do cat /sys/fs/cgroup/cpuset/$f >"
+        f" /sys/fs/cgroup/cpuset/{name}-$H/$f; done",
+        f"for c in {kinds}; do mount --bind /sys/fs/cgroup/$c/{name}-$H /sys/fs/cgroup/$c; done",
+    )
+
+
+def remove_cgroups(name: str) -> None:
+    """Remove the groups that `own_cgroup_mounts` and slurmd made. Their processes have ended."""
+    for kind in OWN_CGROUPS:
+        for top in Path("/sys/fs/cgroup", kind).glob(f"{name}-*"):
+            for folder, _, _ in os.walk(top, topdown=False):
+                with contextlib.suppress(OSError):
+                    Path(folder).rmdir()
+
+
+def missing_cgroups() -> str:
+    """Return why slurmd cannot use cgroups here, or the empty string."""
+    lacking = [kind for kind in OWN_CGROUPS if not Path("/sys/fs/cgroup", kind, "tasks").exists()]
+    return f"no cgroup v1 of {', '.join(lacking)}" if lacking else ""
 
 
 def missing() -> str:
@@ -51,8 +84,9 @@ def missing() -> str:
 class Slurm:
     """See the module."""
 
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: Hosts, folder: Path, *, uses_cgroups: bool = False) -> None:
+        """``uses_cgroups``: slurmd tracks and confines jobs by cgroup v1 (`own_cgroup_mounts`)."""
+        self.hosts, self.folder, self._uses_cgroups = hosts, folder, uses_cgroups
         self.conf = folder / "slurm.conf"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -63,6 +97,10 @@ class Slurm:
         shutil.chown(key, "munge")
         key.chmod(0o400)
         self.conf.write_text(self._text())
+        (self.folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=yes\n"
+            "ConstrainDevices=yes\nConstrainRAMSpace=no\n"
+        )
         for name in self.hosts.names:
             self.boot(name)
         self._start(self.hosts.names[0], "slurmctld", "-f", str(self.conf), "-D")
@@ -70,6 +108,9 @@ class Slurm:
 
     def _text(self) -> str:
         hosts, folder = self.hosts, self.folder
+        plugin = {"proctrack": "linuxproc", "task": "none"}
+        if self._uses_cgroups:
+            plugin = dict.fromkeys(plugin, "cgroup")
         lines = f"""
             ClusterName=test
             SlurmctldHost={hosts.names[0]}({hosts.address(hosts.names[0])})
@@ -82,8 +123,8 @@ class Slurm:
             SlurmdPidFile=/run/slurmd.pid
             SlurmctldLogFile={folder}/ctld.log
             SlurmdLogFile={folder}/%n.log
-            ProctrackType=proctrack/linuxproc
-            TaskPlugin=task/none
+            ProctrackType=proctrack/{plugin["proctrack"]}
+            TaskPlugin=task/{plugin["task"]}
             SwitchType=switch/none
             MpiDefault=none
             SelectType=select/cons_tres

@@ -210,7 +210,7 @@ ARRAY = {
 @pytest.mark.parametrize(
     ("line", "environ", "warnings"),
     [
-        ("x", HET, ["a step of srun has the nodes of one group of a heterogeneous job only"]),
+        ("x", HET, []),
         ("--launcher ssh x", HET, []),
         ("--nodes 1 x", ARRAY, []),
         ("x", ARRAY, []),

@@ -27,6 +27,7 @@ def _pause_collector() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.freeze()  # else it would look at each of them afterwards
             gc.enable()
 
 
@@ -63,12 +64,12 @@ class EventLogReader:
                 self._replay = StatusReplay()
             with _pause_collector():
                 self._read_until(fd, found.st_size)
+                if self._partial_line.rstrip().endswith(b"}"):  # its writer may have been killed
+                    self._replay.feed_lines([self._partial_line])
+                    self._partial_line = b""
+                return self._replay.make_status()
         finally:
             os.close(fd)
-        if self._partial_line.rstrip().endswith(b"}"):  # its writer may have been killed
-            self._replay.feed_lines([self._partial_line])
-            self._partial_line = b""
-        return self._replay.make_status()
 
     def _read_until(self, fd: int, end: int) -> None:
         while self._offset < end:
@@ -77,11 +78,12 @@ class EventLogReader:
             if not data:
                 return
             self._offset += len(data)
-            block, newline, rest = data.rpartition(b"\n")
-            if not newline:
+            last = data.rfind(b"\n")
+            if last < 0:
                 self._partial_line += data
             else:
-                self._replay.feed_block(self._partial_line + block)
-                self._partial_line = rest
+                lines = memoryview(data)[:last]
+                self._replay.feed_block(b"".join((b"\n", self._partial_line, lines)))
+                self._partial_line = data[last + 1 :]
             if len(self._partial_line) > MAX_LINE_BYTES:
                 self._partial_line = b""

@@ -7,7 +7,7 @@ the nodes. Thus the time of a replay is linear in the size of the log, for any n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pdrun.ui.job_status import NodeStatus
 
@@ -51,7 +51,7 @@ class NodeEntry:
 
 
 class NodeTable:
-    """All nodes of a job, in the order of their first event."""
+    """All nodes of a job."""
 
     def __init__(self) -> None:
         self._entries: dict[str, NodeEntry] = {}
@@ -60,6 +60,9 @@ class NodeTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
 
     def is_placed(self, name: str) -> bool:
         """Return whether a node has a part in the generation; True if it is unknown."""
@@ -75,16 +78,26 @@ class NodeTable:
 
     def place_nodes(self, nodes: Iterable[tuple[str, int]]) -> None:
         """Give these nodes, and no others, a part in the generation: names and workers."""
+        others: dict[NodeGroup, NodeGroup] = {}
         for entry in self._placed:
             entry.index = -1
-            entry.group = self._find_group(entry.group.find_root().state, False)
+            entry.group = others.get(entry.group) or self._add_counterpart(others, entry, False)
         self._placed = []
+        placed: dict[NodeGroup, NodeGroup] = {}
         for index, (name, workers) in enumerate(nodes):
             entry = self._find_entry(name)
-            entry.group = self._find_group(entry.group.find_root().state, True)
+            entry.group = placed.get(entry.group) or self._add_counterpart(placed, entry, True)
             entry.index = index
             entry.workers = workers
             self._placed.append(entry)
+
+    def _add_counterpart(
+        self, known: dict[NodeGroup, NodeGroup], entry: NodeEntry, is_placed: bool
+    ) -> NodeGroup:
+        """Add the group that an entry changes to, for all entries of its group."""
+        found = self._find_group(entry.group.find_root().state, is_placed)
+        known[entry.group] = found
+        return found
 
     def change_placed(self, state: str) -> None:
         """Change the state of every node with a part in the generation."""
@@ -98,10 +111,13 @@ class NodeTable:
         self._merge_groups(old, others, False)
 
     def snapshot(self) -> dict[str, NodeStatus]:
-        """Return all nodes."""
+        """Return all nodes: those of the generation by rank, then the others by name."""
+        entries = sorted(
+            self._entries.items(), key=lambda item: (item[1].index < 0, item[1].index, item[0])
+        )
         return {
             name: NodeStatus(name, entry.group.find_root().state, entry.index, entry.workers)
-            for name, entry in self._entries.items()
+            for name, entry in entries
         }
 
     def _find_entry(self, name: str) -> NodeEntry:

@@ -13,16 +13,18 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
-from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines, LineSource, find_groups
+from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines
 from pdrun.ui.event_fields import read_fields
 from pdrun.ui.job_status import JobStatus, RankStatus
 from pdrun.ui.node_table import NodeTable
 
-MAX_DEFERRED_LINES = 500_000
-"""Lines that are deferred before they are parsed, not counting those fed together."""
+MAX_DEFERRED_BYTES = 1 << 26
+"""Bytes of lines that are deferred before the last ones of each are parsed."""
 ReplayedEvent = tuple[str, float, Any]
 """Kind, time, and the fields of the kind."""
 _MEMBER_KINDS = ("joined", "lost", "left", "standby")
@@ -64,7 +66,7 @@ class StatusReplay:
     def __init__(self) -> None:
         self._segments = [LogSegment(None, DeferredLines())]
         """What is not replayed yet."""
-        self._deferred_count = 0
+        self._deferred_bytes = 0
         self._nodes = NodeTable()
         self._assigned: list[tuple[str, int, int]] = []
         """Name, first rank and workers of each node in the generation."""
@@ -84,26 +86,18 @@ class StatusReplay:
 
     def feed_lines(self, lines: Sequence[bytes]) -> None:
         """Replay lines of the log; those that are no events are ignored."""
-        self._feed(lines, lambda: lines)
+        if lines:
+            self.feed_block(b"\n".join((b"", *lines)))
 
     def feed_block(self, block: bytes) -> None:
-        """Replay the lines of a block of the log."""
-        self._feed(block.split(b"\n"), lambda: block.split(b"\n"))
-
-    def _feed(self, lines: Sequence[bytes], source: LineSource) -> None:
-        groups = find_groups(lines)
-        start = 0
-        while start <= len(lines):
-            try:
-                end = groups.index(None, start)
-            except ValueError:
-                end = len(lines)
-            self._segments[-1].lines.add_lines(lines, groups, start, end, source)
-            if end < len(lines) and (found := _read_line(lines[end])):
+        """Replay the lines of a block of the log, each with a line end before it."""
+        self._deferred_bytes += len(block)
+        position = 0
+        while position < len(block):
+            first, position = self._segments[-1].lines.add_lines(block, position)
+            if first < position and (found := _read_line(block[first:position])):
                 self._add_event(found)
-            self._deferred_count += end + 1 - start
-            start = end + 1
-        if self._deferred_count > MAX_DEFERRED_LINES:
+        if self._deferred_bytes > MAX_DEFERRED_BYTES:
             self._apply_deferred()
 
     def _add_event(self, event: ReplayedEvent) -> None:
@@ -129,27 +123,31 @@ class StatusReplay:
 
     def _running_ranks(self) -> dict[int, RankStatus]:
         if self._running is None:
-            self._running = {
-                rank: RankStatus(rank, name, "running")
-                for name, first, workers in self._assigned
-                for rank in range(first, first + workers)
-            }
+            # Without a call in Python for each: there may be a hundred thousand.
+            make_rank = partial(tuple.__new__, RankStatus)
+            self._running = {}
+            for name, first, workers in self._assigned:
+                ranks = range(first, first + workers)
+                fields = zip(
+                    ranks, repeat(name), repeat("running"), repeat(None), repeat(""), strict=False
+                )
+                self._running.update(zip(ranks, map(make_rank, fields), strict=False))
         return self._running
 
     def _apply_deferred(self, *, has_started: bool = False) -> None:
         """Replay all lines so far; ``has_started``: the last event is the start of a generation."""
         segments = self._segments
-        if not self._deferred_count and len(segments) == 1:
+        if len(segments) == 1 and not segments[0].lines:
             return
         self._segments = [LogSegment(None, DeferredLines())]
-        self._deferred_count = 0
+        self._deferred_bytes = 0
         assigned, superseded = 0, frozenset[bytes]()
         if has_started:
             assigned, superseded = self._find_superseded(segments)
         for index, (event, lines) in enumerate(segments):
             if event is not None:
                 self._apply(*event)
-            if lines.count:
+            if lines:
                 self._apply_lines(lines, superseded if index < assigned else ())
 
     def _find_superseded(self, segments: Sequence[LogSegment]) -> tuple[int, frozenset[bytes]]:
@@ -166,11 +164,15 @@ class StatusReplay:
         if not assignments:
             return 0, frozenset()
         assigned, nodes = assignments[-1]
-        # A name that the log escapes is not found among those of its lines.
-        placed = frozenset(name.encode() for name, _, _ in nodes if _is_plain(name))
-        names = set(self._nodes).union(*({name for name, _, _ in old} for _, old in assignments))
-        is_complete = all(_is_plain(name) and name.encode() in placed for name in names)
+        placed_names = {name for name, _, _ in nodes}
+        is_complete = _are_plain(placed_names)
         is_complete &= all(event is None or event[0] not in _MEMBER_KINDS for event, _ in segments)
+        is_complete &= placed_names.issuperset(self._nodes)
+        for _, old in assignments:
+            is_complete = is_complete and all(name in placed_names for name, _, _ in old)
+        # A name that the log escapes is not found among those of its lines.
+        plain = placed_names if is_complete else {n for n in placed_names if _are_plain((n,))}
+        placed = frozenset(name.encode() for name in plain)
         for segment in segments[:assigned]:
             if is_complete and segment.lines.member_names() <= placed:
                 segment.lines.drop_nodes()
@@ -184,9 +186,15 @@ class StatusReplay:
         if found is None or not self._are_independent(found):
             # One of them is damaged, so what it seemed to supersede counts.
             found = _read_lines(lines.all_lines())
+        self._status = None
         for event in found:
-            if event is not None:
-                self._apply(*event)
+            if event is None:
+                continue
+            kind, when, fields = event
+            if kind == "exited" and fields.node:  # most of them, in a large job that fails
+                self._exits[fields.rank] = fields
+            else:
+                self._apply(kind, when, fields)
 
     def _are_independent(self, events: Iterable[ReplayedEvent | None]) -> bool:
         """Return whether events have the same effect without those that they supersede."""
@@ -308,6 +316,7 @@ def _check_fields(kind: str, when: float, data: Any) -> ReplayedEvent | None:
     return None if fields is None else (kind, when, fields)
 
 
-def _is_plain(name: str) -> bool:
-    """Return whether a name is the same text in a line of the log."""
-    return name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
+def _are_plain(names: Iterable[str]) -> bool:
+    """Return whether all names are the same text in a line of the log."""
+    text = "".join(names)
+    return text.isascii() and text.isprintable() and '"' not in text and "\\" not in text

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 from pdrun.text import escape_text, plural
@@ -199,11 +200,8 @@ def warning_lines(status: JobStatus) -> list[str]:
 
 def failed_lines(status: JobStatus) -> list[str]:
     """Return a line per failed rank, at most MAX_LISTED_FAILURES, and one that counts the rest."""
-    failed = sorted(
-        (rank for rank in status.ranks.values() if rank.state == "failed"),
-        key=lambda rank: rank.rank,
-    )
-    lines = [_failed_text(rank) for rank in failed[:MAX_LISTED_FAILURES]]
+    failed = [rank for rank in status.ranks.values() if rank.state == "failed"]
+    lines = [_failed_text(rank) for rank in nsmallest(MAX_LISTED_FAILURES, failed)]
     if len(failed) > MAX_LISTED_FAILURES:
         lines.append(f"and {len(failed) - MAX_LISTED_FAILURES} more")
     return lines

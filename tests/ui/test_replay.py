@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from pdrun.eventlog import LogEvent
 from pdrun.ui import event_reader, replay
+from pdrun.ui.deferred_lines import MAX_WARNINGS
 from pdrun.ui.event_fields import MAX_RANKS
 from pdrun.ui.event_reader import EventLogReader
 from pdrun.ui.job_status import JobStatus
-from pdrun.ui.replay import MAX_WARNINGS, StatusReplay, replay_events, replay_lines
+from pdrun.ui.replay import StatusReplay, replay_events, replay_lines
 from pdrun.ui.status import format_plain
 
 NODES = st.sampled_from(["n0", "n1", "n2", 'n", "', "", 'a"b'])
@@ -93,8 +94,50 @@ def test_deferring_changes_no_status(lines: list[bytes]) -> None:
     assert [*together.make_status().nodes] == [*one_by_one.make_status().nodes]
 
 
+def generations(nodes: int, count: int, placed: int) -> list[bytes]:
+    """A log of generations in which every node is silent now and then, and every rank exits."""
+    lines = [line("created", job="j", run="r", nodes=nodes)]
+    lines += [line("joined", node=f"n{i}", workers=1, host="h", pid=i) for i in range(nodes)]
+    for generation in range(count):
+        at = [[f"n{i}", i, 1] for i in range(placed)]
+        lines += [line("assigned", generation=generation, restarts=generation, nodes=at)]
+        lines += [line("started", generation=generation)]
+        for i in range(nodes):
+            lines += [line("suspect", node=f"n{i}"), line("recovered", node=f"n{i}")]
+            lines.append(line("progress", generation=generation, step=i, saved=i))
+        lines += [
+            line("exited", generation=generation, rank=i, node=f"n{i}", code=1, how="exit")
+            for i in range(placed)
+        ]
+        lines.append(line("suspect", node=f"n{nodes - 1}"))
+        lines.append(line("restarting", generation=generation, reason="x"))
+    return lines
+
+
+@pytest.mark.parametrize("placed", [20, 19])
+def test_lines_of_earlier_generations_are_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, placed: int
+) -> None:
+    lines = generations(20, 6, placed)
+    one_by_one = StatusReplay()
+    for each in lines:
+        one_by_one.feed_lines([each])
+        one_by_one.make_status()
+    parsed: list[int] = []
+    read_lines = replay._read_lines
+    monkeypatch.setattr(
+        replay, "_read_lines", lambda lines: parsed.append(len(lines)) or read_lines(lines)
+    )
+    together = StatusReplay()
+    together.feed_lines(lines)
+    assert together.make_status() == one_by_one.make_status()
+    assert together.make_status().nodes["n19"].state == "suspect"
+    # The nodes' last states and the exits of the last generation, and few lines of each one before.
+    assert sum(parsed) < 20 + placed + 6 * 4, parsed
+
+
 def test_many_deferred_lines_are_applied_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_DEFERRED_LINES", 3)
+    monkeypatch.setattr(replay, "MAX_DEFERRED_BYTES", 300)
     texts = [LogEvent("progress", 1.0, {"step": step}).to_line() for step in range(20)]
     assert replay_lines(texts).step == 19
 

@@ -342,7 +342,7 @@ def _build_state(
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     compiled = compile_modules(partitioned.model, arguments.compile)
-    recomputed = apply_recompute(partitioned.model, recompute)
+    recomputed = apply_recompute(partitioned.model, recompute, prepared.place.axes)
     recomputed += _recompute_operators(arguments, partitioned.model, compiled, recomputed)
     check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
     engine = _build_engine(settings, prepared, partitioned, fill)

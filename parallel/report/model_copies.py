@@ -64,5 +64,5 @@ def meta_copy(state: RunState, fake: Any) -> nn.Module:
     made = copy.deepcopy(state.model, memo)
     unwrap_forwards(made)
     if state.recompute is not None:
-        recompute.apply_recompute(made, state.recompute)
+        recompute.apply_recompute(made, state.recompute, state.axes)
     return made

@@ -125,6 +125,8 @@ PROOFS: dict[str, dict[str, str]] = {
         "::test_results_do_not_live_until_the_backward_pass",
         "`mp_comm_recompute=False`": "tests/parallel/model/test_kept_collectives.py"
         "::test_results_of_collectives_are_kept",
+        "`recompute_slice_activation=True`": "tests/parallel/model/test_kept_collectives.py"
+        "::test_inputs_are_kept_as_parts",
         "`Cell.offload`, `memory_offload`": f"{MEMORY}::test_activations_really_go",
         "optimizer on the host": f"{MEMORY}::test_offloading_changes_no_bit",
         "`comm_fusion`, `set_comm_fusion(id)`": f"{OPTIMIZER}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from torch.nn import functional as F
 import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.axis_transport import KeptResults
-from pdrun.parallel.model.recompute import parse_recompute
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.watchdog import CollectiveWatchdog
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.model.recompute import apply_recompute, parse_recompute
 from pdrun.parallel.parallelize import parallelize
 from tests.lib.rank_pool import Worlds
 
@@ -99,6 +103,52 @@ def test_results_of_collectives_are_kept(seq: bool, worlds: Worlds) -> None:
         assert kept == pytest.approx(plain)
 
 
+SLICED = {"recompute_slice_activation": True}
+
+
+def test_inputs_are_kept_as_parts(worlds: Worlds) -> None:
+    """Of each block's input a rank keeps its half; each recomputation gathers it."""
+    again, calls = worlds(2).run(train, "full")[0]
+    sliced, more = worlds(2).run(train, SLICED)[0]
+    assert sliced == again
+    assert more == calls + 3 * 2  # blocks, micro-batches
+    both, fewer = worlds(2).run(train, SLICED | {"mp_comm_recompute": False})[0]
+    assert both == pytest.approx(again)
+    assert fewer == worlds(2).run(train, None)[0][1] + 3 * 2
+    assert worlds(2).run(keeps_input, "full") == [True] * 2
+    assert worlds(2).run(keeps_input, SLICED) == [False] * 2
+    assert worlds(2).run(refuse_other_inputs) == [True] * 2
+
+
+def keeps_input(recompute: Any) -> bool:
+    """Return whether a block keeps its input until its backward pass."""
+    axes = make_axes()
+    block = Block()
+    apply_recompute(nn.ModuleList([block]), recompute, axes)
+    x = torch.ones(4, 6, WIDTH, requires_grad=True) * 2.0
+    output = block(x)
+    storage = weakref.ref(x.untyped_storage())
+    del x
+    is_kept = storage() is not None
+    output.sum().backward()
+    return is_kept
+
+
+def make_axes() -> MeshGroups:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    watchdog = CollectiveWatchdog(30.0, rank, world)
+    return MeshGroups(Grid(("tp",), (world,)), rank, torch.device("cpu"), watchdog)
+
+
+def refuse_other_inputs() -> bool:
+    axes = make_axes()
+    block = Block()
+    apply_recompute(nn.ModuleList([block]), SLICED, axes)
+    with pytest.raises(UsageError, match="0 has other inputs on each rank along the tensor axes"):
+        block(torch.ones(4, 6, WIDTH, requires_grad=True) * axes.rank)
+    return True
+
+
 def test_a_result_that_was_changed_is_not_used() -> None:
     kept = KeptResults()
     calls = []
@@ -123,6 +173,7 @@ def test_a_result_that_was_changed_is_not_used() -> None:
         {"module": "blocks.*"},
         {"policy": "some"},
         {"mp_comm_recompute": 1},
+        {"recompute_slice_activation": 1},
         {"modules": 3},
         3,
         "some",

@@ -223,8 +223,9 @@ def total_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, in
     return pdrun.cross_entropy(logits, batch[1], reduction="sum"), batch[1].numel()
 
 
-def fused_loss(head: nn.Linear, h: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return pdrun.linear_cross_entropy(h, head, batch[1], reduction="sum"), batch[1].numel()
+def fused_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    h, y = model(batch[0]), batch[1]
+    return pdrun.linear_cross_entropy(h, model.head, y, reduction="sum"), y.numel()
 
 
 # ---- hand-written -----------------------------------------------------------
@@ -457,7 +458,7 @@ def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdr
     loss: Any = total_loss
     if "fused" in ends and kind != "hf":
         model.ends_before_head = True
-        loss = functools.partial(fused_loss, model.head)
+        loss, options["forward"] = None, fused_forward
     if kind in "0123" or kind == "hf":
         level = 3 if kind == "hf" else int(kind)
         options |= {"optimizer_level": level, "dataset_strategy": "data_parallel"}

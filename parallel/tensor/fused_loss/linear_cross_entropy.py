@@ -362,7 +362,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """Add a matrix product to a sum of the same or a wider type."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif total.is_cuda and type(total) is torch.Tensor:  # torch has no shapes of it
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

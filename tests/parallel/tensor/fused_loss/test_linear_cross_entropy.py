@@ -181,17 +181,21 @@ def train(sharded: bool = False, **options: Any) -> list[float]:
         options["mesh"] = pdrun.mesh(tp=2)
         options["strategy"] = pdrun.Strategy({"emb|head": pdrun.vocab("tp", gather=False)})
     torch.manual_seed(3)
-    model = Words()
 
-    def loss(output: torch.Tensor, batch: Any) -> Any:
+    def forward(model: nn.Module, batch: Any) -> Any:
         total = pdrun.linear_cross_entropy(
-            output, model.head, batch[1], reduction="sum", chunk_rows=5
+            model(batch[0]), model.head, batch[1], reduction="sum", chunk_rows=5
         )
         return total, batch[1].numel()
 
-    run = pdrun.parallelize(model, lambda params: torch.optim.SGD(params, lr=0.5), loss, **options)
+    run = pdrun.parallelize(
+        Words(), lambda params: torch.optim.SGD(params, lr=0.5), forward=forward, **options
+    )
     ids = torch.randint(WORDS, (8, 6), generator=torch.Generator().manual_seed(4))
-    return [run.step((ids, ids.roll(1, 1))).loss for _ in range(3)]
+    batch = (ids, ids.roll(1, 1))
+    assert run.memory(batch).peak > 0
+    run.verify([batch])
+    return [run.step(batch).loss for _ in range(3)]
 
 
 @pytest.mark.parametrize("options", [{"optimizer_level": 3}, {"sharded": True}])

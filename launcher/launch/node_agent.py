@@ -55,27 +55,6 @@ def run_node_agent(
     """
     from pdrun.launcher.agent.agent import run_agent
     from pdrun.launcher.agent.interfaces import AgentDeps
-    from pdrun.launcher.jobs.live_screen import show_live_line
-    from pdrun.launcher.output.router import OutputRouter
-
-    def make_output(plan: LaunchPlan) -> OutputRouter:
-        return OutputRouter(
-            plan.spec.output,
-            node=plan.node,
-            cwd=plan.cwd,
-            ip=plan.listen,
-            hostname=plan.compared.get("host", plan.node),
-            console=options.console,
-            stdin=stdin,
-            stdin_rank=plan.spec.program.stdin,
-        )
-
-    def register_job(plan: LaunchPlan, welcome: Welcome) -> None:
-        if has_scheduler and not options.run:
-            address = str(scheduler_process.endpoint) if scheduler_process else ""
-            register_run(plan, welcome.run, address, controller_pid=options.controller_pid)
-            if options.controller_pid is None and options.console is not None:
-                show_live_line(options.console, plan.spec.output, event_log_path(plan, welcome.run))
 
     stdin = _open_stdin(options)
     plan = _show_reader_alone(plan, stdin)
@@ -83,15 +62,16 @@ def run_node_agent(
 
     def supervisor_of(plan: LaunchPlan) -> SupervisorProcess:
         supervisor = started.pop() if started else start_supervisor(plan, options.print_line)
-        if scheduler_process:
-            supervisor.spared_pids.add(scheduler_process.pid)
-            # the supervisor's cleanups must spare a restarted scheduler, too
-            scheduler_process.on_start = supervisor.spared_pids.add
+        _spare_scheduler(supervisor, scheduler_process)
         return supervisor
+
+    def register_job(plan: LaunchPlan, welcome: Welcome) -> None:
+        if has_scheduler and not options.run:
+            _register_job(plan, welcome, options, scheduler_process)
 
     deps = AgentDeps(
         start_supervisor=supervisor_of,
-        make_output=make_output,
+        make_output=lambda plan: _make_output(plan, options, stdin),
         on_welcome=register_job,
         scheduler_process=scheduler_process,
         lifeline=options.lifeline_fd,
@@ -109,6 +89,48 @@ def run_node_agent(
     finally:
         if stdin is not None:
             stdin.restore_terminal()
+
+
+def _make_output(
+    plan: LaunchPlan, options: AgentOptions, stdin: StandardInput | None
+) -> OutputRouter:
+    """Return what carries the workers' lines to the terminal and to log files."""
+    from pdrun.launcher.output.router import OutputRouter
+
+    return OutputRouter(
+        plan.spec.output,
+        node=plan.node,
+        cwd=plan.cwd,
+        ip=plan.listen,
+        hostname=plan.compared.get("host", plan.node),
+        console=options.console,
+        stdin=stdin,
+        stdin_rank=plan.spec.program.stdin,
+    )
+
+
+def _register_job(
+    plan: LaunchPlan,
+    welcome: Welcome,
+    options: AgentOptions,
+    scheduler_process: SchedulerChild | None,
+) -> None:
+    """Enter the job into the user's registry, and show its live line on a terminal."""
+    from pdrun.launcher.jobs.live_screen import show_live_line
+
+    address = str(scheduler_process.endpoint) if scheduler_process else ""
+    register_run(plan, welcome.run, address, controller_pid=options.controller_pid)
+    if options.controller_pid is None and options.console is not None:
+        show_live_line(options.console, plan.spec.output, event_log_path(plan, welcome.run))
+
+
+def _spare_scheduler(
+    supervisor: SupervisorProcess, scheduler_process: SchedulerChild | None
+) -> None:
+    """Keep the supervisor's cleanups from ending the scheduler, one that is restarted included."""
+    if scheduler_process:
+        supervisor.spared_pids.add(scheduler_process.pid)
+        scheduler_process.on_start = supervisor.spared_pids.add
 
 
 def _derive_server_key(secret: Secret | None, run: str) -> bytes:

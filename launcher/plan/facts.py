@@ -25,10 +25,22 @@ from pdrun.launcher.common import files, network
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan import hosts, program
 from pdrun.launcher.plan.model import BackendFacts, ExternalLauncher, Facts
+from pdrun.quick_dataclass import dataclass
 from pdrun.topology import Device
 
 if TYPE_CHECKING:
     from pdrun.launcher.supervisor.warm_client import WarmScan
+
+
+@dataclass(frozen=True)
+class NetworkFacts:
+    """How this machine reaches the others; the defaults are those of a job of one machine."""
+
+    addresses: tuple[tuple[str, str], ...] = (network.LOOPBACK_INTERFACE,)
+    route: str = network.LOOPBACK_INTERFACE[1]
+    is_scheduler_local: bool | None = None
+    is_loopback_name: bool = False
+    scheduler_error: str = ""
 
 
 def gather_facts(
@@ -58,41 +70,17 @@ def gather_facts(
     warm_scan = _scan_warm_processes(spec, environ)
     cwd = _resolve_cwd(spec)
     hostname = os.uname().nodename
-    addresses: tuple[tuple[str, str], ...] = (network.LOOPBACK_INTERFACE,)
-    local_hosts: tuple[str, ...] = ()
-    is_scheduler_local = None
-    is_loopback_name = False
-    route = network.LOOPBACK_INTERFACE[1]
     check = program.check_program(spec.program, cwd, {**environ, **spec.env})
-    script_digest = ""
     torch_path = _torch_search_path(spec)
-    same_machine = ""
-    is_store_local = None
-    is_store_loopback = False
-    store_host = spec.place.store.host if spec.place.store else ""
-    if store_host and store_host not in ("0.0.0.0", "::"):
-        is_store_loopback = store_host == "localhost" or network.is_loopback(store_host)
-        is_store_loopback = is_store_loopback or network.is_loopback_name(store_host)
-        own = () if is_store_loopback else network.list_addresses()
-        if is_store_loopback or store_host == hostname or network.resolve_host(store_host):
-            is_store_local = network.is_this_machine(store_host, hostname, own)
-    if spec.place.hosts:
-        names = ((host.name, host.address) for host in spec.place.hosts)
-        local_hosts = network.find_own_names(names, hostname)
-        same_machine = _find_same_machine(spec, local_hosts)
+    is_store_local, is_store_loopback = _locate_store(spec, hostname)
+    local_hosts = _find_local_hosts(spec, hostname)
+    same_machine = _find_same_machine(spec, local_hosts)
+    net = NetworkFacts()
+    script_digest = ""
     if is_networked(spec):
-        addresses = network.list_addresses()
-        route = _find_route(spec, local_hosts)
-        scheduler = spec.place.scheduler
-        if scheduler:
-            is_scheduler_local = network.is_this_machine(scheduler.host, hostname, addresses)
-            has_route = bool(route) and not network.is_loopback(route)
-            is_loopback_name = network.is_loopback_name(scheduler.host) and has_route
+        net = _gather_network(spec, hostname, local_hosts)
         if check.file:
             script_digest = _hash_file(check.file)
-    scheduler_error = ""
-    if not route:
-        scheduler_error = _scheduler_name_error(spec, local_hosts)
     return Facts(
         hostname=hostname,
         environ=environ,
@@ -103,19 +91,19 @@ def gather_facts(
         pdrun_version=pdrun.__version__,
         cpus=affinity.read_cpus(root),
         backends=probe_backends(spec.resources.backend, environ, root, torch_path),
-        addresses=addresses,
+        addresses=net.addresses,
         uid=os.getuid(),
-        physical_interfaces=network.find_physical(addresses, root),
+        physical_interfaces=network.find_physical(net.addresses, root),
         external_launcher=_find_external_launcher(external_launcher, spec, environ),
         local_hosts=local_hosts,
         script_digest=script_digest,
-        is_scheduler_local=is_scheduler_local,
+        is_scheduler_local=net.is_scheduler_local,
         same_machine=same_machine,
         is_store_local=is_store_local,
         is_store_loopback=is_store_loopback,
-        route_address=route,
-        is_loopback_name=is_loopback_name,
-        scheduler_error=scheduler_error,
+        route_address=net.route,
+        is_loopback_name=net.is_loopback_name,
+        scheduler_error=net.scheduler_error,
         program_error=check.error,
         program_error_code=check.exit_code,
         log_error=check_log_dir(spec, cwd),
@@ -151,6 +139,44 @@ def _find_external_launcher(
     from pdrun.launcher.plan import find_launchers
 
     return find_launchers.find_external_launcher(kind, spec, environ)
+
+
+def _locate_store(spec: JobSpec, hostname: str) -> tuple[bool | None, bool]:
+    """Return whether the host of torch's store is this machine, and whether it is loopback."""
+    host = spec.place.store.host if spec.place.store else ""
+    if not host or host in ("0.0.0.0", "::"):
+        return None, False
+    if host == "localhost" or network.is_loopback(host) or network.is_loopback_name(host):
+        return network.is_this_machine(host, hostname, ()), True
+    own = network.list_addresses()
+    if host == hostname or network.resolve_host(host):
+        return network.is_this_machine(host, hostname, own), False
+    return None, False
+
+
+def _find_local_hosts(spec: JobSpec, hostname: str) -> tuple[str, ...]:
+    """Return the names in the host list that are this machine."""
+    if not spec.place.hosts:
+        return ()
+    names = ((host.name, host.address) for host in spec.place.hosts)
+    return network.find_own_names(names, hostname)
+
+
+def _gather_network(spec: JobSpec, hostname: str, local_hosts: tuple[str, ...]) -> NetworkFacts:
+    """Return this machine's addresses, its route to the others, and where the scheduler is."""
+    addresses = network.list_addresses()
+    route = _find_route(spec, local_hosts)
+    scheduler_error = ""
+    if not route:
+        scheduler_error = _scheduler_name_error(spec, local_hosts)
+    is_scheduler_local = None
+    is_loopback_name = False
+    scheduler = spec.place.scheduler
+    if scheduler:
+        is_scheduler_local = network.is_this_machine(scheduler.host, hostname, addresses)
+        has_route = bool(route) and not network.is_loopback(route)
+        is_loopback_name = network.is_loopback_name(scheduler.host) and has_route
+    return NetworkFacts(addresses, route, is_scheduler_local, is_loopback_name, scheduler_error)
 
 
 def _find_route(spec: JobSpec, local_hosts: tuple[str, ...]) -> str:

@@ -48,12 +48,7 @@ def make_plan(
             exit code of a shell.
         ConfigError: this machine cannot run the job.
     """
-    if facts.same_machine:
-        raise UsageError(
-            f"{facts.same_machine}, but each host is another node",
-            where=source_of(sources, "place.hosts", "--hosts"),
-            hint="list it once, with the number of its devices (NAME:N)",
-        )
+    _check_hosts_differ(facts, sources)
     launcher = external.external_launcher_for(spec, sources)
     members = max(spec.resources.max_members, len(spec.place.hosts))
     if launcher or members > 1 or spec.place.serve is not None:
@@ -65,6 +60,13 @@ def make_plan(
     if hosts.uses_ssh(spec):
         return hosts.plan_hosts(spec, facts, sources, make_job_key(spec), notes)
     spec, sources = spec_for_this_host(spec, facts, sources)
+    return _plan_this_node(spec, facts, sources, notes)
+
+
+def _plan_this_node(
+    spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...]
+) -> LaunchPlan:
+    """Decide what the agent of this node does, or the controller of simulated nodes."""
     choice = choose_scheduler(spec, facts, sources)
     store = choose_store(spec, facts, sources, choice)
     if store is not None and choice.mode == "head" and spec.place.node_rank is None:
@@ -118,6 +120,16 @@ def make_plan(
         server_cpus=placement.server_cpus,
         store=store,
     )
+
+
+def _check_hosts_differ(facts: Facts, sources: Sources) -> None:
+    """Refuse a host list in which one machine is two nodes."""
+    if facts.same_machine:
+        raise UsageError(
+            f"{facts.same_machine}, but each host is another node",
+            where=source_of(sources, "place.hosts", "--hosts"),
+            hint="list it once, with the number of its devices (NAME:N)",
+        )
 
 
 def _check_spec_size(spec: JobSpec) -> None:

@@ -68,7 +68,7 @@ def test_seeds_that_a_script_sets_count_as_ever(bench: Bench, script: Path) -> N
 
 @pytest.mark.parametrize(
     ("bench", "threads"),
-    [("cold", "1"), ("warm", "3"), thorough("cold", "3"), thorough("warm", "1")],
+    [("cold", "3"), ("warm", "1"), thorough("cold", "1"), thorough("warm", "3")],
     indirect=["bench"],
 )
 def test_thread_counts_are_the_workers_own(bench: Bench, script: Path, threads: str) -> None:

@@ -24,6 +24,7 @@ from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
+from pdrun.parallel.experts.moe import router_params
 from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.model.meta_init import move_model
 from pdrun.parallel.model.weights import Weight, check_module_ids, collect_weights
@@ -79,7 +80,9 @@ def prepare_model(
     precision = settings.precision
     if ranks > 1 or settings.level or precision.compute or settings.master_device is not None:
         _check_forwards(model)
-    keep_own_type = sync_batchnorm.running_stat_params(model) if precision.input_dtype else ()
+    keep_own_type: set[int] = set()
+    if precision.input_dtype:
+        keep_own_type = sync_batchnorm.running_stat_params(model) | set(router_params(model))
     weights = collect_weights(model, settings.layerwise, keep_own_type)
     check_module_ids(settings.fusion, [weight.name for weight in weights])
     optimizer = build_optimizer(arguments.optimizer, [w.param for w in weights if w.is_trained])

@@ -25,7 +25,7 @@ from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.comm.mesh import FIXED_AXES
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, FIXED_AXES
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import Shard, full_shard, set_shard
 from pdrun.parallel.tensor.attention import HeadsStyle
@@ -120,7 +120,7 @@ class Strategy:
         for style in self.rules.values():
             for axis in axis_names(style.axis):
                 grid.degree(axis)
-                if axis in FIXED_AXES:
+                if axis in FIXED_AXES and not (axis == EXPERT_AXIS and style.cuts_experts):
                     raise UsageError(
                         f"{axis} is not a tensor axis: weights cannot be sharded over it",
                         where=STRATEGY_API,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -104,6 +104,8 @@ class ModuleStyle(ABC):
     """
 
     axis: AxisNames
+    cuts_experts: ClassVar[bool] = False
+    """Whether it gives ranks other experts, which can be done over ep."""
 
     @abstractmethod
     def shard_weights(

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from pdrun.parallel.model import sync_batchnorm
+from pdrun.parallel.experts.balance import pass_state
 from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.driver import MicroBatch, SimpleDriver, StepContext
 from pdrun.parallel.training.loss import check_requires_grad
@@ -135,10 +136,12 @@ def _make_forward(step: StepContext, micro: MicroBatch) -> CopyFunction:
 
 
 def _save_copy_state(step: StepContext) -> Any:
-    """Return the global state of a copy: generators, dropout position, row weight."""
-    return step.rng.save_state(step.device), sync_batchnorm.SyncedBatchNorm.row_weight
+    """Return the global state of a copy: generators, dropout position, row weights."""
+    weight = sync_batchnorm.SyncedBatchNorm.row_weight
+    return step.rng.save_state(step.device), weight, replace(pass_state)
 
 
 def _restore_copy_state(step: StepContext, kept: Any) -> None:
-    place, sync_batchnorm.SyncedBatchNorm.row_weight = kept
+    place, sync_batchnorm.SyncedBatchNorm.row_weight, expert_pass = kept
+    pass_state.begin_pass(expert_pass.row_weight, expert_pass.loss_scale)
     step.rng.restore_state(place, step.device)

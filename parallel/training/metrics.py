@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pdrun.parallel.experts.loads import ExpertLoad, StepLoads
+
 
 class Metrics:
     """
@@ -23,6 +25,7 @@ class Metrics:
         norm: torch.Tensor | None,
         skipped: bool = False,
         staleness: int = 0,
+        loads: StepLoads | None = None,
     ) -> None:
         self.step = step
         """Number of this step, from 1."""
@@ -35,12 +38,20 @@ class Metrics:
         """
         self._totals: Any = totals
         self._norm: Any = norm
+        self._loads: Any = loads
 
     @property
     def loss(self) -> float:
         """The sum of all losses over the sum of all counts."""
         total, count = self._read_totals()
         return total / count
+
+    @property
+    def experts(self) -> dict[str, ExpertLoad]:
+        """The loads of each layer with experts, by its name; empty without any."""
+        if isinstance(self._loads, StepLoads):
+            self._loads = self._loads.read()
+        return self._loads or {}
 
     @property
     def tokens(self) -> float:

@@ -21,6 +21,8 @@ from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.data.batch_slicing import BatchSlicing, to_device
 from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
+from pdrun.parallel.experts.balance import pass_state
+from pdrun.parallel.experts.loads import ExpertBalancer
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.attached import AttachedObjects
@@ -150,12 +152,15 @@ class RunState:
     """Objects of the program whose state is saved and loaded with the run."""
     guard: ConsistencyGuard = field(init=False)
 
+    experts: ExpertBalancer = field(init=False)
+    """Counts and balances the experts of the model, if it has any."""
     def __post_init__(self) -> None:
         self.persistent_buffers = set(_persistent_buffers(self.model))
         self.synced_buffers = list(_unsynced_buffers(self.model))
         precision = self.settings.precision
         self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
         self.feed = DataFeed(DataLink(self.engine.place.job, self.agreement))
+        self.experts = ExpertBalancer(self.model, self.engine.place)
         self.guard = ConsistencyGuard(
             self.engine, self.optimizer, self.model, self.data_group.world
         )
@@ -214,6 +219,7 @@ class RunState:
         SyncedBatchNorm.row_weight = micro.weight
         if self.served is not None:
             self.served.part = micro.position if micro.weight else -1
+        pass_state.begin_pass(micro.weight, self.loss_scale.value if self.loss_scale else 1.0)
         with ExitStack() as inside:
             if self.activation_offload is not None:
                 inside.enter_context(self.activation_offload.saved_tensors_hooks())
@@ -245,14 +251,20 @@ class RunState:
             for index, grad in enumerate(given):
                 if grad is None:  # a loss
                     roots[index] = roots[index] * self.loss_scale.value
-        with self.compute_context():  # forwards may be recomputed
-            torch.autograd.backward(roots, given, **options)
+        pass_state.backwards += 1
+        try:
+            with self.compute_context():  # forwards may be recomputed
+                torch.autograd.backward(roots, given, **options)
+        finally:
+            pass_state.backwards -= 1
 
     def compute_objective(
         self, model: nn.Module, part: Any, rows: range, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (sum, count) of a model on slice ``index``, which is these global rows."""
-        with self._random_context(index, rows):
+        pass_state.begin_pass()
+        self.rng.begin_forward(self.steps, index, rows, self.device)
+        with self.settings.precision.autocast_context(self.device), self.rng.patched_dropout():
             return self.objective(model, part, max(len(rows), 1))
 
     @contextmanager

@@ -69,6 +69,7 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             hint="call it outside; use run.evaluate(batch) for a forward only",
         )
     state.engine.begin_step()
+    state.experts.begin_step()
     if state.served is not None:
         state.served.begin_step()
     state.objective.begin_step(batch)
@@ -234,7 +235,8 @@ def _apply_gradients(
     for buffer, version in zip(state.synced_buffers, versions, strict=True):
         if buffer._version != version:
             state.data_group.broadcast_first(buffer, "a buffer")
-    return Metrics(state.steps, numbers, norm, skipped, staleness)
+    loads = state.experts.end_step(skipped)
+    return Metrics(state.steps, numbers, norm, skipped, staleness, loads)
 
 
 def _scale_of(state: RunState) -> float:

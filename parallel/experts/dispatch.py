@@ -1,0 +1,290 @@
+"""
+Tokens to experts and back.
+
+    tokens --take--> rows, sorted by expert --experts--> rows --combine--> tokens
+
+With experts on several ranks the rows travel between: every rank sends each other one the rows of
+its experts, as many as there are.
+
+    rows by expert --all-to-all--> by (source, expert) --reorder--> by (expert, source)
+
+The rows of an expert are then in the order of the ranks, and within a rank in the order of its
+tokens: the order in which one process has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from pdrun.parallel.comm.autograd import all_gather, slice_to_shard
+from pdrun.parallel.comm.axis_transport import keeps_result
+from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.experts.grouped import ExpertRows
+from pdrun.parallel.experts.routing import count_rows
+
+ExpertFunction = Callable[[torch.Tensor, ExpertRows], torch.Tensor]
+"""Computes rows that are sorted by expert."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """
+    The ranks that share a layer's experts.
+
+    Attributes:
+        experts: along which ranks have other experts.
+        tokens: the tensor axes among them: their ranks have the same tokens, and each takes a part.
+    """
+
+    experts: AxisGroup
+    tokens: AxisGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
+        return self
+
+
+def compute_experts(
+    tokens: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    compute: ExpertFunction,
+    may_drop: bool,
+) -> torch.Tensor:
+    """
+    Return the weighted sum of each token's experts, all of which this process has.
+
+    Args:
+        tokens: ``[tokens, dim]``.
+        index: ``[tokens, top_k]``; ``experts`` where a token is dropped.
+        weights: ``[tokens, top_k]``.
+        may_drop: whether tokens can be dropped.
+    """
+    order = index.reshape(-1).argsort(stable=True)
+    counts = count_rows(index, experts)[:experts]
+    sizes = None
+    if may_drop:
+        sizes = counts.tolist()
+        order = order[: sum(sizes)]
+    rows = take_rows(tokens, order, index.shape[1])
+    return combine_rows(compute(rows, ExpertRows(counts, sizes)), weights, order)
+
+
+def _exchange_experts(
+    tokens: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    compute: ExpertFunction,
+    groups: ExpertGroups,
+    meanwhile: Callable[[], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Return the weighted sum of each token's experts, which the ranks of an axis share.
+
+    Args:
+        tokens, index, weights: see `compute_experts`.
+        experts: of all ranks together.
+        compute: computes the rows of this rank's experts.
+        meanwhile: called while the numbers of rows travel; its result is returned, too.
+    """
+    total = len(tokens)
+    if groups.tokens.size > 1:
+        tokens, index, weights = (
+            slice_to_shard(x, groups.tokens, 0) for x in (tokens, index, weights)
+        )
+    axis = groups.experts
+    order = index.reshape(-1).argsort(stable=True)
+    counts = count_rows(index, experts)[:experts]
+    exchange = _CountExchange(axis, counts)
+    other = None if meanwhile is None else meanwhile()
+    exchange.finish()
+    order = order[: sum(exchange.sent)]
+    rows = take_rows(tokens, order, index.shape[1])
+    rows = _AllToAllRows.apply(rows, axis, exchange.sent, exchange.received)
+    by_expert, inverse = exchange.reorder(len(rows))
+    rows = _ReorderRows.apply(rows, by_expert, inverse)
+    rows = compute(rows, exchange.expert_rows())
+    rows = _ReorderRows.apply(rows, inverse, by_expert)
+    rows = _AllToAllRows.apply(rows, axis, exchange.received, exchange.sent)
+    out = combine_rows(rows, weights, order)
+    if groups.tokens.size > 1:
+        out = all_gather(out, groups.tokens, 0, total)
+    return out, other
+
+
+exchange_experts = torch.compiler.disable(_exchange_experts)
+"""Sizes of what travels are known when it runs: compiled code calls it."""
+
+
+class _CountExchange:
+    """Tells every rank how many rows of each of its experts come from each rank."""
+
+    def __init__(self, axis: AxisGroup, counts: torch.Tensor) -> None:
+        by_rank = counts.view(axis.size, -1)
+        received = torch.empty_like(by_rank)
+        start = functools.partial(
+            dist.all_to_all_single, received, by_rank, group=axis.group, async_op=True
+        )
+        if axis.size > 1:
+            axis.run_collective("all_to_all", by_rank, start)
+        else:
+            received.copy_(by_rank)
+        self._received = received
+        self._numbers = torch.stack([by_rank, received])
+        self._event: Any = None
+        if self._numbers.is_cuda:
+            # the host waits for this copy, not for what is computed meanwhile
+            host = torch.empty(self._numbers.shape, dtype=torch.int64, pin_memory=True)
+            self._numbers = host.copy_(self._numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self.sent: list[int] = []
+        self.received: list[int] = []
+        self._sizes: list[int] = []
+
+    def finish(self) -> None:
+        """Wait for the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        sent, received = self._numbers
+        self.sent = sent.sum(1).tolist()
+        self.received = received.sum(1).tolist()
+        self._sizes = received.sum(0).tolist()
+
+    def expert_rows(self) -> ExpertRows:
+        """Return the rows of this rank's experts."""
+        return ExpertRows(self._received.sum(0), self._sizes)
+
+    def reorder(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the order from (source, expert) to (expert, source), and its inverse."""
+        sources, experts = self._received.shape
+        ids = torch.arange(experts, device=self._received.device).repeat(sources)
+        ids = ids.repeat_interleave(self._received.reshape(-1), output_size=rows)
+        order = ids.argsort(stable=True)
+        return order, invert_order(order, rows)
+
+
+def invert_order(order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the places of rows in an order of all of them."""
+    places = torch.arange(rows, device=order.device)
+    return torch.empty_like(order).index_copy_(0, order, places)
+
+
+@keeps_result
+def send_rows(
+    axis: AxisGroup, rows: torch.Tensor, sent: list[int], received: list[int]
+) -> torch.Tensor:
+    """
+    Send each rank its rows; return the rows received, in the order of the ranks.
+
+    Args:
+        sent, received: rows for and from each rank.
+    """
+    if axis.size == 1:
+        return rows
+    rows = rows.detach().contiguous()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    start = functools.partial(
+        dist.all_to_all_single, out, rows, received, sent, group=axis.group, async_op=True
+    )
+    axis.run_collective("all_to_all", rows, start)
+    return out
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, axis: AxisGroup, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        ctx.route = axis, received, sent
+        return cast("torch.Tensor", send_rows(axis, rows, sent, received))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        axis, sent, received = ctx.route
+        return send_rows(axis, grad, sent, received), None, None, None
+
+
+class _ReorderRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def take_rows(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    """
+    Return a row for each expert of each token.
+
+    Args:
+        order: positions in ``[tokens * top_k]``, sorted by expert.
+    """
+    return cast("torch.Tensor", _TakeRows.apply(tokens, order, top_k))
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.sizes = len(tokens), top_k
+        return tokens.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        count, top_k = ctx.sizes
+        spread = _spread(grad, order, count * top_k).view(count, top_k, grad.shape[1])
+        return spread.sum(1), None, None
+
+
+def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """
+    Return the weighted sum of each token's rows.
+
+    Args:
+        rows: in ``order``, positions in ``[tokens * top_k]``; others count as zero.
+        weights: ``[tokens, top_k]``.
+    """
+    return cast("torch.Tensor", _CombineRows.apply(rows, weights, order))
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        count, top_k = weights.shape
+        spread = _spread(rows, order, count * top_k).view(count, top_k, rows.shape[1])
+        ctx.save_for_backward(spread, weights, order)
+        narrow = weights.to(rows.dtype).unsqueeze(1)
+        return torch.bmm(narrow, spread).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        spread, weights, order = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_weights = torch.bmm(spread, grad.unsqueeze(2)).squeeze(2).to(weights.dtype)
+        by_row = weights.reshape(-1).index_select(0, order).to(grad.dtype)
+        of_rows = grad.index_select(0, order // weights.shape[1]) * by_row.unsqueeze(1)
+        return of_rows, of_weights, None
+
+
+def _spread(rows: torch.Tensor, order: torch.Tensor, total: int) -> torch.Tensor:
+    """Return rows at their places in ``total`` rows; rows that are missing are zero."""
+    shape = total, *rows.shape[1:]
+    out = rows.new_empty(shape) if len(order) == total else rows.new_zeros(shape)
+    return out.index_copy_(0, order, rows)

@@ -1,0 +1,101 @@
+"""Experts on several ranks: losses, norms, loads and weights are those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pdrun
+from tests.lib import moe_models as moe
+from tests.lib import tiers
+from tests.lib.moe_models import MoECase
+
+pytestmark = pytest.mark.torch
+
+ONE, NONE = {"top_k": 1}, {"experts": 4, "top_k": 2}
+BIAS, LOSS = pdrun.Balance("bias", 0.05), pdrun.Balance("loss", 0.1)
+TWO = [
+    MoECase({"ep": 2}),
+    MoECase(
+        {"ep": 2},
+        model={"balance": LOSS, "shared": 1},
+        options={"optimizer_level": 3, "accumulate": 2, "recompute": "full", "clip": 0.5},
+        rows=7,
+    ),
+    MoECase({"ep": 2}, model=ONE, steering="one"),
+    MoECase({"ep": 2}, model=NONE, steering="none", options={"optimizer_level": 1}),
+    MoECase({"ep": 2}, model={"balance": BIAS}, options={"copies": 2, "optimizer_level": 2}),
+    MoECase({"ep": 2}, model={"capacity": 1.0}, rows=5, options={"accumulate": 2}),
+    MoECase({"tp": 2}, "tp", model={"balance": LOSS, "shared": 1}, rows=3),
+    MoECase({"pp": 2}, None, model={"balance": BIAS}, stages=2),
+    MoECase({"ep": 2}, options={"compile": {"modules": ["layers.*"], "backend": "aot_eager"}}),
+]
+FOUR = [
+    MoECase({"dp": 2, "ep": 2}, options={"optimizer_level": 3, "clip": 0.3}, rows=9),
+    MoECase({"dp": 2, "ep": 2}, options={"optimizer_level": 2, "accumulate": 2}, model=ONE),
+    MoECase({"ep": 2, "tp": 2}, ("ep", "tp"), model={"balance": BIAS}, options={"clip": 0.3}),
+    MoECase({"ep": 2, "tp": 2}, "ep", options={"optimizer_level": 1}),
+    MoECase({"pp": 2, "ep": 2}, model={"balance": LOSS}, stages=2, options={"clip": 0.3}),
+    MoECase({"ep": 4}, model=ONE, steering="one", options={"optimizer_level": 3}, rows=3),
+]
+ALONE = ("accumulate", "copies", "clip")
+
+
+def expected(case: MoECase, worlds: Any) -> Any:
+    """Return what one process computes with the same slices of a batch."""
+    options = {key: value for key, value in case.options.items() if key == "clip"}
+    slices = case.options.get("accumulate", 1) * case.options.get("copies", 1)
+    if case.stages > 1:
+        slices = case.microbatches
+    return worlds(1).run(
+        moe.train_case,
+        replace(
+            case, mesh={"dp": 1}, axis=None, stages=1, options={**options, "accumulate": slices}
+        ),
+        1,
+    )[0]
+
+
+def check(case: MoECase, worlds: Any, world: int) -> None:
+    told, weights = expected(case, worlds)
+    found = worlds(world).run(moe.train_case, case, world, True)
+    assert all(one == found[0] for one in found)
+    steps, mine = found[0]
+    for (loss, norm, loads), (loss_alone, norm_alone, loads_alone) in zip(steps, told, strict=True):
+        assert loss == pytest.approx(loss_alone, rel=3e-6)
+        assert norm == pytest.approx(norm_alone, rel=3e-5)
+        assert loads == loads_alone
+    assert mine == pytest.approx(weights, rel=1e-4, abs=1e-4)
+
+
+def name_of(case: MoECase) -> str:
+    words = [f"{axis}{size}" for axis, size in case.mesh.items()]
+    words += [str(case.axis), *case.model, *map(str, case.options), case.steering]
+    return "-".join(word for word in words if word)
+
+
+@pytest.mark.parametrize("case", TWO, ids=name_of)
+def test_two_ranks(case: MoECase, worlds: Any) -> None:
+    check(case, worlds, 2)
+
+
+@pytest.mark.parametrize("case", tiers.mark_all_but(3, FOUR), ids=name_of)
+def test_four_ranks(case: MoECase, worlds: Any) -> None:
+    check(case, worlds, 4)
+
+
+def test_a_checkpoint_of_any_ep_is_one_of_any_other(worlds: Any, tmp_path: Path) -> None:
+    """Saved with experts on two ranks at level 3, loaded by one process, and the other way round."""
+    apart = MoECase({"ep": 2}, model={"balance": BIAS}, options={"optimizer_level": 3})
+    whole = replace(apart, mesh={"dp": 1}, axis=None, options={})
+    for before, first, after, second in ((apart, 2, whole, 1), (whole, 1, apart, 2)):
+        folder = str(tmp_path / str(first))
+        _, weights = worlds(first).run(moe.train_case, before, first, False, folder)[0]
+        loaded, told = worlds(second).run(moe.resume_case, after, second, folder)[0]
+        assert loaded == pytest.approx(weights, rel=1e-12)
+        again = worlds(first).run(moe.resume_case, before, first, folder)[0][1]
+        for one, other in zip(told, again, strict=True):
+            assert one == pytest.approx(other, rel=3e-5)

@@ -1,5 +1,6 @@
 """
-CPU time of what shows a job: the live line, per line of output and per refresh.
+CPU time of what shows a job: the live line, per line of output and per refresh; a frame of
+`pdrun top` of 12,500 nodes, if textual is installed.
 
     python benchmarks/screens.py [ROUNDS]
 """
@@ -81,12 +82,49 @@ def measure_refresh() -> float:
     return (time.thread_time() - begin) / REFRESHES * 1e6
 
 
+def measure_frames(nodes: int = 12_500, workers: int = 8) -> list[float]:
+    """Return the CPU milliseconds of frames of `pdrun top`, each with a new status."""
+    import asyncio
+
+    from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
+    from pdrun.ui.top.app import TopApp
+
+    def make_status(step: int) -> JobStatus:
+        found = {f"n{i}": NodeStatus(f"n{i}", "running", i, workers) for i in range(nodes)}
+        count = nodes * workers
+        ranks = {rank: RankStatus(rank, f"n{rank // workers}", "running") for rank in range(count)}
+        return JobStatus(state="running", nodes=found, ranks=ranks, step=step, step_at=step + 1.0)
+
+    async def run() -> list[float]:
+        times = []
+        first = make_status(0)
+        app = TopApp(lambda: first, lambda rank: [])
+        async with app.run_test(size=(300, 100)) as pilot:
+            await pilot.pause(1.0)
+            app.action_pause()
+            for step in range(1, 6):
+                status = make_status(step)
+                begin = time.thread_time()
+                app.show_status(status)
+                app.screen._compositor.render_strips()
+                times.append((time.thread_time() - begin) * 1e3)
+        return times
+
+    return asyncio.run(run())
+
+
 def main() -> None:
     """Print a line per round."""
     for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
         without, shown = measure_line(b""), measure_line(FOOTER)
         print(f"per line {without:.1f} us, with the live line {shown:.1f} us;", end=" ")
         print(f"per refresh {measure_refresh():.0f} us, twice a second")
+    try:
+        frames = measure_frames()
+    except ImportError as error:
+        print(f"pdrun top: {error}")
+    else:
+        print("pdrun top, 12,500 nodes:", ", ".join(f"{frame:.0f}" for frame in frames), "ms")
 
 
 if __name__ == "__main__":

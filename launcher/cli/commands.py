@@ -54,7 +54,7 @@ class PdrunGroup(click.Group):
 
 COMMAND_HINTS = {
     **dict.fromkeys(("submit", "sbatch", "queue"), "use pdrun slurm submit"),
-    **dict.fromkeys(("list", "ls", "ps", "jobs", "show", "squeue", "top"), "use pdrun status"),
+    **dict.fromkeys(("list", "ls", "ps", "jobs", "show", "squeue"), "use pdrun status"),
     **dict.fromkeys(("cancel", "kill", "abort", "delete", "scancel", "end"), "use pdrun stop"),
     **dict.fromkeys(("log", "tail", "output"), "use pdrun logs"),
     **dict.fromkeys(("launch", "start", "exec"), "use pdrun [OPTIONS] SCRIPT"),
@@ -169,6 +169,12 @@ def _load_report() -> click.Command:
     return report_command()
 
 
+def _load_top() -> click.Command:
+    from pdrun.launcher.cli.inspect.top import top_command
+
+    return top_command()
+
+
 def _load_plot() -> click.Command:
     from pdrun.launcher.cli.inspect.numbers import plot_command
 
@@ -266,6 +272,7 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "relay": _load_relay,
     "status": _load_status,
     "logs": _load_logs,
+    "top": _load_top,
     "report": _load_report,
     "plot": _load_plot,
     "export": _load_export,

@@ -18,7 +18,7 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 
 {options}
 
-Commands: run (the default), join, scheduler, relay, status, logs, report,
+Commands: run (the default), join, scheduler, relay, status, logs, top, report,
 plot, export, stop, warm, token, env, doctor, translate, rank-table, slurm, k8s,
 mpirun, checkpoint, plan, completion; see pdrun COMMAND --help and run --help.
 

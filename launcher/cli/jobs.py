@@ -37,7 +37,8 @@ def _follow_option() -> click.Option:
     return click.Option(["-f", "--follow"], is_flag=True, help="Continue until the job has ended.")
 
 
-def _scheduler_options() -> list[click.Parameter]:
+def scheduler_options() -> list[click.Parameter]:
+    """Return the options that name a scheduler to ask."""
     return [
         click.Option(
             ["--scheduler"],
@@ -51,7 +52,7 @@ def _scheduler_options() -> list[click.Parameter]:
     ]
 
 
-def _remote_scheduler(
+def read_scheduler_options(
     scheduler: str | None, token_file: str, insecure: bool
 ) -> RemoteScheduler | None:
     """Return the scheduler to ask; None: this user's list of jobs."""
@@ -91,7 +92,7 @@ def status_command() -> click.Command:
             )
         if json and follow:
             raise UsageError("--json and --follow exclude each other", hint="leave one of them out")
-        remote = _remote_scheduler(scheduler, token_file, insecure)
+        remote = read_scheduler_options(scheduler, token_file, insecure)
         return status.show_status(job, as_json=json, follow=follow, all_jobs=all, scheduler=remote)
 
     return click.Command(
@@ -105,7 +106,7 @@ def status_command() -> click.Command:
             ),
             click.Option(["--json"], is_flag=True, help="One JSON object per job."),
             _follow_option(),
-            *_scheduler_options(),
+            *scheduler_options(),
         ],
         context_settings=dict(CONTEXT_SETTINGS),
     )
@@ -213,7 +214,7 @@ def stop_command() -> click.Command:
     ) -> int:
         from pdrun.launcher.jobs import stop
 
-        remote = _remote_scheduler(scheduler, token_file, insecure)
+        remote = read_scheduler_options(scheduler, token_file, insecure)
         seconds = parsers.parse_duration(timeout, "--timeout")
         return stop.stop_job(job, force=force, timeout=seconds, scheduler=remote)
 
@@ -231,7 +232,7 @@ def stop_command() -> click.Command:
                 show_default=True,
                 help="Longest time to wait.",
             ),
-            *_scheduler_options(),
+            *scheduler_options(),
         ],
         context_settings=dict(CONTEXT_SETTINGS),
     )

@@ -99,6 +99,27 @@ def read_tails(history: JobHistory, folder: Path, log_name: str) -> Iterator[Log
                 break
 
 
+def read_rank_log(folder: Path, log_name: str, rank: int) -> list[str]:
+    """Return the last lines of a rank in the newest generation that has logs of it."""
+    pattern = rank_pattern(log_name)
+    if "rank" not in pattern.groupindex:
+        return []
+    try:
+        generations = [path for path in folder.iterdir() if path.name.isdecimal()]
+        for own in sorted(generations, key=lambda path: int(path.name), reverse=True):
+            lines: list[str] = []
+            for path in sorted(own.rglob("*")):
+                stem = path.name.removesuffix(OUT_SUFFIX).removesuffix(ERR_SUFFIX)
+                match = pattern.fullmatch(stem) if stem != path.name else None
+                if match and int(match["rank"]) == rank and path.is_file():
+                    lines += [f"-- {path.name}", *_read_tail(path).splitlines()]
+            if lines:
+                return lines
+    except OSError:
+        pass
+    return []
+
+
 def _read_tail(path: Path) -> str:
     """Return the last lines of a file; empty if it cannot be read."""
     try:

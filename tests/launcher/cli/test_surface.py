@@ -60,6 +60,7 @@ COMMANDS = {
     "relay",
     "status",
     "logs",
+    "top",
     "report",
     "plot",
     "export",

@@ -49,9 +49,8 @@ def test_png_needs_a_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     with pytest.raises(ConfigError, match="pip install cairosvg"):
         write_plot(["./train-1"], "x.png", [])
-    library = ModuleType("cairosvg")
-    library.svg2png = lambda bytestring, scale: b"\x89PNG" + bytestring[:4]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cairosvg", library)
+    library = SimpleNamespace(svg2png=lambda bytestring, scale: b"\x89PNG" + bytestring[:4])
+    monkeypatch.setitem(sys.modules, "cairosvg", library)  # type: ignore[arg-type]
     write_plot(["./train-1"], "x.png", [])
     assert (folder / "x.png").read_bytes() == b"\x89PNG<svg"
 

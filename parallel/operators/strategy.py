@@ -30,6 +30,7 @@ from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout
 from pdrun.parallel.layouts.finer_grid import FinerGrid
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.matmul_grid import match_matmul_grid
 from pdrun.parallel.operators.choose_splits import (
     OPERATORS_API,
     DimCounts,
@@ -110,6 +111,8 @@ class _EntryResolver:
         self.graph = graph
         self.grid = chooser.grid
         self.layouts = UserLayouts()
+        self.stored_weights: set[int] = set()
+        """Weights that an operator gathers before it uses them."""
         self.chooser = chooser
         self.params = {
             tensor.name: index
@@ -219,7 +222,7 @@ class _EntryResolver:
         for position, sharding in self.layouts.shardings.items():
             operator = self.graph.operators[position]
             for input_position, index in enumerate(operator.inputs):
-                if self.graph.tensors[index].kind == "param":
+                if self.graph.tensors[index].kind == "param" and index not in self.stored_weights:
                     layout = sharding.input_layout(input_position, len(self.graph.shape_of(index)))
                     self.set_weight(
                         self.graph.tensors[index].name,
@@ -299,9 +302,44 @@ class _EntryResolver:
                 else spec
                 for spec in layout.in_
             )
-            self.layouts.shardings[position] = self._choose_sharding(
-                position, wanted, out, entry_name
-            )
+            if not self._set_matmul_grid(position, wanted, layout.out is not None, entry_name):
+                self.layouts.shardings[position] = self._choose_sharding(
+                    position, wanted, out, entry_name
+                )
+
+    def _set_matmul_grid(
+        self, position: int, wanted: tuple[Any, ...], has_out: bool, entry_name: str
+    ) -> bool:
+        """Configure a product over several axes; return whether the layouts are those of one."""
+        operator = self.graph.operators[position]
+        if operator.kind not in ("linear", "matmul", "mm") or len(wanted) < 2:
+            return False
+        weight = operator.inputs[1]
+        if self.graph.tensors[weight].kind != "param" or not all(
+            isinstance(spec, L) for spec in wanted[:2]
+        ):
+            return False
+        is_transposed = operator.kind == "linear"
+        given = [
+            self.chooser.drop_data_axes(spec, self.graph.shape_of(index), entry_name)
+            for spec, index in zip(wanted[:2], operator.inputs, strict=False)
+        ]
+        found = match_matmul_grid(given[0], given[1], is_transposed)
+        if found is None:
+            return False
+        ndim = len(self.graph.shape_of(operator.inputs[0]))
+        result = found.result(ndim)
+        if has_out and self.layouts.results[position] != result:
+            what = f"{entry_name}: the result of a product over {', '.join(given[1].axes)} is"
+            raise UsageError(f"{what} {result}, got {self.layouts.results[position]}")
+        self.set_weight(
+            self.graph.tensors[weight].name, found.weight(is_transposed, True), entry_name
+        )
+        self.stored_weights.add(weight)
+        needed = (found.operand(ndim), found.weight(is_transposed, False))
+        self.layouts.results[position] = result
+        self.layouts.shardings[position] = self._choose_sharding(position, needed, None, entry_name)
+        return True
 
     def apply_constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""

@@ -13,7 +13,7 @@ FINER = "tests/parallel/operators/test_finer_mesh.py"
 MATRIX = "tests/parallel/layouts/test_device_matrix.py"
 SPLIT = "tests/parallel/pipeline/test_split.py"
 SCHEDULES = "tests/parallel/pipeline/test_schedules_on_ranks.py"
-HIGH = "tests/parallel/tensor/test_linear_2d_3d.py"
+HIGH = "tests/parallel/operators/test_matmul_grid.py"
 LEVELS = "tests/parallel/test_transparency.py"
 AXES = "tests/parallel/test_model_axes.py"
 AUTO = "tests/parallel/auto/test_auto_runs.py"
@@ -64,8 +64,8 @@ PROOFS: dict[str, dict[str, str]] = {
         "operators without a strategy": f"{OPERATORS}::test_propagation_golden",
     },
     "High-dimension tensor parallel": {
-        "`enable_nd_tp`, 2D": f"{HIGH}::test_the_bytes_of_the_closed_forms",
-        "`enable_nd_tp`, 3D": f"{HIGH}::test_a_pair_equals_one_process",
+        "`enable_nd_tp`, 2D": f"{HIGH}::test_the_bytes_of_the_formulas",
+        "`enable_nd_tp`, 3D": f"{HIGH}::test_products_have_the_numbers_of_one_process",
     },
     "Optimizer parallel": {
         "`enable_parallel_optimizer`, `hsdp()`": EXAMPLE,

@@ -50,7 +50,8 @@ def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:
     """Return a parser of integers from ``least`` to ``most``."""
 
     def parse(text: str, where: str) -> int:
-        if re.fullmatch(r"[0-9]{1,9}", text) and least <= int(text) <= most:
+        digits = r"-?[0-9]{1,9}" if least < 0 else r"[0-9]{1,9}"
+        if re.fullmatch(digits, text) and least <= int(text) <= most:
             return int(text)
         if re.fullmatch(r"-?[0-9]+", text):
             limit = f"above {most}"

@@ -235,8 +235,7 @@ def _options_of_file(data: Mapping[str, Any], path: str) -> list[UsedOption]:
             options.append(UsedOption(key, f"{key} of {path}", () if is_flag else (text,)))
     deepspeed = data.get("deepspeed_config")
     if isinstance(deepspeed, dict) and deepspeed:
-        names = [*deepspeed, *(["mixed_precision"] if "mixed_precision" in found else [])]
-        options.append(UsedOption("config_ds_fields", "", (",".join(names).lower(),)))
+        options.append(UsedOption("config_ds_fields", "", (",".join(deepspeed).lower(),)))
     return options
 
 

@@ -83,7 +83,9 @@ def add_variables(command: ForeignCommand, kind: str, result: Translation) -> No
     if kind == "deepspeed":
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         if fields := command.text_of("config_ds_fields"):
-            found["ACCELERATE_CONFIG_DS_FIELDS"] = fields
+            used = command.last_use("mixed_precision")
+            is_from_file = used is not None and not used.name.startswith("-")
+            found["ACCELERATE_CONFIG_DS_FIELDS"] = fields + ",mixed_precision" * is_from_file
         found |= _variables_of(command, DEEPSPEED_VARIABLES)
     for name, value in found.items():
         result.add("--env", f"{name}={value}")

@@ -113,7 +113,7 @@ def apply_recompute(model: nn.Module, value: Any, axes: MeshGroups | None = None
         slicer = None if axis is None else _InputSlicer(name, axis)
         wrap_forward(
             model.get_submodule(name),
-            functools.partial(_wrap_checkpoint, policy=policy, slicer=slicer),
+            functools.partial(_wrap_checkpoint, module=name, policy=policy, slicer=slicer),
         )
     return names
 
@@ -251,11 +251,11 @@ class _InputSlicer:
 
 
 def _wrap_checkpoint(
-    forward: Callable[..., Any], policy: RecomputePolicy, slicer: _InputSlicer | None
+    forward: Callable[..., Any], module: str, policy: RecomputePolicy, slicer: _InputSlicer | None
 ) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy.policy == "selective" or not policy.repeats_collectives:
-        options["context_fn"] = functools.partial(_make_contexts, policy)
+        options["context_fn"] = functools.partial(_make_contexts, policy, module)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -276,12 +276,13 @@ def _wrap_checkpoint(
 
 
 def _make_contexts(
-    policy: RecomputePolicy,
+    policy: RecomputePolicy, module: str
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward pass and of its recomputation."""
     pairs: list[tuple[Any, Any]] = []
     if policy.policy == "selective":
-        pairs.append(torch_checkpoint.create_selective_checkpoint_contexts(_choose_policy))
+        first, again = torch_checkpoint.create_selective_checkpoint_contexts(_choose_policy)
+        pairs.append((first, _enter_both(_explain_mutation(module), again)))
     if not policy.repeats_collectives:
         kept = KeptResults()
         pairs.append((kept.recording(), kept.replaying()))
@@ -296,6 +297,28 @@ def _enter_both(
 ) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+@contextmanager
+def _explain_mutation(module: str) -> Iterator[None]:
+    """
+    Inside, a result that was kept and then changed is refused by name.
+
+    Raises:
+        UsageError: torch has found one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise UsageError(
+            f"{module} changes the result of a matrix product or of attention in place, which"
+            " recompute='selective' has kept for the backward",
+            where=API_NAME,
+            hint=f'recompute="full", or ("GLOBS", "selective") without {module}; or its code:'
+            " x = x / y in place of x /= y",
+        ) from error
 
 
 def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -63,6 +63,12 @@ MAX_NUMBERS = 32
 MAX_NAME_CHARACTERS = 64
 SAVED_REPORT_SECONDS = 1.0
 """Time that the report of a saved step waits for an agent whose queue is full."""
+TRACE_LOOK_SECONDS = 0.5
+"""Time between two looks for a request of `pdrun trace`."""
+TRACE_REQUEST = "trace.json"
+"""File beside the agent's socket; `launcher/jobs/views/trace.py` writes it."""
+TRACE_MODULE = "pdrun.parallel.startup.step_trace"
+"""Imported by name when a trace is asked for: it is on a higher floor, and needs torch."""
 STACKS_SIGNAL = 51
 """
 Requests the stacks of a worker. A real-time signal that programs rarely use.
@@ -92,6 +98,10 @@ class _WorkerReporter:
         self.has_script_steps = False
         """Whether the script reports its steps: then a run does not."""
         self.next_sample_at = 0.0
+        self.next_look_at = 0.0
+        """Monotonic time of the next look for a request of a trace."""
+        self.trace: Any = None
+        """The trace that runs."""
         self.numbers: dict[str, Any] = {}
         """What the script reports with its step; tensors become numbers when they are sent."""
         self.next_report_at = 0.0
@@ -129,6 +139,8 @@ class _WorkerReporter:
     def report_soon(self) -> None:
         """Send the current values, or let the flusher send them if the last report is recent."""
         now = time.monotonic()
+        if self.trace is not None or now >= self.next_look_at:
+            self.run_trace(now)
         if now >= self.next_report_at:
             self.next_report_at = now + REPORT_SECONDS
             self.send_report()
@@ -139,6 +151,26 @@ class _WorkerReporter:
                     target=self.flush_reports, name="pdrun-progress", daemon=True
                 )
                 self.flusher.start()
+
+    def run_trace(self, now: float) -> bool:
+        """
+        Start a trace that `pdrun trace` has asked for, or count a step of the one that runs.
+
+        Returns:
+            Whether one runs.
+        """
+        if self.trace is not None:
+            if not self.trace.count_step():
+                self.trace = None
+        elif now >= self.next_look_at:
+            self.next_look_at = now + TRACE_LOOK_SECONDS
+            request = f"{self.path.rpartition('/')[0]}/{TRACE_REQUEST}"
+            if os.path.exists(request):  # noqa: PTH110 - pathlib is not imported here
+                import importlib
+
+                module: Any = importlib.import_module(TRACE_MODULE)
+                self.trace = module.start_trace(request, self.rank)
+        return self.trace is not None
 
     def flush_reports(self) -> None:
         """
@@ -264,6 +296,8 @@ def sample_step(
         worker.is_sampled = True
         worker.numbers = read_numbers()
         worker.send_report()
+    if not is_last and worker.run_trace(now):
+        return now  # each of its steps counts
     return due
 
 

@@ -34,6 +34,8 @@ MAX_REPORTS_PER_READ = 64
 MAX_NUMBER = 1 << 53
 """Ranks, generations and steps are smaller."""
 MAX_SWEPT_FOLDERS = 64
+GENERATION_FILE = "generation.json"
+"""In the folder: which run, generation and ranks its workers belong to."""
 _FOLDER_PREFIX = "pdrun-agent-"
 """
 The identifier of the running kernel follows: in a folder that hosts share, only that kernel knows
@@ -186,6 +188,22 @@ class WorkerChannel:
         self.folders.discard(self.folder)
 
 
+def write_generation(path: str, run: str, generation: int, first_rank: int) -> None:
+    """
+    Write beside the socket which ranks run here, for `pdrun attach` and `pdrun trace`.
+
+    A failure is ignored: the job does not need it.
+    """
+    data = {"run": run, "generation": generation, "first_rank": first_rank}
+    try:
+        place = Path(path).with_name(GENERATION_FILE)
+        draft = place.with_suffix(".part")
+        draft.write_text(json.dumps(data))
+        draft.replace(place)
+    except OSError:
+        pass
+
+
 def make_socket_folder() -> Path:
     """
     Make a folder of mode 0700 whose path is short enough for a socket.
@@ -198,7 +216,7 @@ def make_socket_folder() -> Path:
         if base is not None and not os.access(base, os.W_OK | os.X_OK):
             continue
         try:
-            folder = Path(tempfile.mkdtemp(prefix=_kernel_prefix(), dir=base))
+            folder = Path(tempfile.mkdtemp(prefix=folder_prefix(), dir=base))
         except OSError as error:
             wrong = wrong or error
             continue
@@ -214,7 +232,7 @@ def remove_stale_folders(folder: Path) -> None:
 
     These belong to this user and this kernel, and no process listens on their socket.
     """
-    kernel = _kernel_prefix()
+    kernel = folder_prefix()
     if kernel == _FOLDER_PREFIX:
         return
     for other in itertools.islice(folder.parent.glob(f"{kernel}*"), MAX_SWEPT_FOLDERS):
@@ -229,7 +247,7 @@ def remove_stale_folders(folder: Path) -> None:
             continue  # being created by another agent, or already removed
 
 
-def _kernel_prefix() -> str:
+def folder_prefix() -> str:
     """Return how this kernel's folders begin; without its identifier if that cannot be read."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Announcer
+from pdrun.launcher.agent.channel import write_generation
 from pdrun.launcher.agent.helpers import HelperProcesses
 from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle, WorkerOutput
 from pdrun.launcher.agent.lifeline import Lifeline
@@ -123,6 +124,9 @@ class GenerationRunner:
         self._announcer.announce_start(self._assign)
         self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
+        if self._channel_path:
+            assign = self._assign
+            write_generation(self._channel_path, group.run_name, generation, assign.first_rank)
         self._helpers.send_ping()  # no worker runs without a fence
         self._start_servers(plan, supervisor)
         group.start_workers()

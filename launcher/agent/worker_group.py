@@ -82,7 +82,7 @@ class WorkerGroup:
         self._extra_env = extra_env or {}
         self._channel_path = channel_path
         self._plan = plan
-        self._run_name = run_name
+        self.run_name = run_name
         self._assign = assign
         self._supervisor = supervisor
         self._output = output
@@ -120,7 +120,7 @@ class WorkerGroup:
         try:
             for slot, worker in self._workers.items():
                 env = build_worker_env(
-                    self._plan, self._run_name, self._assign, worker.plan, self._channel_path
+                    self._plan, self.run_name, self._assign, worker.plan, self._channel_path
                 )
                 env |= self._extra_env
                 out, err = self._output.open_pipes(worker.rank, slot, self.generation)

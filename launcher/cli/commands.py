@@ -175,6 +175,18 @@ def _load_top() -> click.Command:
     return top_command()
 
 
+def _load_attach() -> click.Command:
+    from pdrun.launcher.cli.inspect.attach import attach_command
+
+    return attach_command()
+
+
+def _load_trace() -> click.Command:
+    from pdrun.launcher.cli.inspect.attach import trace_command
+
+    return trace_command()
+
+
 def _load_plot() -> click.Command:
     from pdrun.launcher.cli.inspect.numbers import plot_command
 
@@ -273,6 +285,8 @@ LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "status": _load_status,
     "logs": _load_logs,
     "top": _load_top,
+    "attach": _load_attach,
+    "trace": _load_trace,
     "report": _load_report,
     "plot": _load_plot,
     "export": _load_export,

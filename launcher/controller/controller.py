@@ -46,7 +46,7 @@ from pdrun.launcher.controller.agent_handle import (
 )
 from pdrun.launcher.controller.exit_policy import ShutdownTimer, format_nodes, job_exit_code
 from pdrun.launcher.controller.local import bind_scheduler, make_agent_starts
-from pdrun.launcher.jobs.live_screen import show_live_line
+from pdrun.launcher.jobs.views.live_screen import show_live_line
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.security import Secret, find_secret, is_secret_named

@@ -21,8 +21,8 @@ from pdrun.launcher.common import network
 from pdrun.launcher.controller.controller import Controller, job_secret
 from pdrun.launcher.controller.host_connector import HostConnector, disconnect, wait_for_agents
 from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
-from pdrun.launcher.jobs.live_screen import show_live_line
 from pdrun.launcher.jobs.run_record import make_run_name, register_run
+from pdrun.launcher.jobs.views.live_screen import show_live_line
 from pdrun.launcher.output.console import Console
 from pdrun.launcher.plan.hosts import make_node_spec
 from pdrun.launcher.plan.model import LaunchPlan

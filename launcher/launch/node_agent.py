@@ -116,7 +116,7 @@ def _register_job(
     scheduler_process: SchedulerChild | None,
 ) -> None:
     """Enter the job into the user's registry, and show its live line on a terminal."""
-    from pdrun.launcher.jobs.live_screen import show_live_line
+    from pdrun.launcher.jobs.views.live_screen import show_live_line
 
     address = str(scheduler_process.endpoint) if scheduler_process else ""
     register_run(plan, welcome.run, address, controller_pid=options.controller_pid)

@@ -209,6 +209,31 @@ def test_a_number_keeps_no_graph(agent: Agent) -> None:
     assert said["numbers"] == {"loss": 1.5}
 
 
+def test_a_trace_counts_the_steps_of_the_loop(agent: Agent) -> None:
+    (agent.folder / "trace.json").write_text("{}")
+    code = (
+        "import types\nmodule = types.ModuleType('tracer')\n"
+        "class Trace:\n left = 3\n"
+        " def count_step(self):\n  self.left -= 1; return self.left > 0\n"
+        "traces = []\n"
+        "def start(request, rank):\n"
+        " assert request.endswith('/trace.json') and rank == '3'\n"
+        " traces.append(Trace() if not traces else None); return traces[-1]\n"
+        "module.start_trace = start; sys.modules['tracer'] = module\n"
+        "elastic.TRACE_MODULE = 'tracer'\n"
+        "CALL\n"
+        "for step in range(8): call(step)\n"
+        "assert traces[0].left == 0 and len(traces) == 1, traces\n"
+    )
+    calls = (
+        "call = pdrun.progress",
+        "def call(step):\n global due\n due = elastic.sample_step(step, lambda: {})",
+    )
+    for call in calls:
+        status, _, err = agent.run(code.replace("CALL", call))
+        assert status == 0, err
+
+
 def test_a_run_samples_its_steps(agent: Agent) -> None:
     code = (
         "from time import monotonic as now\n"

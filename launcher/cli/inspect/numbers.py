@@ -19,7 +19,7 @@ def plot_command() -> click.Command:
     """Return ``pdrun plot``."""
 
     def plot(jobs: tuple[str, ...], output: str, values: str) -> int:
-        from pdrun.launcher.jobs import numbers
+        from pdrun.launcher.jobs.views import numbers
 
         names = [name.strip() for name in values.split(",") if name.strip()]
         return numbers.write_plot(jobs, output, names)
@@ -53,7 +53,7 @@ def export_command() -> click.Command:
     """Return ``pdrun export``."""
 
     def export(job: str | None, to: str, output: str) -> int:
-        from pdrun.launcher.jobs import numbers
+        from pdrun.launcher.jobs.views import numbers
 
         kind = parsers.choice_parser(*KINDS)(to, "--to")
         return numbers.export_numbers(job, kind, output)

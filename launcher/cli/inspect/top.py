@@ -12,7 +12,7 @@ def top_command() -> click.Command:
     """Return ``pdrun top``."""
 
     def show(job: str | None, scheduler: str | None, token_file: str, insecure: bool) -> int:
-        from pdrun.launcher.jobs.top import show_top
+        from pdrun.launcher.jobs.views.top import show_top
 
         return show_top(job, read_scheduler_options(scheduler, token_file, insecure))
 

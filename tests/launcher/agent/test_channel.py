@@ -190,7 +190,7 @@ def short():
 
 def test_what_killed_agents_left_is_removed_and_nothing_else(short, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(short))
-    kernel = module._kernel_prefix()
+    kernel = module.folder_prefix()
     names = (f"{kernel}left", f"{kernel}young", "pdrun-agent-0badf00d-left")
     left, young, theirs = (short / name for name in names)
     for folder in (left, young, theirs):

@@ -61,6 +61,8 @@ COMMANDS = {
     "status",
     "logs",
     "top",
+    "attach",
+    "trace",
     "report",
     "plot",
     "export",

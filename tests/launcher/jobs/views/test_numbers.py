@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.jobs.numbers import export_numbers, write_plot
+from pdrun.launcher.jobs.views.numbers import export_numbers, write_plot
 from tests.ui.report.test_plot import line
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.launcher.jobs import top
 from pdrun.launcher.jobs.registry import make_job_record, register_job
 from pdrun.launcher.jobs.report import read_rank_log
+from pdrun.launcher.jobs.views import top
 from tests.ui.report.test_plot import line
 
 

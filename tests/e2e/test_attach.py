@@ -1,0 +1,94 @@
+"""A look into a job that runs: stacks and traces of its workers here, output from now on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.e2e.conftest import Shell
+
+LOOP = """
+import os, time
+{imports}
+import pdrun
+def wait_for_the_end():
+    for step in range(3000):
+        pdrun.progress(step)
+        print("at", step, flush=True)
+        time.sleep(0.1)
+        if os.path.exists("stop"):
+            return
+wait_for_the_end()
+"""
+
+
+def start(shell: Shell, *options: str, imports: str = "") -> subprocess.Popen[str]:
+    (shell.folder / "loop.py").write_text(LOOP.format(imports=imports))
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pdrun", *options, "loop.py"],
+        cwd=shell.folder,
+        env=shell.env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert job.stdout is not None
+    ranks: set[str] = set()
+    while len(ranks) < 2:
+        line = job.stdout.readline()
+        assert line, "the job has ended"
+        if "| at " in line:
+            ranks.add(line.partition("|")[0])
+    return job
+
+
+def ask(shell: Shell, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdrun", *words],
+        cwd=shell.folder,
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def end(shell: Shell, job: subprocess.Popen[str]) -> None:
+    (shell.folder / "stop").touch()
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, out
+
+
+def test_stacks_and_output(shell: Shell) -> None:
+    job = start(shell, "--nodes", "2", "--devices", "1", "--local", "--start", "exec")
+    found = ask(shell, "attach", "--stacks")
+    assert found.returncode == 0, found.stderr
+    assert "(0):" in found.stdout and "(1):" in found.stdout
+    assert found.stdout.count("wait_for_the_end") == 2
+    assert "(0)" not in ask(shell, "attach", "loop:1", "--stacks").stdout
+    wrong = ask(shell, "attach", ":7", "--stacks")
+    assert wrong.returncode == 2 and "with these ranks" in wrong.stderr
+    failed = ask(shell, "trace", "--steps", "2", "--timeout", "30s")
+    assert failed.returncode == 124 and "does not use torch" in failed.stderr
+    end(shell, job)
+    assert ask(shell, "attach").returncode == 2
+
+
+@pytest.mark.torch
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_a_trace(shell: Shell, how: str) -> None:
+    job = start(shell, "--devices", "2", "--start", how, imports="import torch")
+    begin = time.monotonic()
+    done = ask(shell, "trace", "loop", "--steps", "3", "-o", "t.json")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin < 60
+    events = json.loads((shell.folder / "t.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert {"rank 0", "rank 1"} <= names
+    end(shell, job)

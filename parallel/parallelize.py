@@ -341,10 +341,11 @@ def _build_state(
     # once more, for the weights that are sharded now
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
-    compiled = compile_modules(partitioned.model, arguments.compile)
+    defers = partitioned.driver.splits_backward
+    compiled = compile_modules(partitioned.model, arguments.compile, defers)
     recomputed = apply_recompute(partitioned.model, recompute, prepared.place.axes)
     recomputed += _recompute_operators(arguments, partitioned.model, compiled, recomputed)
-    check_combination(compiled, recompute, recomputed, splits=partitioned.driver.splits_backward)
+    check_combination(compiled, recompute, recomputed)
     engine = _build_engine(settings, prepared, partitioned, fill)
     shard_param_groups(optimizer, engine.trained_parts)
     scheduler = arguments.scheduler

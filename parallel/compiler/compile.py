@@ -22,10 +22,15 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.model.find_units import find_units
-from pdrun.parallel.model.forward_wrapper import wrap_forward
+from pdrun.parallel.model.forward_wrapper import COMPILED_MARK, wrap_forward
 from pdrun.parallel.model.recompute import match_modules, parse_recompute
 from pdrun.parallel.zero.settings import PARALLELIZE, check_globs
 
+KEEP_BUFFERS = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""
+Options with which no operator writes into the inputs of an earlier one: deferred gradients of
+weights are computed from these inputs later.
+"""
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -72,10 +77,10 @@ def _require_names(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return globs
 
 
-def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
+def _add_compiler_options(options: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return options with which torch's compiler overlaps collectives with computation (see
-    `overlap_pass`).
+    `overlap_pass`), and with some more, which have priority.
     """
     if options.get("backend", "inductor") != "inductor":
         return options
@@ -90,18 +95,11 @@ def _add_overlap_pass(options: dict[str, Any]) -> dict[str, Any]:
     }
     ours = {"post_grad_custom_post_pass": OVERLAP_PASS, "reorder_for_peak_memory": False}
     rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
-    return {**rest, "options": {**ours, **chosen}}
+    return {**rest, "options": {**ours, **chosen, **more}}
 
 
-def check_combination(
-    compiled: list[str], recompute: Any, recomputed: list[str], splits: bool
-) -> None:
-    """
-    Refuse options that compiled modules do not support.
-
-    Args:
-        splits: whether the pipeline's schedule defers gradients of weights.
-    """
+def check_combination(compiled: list[str], recompute: Any, recomputed: list[str]) -> None:
+    """Refuse options that compiled modules do not support."""
     if not compiled:
         return
     inner = [name for name in recomputed if any(name.startswith(f"{outer}.") for outer in compiled)]
@@ -119,14 +117,14 @@ def check_combination(
     if overlaps and not parse_recompute(recompute).repeats_collectives:
         what = "mp_comm_recompute=False is not supported in compiled modules"
         raise UsageError(what, where=PARALLELIZE, hint="leave it out, or compile other modules")
-    if splits:
-        what = "compile= is not supported with a schedule that defers gradients of weights"
-        raise UsageError(what, where=PARALLELIZE, hint="use schedule='1f1b' or 'interleaved'")
 
 
-def compile_modules(model: nn.Module, value: Any) -> list[str]:
+def compile_modules(model: nn.Module, value: Any, defers: bool = False) -> list[str]:
     """
     Compile modules when they are first called; return their names.
+
+    Args:
+        defers: whether the pipeline's schedule defers gradients of weights.
 
     Raises:
         UsageError: see `parse_options`; or a glob matches no module.
@@ -138,9 +136,11 @@ def compile_modules(model: nn.Module, value: Any) -> list[str]:
     names = find_units(model, None) if globs is None else match_modules(model, globs, "compile")
     torch_compat.exclude_untraced()
     try:
-        kinds = _add_overlap_pass(options)
+        kinds = _add_compiler_options(options, KEEP_BUFFERS if defers else {})
         for name in names:
-            wrap_forward(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
+            module = model.get_submodule(name)
+            wrap_forward(module, lambda forward: torch.compile(forward, **kinds))
+            vars(module)[COMPILED_MARK] = True
     except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:
         what = f"compile={value!r}: {str(error).splitlines()[0]}"
         raise UsageError(

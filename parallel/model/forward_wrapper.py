@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
+COMPILED_MARK = "_pdrun_is_compiled"
+"""Attribute of modules whose forward torch.compile compiles, also in copies without it."""
 _ORIGINAL_ATTRIBUTE = "_pdrun_forward"
 
 

@@ -6,6 +6,10 @@ Most work of a backward is matrix products. While a stage splits its backward,
 ``torch.nn.functional.linear`` (which ``nn.Linear`` calls) defers the product for its weight and
 records its inputs; `DeferredWeightGrad.compute_grads` computes it. The gradients of other weights
 (norms, biases, embeddings, convolutions) are computed in the first part and kept until the second.
+
+In compiled modules the product is an operator, `weight_grad`, whose result is memory that
+`compute_grads` fills later. Its inputs must keep their values until then: such modules are compiled
+without reuse of buffers (see `pdrun.parallel.compiler`).
 """
 
 from __future__ import annotations
@@ -17,8 +21,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-DeferredProduct = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
-"""A weight, the input of its linear layer, and the gradient of the output."""
+from pdrun.errors import UsageError
+from pdrun.parallel.pipeline.metadata import API_NAME
+
+DeferredProduct = tuple[torch.nn.Parameter | torch.Tensor, torch.Tensor, torch.Tensor]
+"""
+A weight, or the memory for its gradient; the input of its linear layer; the gradient of the output.
+"""
 _torch_linear = functional.linear
 _pending_products: list[list[DeferredProduct]] = []
 """
@@ -44,7 +53,10 @@ class DeferredWeightGrad:
     def compute_grads(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Return the gradient of each weight."""
         for weight, x, grad in self.products:
-            made = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
+            if not isinstance(weight, torch.nn.Parameter):
+                weight.copy_(_multiply(x, grad, weight.dtype))
+                continue
+            made = _multiply(x, grad, weight.dtype)
             self.grads[weight] = self.grads[weight] + made if weight in self.grads else made
         self.products.clear()
         return self.grads
@@ -88,7 +100,47 @@ def backward_input(
         for weight, grad in zip(weights, found[len(inputs) :], strict=True)
         if grad is not None
     }
+    _check_memories(products, known)
     return list(found[: len(inputs)]), DeferredWeightGrad(known, products)
+
+
+def _check_memories(
+    products: Sequence[DeferredProduct], grads: dict[torch.nn.Parameter, torch.Tensor]
+) -> None:
+    """Refuse memory for a gradient that was read before it was filled."""
+    memories = {grad.data_ptr() for grad in grads.values()}
+    for weight, x, grad in products:
+        if not isinstance(weight, torch.nn.Parameter) and weight.data_ptr() not in memories:
+            shape = [grad.shape[-1], x.shape[-1]]
+            raise UsageError(
+                f"a weight {shape} of a compiled module is used more than once in a micro-batch, or"
+                " its gradient is changed, and the schedule defers gradients of weights",
+                where=API_NAME,
+                hint='use schedule="1f1b" or "interleaved", or leave the module out of compile=',
+            )
+
+
+def _multiply(x: torch.Tensor, grad: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return the gradient of a linear layer's weight."""
+    return (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(kind)
+
+
+def _weight_grad(x: torch.Tensor, grad: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    if not _pending_products:
+        return _multiply(x, grad, kind)
+    memory = _grad_memory(x, grad, kind)
+    _pending_products[-1].append((memory, x, grad))
+    return memory
+
+
+def _grad_memory(x: torch.Tensor, grad: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=kind)
+
+
+_LIBRARY = torch.library.Library("pdrun_pipeline", "DEF")
+_LIBRARY.define("weight_grad(Tensor x, Tensor grad, ScalarType kind) -> Tensor")
+_LIBRARY.impl("weight_grad", _weight_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("pdrun_pipeline::weight_grad", _grad_memory, lib=_LIBRARY)
 
 
 def _split_linear(
@@ -99,7 +151,26 @@ def _split_linear(
     )
     if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
         return _torch_linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return _CompiledSplitLinear.apply(x, weight, bias)
     return _SplitLinear.apply(x, weight, bias)
+
+
+class _CompiledSplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _torch_linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        to_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        to_weight = torch.ops.pdrun_pipeline.weight_grad(x, grad, weight.dtype)
+        return to_x, to_weight, grad.flatten(0, -2).sum(0) if ctx.has_bias else None
 
 
 class _SplitLinear(torch.autograd.Function):

@@ -43,7 +43,7 @@ def fuse_head_loss(model: nn.Module) -> nn.Module:
         head.__class__ = type(
             f"Deferring{kind.__name__}", (DeferringHead, kind), {"__module__": kind.__module__}
         )
-        model.loss_function = causal_loss  # type: ignore[assignment]
+        model.loss_function = causal_loss
         model.register_forward_pre_hook(_begin_call, with_kwargs=True, prepend=True)
         model.register_forward_hook(_end_call, always_call=True)
     return model
@@ -145,7 +145,7 @@ class DeferredLogits(torch.Tensor):
             size: the number of logits after that.
         """
         shape = (*hidden.shape[:-1], size or head.weight.shape[0])
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=hidden.dtype, device=hidden.device, requires_grad=False
         )
         made.hidden, made.head, made.shard = hidden, head, shard
@@ -207,8 +207,8 @@ def _begin_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     given = dict(kwargs)
     if args:
         given |= inspect.signature(model.forward).bind_partial(*args).arguments
-    model.get_output_embeddings()._is_deferring = given.get("labels") is not None  # type: ignore[operator]
+    model.get_output_embeddings()._is_deferring = given.get("labels") is not None
 
 
 def _end_call(model: nn.Module, args: Any, output: Any) -> None:
-    model.get_output_embeddings()._is_deferring = False  # type: ignore[operator]
+    model.get_output_embeddings()._is_deferring = False

@@ -264,10 +264,6 @@ REFUSED = [
     ),
     (Place(dp=2, more=(EAGER, ("recompute", "selective"))), "the compiler chooses"),
     (Place(dp=2, more=(EAGER, ("recompute", ["layers.*.mlp"]))), "inside a compiled module"),
-    (
-        Place(pp=2, accumulate=2, schedule="zero-bubble", more=(EAGER,)),
-        "defers gradients of weights",
-    ),
 ]
 
 

@@ -9,6 +9,7 @@ counting the live storages.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdrun.parallel.data.batch_slicing import count_rows, slice_rows, take_rows
+from pdrun.parallel.model.recompute import apply_recompute
+from pdrun.parallel.report.compiled_units import emulate_compiled
+from pdrun.parallel.report.gradient_timeline import GradientTimeline, resident_gradient_bytes
 from pdrun.parallel.report.model_copies import meta_copy
 from pdrun.parallel.zero.offload import PREFETCH_TENSORS
 from pdrun.parallel.zero.optimizer import state_bytes_per_element
@@ -37,10 +41,10 @@ class MemoryEstimate:
     """What the model computes with; at level 3 the maximum that is gathered at one time."""
     masters: int
     gradients: int
-    """Totals, and the flat buffers of running sums."""
+    """Totals, and the flat buffers of running sums; with a batch those in memory at the peak."""
     state: int
     activations: int | None
-    """Maximum of one micro-batch's passes; None without a batch, and for a pipeline's stage."""
+    """Those in memory at the peak; None without a batch, and for a pipeline's stage."""
 
     @property
     def peak(self) -> int:
@@ -57,12 +61,34 @@ class MemoryEstimate:
 class StorageCounter(TorchDispatchMode):
     """
     Counts the bytes of all storages that operators create: ``now``, and the maximum, ``peak``.
+
+    Attributes:
+        reserved: bytes of `reserve`, part of ``now``; ``reserved_at_peak`` of them at the maximum.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.reserved = self.reserved_at_peak = 0
         self._known: dict[int, Any] = {}
+        self._is_paused = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Count bytes that no operator creates; a negative number frees them."""
+        self.reserved += nbytes
+        self._add(nbytes)
+
+    def uncounted(self, call: Callable[[], Any]) -> Any:
+        """Call a function whose tensors do not count."""
+        self._is_paused = True
+        try:
+            return call()
+        finally:
+            self._is_paused = False
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak, self.reserved_at_peak = self.now, self.reserved
 
     def ignore_existing(self, tensors: Any) -> None:
         """Do not count the storages of these tensors."""
@@ -77,6 +103,8 @@ class StorageCounter(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count_storage(leaf.untyped_storage())
@@ -88,8 +116,7 @@ class StorageCounter(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = None
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._add(size)
         weakref.finalize(storage, self._on_freed, key, size)
 
     def _on_freed(self, key: int, size: int) -> None:
@@ -147,6 +174,18 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
         offloads: whether tensors that autograd saves leave the device; default: if they are
             offloaded and the device is not the host.
     """
+    return _trace_passes(state, batch, offloads, with_gradients=False)[0]
+
+
+def _trace_passes(
+    state: RunState, batch: Any, offloads: bool | None, *, with_gradients: bool
+) -> tuple[int, int]:
+    """
+    Return the bytes of activations and of gradients when both together are most.
+
+    Args:
+        with_gradients: count gradients; otherwise each is dropped when it arrives.
+    """
     if offloads is None:
         offloads = state.offload.activations and state.device.type != "cpu"
     times = state.settings.accumulate
@@ -182,16 +221,26 @@ def estimate_passes(state: RunState, batch: Any, offloads: bool | None = None) -
                 *(x for x in pytree.tree_leaves(part) if isinstance(x, torch.Tensor)),
             ]
         )
-        for param in model.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop_grad)
+        emulate_compiled(model, ledger.uncounted)
+        if state.recompute is not None:
+            apply_recompute(model, state.recompute, state.axes)
+        timeline = None
+        if with_gradients:
+            timeline = GradientTimeline(state, model, ledger)
+        else:
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(_drop_grad)
         host = FakeOffload(ledger, state.offload.least) if offloads else None
         with ledger, state.engine.paused(), state.axes.dry_run():
             with state.compute_context():
                 with host.saved_tensors_hooks() if host is not None else nullcontext():
                     total, _ = state.compute_objective(model, part, largest, 0)
                 total.backward()
-        return (ledger.peak + (host.prefetch_bytes if host is not None else 0)) * state.copies
+        del timeline
+        prefetched = host.prefetch_bytes if host is not None else 0
+        activations = ledger.peak - ledger.reserved_at_peak + prefetched
+        return activations * state.copies, ledger.reserved_at_peak
 
 
 def _drop_grad(param: torch.Tensor) -> None:
@@ -224,15 +273,12 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     trained = sum(param.numel() for param in params if param.device.type == here)
     optimizer_state = int(trained * state_bytes_per_element(state.optimizer, state.device))
-    activations = (
-        estimate_passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
-    )  # a stage's depend on others
+    gradients, activations = _gradient_bytes(state), None
+    if batch is not None and state.mesh.pp == 1:  # a stage's activations depend on others
+        activations, on_way = _trace_passes(state, batch, None, with_gradients=True)
+        gradients = resident_gradient_bytes(state) + on_way
     return MemoryEstimate(
-        kept + sum(resident) + gathered,
-        masters,
-        _gradient_bytes(state),
-        optimizer_state,
-        activations,
+        kept + sum(resident) + gathered, masters, gradients, optimizer_state, activations
     )
 
 

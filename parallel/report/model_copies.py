@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.checkpoint.export import full_buffers
-from pdrun.parallel.model import param_hooks, recompute
+from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.forward_wrapper import unwrap_forwards
 from pdrun.parallel.model.shards import set_shard
 from pdrun.parallel.zero.full_tensors import weights_by_name
@@ -51,8 +51,8 @@ def reference_copy(state: RunState) -> nn.Module:
 
 def meta_copy(state: RunState, fake: Any) -> nn.Module:
     """
-    Return the model with fake weights and buffers, which have shapes and no data. Recomputation
-    works in it.
+    Return the model with fake weights and buffers, which have shapes and no data. Nothing is
+    compiled or recomputed in it.
     """
     memo: dict[int, Any] = {}
     for weight in state.engine.weights:
@@ -63,6 +63,4 @@ def meta_copy(state: RunState, fake: Any) -> nn.Module:
         memo[id(buffer)] = fake.from_tensor(buffer)
     made = copy.deepcopy(state.model, memo)
     unwrap_forwards(made)
-    if state.recompute is not None:
-        recompute.apply_recompute(made, state.recompute, state.axes)
     return made

@@ -43,6 +43,7 @@ def test_a_wall_clock_that_is_an_hour_off(bed: Bed, host: str) -> None:
     stays_up(bed, 5)
 
 
+@pytest.mark.thorough
 @moved
 def test_wall_clocks_that_jump_during_the_run(bed: Bed) -> None:
     for host in bed.cluster:

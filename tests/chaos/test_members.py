@@ -32,6 +32,7 @@ def test_a_node_name_that_is_taken_is_refused_naming_both_hosts(bed: Bed) -> Non
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_node_rank_that_is_taken_is_refused(bed: Bed) -> None:
     first, second = bed.start("h1"), bed.start("h2", "--node-rank", "2")
     first.expect("2 of 3 nodes")

@@ -168,6 +168,7 @@ def test_a_program_that_goes_while_the_nodes_meet_names_its_host(
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_working_folder_that_goes_while_the_nodes_meet_names_its_host(bed: Bed) -> None:
     for host in bed.cluster:
         small_disk(bed, host.name, "1m")

@@ -39,6 +39,7 @@ def test_a_killed_scheduler_comes_back_and_no_worker_notices(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_failure_while_there_is_no_scheduler_is_not_forgotten(bed: Bed) -> None:
     jobs = bed.job()
     bed.running()

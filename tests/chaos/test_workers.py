@@ -52,6 +52,7 @@ def test_a_worker_that_ends_well_early_ends_nobody(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_workers_that_ignore_sigterm_are_killed_at_grace_on_every_node(bed: Bed) -> None:
     bed.job("--grace", "1.5", worker=["ignore"])
     bed.running()
@@ -110,6 +111,7 @@ def test_a_worker_that_nothing_can_kill_is_named_and_left(bed: Bed) -> None:
     stuck.remove()
 
 
+@pytest.mark.thorough
 def test_two_failures_at_once_on_two_nodes_are_one_verdict(bed: Bed) -> None:
     jobs = bed.job()
     bed.running()
@@ -147,6 +149,7 @@ def test_restarts_that_are_used_up_leave_the_last_workers_code(bed: Bed) -> None
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_failure_during_a_restart_is_no_second_one(bed: Bed) -> None:
     """Rank 1 fails; while rank 2 is slow to obey, it fails, too: still the first restart."""
     bed.job("--max-restarts", "1", "--grace", "2", worker=["ignore"])

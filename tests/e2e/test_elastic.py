@@ -144,6 +144,7 @@ def test_one_node_begins_alone_a_late_one_stands_by_and_takes_part_next_time(she
     assert "restarts 1" in first.out and "restarts 1" in late.out
 
 
+@pytest.mark.thorough  # tests/chaos/test_elastic.py has the default run's cases
 def test_with_grow_a_late_node_is_taken_in_soon(shell: Shell) -> None:
     where = f"127.0.0.1:{free_port()}"
     first = shell.start(

@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("how", "code", "words"), CASES)
+@pytest.mark.parametrize(("how", "code", "words"), [CASES[0], thorough(*CASES[1]), *CASES[2:]])
 def test_the_workers_own_code_on_two_simulated_nodes(
     shell: Shell, how: str, code: int, words: str
 ) -> None:

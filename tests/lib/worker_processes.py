@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.lib import script_forks
+
 torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
 )
@@ -71,6 +73,13 @@ def start(
     )
 
 
+def fork(
+    folder: Path, body: str, environ: Mapping[str, str] | None = None
+) -> script_forks.ForkedScript:
+    """Do as `start` in a process that has imported torch, which costs a tenth."""
+    return script_forks.start_forked(write(folder, body), clean(environ))
+
+
 def reports(text: str) -> list[dict[str, Any]]:
     """Return what the workers reported, by rank."""
     found = [
@@ -79,7 +88,9 @@ def reports(text: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda told: int(told["rank"]))
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str, str]:
+def finish(
+    process: subprocess.Popen[str] | script_forks.ForkedScript, timeout: float = 60.0
+) -> tuple[int | None, str, str]:
     """
     Wait for a process; return its exit code and output. One that does not end is killed and fails
     the test.

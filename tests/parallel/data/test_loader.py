@@ -147,7 +147,9 @@ def strategies(value: Any, rows: int) -> float:
     return run.step(batch).loss
 
 
-@pytest.mark.parametrize("value", [None, "data_parallel", "full_batch", (0, 0), ((2, 1), (2, 1))])
+@pytest.mark.parametrize(
+    "value", ["data_parallel", "full_batch", (0, 0), thorough(None), thorough(((2, 1), (2, 1)))]
+)
 def test_dataset_strategies_give_the_same_loss(value: Any, worlds: Worlds) -> None:
     want = worlds(2).run(strategies, None, 4)[0]
     assert worlds(2).run(strategies, value, 4)[0] == pytest.approx(want, rel=1e-6)

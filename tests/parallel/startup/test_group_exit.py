@@ -145,11 +145,11 @@ report(ctx, before=before, after=after, refused=refused)
 
 @torch
 def test_close_joins_the_threads_of_all_groups(tmp_path: Path) -> None:
-    from tests.lib.worker_processes import finish, free_port, reports, start
+    from tests.lib.worker_processes import finish, fork, free_port, reports
     from tests.parallel.startup.test_init import worker_environ
 
     port = free_port()
-    workers = [start(tmp_path, TRAINS, worker_environ(rank, 2, port)) for rank in range(2)]
+    workers = [fork(tmp_path, TRAINS, worker_environ(rank, 2, port)) for rank in range(2)]
     ended = [finish(worker) for worker in workers]
     assert [code for code, _, _ in ended] == [0, 0], ended
     for one in reports("".join(out for _, out, _ in ended)):

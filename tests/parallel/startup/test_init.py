@@ -10,7 +10,7 @@ import pytest
 
 from pdrun.worker_env import WorkerEnv
 from tests.lib.tiers import by_tier
-from tests.lib.worker_processes import clean, finish, free_port, reports, start, torch, write
+from tests.lib.worker_processes import clean, finish, fork, free_port, reports, start, torch, write
 
 pytestmark = pytest.mark.torch
 
@@ -45,7 +45,7 @@ def worker_environ(rank: int, world: int, port: int) -> dict[str, str]:
 @torch
 def test_under_pdrun(tmp_path: Path) -> None:
     port = free_port()
-    workers = [start(tmp_path, SUM, worker_environ(rank, 2, port)) for rank in range(2)]
+    workers = [fork(tmp_path, SUM, worker_environ(rank, 2, port)) for rank in range(2)]
     ended = [finish(worker) for worker in workers]
     assert [code for code, _, _ in ended] == [0, 0], ended
     message = reports("".join(out for _, out, _ in ended))
@@ -92,7 +92,7 @@ report(ctx, seen=seen)
         port = free_port()
         gone.unlink(missing_ok=True)
         workers = [
-            start(tmp_path, body.replace("SLOW", slow), worker_environ(rank, 2, port))
+            fork(tmp_path, body.replace("SLOW", slow), worker_environ(rank, 2, port))
             for rank in range(2)
         ]
         ended = [finish(worker) for worker in workers]
@@ -138,7 +138,7 @@ report(ctx, here=os.environ["GLOO_SOCKET_IFNAME"], job=run(), user=run(GLOO_SOCK
 ctx.close()
 report(ctx, left=[name for name in os.environ if "INTERFACES" in name])
 """
-    code, out, err = finish(start(tmp_path, body))
+    code, out, err = finish(fork(tmp_path, body))
     assert code == 0, err
     first, second = reports(out)
     assert (first["here"], first["job"]) == ("lo", [])
@@ -157,7 +157,7 @@ ctx.close(); ctx.close()
 report(ctx, listening=listening, left=dist.is_initialized(), name=os.environ.get("GLOO_SOCKET_IFNAME"))
 """
     )
-    code, out, err = finish(start(tmp_path, body))
+    code, out, err = finish(fork(tmp_path, body))
     assert code == 0, err
     first, second = reports(out)
     assert (first["rank"], first["world_size"], first["sum"], first["group"]) == (0, 1, 1, "gloo")
@@ -173,8 +173,8 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
         "PDRUN_TOKEN_FILE": _token(tmp_path),
     }
     body = SUM + "ctx.close(); ctx = pdrun.init(); dist.barrier(); report(ctx, second=True)"
-    scheduler = start(tmp_path, body, {**shared, "PDRUN_ROLE": "scheduler"})
-    workers = [start(tmp_path, body, {**shared, "PDRUN_ROLE": "worker"}) for _ in range(2)]
+    scheduler = fork(tmp_path, body, {**shared, "PDRUN_ROLE": "scheduler"})
+    workers = [fork(tmp_path, body, {**shared, "PDRUN_ROLE": "worker"}) for _ in range(2)]
     ended = [finish(process) for process in (*workers, scheduler)]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     assert "REPORT" not in ended[2][1]  # the scheduler never reaches the script's own lines
@@ -195,9 +195,9 @@ def test_dynamic_cluster_by_mindspores_names_ends_with_the_failing_code(tmp_path
         "PDRUN_TOKEN_FILE": _token(tmp_path),
     }
     body = "ctx = pdrun.init()\nif ctx.is_main: sys.exit(7)\nimport time; time.sleep(60)"
-    scheduler = start(tmp_path, body, {**shared, "MS_ROLE": "MS_SCHED"})
+    scheduler = fork(tmp_path, body, {**shared, "MS_ROLE": "MS_SCHED"})
     workers = [
-        start(tmp_path, body, {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)})
+        fork(tmp_path, body, {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)})
         for rank in range(2)
     ]
     codes = [finish(process)[0] for process in (*workers, scheduler)]
@@ -217,7 +217,7 @@ def _token(folder: Path) -> str:
 def test_the_launchers_variables_beat_the_dynamic_clusters(tmp_path: Path) -> None:
     dynamic = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "127.0.0.1:9", "PDRUN_WORKERS": "9"}
     environ = {"RANK": "0", "WORLD_SIZE": "1", **dynamic}
-    code, out, err = finish(start(tmp_path, "report(pdrun.init())", environ))
+    code, out, err = finish(fork(tmp_path, "report(pdrun.init())", environ))
     assert code == 0, err
     assert reports(out)[0]["world_size"] == 1
 
@@ -345,7 +345,7 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
         for words in wanted
     )
     last = "pdrun.init(backend='cpu')\npdrun.init(backend='mps')\n"
-    code, out, err = finish(start(tmp_path, calls + last))
+    code, out, err = finish(fork(tmp_path, calls + last))
     assert code in (2, 78)
     assert "this process already has cpu" in err and "Traceback" not in err
     assert len(out.splitlines()) == len(wanted), out
@@ -362,10 +362,10 @@ dist.init_process_group("fake", store=dist.HashStore(), rank={rank}, world_size=
 with pdrun.init() as ctx: pass
 report(ctx, still=dist.is_initialized())
 """
-    code, out, err = finish(start(tmp_path, body.format(rank=0, world=1)))
+    code, out, err = finish(fork(tmp_path, body.format(rank=0, world=1)))
     assert code == 0, err
     assert reports(out)[0]["still"]
-    _, _, err = finish(start(tmp_path, body.format(rank=1, world=2)))
+    _, _, err = finish(fork(tmp_path, body.format(rank=1, world=2)))
     assert "the script's process group has rank 1 of 2, the launcher assigned rank 0 of 1" in err
 
 
@@ -380,7 +380,7 @@ if ctx.is_main:
 import time
 time.sleep(30)
 """
-    workers = [start(tmp_path, body, worker_environ(rank, 2, port)) for rank in range(2)]
+    workers = [fork(tmp_path, body, worker_environ(rank, 2, port)) for rank in range(2)]
     try:
         code, _, err = finish(workers[0], 25)
         assert code == 1
@@ -392,7 +392,7 @@ time.sleep(30)
 
 @torch
 def test_uncaught_exceptions_end_at_once_with_their_traceback(tmp_path: Path) -> None:
-    code, _, err = finish(start(tmp_path, "pdrun.init()\nraise ValueError('boom')"))
+    code, _, err = finish(fork(tmp_path, "pdrun.init()\nraise ValueError('boom')"))
     assert code == 1
     assert err.rstrip().endswith("ValueError: boom")
 

@@ -13,7 +13,7 @@ from pdrun.errors import ConfigError
 from pdrun.launcher.ranktables.files import wait_for_table
 from pdrun.parallel.startup.rank_table import describe_rank, join_by_table
 from tests.lib.tiers import thorough
-from tests.lib.worker_processes import finish, free_port, reports, start
+from tests.lib.worker_processes import finish, fork, free_port, reports
 
 pytestmark = pytest.mark.torch
 
@@ -59,7 +59,7 @@ def write_table(folder: Path, servers: dict[str, list[int]]) -> str:
 
 def start_ranks(folder: Path, environ: dict[str, str], world: int) -> list[Any]:
     return [
-        start(folder, SUM, {**environ, "RANK_ID": str(rank), "RANK_SIZE": str(world)})
+        fork(folder, SUM, {**environ, "RANK_ID": str(rank), "RANK_SIZE": str(world)})
         for rank in range(world)
     ]
 

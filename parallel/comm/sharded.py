@@ -153,16 +153,23 @@ class ShardedGroup:
 
     # ---- sums ---------------------------------------------------------------
 
-    def sum_shards(self, flat: torch.Tensor, label: str) -> PendingResult:
+    def sum_shards(self, flat: torch.Tensor, label: str, spare: int = 0) -> PendingResult:
         """
         Sum a buffer over all ranks natively; the result is this rank's shard of it.
 
         ``flat`` is overwritten: it must not be used before or after the end.
+
+        Args:
+            spare: elements at the end of a buffer without shards that are not gradients: their
+                bytes are not counted.
         """
         if self.world == 1:
             return self._start_pending("none", label, [], lambda: flat)
         if self.shards == 1:
             work: Any = self._start_all_reduce(flat)
+            self.nbytes["all_reduce"] = (
+                self.nbytes.get("all_reduce", 0) - spare * flat.element_size()
+            )
             return self._start_pending("all_reduce", label, [work], lambda: flat, flat)
         own = flat.new_empty(flat.numel() // self.shards)
         copier = self._find_copier(self._shard_copies, own, self.shards)

@@ -34,9 +34,10 @@ HOOK_HINT = "use clip= or a function in run.watchers; linear hooks (a mask, a fa
 def count_hooks(weights: Iterable[Weight]) -> list[tuple[int, int]]:
     """Return the number of hooks of each weight: on the gradient, and after its accumulation."""
     found = []
-    for weight in weights:
-        before, after = _hooks_of(weight.param)
-        found.append((len(before or ()), len(after or ())))
+    for weight in weights:  # in each step
+        param = weight.param
+        before, after = param._backward_hooks, param._post_accumulate_grad_hooks
+        found.append((len(before) if before else 0, len(after) if after else 0))
     return found
 
 

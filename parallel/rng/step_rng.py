@@ -22,7 +22,7 @@ part of the full tensor's mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,6 +43,7 @@ from pdrun.parallel.rng.shard_region import (
     save_regions,
 )
 
+NO_CONTEXT = nullcontext()
 _active: StepRNG | None = None
 
 
@@ -156,13 +157,13 @@ class StepRNG:
             if kit is not None:
                 kit.set_rng_state(state, device)
 
+    def patched_dropout(self, training: bool = True) -> AbstractContextManager[None]:
+        """Inside, ``torch.nn.functional`` drops by global row; the outermost context ends it."""
+        return NO_CONTEXT if _active is self else self._replace_functions(training)
+
     @contextmanager
-    def patched_dropout(self, training: bool = True) -> Iterator[None]:
-        """Inside, ``torch.nn.functional`` drops by global row."""
+    def _replace_functions(self, training: bool) -> Iterator[None]:
         global _active
-        if _active is self:  # the outermost context restores the functions
-            yield
-            return
         before = _active
         _active = self
         old = {name: getattr(functional, name) for name in REPLACEMENTS}

@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.loss import check_requires_grad
+from pdrun.parallel.training.loss import (
+    DetachedLoss,
+    check_requires_grad,
+    detach_loss,
+    stack_losses,
+)
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
@@ -250,8 +254,8 @@ class SimpleDriver:
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.run_microbatches`."""
-        sums: list[torch.Tensor] = []
-        wide = widest_float(step.device)
+        sums: list[DetachedLoss] = []
+        losses: torch.Tensor | None = None
         for micro in micros:
             first = micro.position == 0
             last = micro.position == len(micros) - 1
@@ -263,9 +267,11 @@ class SimpleDriver:
             if not micro.weight:
                 total = total * 0.0
                 count = count * 0.0
-            sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
+            sums.append(detach_loss(total, count))
             with step.engine.backward(micro=micro.position, last=last):
-                step.engine.begin_gradients(first, last)
+                losses = stack_losses(sums) if last else None
+                step.engine.begin_gradients(first, last, losses=losses)
                 step.run_backward([total])
                 step.engine.end_gradients()
-        return torch.stack(sums)
+        assert losses is not None  # of the last one
+        return losses

@@ -28,11 +28,15 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.experts.balance import pass_state
-from pdrun.parallel.torch_compat import widest_float
+from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.training.driver import MicroBatch, SimpleDriver, StepContext
-from pdrun.parallel.training.loss import check_requires_grad
+from pdrun.parallel.training.loss import (
+    DetachedLoss,
+    check_requires_grad,
+    detach_loss,
+    stack_losses,
+)
 from pdrun.parallel.training.turn_taking import TurnTaking
 
 CopyFunction = Callable[[], Any]
@@ -59,21 +63,19 @@ class InterleavedDriver(SimpleDriver):
 
     def run_microbatches(self, step: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.run_microbatches`."""
-        sums: list[torch.Tensor] = []
+        sums: list[DetachedLoss] = []
         for start in range(0, len(micros), self.copies):
             group = micros[start : start + self.copies]
             last = start + len(group) == len(micros)
             with step.compute_context(), step.engine.forward(micro=start):
                 losses = self._run_copies(step, [_make_forward(step, micro) for micro in group])
-            sums += [
-                torch.stack([x.detach().to(widest_float(step.device)) for x in loss])
-                for loss in losses
-            ]
+            sums += [detach_loss(*loss) for loss in losses]
             with step.compute_context(), step.engine.backward(micro=start, last=last):
-                step.engine.begin_gradients(first=start == 0, last=last, times=len(group))
+                known = stack_losses(sums) if last else None
+                step.engine.begin_gradients(start == 0, last, times=len(group), losses=known)
                 self._run_backwards(step, [total for total, _ in losses])
                 step.engine.end_gradients()
-        return torch.stack(sums)
+        return stack_losses(sums)
 
     def _run_backwards(self, step: StepContext, totals: list[torch.Tensor]) -> None:
         if step.device.type == "cpu":

@@ -10,8 +10,10 @@ of the transformers library has computed it, over what it divides by (see `loss_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ from torch.nn.utils.rnn import PackedSequence
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_structure import is_string_list, is_taken_as_samples
 from pdrun.parallel.model.mixed_types import explained_types
+from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss_check import MeanCheck, OwnLoss, check_loss_form, is_own_loss
 
 LossFunction = Callable[[Any, Any], Any]
 ForwardFunction = Callable[[nn.Module, Any], Any]
+DetachedLoss = torch.Tensor | tuple[float, float]
+"""Sum and count: numbers on a CPU, ``[2]`` on an accelerator, which is not read in a step."""
 PARALLELIZE = "pdrun.parallelize"
 LOSS_CONTRACT = (
     "loss(output, batch) returns (sum, count), or a scalar that is the mean over the rows"
@@ -132,6 +137,22 @@ class Objective:
         return _check_pair(result)
 
 
+def detach_loss(total: torch.Tensor, count: torch.Tensor) -> DetachedLoss:
+    """Return sum and count without a gradient, for `stack_losses`."""
+    if total.device.type == "cpu":  # to read values costs less than operators that convert them
+        return total.item(), count.item()
+    wide = widest_float(total.device)
+    return torch.stack([total.detach().to(wide), count.to(total.device, wide)])
+
+
+def stack_losses(losses: Sequence[DetachedLoss]) -> torch.Tensor:
+    """Return ``[len(losses), 2]`` in `widest_float`: sums and counts."""
+    if isinstance(losses[0], torch.Tensor):
+        return torch.stack(losses)
+    values = array("d", chain.from_iterable(losses))
+    return torch.frombuffer(values, dtype=torch.float64).view(-1, 2)
+
+
 def check_requires_grad(total: torch.Tensor) -> None:
     """Refuse a loss without a gradient."""
     if not total.requires_grad:
@@ -161,14 +182,15 @@ def _check_pair(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
             hint=LOSS_CONTRACT,
         )
     if not isinstance(count, torch.Tensor):
-        count = torch.full((), float(count), device=total.device)
+        count = torch.scalar_tensor(float(count), device=total.device)
     if count.numel() != 1:
         raise UsageError(
             f"the loss's count must be one value, got shape {tuple(count.shape)}",
             where=PARALLELIZE,
             hint=LOSS_CONTRACT,
         )
-    return total.reshape(()), count.detach().reshape(())
+    scalars = [each.reshape(()) if each.dim() else each for each in (total, count.detach())]
+    return scalars[0], scalars[1]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

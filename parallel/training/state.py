@@ -7,8 +7,9 @@ The parts of a training run: model, optimizer, engine, settings, position in the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,9 @@ from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.data.batch_slicing import BatchSlicing, to_device
 from pdrun.parallel.data.feed import DataFeed
-from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.experts.balance import pass_state
 from pdrun.parallel.experts.loads import ExpertBalancer
+from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.attached import AttachedObjects
@@ -151,16 +152,16 @@ class RunState:
     attached: AttachedObjects = field(default_factory=AttachedObjects, init=False)
     """Objects of the program whose state is saved and loaded with the run."""
     guard: ConsistencyGuard = field(init=False)
-
     experts: ExpertBalancer = field(init=False)
     """Counts and balances the experts of the model, if it has any."""
+
     def __post_init__(self) -> None:
         self.persistent_buffers = set(_persistent_buffers(self.model))
         self.synced_buffers = list(_unsynced_buffers(self.model))
         precision = self.settings.precision
         self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
-        self.feed = DataFeed(DataLink(self.engine.place.job, self.agreement))
         self.experts = ExpertBalancer(self.model, self.engine.place)
+        self.feed = DataFeed(DataLink(self.engine.place.job, self.agreement))
         self.guard = ConsistencyGuard(
             self.engine, self.optimizer, self.model, self.data_group.world
         )
@@ -180,7 +181,7 @@ class RunState:
         """This rank's position along each axis of the mesh."""
         return self.engine.place.axes
 
-    @property
+    @cached_property
     def row_axis(self) -> Any:
         """The axes dp and ep: their ranks compute different rows."""
         return self.axes[self.mesh.row_axes]
@@ -213,30 +214,30 @@ class RunState:
         )
         return to_device(part, self.device, self.settings.precision.input_dtype)
 
-    @contextmanager
-    def forward_context(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
-        """See `StepContext.forward_context`."""
+    def forward_context(
+        self, micro: MicroBatch, part: int = 0, calls: int = 0
+    ) -> AbstractContextManager[None]:
+        """See `StepContext.forward_context`; it is entered at once."""
         SyncedBatchNorm.row_weight = micro.weight
+        pass_state.begin_pass(micro.weight, self.loss_scale.value if self.loss_scale else 1.0)
         if self.served is not None:
             self.served.part = micro.position if micro.weight else -1
-        pass_state.begin_pass(micro.weight, self.loss_scale.value if self.loss_scale else 1.0)
-        with ExitStack() as inside:
-            if self.activation_offload is not None:
-                inside.enter_context(self.activation_offload.saved_tensors_hooks())
-            inside.enter_context(self._random_context(micro.slice_index, micro.rows, part, calls))
-            inside.enter_context(self.compute_context())
-            yield
+        self.rng.begin_forward(
+            self.steps, micro.slice_index, micro.rows, self.device, part=part, calls=calls
+        )
+        contexts = [self.compute_context()]
+        if self.settings.precision.autocast:
+            contexts.append(self.settings.precision.autocast_context(self.device))
+        if self.activation_offload is not None:
+            contexts.append(self.activation_offload.saved_tensors_hooks())
+        return contexts[0] if len(contexts) == 1 else join_contexts(contexts)
 
-    @contextmanager
-    def compute_context(self) -> Iterator[None]:
+    def compute_context(self) -> AbstractContextManager[None]:
         """See `StepContext.compute_context`."""
-        with (
-            self.rng.patched_dropout(),
-            self.sequence_slicer.patched_attention(self.axes)
-            if self.sequence_slicer is not None
-            else nullcontext(),
-        ):
-            yield
+        if self.sequence_slicer is None:
+            return self.rng.patched_dropout()
+        attention = self.sequence_slicer.patched_attention(self.axes)
+        return join_contexts([self.rng.patched_dropout(), attention])
 
     def run_backward(
         self,
@@ -267,13 +268,14 @@ class RunState:
         with self.settings.precision.autocast_context(self.device), self.rng.patched_dropout():
             return self.objective(model, part, max(len(rows), 1))
 
-    @contextmanager
-    def _random_context(
-        self, index: int, rows: range, part: int = 0, calls: int = 0
-    ) -> Iterator[None]:
-        self.rng.begin_forward(self.steps, index, rows, self.device, part=part, calls=calls)
-        with self.settings.precision.autocast_context(self.device), self.rng.patched_dropout():
-            yield
+
+@contextmanager
+def join_contexts(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter several contexts, in order."""
+    with ExitStack() as inside:
+        for context in contexts:
+            inside.enter_context(context)
+        yield
 
 
 def _unsynced_buffers(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -74,7 +74,8 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
         state.served.begin_step()
     state.objective.begin_step(batch)
     try:
-        sums = state.driver.run_microbatches(state, slice_batch(state, batch))
+        with state.rng.patched_dropout():
+            sums = state.driver.run_microbatches(state, slice_batch(state, batch))
     finally:
         state.objective.end_step()
     check_mean_over_parts(state, "pdrun.Run.step")

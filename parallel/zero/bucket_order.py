@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pdrun.errors import UsageError
 from pdrun.parallel.zero.gatherer import UnitGatherer
 from pdrun.parallel.zero.gradients import GradientBucket
+from pdrun.parallel.zero.loss_rider import LossRider
 
 MAX_SUMS_IN_FLIGHT = 2
 """Flat buffers of sharded buckets on the network; more would take memory without being faster."""
@@ -26,6 +27,7 @@ class BucketOrder:
         unit_of: index of each bucket's unit; -1 if it has none.
         gatherer: gathers and releases the units' weights; None below level 3.
         may_wait: whether a sum may be waited for in the middle of a backward pass.
+        rider: travels in the last sum of a step; None: nothing does.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class BucketOrder:
         unit_of: Sequence[int],
         gatherer: UnitGatherer | None,
         may_wait: bool,
+        rider: LossRider | None = None,
     ) -> None:
         self._buckets = buckets
+        self._rider = rider
         self._unit_of = unit_of
         self._gatherer = gatherer
         self._may_wait = may_wait
@@ -120,5 +124,7 @@ class BucketOrder:
         if self._last or bucket.reduces_each:
             if self._next >= MAX_SUMS_IN_FLIGHT and bucket.comm.shards > 1 and self._may_wait:
                 self._buckets[self._order[self._next - MAX_SUMS_IN_FLIGHT]].wait_sum()
+            if self._rider is not None and self._last and bucket is self._buckets[-1]:
+                self._rider.board()
             bucket.start_sum()
         self._next += 1

@@ -21,21 +21,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
-from pdrun.parallel.comm.sharded import PendingResult
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.bucket_order import BucketOrder
+from pdrun.parallel.zero.gatherer import UnitGatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
+from pdrun.parallel.zero.loss_rider import LossRider, used_flags
 from pdrun.parallel.zero.settings import Settings
 from pdrun.parallel.zero.weight_buckets import WeightBuckets
+
+NO_CONTEXT = nullcontext()
 
 
 class Engine(WeightBuckets):
@@ -79,8 +83,11 @@ class Engine(WeightBuckets):
         may_wait = (
             self.gatherer is None or settings.keep_for_step or self.data_group.device.type != "cpu"
         )
+        travel = self.gradient_buckets, place, len(catalogue.weights), settings.accumulate
+        has_rider = self.gatherer is None and LossRider.fits(*travel)
+        self._rider = LossRider(*travel) if has_rider else None
         self._order = BucketOrder(
-            self.gradient_buckets, self._unit_indices(), self.gatherer, may_wait
+            self.gradient_buckets, self._unit_indices(), self.gatherer, may_wait, self._rider
         )
         only = len(place.loss_ranks) < place.job.world
         self._loss_ranks = (
@@ -109,8 +116,7 @@ class Engine(WeightBuckets):
                 hint = "set requires_grad before pdrun.parallelize; freeze the weight afterwards"
                 raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
-    @contextmanager
-    def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:
+    def forward(self, chunk: int = 0, micro: int = 0) -> AbstractContextManager[None]:
         """
         Return the context manager of a forward pass: weights are gathered.
 
@@ -118,16 +124,13 @@ class Engine(WeightBuckets):
             chunk: the part of the model that computes.
             micro: position of its micro-batch; of the first one, if several compute side by side.
         """
-        if self.gatherer is not None:
-            self.gatherer.begin_forward(chunk, micro)
-        yield
-        if self.gatherer is not None:
-            self.gatherer.end_forward()
+        return (
+            NO_CONTEXT if self.gatherer is None else _gathered_forward(self.gatherer, chunk, micro)
+        )
 
-    @contextmanager
     def backward(
         self, chunk: int = 0, micro: int = 0, last: bool = True, for_input: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """
         Return the context manager of the backward pass that belongs to a forward pass.
 
@@ -137,11 +140,9 @@ class Engine(WeightBuckets):
                 released.
             for_input: whether gradients of weights follow later.
         """
-        if self.gatherer is not None:
-            self.gatherer.begin_backward(chunk, micro, last, for_input)
-        yield
-        if self.gatherer is not None:
-            self.gatherer.end_backward()
+        if self.gatherer is None:
+            return NO_CONTEXT
+        return _gathered_backward(self.gatherer, chunk, micro, last, for_input)
 
     def end_evaluation(self, chunk: int = 0) -> None:
         """Release the weights of a chunk that ran forward only."""
@@ -149,7 +150,12 @@ class Engine(WeightBuckets):
             self.gatherer.release_chunk(chunk)
 
     def begin_gradients(
-        self, first: bool, last: bool, chunk: int | None = None, times: int = 1
+        self,
+        first: bool,
+        last: bool,
+        chunk: int | None = None,
+        times: int = 1,
+        losses: torch.Tensor | None = None,
     ) -> None:
         """
         Prepare for the gradients of a micro-batch, after its forward pass.
@@ -158,7 +164,11 @@ class Engine(WeightBuckets):
             first, last: whether it is the step's first or last one.
             chunk: the part of the model that goes backward; None: all of it.
             times: gradients per weight, of copies that compute side by side; they are summed.
+            losses: of all micro-batches of the step, ``[accumulate, 2]``, if they are known before
+                the last backward, on every rank: they may then travel with the gradients.
         """
+        if self._rider is not None:
+            self._rider.take_losses(losses if last else None)
         self._order.begin(first, last, chunk, times)
 
     def _skip_unit(self, unit: int) -> None:
@@ -207,23 +217,14 @@ class Engine(WeightBuckets):
         Raises:
             UsageError: the counts add up to 0.
         """
-        exchange = self._exchange_losses(sums)
-        for part in self.gradient_buckets:
-            part.start_join()
-        by_rank, self.used_weights = exchange.wait()
+        by_rank, self.used_weights = self._exchange_losses(sums)
         by_slice = (
             by_rank if self._loss_ranks is None else by_rank.index_select(0, self._loss_ranks)
         )
-        numbers = by_slice.transpose(0, 1).reshape(-1, 2).sum(0)
-        count = numbers[1]
-        if count.device.type == "cpu" and not float(count) > 0:
-            raise UsageError(
-                f"the sum of the loss's counts must be above 0, got {float(count):g}",
-                where="pdrun.Run.step",
-            )
-        divisor = torch.full_like(count, scale)
-        if self.settings.mean:
-            divisor = count * (scale / self.settings.gradient_factor)
+        if by_slice.shape[1] > 1:
+            by_slice = by_slice.transpose(0, 1)
+        numbers = by_slice.reshape(-1, 2).sum(0)
+        divisor = self._find_divisor(numbers, scale)
         totals = self._sum_totals()
         loose = [
             grad for weight in self.unsynced_weights if (grad := weight.param.grad) is not None
@@ -246,13 +247,31 @@ class Engine(WeightBuckets):
         self._assign_grads()
         return numbers, norm
 
-    def _exchange_losses(self, sums: torch.Tensor) -> PendingResult:
-        """Start to exchange every slice's loss, and which weights had a gradient on any rank."""
-        flags = [False] * len(self.used_weights)
+    def _find_divisor(self, numbers: torch.Tensor, scale: float) -> torch.Tensor | float:
+        """Return what the gradients of the sum are divided by; on an accelerator it is not read."""
+        count: Any = numbers[1] if numbers.device.type != "cpu" else numbers.tolist()[1]
+        if isinstance(count, float) and not count > 0:
+            raise UsageError(
+                f"the sum of the loss's counts must be above 0, got {count:g}",
+                where="pdrun.Run.step",
+            )
+        return count * (scale / self.settings.gradient_factor) if self.settings.mean else scale
+
+    def _exchange_losses(self, sums: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+        """
+        Return every rank's losses and which weights had a gradient on any rank; the buckets' sums
+        have ended, and what joins their parts has started.
+        """
+        found = None
+        if self._rider is not None:
+            self.gradient_buckets[-1].wait_sum()
+            found = self._rider.leave()
+        if found is None:
+            flags = used_flags(self.gradient_buckets, len(self.used_weights))
+            exchange = self.place.job.exchange_numbers(sums, flags, "the losses")
         for part in self.gradient_buckets:
-            for weight, used_weights in zip(part.weights, part.used_weights, strict=True):
-                flags[weight.index] = used_weights
-        return self.place.job.exchange_numbers(sums, flags, "the losses")
+            part.start_join()
+        return exchange.wait() if found is None else found
 
     def _sum_totals(self) -> list[torch.Tensor]:
         """Return each bucket's total over the data axes and over its weights' further axes."""
@@ -380,6 +399,22 @@ class Engine(WeightBuckets):
         for bucket in self.sharded_buckets:
             if not bucket.frees_full:
                 bucket.wait_gather()
+
+
+@contextmanager
+def _gathered_forward(gatherer: UnitGatherer, chunk: int, micro: int) -> Iterator[None]:
+    gatherer.begin_forward(chunk, micro)
+    yield
+    gatherer.end_forward()
+
+
+@contextmanager
+def _gathered_backward(
+    gatherer: UnitGatherer, chunk: int, micro: int, last: bool, for_input: bool
+) -> Iterator[None]:
+    gatherer.begin_backward(chunk, micro, last, for_input)
+    yield
+    gatherer.end_backward()
 
 
 def _cast_like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -126,14 +126,42 @@ class GradientBucket:
         """Which weights had a gradient in this step, on this rank."""
         self._pool = pool
         self._flat: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
+        """What is sent: the flat buffer, and behind it the spare elements."""
+        self._spare_numel = 0
+        self._spare: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._pending: PendingResult | None = None
         self._total: torch.Tensor | None = None
         self._keeps_buffer = comm.shards == 1
         """The total is as large as the flat buffer, which then contains it."""
-        self._cached: list[torch.Tensor] = []
+        self._flat_segments: list[torch.Tensor] = []
+        """The segments of the flat buffer, if it contains the total."""
         self._padding: torch.Tensor | None = None
         """Indices of the padding, once they were computed."""
+
+    # ---- spare elements -----------------------------------------------------
+
+    @property
+    def can_add_spare(self) -> bool:
+        """Whether the ranks' buffers are added in full, by one collective per step."""
+        return (
+            self.comm.world > 1
+            and self.comm.shards == 1
+            and self.dtype.is_floating_point
+            and not (self.is_ordered or self.reduces_each or self.extra_groups)
+        )
+
+    def add_spare(self, numel: int) -> None:
+        """Sum ``numel`` further elements with the gradients; before the first step."""
+        self._spare_numel = numel
+
+    @property
+    def spare(self) -> torch.Tensor:
+        """The spare elements: to be written before `start_sum`, and summed after `wait_sum`."""
+        self._open_buffer()
+        assert self._spare is not None
+        return self._spare
 
     # ---- one micro-batch ----------------------------------------------------
 
@@ -169,14 +197,13 @@ class GradientBucket:
 
     def start_sum(self) -> None:
         """Start to sum the flat buffer over the ranks."""
-        assert self._flat is not None
-        flat = self._flat
+        assert self._buffer is not None
         wire = self.policy.wire_dtype
-        send = flat if wire is None or self.comm.world == 1 else flat.to(wire)
+        send = self._buffer if wire is None or self.comm.world == 1 else self._buffer.to(wire)
         if self.is_ordered:
             self._pending = self.comm.sum_parts(send, self.label, self._total, self.dtype)
         else:
-            self._pending = self.comm.sum_shards(send, self.label)
+            self._pending = self.comm.sum_shards(send, self.label, self._spare_numel)
 
     def wait_sum(self) -> None:
         """Wait for the sum in progress, if any, and add it to the total."""
@@ -185,6 +212,10 @@ class GradientBucket:
         result: torch.Tensor = self._pending.wait().to(self.dtype)
         self._pending = None
         flat = self._flat
+        if self._spare_numel and flat is not None and self._buffer is not None:
+            if result is not self._buffer:
+                self._buffer.copy_(result)
+            result = flat
         aliased = result is flat
         if self.is_ordered:
             self._total = result  # the collective has added it
@@ -242,14 +273,19 @@ class GradientBucket:
         """Return the total's segments, flat; a segment that is a full weight has its shape."""
         total = self._total
         assert total is not None
-        if self._cached and total is self._flat:
-            return self._cached
-        self._cached = []
+        if total is not self._flat:
+            return self._open_segments(total)
+        if not self._flat_segments:
+            self._flat_segments = self._open_segments(total)
+        return self._flat_segments
+
+    def _open_segments(self, total: torch.Tensor) -> list[torch.Tensor]:
+        found = []
         for segment in self.segments:
             slot = self.layout.slots[segment.slot]
             piece = total.narrow(0, segment.offset, segment.numel)
-            self._cached.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
-        return self._cached
+            found.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
+        return found
 
     def abort_step(self) -> None:
         """
@@ -262,8 +298,6 @@ class GradientBucket:
 
     def drop_total(self) -> None:
         """Drop the total; buffers stay for the next step."""
-        if self._total is not self._flat:
-            self._cached = []
         self._total = None
         if not self._keeps_buffer:
             self._close_buffer()
@@ -272,7 +306,12 @@ class GradientBucket:
         if self._flat is not None:
             return
         device = self.comm.device
-        self._flat = self._pool.take_buffer(self.layout, self.dtype, device)
+        numel = self.layout.numel
+        if self._spare_numel:  # is never returned: it contains the total
+            self._buffer = torch.zeros(numel + self._spare_numel, dtype=self.dtype, device=device)
+            self._flat, self._spare = self._buffer.split([numel, self._spare_numel])
+        else:
+            self._flat = self._buffer = self._pool.take_buffer(self.layout, self.dtype, device)
         self._views = [
             self._flat.narrow(0, slot.start, slot.numel).view(slot.shape)
             for slot in self.layout.slots
@@ -281,8 +320,9 @@ class GradientBucket:
     def _close_buffer(self) -> None:
         if self._flat is not None:
             self._pool.return_buffer(self.layout, self._flat)
-            self._flat = None
+            self._flat = self._buffer = None
             self._views = []
+            self._flat_segments = []
 
 
 def _to_dense(grad: Any, weight: Weight) -> torch.Tensor:

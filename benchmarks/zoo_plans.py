@@ -5,6 +5,7 @@ in one process.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,7 +173,7 @@ def start_run(architecture: Architecture, plan: Plan) -> tuple[Any, list[Batch]]
     options = dict(plan.options)
     forward, loss = architecture.forward, architecture.loss
     if is_shifted:
-        names = model.forward.__code__.co_varnames
+        names = inspect.signature(model.forward).parameters
         forward = _call if "position_ids" in names else _call_without_positions
         loss = token_loss
         options["context"] = pdrun.ContextParallel()

@@ -37,6 +37,8 @@ PROOFS: dict[str, dict[str, str]] = {
         "`mpirun`": "tests/e2e/clusters/test_mpirun.py"
         "::test_init_finds_the_other_ranks_on_one_host",
         "`init()`, `get_rank()`, `get_group_size()`": f"{INIT}::test_under_pdrun",
+        "a script of MindSpore, with its own `init()`": "tests/parallel/mindspore/test_own_init.py"
+        "::test_workers_and_scheduler_get_mindspores_variables",
     },
     "Data parallel": {
         '`parallel_mode="data_parallel"`': EXAMPLE,

@@ -86,7 +86,10 @@ def _check_typing_error(args: Sequence[str], commands: Iterable[str]) -> None:
         raise UsageError(what, hint=hint_at_line(args, os.environ, check_translation))
     hint = COMMAND_HINTS.get(word)
     if hint is None and word.isalpha():
-        hint = did_you_mean(word, commands)
+        import shutil
+
+        # a program, such as true, is no mistyped command: it needs --no-python
+        hint = "" if shutil.which(word) else did_you_mean(word, commands)
     if hint:
         raise UsageError(what, hint=hint)
 

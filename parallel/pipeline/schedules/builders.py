@@ -30,6 +30,8 @@ from pdrun.parallel.pipeline.schedules.schedule import (
     prerequisites_of,
 )
 
+MINDSPORE_NAMES = {"zero_bubble": "zero-bubble", "zero_bubble_v": "zero-bubble-v"}
+"""Schedules that MindSpore spells in another way."""
 DEFAULT_CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
 
 
@@ -40,7 +42,7 @@ def make_schedule(
     Return a schedule by its name.
 
     Args:
-        name: one of `DEFAULT_CHUNKS`.
+        name: one of `DEFAULT_CHUNKS`, also as MindSpore spells it.
         ranks: along pp.
         chunks: stages per rank; default: see `DEFAULT_CHUNKS`.
 
@@ -48,6 +50,7 @@ def make_schedule(
         UsageError: an unknown name, or chunks that it does not support; `pdrun.Pipeline` checks the
             rest.
     """
+    name = MINDSPORE_NAMES.get(name, name)
     if name not in DEFAULT_CHUNKS:
         raise UsageError(
             f"there is no schedule {name!r}",

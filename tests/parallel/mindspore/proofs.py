@@ -86,11 +86,14 @@ PROOFS: dict[str, dict[str, str]] = {
         '`scheduler="gpipe"`, `"1f1b"`': f"{SCHEDULES}::test_every_schedule_equals_one_process",
         "`interleave=True`, `pipeline_segment`": f"{SCHEDULES}"
         "::test_every_schedule_equals_one_process",
-        '`scheduler="zero_bubble_v"`': f"{SCHEDULES}::test_every_schedule_equals_one_process",
+        '`scheduler="zero_bubble_v"`': "tests/parallel/pipeline/test_schedules.py"
+        "::test_names_of_mindspore",
         "shared parameters, `sync_pipeline_shared_parameters`": "tests/parallel/pipeline"
         "/test_known_faults.py::test_tied_weights_stay_equal_bit_by_bit",
         "`PipelineGradReducer`": EXAMPLE,
         "`PipelineCellInference`": f"{SCHEDULES}::test_evaluation",
+        "`output_broadcast`, `pipeline_result_broadcast`": "tests/parallel/evaluation"
+        "/test_evaluation.py::test_sums_and_outputs_are_those_of_one_process",
     },
     "Automatic parallel": {
         '`"recursive_programming"`': EXAMPLE,

@@ -55,6 +55,7 @@ def test_train_gpt_under_torchrun() -> None:
     assert re.search(r"^validation loss \d\.\d{3} \(uniform 5\.545\)", done.stdout, re.M)
 
 
+@pytest.mark.thorough  # test_torch.py has the default run's case
 def test_train_gpt_alone_learns_and_saves(tmp_path: Path) -> None:
     out = tmp_path / "model.pt"
     done = run(

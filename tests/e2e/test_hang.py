@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("torc
     ("start", "reports"),
     [
         ("fork", "progress"),
-        ("exec", "silent"),
+        thorough("exec", "silent"),
         thorough("fork", "silent"),
         thorough("exec", "progress"),
     ],

@@ -14,6 +14,7 @@ from pdrun.parallel.operators.graph.fold_layers import find_equal_layers, fold_e
 from tests.lib import compositions as mixed
 from tests.lib import pipeline_cases as piped
 from tests.lib.small_models import Block, Tiny
+from tests.lib.tiers import mark_all_but
 
 pytestmark = pytest.mark.torch
 
@@ -151,7 +152,7 @@ MODELS: dict[str, tuple[nn.Module, Tensor, int]] = {
 """Model, input, and how many layers are equal."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_all_but(7, list(MODELS)))
 def test_a_folded_export_is_the_export(name: str) -> None:
     model, x, count = MODELS[name]
     assert sum(map(len, find_equal_layers(model))) == count

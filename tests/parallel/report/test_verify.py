@@ -13,7 +13,8 @@ from pdrun.parallel.parallelize import parallelize
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
 from tests.lib.small_models import Case
-from tests.parallel.test_known_faults import LEVELS, pair, sgd, square_loss
+from tests.lib.tiers import thorough
+from tests.parallel.test_known_faults import pair, sgd, square_loss
 
 pytestmark = pytest.mark.torch
 
@@ -29,7 +30,7 @@ def proven(level: int) -> Any:
     return report.same_bits, str(report), after == plain.step(zoo.batch_of(24, 1)).loss
 
 
-@LEVELS
+@pytest.mark.parametrize("level", [0, thorough(1), thorough(2), 3])
 def test_verify_proves_bits_and_changes_nothing(level: int, worlds: Worlds) -> None:
     for same, text, undisturbed in worlds(3).run(proven, level):
         assert same, text

@@ -61,6 +61,7 @@ FOREIGN_PREFIXES = (
     ),
     *("OMPI_", "I_MPI_", "HYDRA_", "PBS_", "LSB_", "FLUX_", "KUBERNETES_"),
     *("LWS_", "SKYPILOT_", "DSTACK_", "AWS_BATCH_", "MLP_", "BEAKER_", "DET_", "PADDLE_"),
+    *("PAI_", "LOADL_"),
 )
 FOREIGN_NAMES = frozenset(
     [

@@ -1,6 +1,6 @@
 """
-Batch systems that reserve hosts and start nothing: PBS, LSF, SGE, OAR, and the launcher pod of the
-MPI operator.
+Batch systems that reserve hosts and start nothing: PBS, LSF, SGE, OAR, Cobalt, LoadLeveler, and the
+launcher pod of the MPI operator.
 
     PBS   PBS_JOBID=123.server PBS_NODEFILE=/var/spool/pbs/aux/123.server
           one line per slot; the lines of a host need not be adjacent
@@ -8,6 +8,8 @@ MPI operator.
           LSB_MCPU_HOSTS="hA 2 hB 4", LSB_HOSTS="hA hA hB", LSB_DJOB_HOSTFILE (as PBS)
     OAR   OAR_JOB_ID=9 OAR_NODEFILE=/var/lib/oar/9 (as PBS)
     Cobalt  COBALT_JOBID=9 COBALT_NODEFILE=/var/tmp/cobalt.9 (as PBS)
+    LoadLeveler  LOADL_STEP_ID=h1.9.0 LOADL_HOSTFILE=/tmp/ll.9 (as PBS); for small jobs also
+          LOADL_PROCESSOR_LIST="hA hA hB"
     SGE   JOB_ID=9 NSLOTS=8 PE_HOSTFILE with lines "node1 4 all.q@node1 UNDEFINED"
           SGE_TASK_ID is the index of an array job, not a rank
 
@@ -191,6 +193,32 @@ def _read_sge(environ: Environ, probes: Probes) -> LauncherInfo:
     )
 
 
+def _read_loadleveler(environ: Environ, probes: Probes) -> LauncherInfo:
+    """Read the file, which has precedence: LoadLeveler leaves the list out for large jobs."""
+    name = _find_loadleveler_variable(environ)
+    if name == "LOADL_HOSTFILE":
+        names = read_lines(environ[name], name, probes)
+    else:
+        names = environ[name][:MAX_VALUE_CHARS].split()
+    hosts = parse_host_names(names, name)
+    if not hosts:
+        raise ConfigError("has no host", where=name)
+    return LauncherInfo(
+        "loadleveler",
+        "an allocation of LoadLeveler",
+        "allocation",
+        nodes=len(hosts),
+        hosts=hosts,
+        job_id=environ.get("LOADL_STEP_ID", ""),
+        sources={"nodes": name, "hosts": name, "job_id": "LOADL_STEP_ID"},
+    )
+
+
+def _find_loadleveler_variable(environ: Environ) -> str:
+    names = ("LOADL_HOSTFILE", "LOADL_PROCESSOR_LIST")
+    return next((name for name in names if name in environ), "")
+
+
 def _find_operator_variable(environ: Environ) -> str:
     return next((name for name in _HOSTFILE_VARIABLES if name in environ), "")
 
@@ -253,6 +281,13 @@ def _node_file_adapter(family: str, title: str, file: str, job: str) -> Launcher
 ALLOCATION_ADAPTERS = (
     _node_file_adapter("oar", "OAR", "OAR_NODEFILE", "OAR_JOB_ID"),
     _node_file_adapter("cobalt", "Cobalt", "COBALT_NODEFILE", "COBALT_JOBID"),
+    LauncherAdapter(
+        "loadleveler",
+        "LoadLeveler",
+        lambda environ: bool(_find_loadleveler_variable(environ)),
+        _read_loadleveler,
+        prefixes=("LOADL_",),
+    ),
     LauncherAdapter(
         "pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)
     ),

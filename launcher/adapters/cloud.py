@@ -10,10 +10,13 @@ Managed services with one container or machine per node.
     Determined DET_ALLOCATION_ID=7.1 and /run/determined/info/rendezvous.json
     TPU VM     TPU_WORKER_ID=1 TPU_WORKER_HOSTNAMES=t1v-0,t1v-1; several slices: MEGASCALE_SLICE_ID,
                MEGASCALE_NUM_SLICES, MEGASCALE_COORDINATOR_ADDRESS=t1v-0:8080
+    OpenPAI    PAI_CURRENT_TASK_ROLE_NAME=worker PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX=1
+               PAI_TASK_ROLE_TASK_COUNT_worker=2 PAI_HOST_IP_worker_0=10.0.0.4
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pdrun.errors import ConfigError
@@ -282,6 +285,45 @@ def _check_one_container(environ: Environ) -> None:
         )
 
 
+def _read_openpai(environ: Environ, probes: Probes) -> LauncherInfo:
+    """
+    Read the tasks of this container's role; other roles are not nodes of the job.
+
+    Raises:
+        ConfigError: the role, the count, the index or the address of task 0 is missing or wrong.
+    """
+    role = environ["PAI_CURRENT_TASK_ROLE_NAME"]
+    if not re.fullmatch(r"[\w.~-]{1,64}", role, re.ASCII):
+        raise ConfigError(
+            f"{quote_text(role)} is no role's name", where="PAI_CURRENT_TASK_ROLE_NAME"
+        )
+    count_name = f"PAI_TASK_ROLE_TASK_COUNT_{role}"
+    index_name = "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX"
+    nodes = require_number(environ, count_name, "PAI_CURRENT_TASK_ROLE_NAME")
+    rank = require_number(environ, index_name, "PAI_CURRENT_TASK_ROLE_NAME")
+    check_below(rank, nodes, index_name, count_name)
+    head_name = f"PAI_HOST_IP_{role}_0"
+    head = environ.get(head_name, "")
+    if nodes > 1 and not head:
+        raise ConfigError("is not set", where=head_name, hint="set --scheduler HOST:PORT")
+    return LauncherInfo.one_per_node(
+        "openpai",
+        "OpenPAI",
+        rank,
+        nodes,
+        head=head,
+        job_id=environ.get("PAI_JOB_NAME", ""),
+        sources={
+            "rank": index_name,
+            "node_rank": index_name,
+            "world": count_name,
+            "nodes": count_name,
+            "head": head_name,
+            "job_id": "PAI_JOB_NAME",
+        },
+    )
+
+
 CLOUD_ADAPTERS = (
     LauncherAdapter(
         "sagemaker",
@@ -312,6 +354,13 @@ CLOUD_ADAPTERS = (
         lambda environ: "DET_ALLOCATION_ID" in environ and "DET_TASK_ID" in environ,
         _read_determined,
         prefixes=("DET_",),
+    ),
+    LauncherAdapter(
+        "openpai",
+        "OpenPAI",
+        lambda environ: "PAI_CURRENT_TASK_ROLE_NAME" in environ,
+        _read_openpai,
+        prefixes=("PAI_",),
     ),
     LauncherAdapter(
         "tpu",

@@ -277,7 +277,7 @@ def test_launchers_that_are_read() -> None:
 
     assert " ".join(row.name for row in ADAPTERS) == (
         "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
-        " pytorch-operator jobset indexed-job sagemaker azureml vertex determined tpu lws skypilot dstack aws-batch"
-        " volcengine beaker paddle variables ascend slurm-job oar pbs lsf sge mpi-operator"
+        " pytorch-operator jobset indexed-job sagemaker azureml vertex determined openpai tpu lws skypilot dstack aws-batch"
+        " volcengine beaker metaflow ngc paddle variables ascend slurm-job oar cobalt loadleveler pbs lsf sge mpi-operator"
     )
     assert DIALECTS == ("1.0", "1.1", "1.2", "2.0", "group", "lab")

@@ -56,7 +56,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Reference:
+class _ResultView:
     """A tensor that is a result, or a view of one."""
 
     value: _RecomputedValue
@@ -84,7 +84,7 @@ class _ResultRegistry:
         entry = _Entry(value, position, tensor._version, tensor.dtype, owner)
         self._entries[key] = entry
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Reference:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _ResultView:
         """Return a reference if the tensor is a result that has not changed."""
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         if (
@@ -95,11 +95,11 @@ class _ResultRegistry:
         ):
             return tensor
         size, stride = tuple(tensor.shape), tensor.stride()
-        return _Reference(entry.value, entry.position, size, stride, tensor.storage_offset())
+        return _ResultView(entry.value, entry.position, size, stride, tensor.storage_offset())
 
 
-def _unpack(saved: torch.Tensor | _Reference) -> torch.Tensor:
-    return saved.read() if isinstance(saved, _Reference) else saved
+def _unpack(saved: torch.Tensor | _ResultView) -> torch.Tensor:
+    return saved.read() if isinstance(saved, _ResultView) else saved
 
 
 _current = threading.local()

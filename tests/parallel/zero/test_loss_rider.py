@@ -18,7 +18,7 @@ Found = dict[str, Any]
 
 
 class Forked(nn.Module):
-    """Rows with a positive first number use `right`, the others use `left`; `idle` is never used."""
+    """Rows with a positive first number use `right`, others `left`; nothing uses `idle`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -166,6 +166,7 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
     tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
     for axes, value, name in (
         (tensor, arguments.strategy, "strategy"),
+        (mesh.ep > 1 and ["ep"], arguments.strategy, "strategy"),
         (mesh.pp > 1 and ["pp"], arguments.pipeline, "pipeline"),
         (mesh.cp > 1 and ["cp"], arguments.context, "context"),
     ):

@@ -26,7 +26,8 @@ from pdrun.parallel.interfaces import (
 from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue, exchange_shards
-from pdrun.parallel.model.weights import API_NAME, Weight
+from pdrun.parallel.model.shards import shard_of
+from pdrun.parallel.model.weights import API_NAME, Weight, is_on_experts_axis
 from pdrun.parallel.training.driver import Driver, SimpleDriver
 from pdrun.parallel.training.loss import ForwardFunction
 
@@ -93,6 +94,10 @@ def apply_partitioning(
         model = _require_module(spec.context.apply(model, place.axes, spec.sample), "context")
     if spec.strategy is not None:
         model = _require_module(_apply_strategy(spec.strategy, model, place, spec), "strategy")
+    if place.mesh.ep > 1 and not any(is_on_experts_axis(shard_of(p)) for p in model.parameters()):
+        what = f"{place.mesh}: no experts are cut over {EXPERT_AXIS}"
+        hint = f'give a module with experts the style pdrun.experts("{EXPERT_AXIS}"), or use dp'
+        raise UsageError(what, where=API_NAME, hint=hint)
     if spec.pipeline is not None:
         model, driver = spec.pipeline.apply(model, place.axes, spec.sample)
     if original is not None:

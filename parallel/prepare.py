@@ -24,7 +24,7 @@ from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.comm.watchdog import start_watchdog as start_watch
-from pdrun.parallel.experts.moe import router_params
+from pdrun.parallel.experts.moe import check_experts, describe_routers, router_params
 from pdrun.parallel.model import param_hooks, sync_batchnorm
 from pdrun.parallel.model.meta_init import move_model
 from pdrun.parallel.model.weights import Weight, check_module_ids, collect_weights
@@ -89,7 +89,9 @@ def prepare_model(
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     param_hooks.check_hooks(weights, [0] * len(weights), PARALLELIZE)
-    agreement.check_equal(chain(describe_model(model, weights), describe_optimizer(optimizer)))
+    check_experts(model, mesh.cp)
+    described = describe_model(model, weights), describe_routers(model)
+    agreement.check_equal(chain(*described, describe_optimizer(optimizer)))
     axes = _build_axes(job, mesh, device, seconds)
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
     sync_batchnorm.set_batch_axis(place.axes[mesh.data_axes])

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from pdrun.parallel.experts.dispatch import ExpertGroups, exchange_experts
+from pdrun.parallel.experts.fused import FusedAdapter, is_fused
+from pdrun.parallel.experts.listed import ListAdapter, find_expert_list
 from pdrun.parallel.experts.moe import MoE
 from pdrun.parallel.model.shards import Shard
 from pdrun.parallel.tensor.style import AxisNames, GridPosition, style_error, swap_class
@@ -42,8 +44,14 @@ def find_adapter(name: str, module: nn.Module, top_k: int | None) -> ExpertAdapt
     """
     if isinstance(module, MoE):
         return MoEAdapter()
+    if is_fused(module):
+        return FusedAdapter()
+    if find_expert_list(module):
+        return ListAdapter(top_k)
     what = f"a {type(module).__name__} has no experts of a known kind"
-    raise style_error(name, what, "use it for pdrun.MoE")
+    hint = "use it for pdrun.MoE, for fused experts of transformers (*.mlp.experts), or for a"
+    hint += " module with a router and an nn.ModuleList of equal experts"
+    raise style_error(name, what, hint)
 
 
 class MoEAdapter:

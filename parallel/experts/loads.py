@@ -5,7 +5,7 @@ The loads of all experts of a run: summed over the ranks once per step, after th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.experts.balance import counted_layers, move_balance, pass_state
+from pdrun.parallel.experts.dispatch import ExpertGroups
+from pdrun.parallel.experts.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,25 @@ class ExpertBalancer:
                     if name in self._layers:
                         move_balance(self._layers[name], total[row, :experts])
         return StepLoads(self._experts, total)
+
+
+def describe_experts(model: nn.Module) -> Iterator[str]:
+    """Yield lines for `Run.explain`: where experts are, and how they compute."""
+    lines: dict[str, list[str]] = {}
+    for name, layer in counted_layers(model).items():
+        total = layer.expert_loads.experts
+        groups = getattr(layer, "_context", None)
+        where = "each on every rank"
+        if isinstance(groups, ExpertGroups):
+            count = total // groups.experts.size
+            where = f"{count} per rank {groups.experts.label}, rows by all-to-all"
+        text = f"{total} experts, {where}"
+        why = layer.why_looped() if isinstance(layer, MoE) else ""
+        if why:
+            text += f"; their products are a loop: {why}"
+        lines.setdefault(text, []).append(name)
+    for text, names in lines.items():
+        yield f"{', '.join(names)}: {text}"
 
 
 class StepLoads:

@@ -157,10 +157,10 @@ class MoE(nn.Module):
         found: torch.Tensor = self.shared_down(self._activate_rows(self.shared_up(tokens)))
         return found
 
-    def why_looped(self, dtype: torch.dtype) -> str:
+    def why_looped(self) -> str:
         """Return why the products of the experts are a loop; empty if torch computes groups."""
         sizes = (self.up.shape[1], self.up.shape[2], self.down.shape[1], self.down.shape[2])
-        return why_looped(self.up.device.type, dtype, sizes)
+        return why_looped(self.up.device.type, self.up.dtype, sizes)
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
@@ -190,6 +190,36 @@ def router_params(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, MoE):
             yield id(module.router.weight)
+
+
+def check_experts(model: nn.Module, sequence_parts: int) -> None:
+    """
+    Refuse layers whose result would depend on the number of ranks, or whose balance has no effect.
+
+    Args:
+        sequence_parts: ranks that each have a part of every sequence.
+
+    Raises:
+        UsageError: names the layer.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, MoE):
+            continue
+        if module.capacity is not None and sequence_parts > 1:
+            what = f"{name}: capacity is not supported with cp: it counts the tokens of a sequence"
+            raise UsageError(what, where=MOE_API, hint="leave capacity out, or use tp for cp")
+        is_loss = module.balance is not None and module.balance.kind == "loss"
+        if is_loss and not module.router.weight.requires_grad:
+            what = f'{name}: its router is frozen: Balance("loss") would change nothing'
+            raise UsageError(what, where=MOE_API, hint='use Balance("bias"), or train the router')
+
+
+def describe_routers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what must be equal on all ranks, by a name for errors."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            choices = module.rule, module.balance, module.capacity, module.activation
+            yield f"the experts of {name}", str(choices)
 
 
 def _check_counts(**counts: int) -> None:

@@ -80,7 +80,7 @@ class Weight:
     @property
     def is_expert(self) -> bool:
         """Whether ranks along ep have other parts of it: its gradients are not summed over ep."""
-        return EXPERT_AXIS in (*self.shard.layout.axes, *self.shard.own_axes)
+        return is_on_experts_axis(self.shard)
 
     @property
     def numel(self) -> int:
@@ -91,6 +91,11 @@ class Weight:
     def nbytes(self) -> int:
         """Bytes in its own type."""
         return self.numel * int(self.dtype.itemsize)
+
+
+def is_on_experts_axis(shard: Shard) -> bool:
+    """Whether ranks along ep have other parts of a weight."""
+    return EXPERT_AXIS in (*shard.layout.axes, *shard.own_axes)
 
 
 def collect_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import pdrun
+from pdrun.errors import UsageError
 from tests.lib import moe_models as moe
 from tests.lib import tiers
 from tests.lib.moe_models import MoECase
@@ -99,3 +101,48 @@ def test_a_checkpoint_of_any_ep_is_one_of_any_other(worlds: Any, tmp_path: Path)
         again = worlds(first).run(moe.resume_case, before, first, folder)[0][1]
         for one, other in zip(told, again, strict=True):
             assert one == pytest.approx(other, rel=3e-5)
+
+
+def refuse_case(case: MoECase, world: int) -> str:
+    """Return the error of a case."""
+    with pytest.raises(UsageError) as caught:
+        moe.make_run(case, world)
+    return str(caught.value)
+
+
+def refuse_routers_that_differ(world: int) -> str:
+    """Return the error of ranks that route otherwise."""
+    rank = int(os.environ["RANK"])
+    return refuse_case(MoECase({"ep": world}, model={"top_k": 1 + rank}), world)
+
+
+def explain_case(case: MoECase, world: int) -> str:
+    """Return what a run says of itself after a step."""
+    run = moe.make_run(case, world)
+    run.step(moe.batches(case, 1)[0])
+    return run.explain()
+
+
+def test_what_cannot_be_is_refused(worlds: Any) -> None:
+    two = worlds(2)
+    told = two.run(refuse_case, MoECase({"ep": 2}, None), 2)[0]
+    assert "ranks along ep would compute the same; pass strategy=" in told
+    told = two.run(refuse_case, MoECase({"dp": 1, "ep": 2, "tp": 1}, "tp"), 2)[0]
+    assert "no experts are cut over ep" in told
+    told = two.run(refuse_case, MoECase({"ep": 2}, model={"experts": 5}), 2)[0]
+    assert "5 experts cannot be split evenly over 2 ranks (ep)" in told
+
+
+def test_ranks_that_route_in_another_way(worlds: Any) -> None:
+    """The rank that differs ends; the other one waits for it in vain, and the world is dropped."""
+    two = worlds(2)
+    two.start(refuse_routers_that_differ, 2)
+    worked, told = two.answers(until=1)[1]
+    two.broken = True
+    assert worked and "the experts of layers.0.moe" in told
+
+
+def test_explain_says_where_experts_are(worlds: Any) -> None:
+    told = worlds(2).run(explain_case, MoECase({"ep": 2}), 2)[0]
+    assert "layers.0.moe, layers.1.moe: 4 experts, 2 per rank along ep, rows by all-to-all" in told
+    assert "sharded by" in told and "all_to_all" in told.replace("-", "_")

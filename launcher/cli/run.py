@@ -212,9 +212,15 @@ def _read_stdin(limit: int) -> bytes:
     return sys.stdin.buffer.read(limit)
 
 
-def plan_job(resolved: ResolvedSpec) -> tuple[LaunchPlan, Facts]:
-    """Gather the facts of this machine and plan the job."""
+def plan_job(resolved: ResolvedSpec, *, assumes: bool = False) -> tuple[LaunchPlan, Facts]:
+    """
+    Gather the facts of this machine and plan the job.
+
+    Args:
+        assumes: devices that this machine lacks are assumed: the plan is only printed.
+    """
     from pdrun.launcher.plan.facts import gather_facts
+    from pdrun.launcher.plan.placement import assume_devices
     from pdrun.launcher.plan.plan import make_plan
 
     resolved = _limit_grace(resolved)
@@ -222,7 +228,12 @@ def plan_job(resolved: ResolvedSpec) -> tuple[LaunchPlan, Facts]:
         resolved.spec,
         external_launcher=external.external_launcher_for(resolved.spec, resolved.sources),
     )
-    return make_plan(resolved.spec, facts, resolved.sources, resolved.notes), facts
+    notes = resolved.notes
+    if assumes:
+        facts, assumed = assume_devices(resolved.spec, facts)
+        notes = (*notes, *assumed)
+        print_warnings(assumed)
+    return make_plan(resolved.spec, facts, resolved.sources, notes), facts
 
 
 def _limit_grace(resolved: ResolvedSpec) -> ResolvedSpec:
@@ -247,7 +258,7 @@ def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
     if not request.dry_run:
         await_scheduler_name(request.resolved)
         print_warnings(request.warnings)
-    plan, facts = plan_job(request.resolved)
+    plan, facts = plan_job(request.resolved, assumes=request.dry_run)
     if not request.dry_run:
         _print_notices(request.resolved, words, len(plan.workers))
     if request.explain or request.dry_run:

@@ -44,6 +44,30 @@ class WorkerPlacement:
     """CPUs of each parameter server; empty: not bound."""
 
 
+def assume_devices(spec: JobSpec, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """
+    Return facts in which this machine has the devices that a job names by kind and number, and a
+    note if it has none.
+
+    For plans that are only printed: ``--dry-run --backend npu --devices 8`` on a login node.
+    """
+    name, wanted = spec.resources.backend, spec.resources.devices
+    found = next((one for one in facts.backends if one.name == name), None)
+    if found is None or found.devices or not isinstance(wanted, int):
+        return facts, ()
+    count = wanted * (spec.resources.max_members if spec.place.local else 1)
+    assumed = replace(
+        found,
+        present=True,
+        broken=False,
+        reason="assumed",
+        devices=tuple(Device(name, index, str(index)) for index in range(count)),
+    )
+    backends = tuple(assumed if one is found else one for one in facts.backends)
+    note = f"{plural(count, f'{name} device')} assumed: this host has none ({found.reason})"
+    return replace(facts, backends=backends), (note,)
+
+
 def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacement:
     """
     Place a node's workers. A simulated node gets its share of the machine's devices and CPUs.

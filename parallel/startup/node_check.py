@@ -8,8 +8,8 @@ per node.
     all-reduce  each pair: a gloo group
 
 Each step is bounded. Pairs are taken in rounds in which each node has one partner, so that they do
-not disturb each other. Rank 0 prints one line of JSON; `pdrun.launcher.doctor.node_checks` judges
-it.
+not disturb each other. gloo is last, and only if all pairs can connect. Rank 0 prints one line of
+JSON; `pdrun.launcher.doctor.node_checks` judges it.
 """
 
 from __future__ import annotations
@@ -58,29 +58,44 @@ def main() -> None:
     parser.add_argument("--files", default="")
     files = [name for name in parser.parse_args().files.split(",") if name]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=STEP_SECONDS))
-    store = dist.distributed_c10d._get_default_store()
-    store.set_timeout(timedelta(seconds=STEP_SECONDS))
+    store = StepStore(world)
     with socket.create_server(("", 0), family=socket.AF_INET) as server:
         facts = gather_facts(server.getsockname()[1], files)
-        store.set(f"doctor/facts/{rank}", json.dumps(facts))
-        nodes = [json.loads(store.get(f"doctor/facts/{other}")) for other in range(world)]
-        store.set(f"doctor/names/{rank}", json.dumps(resolve_names(nodes, rank)))
+        nodes = store.exchange("facts", rank, facts)
+        names = store.exchange("names", rank, resolve_names(nodes, rank))
         measured = []
-        for partner in list_partners(world, rank):
+        for turn, partner in enumerate(list_partners(world, rank)):
             if partner is not None:
                 measured.append(measure_pair(server, nodes, rank, partner))
-            dist.barrier()
-    reduced = reduce_pairs(world, rank)
-    store.set(f"doctor/pairs/{rank}", json.dumps([measured, reduced]))
+            store.exchange(f"turn {turn}", rank, 0)
+    pairs = store.exchange("pairs", rank, measured)
+    reduced: list[Any] = [[] for _ in range(world)]
+    # gloo connects all ranks: it would wait for those that cannot be reached
+    if not any(entry["error"] for entries in pairs for entry in entries):
+        reduced = store.exchange("reduced", rank, reduce_pairs(store, world, rank))
     if rank == 0:
-        names = [json.loads(store.get(f"doctor/names/{other}")) for other in range(world)]
-        pairs = [json.loads(store.get(f"doctor/pairs/{other}")) for other in range(world)]
-        result = {"nodes": nodes, "names": names, "pairs": [pair[0] for pair in pairs]}
-        result["reduced"] = [pair[1] for pair in pairs]
+        result = {"nodes": nodes, "names": names, "pairs": pairs, "reduced": reduced}
         print(f"{MARK}{json.dumps(result)}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    store.exchange("end", rank, 0)
+
+
+class StepStore:
+    """torch's store of the job, in which all ranks exchange values step by step."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world,
+            is_master=False,
+            timeout=timedelta(seconds=STEP_SECONDS),
+        )
+
+    def exchange(self, step: str, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks, when all have given theirs."""
+        self.store.set(f"doctor/{step}/{rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"doctor/{step}/{one}")) for one in range(self.world)]
 
 
 def gather_facts(port: int, files: list[str]) -> dict[str, Any]:
@@ -334,8 +349,27 @@ def _receive(link: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def reduce_pairs(world: int, rank: int) -> list[dict[str, Any]]:
-    """Return seconds and bytes per second of an all-reduce with each partner; all ranks call it."""
+def reduce_pairs(store: StepStore, world: int, rank: int) -> list[dict[str, Any]]:
+    """Return the bytes per second of an all-reduce with each partner; all ranks call it."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("gloo", store.store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=STEP_SECONDS),
+        )
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+        others = [other for other in range(world) if other != rank]
+        return [{"of": other, "error": problem, "bandwidth": 0.0} for other in others]
+    try:
+        return _reduce_in_turns(world, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _reduce_in_turns(world: int, rank: int) -> list[dict[str, Any]]:
     found = []
     schedules = [list(list_partners(world, other)) for other in range(world)]
     for turn in range(len(schedules[0])):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from pdrun.launcher.cli.commands import build_command_line
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
@@ -67,3 +68,18 @@ def test_dotted_modules_that_a_page_names_exist() -> None:
             folder = ROOT.joinpath(*name.split(".")[1:])
             exists = folder.is_dir() or folder.with_suffix(".py").exists()
             assert exists or folder.parent.with_suffix(".py").exists(), f"{page.name}: {name}"
+
+
+def test_the_site_has_every_page_once() -> None:
+    def pages(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for one in entry.values() if isinstance(entry, dict) else ():
+            for below in one if isinstance(one, list) else [one]:
+                yield from pages(below)
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    found = [page for entry in site["nav"] for page in pages(entry)]
+    assert sorted(found) == sorted(
+        [*(path.name for path in (ROOT / "docs").glob("*.md")), "decisions/README.md"]
+    )

@@ -18,7 +18,13 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
-from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
+from pdrun.parallel.arguments import (
+    LOCAL_NORMS,
+    Arguments,
+    build_settings,
+    check_arguments,
+    check_mesh,
+)
 from pdrun.parallel.auto.inputs import (
     ParallelChoices,
     PlannedCall,
@@ -384,6 +390,7 @@ def _build_state(
         compiled_modules=compiled,
         offload=offload,
         activation_offload=saver,
+        allows_local_norms=arguments.sync_batchnorm == LOCAL_NORMS,
     )
 
 

@@ -97,6 +97,11 @@ class StepRNG:
         """Whether anything has been dropped yet."""
 
     @property
+    def row_count(self) -> int:
+        """Number of rows of the newest forward pass; 0 if it is not part of the step."""
+        return len(self._forward.row_range) if self._forward is not None else 0
+
+    @property
     def dropout_calls(self) -> int:
         """
         Number of dropouts in the newest forward pass so far, including those of earlier stages.

@@ -1,17 +1,32 @@
 """
-Checks, before each step, the state that a run relies on and that the user's program can change.
+Checks of what a run relies on and a program can change: its state before each step, and batch
+normalisations that it calls as functions.
+
+``torch.nn.functional.batch_norm(..., training=True)`` on the rows of a slice has statistics of that
+slice, as a module has. A module is found at start (see `sync_batchnorm`), a call when it happens.
+Calls whose dim 0 is not the rows are accepted: instance norms and standardised weights are computed
+by reshaping to one row.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 from torch import nn
+from torch.nn import functional
 
 from pdrun.errors import UsageError
+from pdrun.parallel.comm.watchdog import find_user_frame
 from pdrun.parallel.model import param_hooks, sync_batchnorm
+from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.zero.engine import Engine
 
 RUN_STEP = "pdrun.Run.step"
+_torchs_batch_norm = functional.batch_norm
 
 
 class ConsistencyGuard:
@@ -88,3 +103,54 @@ class ConsistencyGuard:
             raise UsageError(
                 what, where=where, hint="use run.load with another checkpoint, or make a new run"
             )
+
+
+@contextmanager
+def refuse_loose_batch_norms() -> Iterator[None]:
+    """
+    Inside, a call that takes statistics of the rows of one rank is refused.
+
+    Raises:
+        UsageError: names the line.
+    """
+    before = functional.batch_norm
+    functional.batch_norm = _checked_batch_norm
+    try:
+        yield
+    finally:
+        functional.batch_norm = before
+
+
+def _checked_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if training and not torch.compiler.is_compiling():
+        _check_call(input)
+    return _torchs_batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+def _check_call(input: torch.Tensor) -> None:
+    rng = current_rng()
+    rows = 0 if rng is None else rng.row_count
+    if rows == 0 or input.shape[0] == 1 or input.shape[0] % rows:
+        return
+    frame = find_user_frame(sys._getframe())
+    place = "the model"
+    if frame is not None:
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    raise UsageError(
+        f"{place} calls torch.nn.functional.batch_norm in training, with the statistics of the rows"
+        " of one rank",
+        where="sync_batchnorm",
+        hint="use a torch.nn.BatchNorm module and sync_batchnorm=True, or"
+        ' sync_batchnorm="local" for what DDP computes',
+    )

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from pdrun.parallel.training.loss_check import MeanCheck, OwnLoss, check_loss_fo
 
 LossFunction = Callable[[Any, Any], Any]
 ForwardFunction = Callable[[nn.Module, Any], Any]
-DetachedLoss = torch.Tensor | tuple[float, float]
+DetachedLoss: TypeAlias = torch.Tensor | tuple[float, float]
 """Sum and count: numbers on a CPU, ``[2]`` on an accelerator, which is not read in a step."""
 PARALLELIZE = "pdrun.parallelize"
 LOSS_CONTRACT = (

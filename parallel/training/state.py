@@ -24,12 +24,12 @@ from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.experts.balance import pass_state
 from pdrun.parallel.experts.loads import ExpertBalancer
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
-from pdrun.parallel.rng.step_rng import StepRNG
+from pdrun.parallel.rng.step_rng import NO_CONTEXT, StepRNG
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.attached import AttachedObjects
 from pdrun.parallel.training.data_link import DataLink
 from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
-from pdrun.parallel.training.guard import ConsistencyGuard
+from pdrun.parallel.training.guard import ConsistencyGuard, refuse_loose_batch_norms
 from pdrun.parallel.training.loss import Objective
 from pdrun.parallel.training.rank_agreement import RankAgreement
 from pdrun.parallel.zero.engine import Engine
@@ -134,6 +134,8 @@ class RunState:
     offload: Offload = field(default_factory=Offload)
     activation_offload: ActivationOffload | None = None
     """Moves activations to the host; None if ``offload`` does not include them."""
+    allows_local_norms: bool = False
+    """Whether statistics of a batch may be those of the rows of one rank."""
     served: StepServers | None = None
     """The weights on parameter servers; None without any."""
 
@@ -213,6 +215,12 @@ class RunState:
             batch if self.sequence_slicer is None else self.sequence_slicer.part(batch, self.axes)
         )
         return to_device(part, self.device, self.settings.precision.input_dtype)
+
+    def checked_norms(self) -> AbstractContextManager[None]:
+        """Return the context manager of a step in which no statistics of one rank are computed."""
+        if self.allows_local_norms or self.row_axis.size == 1:
+            return NO_CONTEXT
+        return refuse_loose_batch_norms()
 
     def forward_context(
         self, micro: MicroBatch, part: int = 0, calls: int = 0

@@ -74,7 +74,7 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
         state.served.begin_step()
     state.objective.begin_step(batch)
     try:
-        with state.rng.patched_dropout():
+        with state.rng.patched_dropout(), state.checked_norms():
             sums = state.driver.run_microbatches(state, slice_batch(state, batch))
     finally:
         state.objective.end_step()

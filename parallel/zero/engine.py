@@ -32,10 +32,9 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue
 from pdrun.parallel.model.weights import Weight
-from pdrun.parallel.zero.bucket_order import BucketOrder
+from pdrun.parallel.zero.bucket_order import BucketOrder, LossRider, used_flags
 from pdrun.parallel.zero.gatherer import UnitGatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
-from pdrun.parallel.zero.loss_rider import LossRider, used_flags
 from pdrun.parallel.zero.settings import Settings
 from pdrun.parallel.zero.weight_buckets import WeightBuckets
 

@@ -165,6 +165,57 @@ def test_a_class_with_its_own_statistics_is_refused_by_name(worlds: Worlds) -> N
     )
 
 
+class LooseNorm(nn.Module):
+    """Calls the functional form outside of torch's modules: of rows, of weights, or per row."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.conv = kind, nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.conv.weight
+        if self.kind == "weights":  # standardised, as in timm's StdConv2d
+            flat = weight.reshape(1, 4, -1)
+            weight = F.batch_norm(flat, None, None, training=True).reshape_as(weight)
+        y = F.conv2d(x, weight, self.conv.bias)
+        if self.kind == "per row":  # an instance norm
+            flat = y.reshape(1, -1, *y.shape[2:])
+            y = F.batch_norm(flat, None, None, training=True).reshape_as(y)
+        if self.kind == "rows":
+            y = F.batch_norm(y, None, None, training=True)
+        return y.square().mean((2, 3))
+
+
+def train_loose(kind: str, sync: bool | str) -> list[float]:
+    run = parallelize(
+        LooseNorm(kind),
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda output, batch: ((output - batch[1]).square().sum(), len(output)),
+        sync_batchnorm=sync,
+    )
+    dice = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(rows, 3, 6, 6, generator=dice), torch.rand(rows, 4, generator=dice))
+        for rows in ROWS
+    ]
+    return [run.step(batch).loss for batch in data]
+
+
+def test_statistics_of_a_function_call_are_refused_by_line(worlds: Worlds) -> None:
+    """Calls whose dim 0 is not the rows, and one rank, go on as in torch."""
+    for sync in (False, True):
+        with pytest.raises(RankError) as refused:
+            worlds(2).run(train_loose, "rows", sync)
+        assert "test_batch_norms.py:" in str(refused.value)
+        assert "calls torch.nn.functional.batch_norm in training" in str(refused.value)
+    worlds(2).run(train_loose, "rows", "local")
+    worlds(1).run(train_loose, "rows", False)
+    for kind in ("weights", "per row"):
+        want = worlds(1).run(train_loose, kind, False)[0]
+        assert worlds(2).run(train_loose, kind, False)[1] == pytest.approx(want, rel=1e-5)
+
+
 def test_local_statistics_are_those_of_ddp(worlds: Worlds) -> None:
     found = worlds(2).run(told_and_trained)
     assert_equal(found[0][0], plain(FunctionalNorm, parts=2))

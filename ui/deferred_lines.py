@@ -115,13 +115,14 @@ class DeferredLines:
         Args:
             superseded: nodes whose state later lines set.
         """
-        of_nodes: list[bytes] = []
-        exits: list[bytes] = []
+        nodes: dict[bytes, bytes] = {}
+        exits: dict[bytes, bytes] = {}
         if self._has_nodes or self._has_exits:
-            self._select_lines(of_nodes, exits)
+            for block in self._blocks:
+                if _NODES_OR_EXITS.search(block.data, block.start, block.end):
+                    self._select_lines(block, nodes, exits)
         found = []
         if self._has_nodes:
-            nodes = dict(zip(_find_names(of_nodes), of_nodes, strict=True))
             joins = [line for line in self._members if line.startswith(_JOINED)]
             # The last line of the kind joined of each node: the others do not have its workers.
             joined = dict(zip(_find_names(joins), joins, strict=True))
@@ -134,28 +135,34 @@ class DeferredLines:
                 if join is not last:
                     found.append(join)
                 found.append(last)
-        if self._has_exits:
-            of_ranks = {}
-            for line in exits:
-                rank, _, rest = line.partition(b', "rank": ')[2].partition(b",")
-                if not rest.startswith(b' "node": "') or rest.startswith(b' "node": ""'):
-                    return None  # that of an earlier line counts
-                of_ranks[rank] = line
-            found += of_ranks.values()
+        if b"" in exits:
+            return None
+        found += exits.values()
         found += self._find_progress()
         found += self._texts
         return found
 
-    def _select_lines(self, of_nodes: list[bytes], exits: list[bytes]) -> None:
+    def _select_lines(
+        self, block: LogBlock, nodes: dict[bytes, bytes], exits: dict[bytes, bytes]
+    ) -> None:
+        """Note the last line of each node and rank in a block; an empty rank is not certain."""
+        # Block by block: the memory of lines that are not kept is in the processor's cache.
+        of_nodes: list[bytes] = []
+        of_ranks: list[bytes] = []
         adders = dict.fromkeys(_NODE_HEADS, of_nodes.append)
         if self._has_exits:
-            adders |= dict.fromkeys(_EXIT_HEADS, exits.append)
+            adders |= dict.fromkeys(_EXIT_HEADS, of_ranks.append)
         find_adder = adders.get
-        for block in self._blocks:
-            if _NODES_OR_EXITS.search(block.data, block.start, block.end):
-                for line in block.split_lines():
-                    if add := find_adder(line[:_HEAD_BYTES]):
-                        add(line)
+        for line in block.split_lines():
+            if add := find_adder(line[:_HEAD_BYTES]):
+                add(line)
+        if self._has_nodes:
+            nodes.update(zip(_find_names(of_nodes), of_nodes, strict=True))
+        for line in of_ranks:
+            rank, _, rest = line.partition(b', "rank": ')[2].partition(b",")
+            if not rest.startswith(b' "node": "') or rest.startswith(b' "node": ""'):
+                rank = b""  # the node of an earlier line counts
+            exits[rank] = line
 
     def _find_progress(self) -> Iterator[bytes]:
         for data, start, end in reversed(self._blocks):

@@ -80,6 +80,15 @@ class MeshRefiner(Cutter, Protocol):
         ...
 
 
+@runtime_checkable
+class InputSharder(Cutter, Protocol):
+    """A `Cutter` that can shard the tensors of a batch by layouts, over tensor axes."""
+
+    def with_inputs(self, layouts: tuple[Any, ...]) -> Cutter:
+        """Return a cutter for a batch whose tensors have these layouts, in order."""
+        ...
+
+
 class SequenceCutter(SequenceSlicer, Protocol):
     """Lets attention see full sequences if each rank has a part: ``parallelize(context=...)``."""
 

@@ -33,8 +33,20 @@ from pdrun.parallel.auto.inputs import (
 )
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler.compile import check_combination, compile_modules
-from pdrun.parallel.data.batch_slicing import BatchSlicing, parse_batch_slicing
-from pdrun.parallel.interfaces import Cutter, MeshRefiner, PipelineCutter, SequenceCutter
+from pdrun.parallel.data.batch_slicing import (
+    BatchSlicing,
+    parse_batch_slicing,
+    slice_by_layouts,
+)
+from pdrun.parallel.interfaces import (
+    Cutter,
+    InputSharder,
+    MeshRefiner,
+    PipelineCutter,
+    SequenceCutter,
+)
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout
+from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.model.recompute import apply_recompute, parse_recompute
@@ -237,7 +249,7 @@ def parallelize(
     devices, arguments = _choose_mesh(arguments, job.world_size)
     check_mesh(arguments, devices, job.world_size)
     settings = build_settings(arguments, devices, torch.device(job.device))
-    slicing = replace(parse_batch_slicing(dataset_strategy, devices.row_parts), forward=forward)
+    slicing = _parse_slicing(arguments, devices)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
     agreement = RankAgreement(job.rank, store_of(job), seconds)
     agreement.check_equal([("clip_value", clip_value)])
@@ -266,9 +278,29 @@ def _choose_mesh(arguments: Arguments, world: int) -> tuple[Mesh, Arguments]:
     """Return the mesh that the strategy needs, and the arguments with the strategy for it."""
     mesh = arguments.mesh
     strategy = arguments.strategy
+    inputs = arguments.dataset_strategy
+    if isinstance(strategy, InputSharder) and _has_layouts(inputs):
+        strategy = strategy.with_inputs(tuple(inputs))
     if isinstance(strategy, MeshRefiner):
         mesh, strategy = strategy.refine_mesh(arguments.model, mesh, world)
     return mesh or solve_mesh(world, {"dp": -1}), replace(arguments, strategy=strategy)
+
+
+def _has_layouts(dataset_strategy: Any) -> bool:
+    """Return whether a dataset strategy has layouts or counts of tensors, not dims of rows."""
+    return isinstance(dataset_strategy, Sequence) and any(
+        isinstance(entry, (tuple, L, DeviceMatrixLayout)) for entry in dataset_strategy
+    )
+
+
+def _parse_slicing(arguments: Arguments, mesh: Mesh) -> BatchSlicing:
+    """Return how a batch is sliced into rows."""
+    inputs = arguments.dataset_strategy
+    if isinstance(arguments.strategy, InputSharder) and _has_layouts(inputs):
+        slicing = slice_by_layouts(inputs, mesh.row_parts)
+    else:
+        slicing = parse_batch_slicing(inputs, mesh.row_parts)
+    return replace(slicing, forward=arguments.forward)
 
 
 def _serve_weights(

@@ -27,6 +27,8 @@ from pdrun.parallel.data.batch_structure import (
     narrow_leaf,
     shape_of,
 )
+from pdrun.parallel.layouts.device_matrix import is_counts
+from pdrun.parallel.layouts.layout import L
 
 DATASET_STRATEGY = "dataset_strategy"
 
@@ -151,7 +153,7 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
     dims = tuple(_parse_entry(entry, world) for entry in value)
     for index, (entry, dim) in enumerate(zip(value, dims, strict=True)):
         if dim and isinstance(entry, Sequence):
-            hint = "shard images by operators (docs/operators.md), sequences by a cp axis"
+            hint = "use strategy=pdrun.Operators({}), which shards other dims, or a cp axis"
             if None not in dims:
                 hint = f"if these are rows, name their dims: {dims}; {hint}"
             raise UsageError(
@@ -160,6 +162,32 @@ def parse_batch_slicing(value: Any, world: int) -> BatchSlicing:
                 hint=hint,
             )
     return BatchSlicing(dims)
+
+
+def slice_by_layouts(layouts: Sequence[Any], row_parts: int) -> BatchSlicing:
+    """
+    Return how rows are sliced if each tensor of the batch has a layout of an operator.
+
+    Args:
+        layouts: per tensor counts or a layout by axes; None: not sharded.
+        row_parts: number of ranks with other rows.
+    """
+    if row_parts == 1:
+        return BatchSlicing()
+    dims = tuple(0 if _shards_rows(layout, row_parts) else None for layout in layouts)
+    if not any(dim is not None for dim in dims):
+        return BatchSlicing(full_batch=True)
+    return BatchSlicing(dims)
+
+
+def _shards_rows(layout: Any, row_parts: int) -> bool:
+    """Return whether a layout shards dim 0 over the ranks with other rows."""
+    if layout is None:
+        return False
+    if is_counts(layout):
+        return bool(layout) and layout[0] % row_parts == 0
+    plain: L = getattr(layout, "layout", layout)
+    return bool(plain.dims) and "dp" in plain.dims[0]
 
 
 def _parse_entry(entry: Any, world: int) -> int | None:

@@ -203,6 +203,7 @@ def plan_graph(
     *,
     gather: bool = True,
     finer: FinerGrid | None = None,
+    inputs: Mapping[int, LayoutSpec] | None = None,
 ) -> OperatorPlan:
     """
     Return the plan for a graph.
@@ -211,6 +212,7 @@ def plan_graph(
         mesh: all axes.
         entries, gather: see `pdrun.parallel.operators.module.Operators`.
         finer: how the axes that the user named have been split.
+        inputs: layouts of arguments, by position among their leaves.
         weight_layouts: layouts of weights that `shard` set, by name.
 
     Raises:
@@ -218,9 +220,8 @@ def plan_graph(
             result is sharded on its last dim.
     """
     grid = tensor_grid(mesh)
-    plan = propagate_layouts(
-        graph, grid, resolve_entries(graph, grid, mesh, entries, weight_layouts, finer)
-    )
+    user = resolve_entries(graph, grid, mesh, entries, weight_layouts, finer, inputs)
+    plan = propagate_layouts(graph, grid, user)
     if not gather:
         plan.keep_results_sharded()
         if not plan.sharded_results and grid.size > 1:

@@ -45,7 +45,7 @@ from pdrun.parallel.operators.compiler import (
     plan_graph,
     tensor_grid,
 )
-from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding
+from pdrun.parallel.operators.graph.constraints import LayoutSpec, ModuleSharding, is_layout
 from pdrun.parallel.operators.graph.fake_model import FakeModel, find_device
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.graph.recomputed import recompute_results
@@ -91,6 +91,10 @@ class Operators:
             )
         self.entries = dict(entries or {})
         self.gather = gather
+        self.batch_layouts: tuple[LayoutSpec | None, ...] = ()
+        """Of the tensors of a batch, in order."""
+        self.input_layouts: dict[int, LayoutSpec] = {}
+        """Of the arguments of the model, by position among their leaves."""
         self.finer: FinerGrid | None = None
         """How axes of the user's mesh have been split for the entries."""
         self._forward: ForwardFunction | None = None
@@ -142,6 +146,46 @@ class Operators:
         finer = refine_grid(mesh.grid, mesh.tensor_axes, forms)
         return Mesh(finer.grid), self._with_parts(finer)
 
+    def with_inputs(self, layouts: tuple[Any, ...]) -> Operators:
+        """
+        Return a copy for a batch whose tensors have layouts: the operators that read them follow.
+
+        Raises:
+            UsageError: an entry is no layout.
+        """
+        for layout in layouts:
+            if not (layout is None or is_layout(layout)):
+                raise UsageError(
+                    f"entries must be layouts, counts or None, got {layout!r}",
+                    where="dataset_strategy",
+                )
+        same = copy.copy(self)
+        same.batch_layouts = layouts
+        return same
+
+    def _with_call(
+        self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int
+    ) -> Operators:
+        """Return a copy that knows which arguments of the model are which tensors of the batch."""
+        if not self.batch_layouts:
+            return self
+        leaves = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+        if len(leaves) != len(self.batch_layouts):
+            what = f"has {len(self.batch_layouts)} entries, the sample has {len(leaves)} tensors"
+            raise UsageError(what, where="dataset_strategy")
+        layouts = {
+            id(leaf): layout
+            for leaf, layout in zip(leaves, self.batch_layouts, strict=True)
+            if layout is not None
+        }
+        same = copy.copy(self)
+        same.input_layouts = {
+            position: _without_rows(layouts[id(leaf)], rows)
+            for position, leaf in enumerate(pytree.tree_leaves((args, kwargs)))
+            if id(leaf) in layouts
+        }
+        return same
+
     def _with_parts(self, finer: FinerGrid) -> Operators:
         """Return a copy for a mesh with split axes."""
         if not finer.parts:
@@ -153,6 +197,7 @@ class Operators:
     def find_forms(self, model: nn.Module) -> list[DeviceMatrixLayout | WantedCounts]:
         """Return all layouts by device matrices and counts, of the entries and of `shard`."""
         found = [form for entry in self.entries.values() for form in _forms_of(entry)]
+        found += [form for layout in self.batch_layouts for form in _forms_of((layout,))]
         for module in model.modules() if isinstance(model, nn.Module) else ():
             sharding = getattr(module, "_pdrun_sharding", None)
             if isinstance(sharding, ModuleSharding):
@@ -165,7 +210,15 @@ class Operators:
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]
     ) -> OperatorPlan:
         """Return the plan of a graph; see `plan`."""
-        return plan_graph(graph, mesh, self.entries, inner, gather=self.gather, finer=self.finer)
+        return plan_graph(
+            graph,
+            mesh,
+            self.entries,
+            inner,
+            gather=self.gather,
+            finer=self.finer,
+            inputs=self.input_layouts,
+        )
 
     def apply(self, model: nn.Module, axes: MeshGroups, sample: Any) -> nn.Module:
         """
@@ -220,9 +273,10 @@ class Operators:
                 where=OPERATORS_API,
                 hint="sample= is a batch as run.step takes it",
             )
-        return self.cut(
-            model, axes, *capture_call(model, self._forward, sample, axes.device), split
-        )
+        sample = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(axes.device), sample)
+        args, kwargs = capture_call(model, self._forward, sample, axes.device)
+        strategy = self._with_call(sample, args, kwargs, axes.grid.degree("dp"))
+        return strategy.cut(model, axes, args, kwargs, split)
 
     def cut(
         self,
@@ -268,6 +322,13 @@ def _forms_of(entry: Any) -> list[DeviceMatrixLayout | WantedCounts]:
     counts = tuple(each for each in entry if each and is_counts(each))
     matrices = [each for each in entry if isinstance(each, DeviceMatrixLayout)]
     return [*matrices, *([WantedCounts(counts)] if counts else [])]
+
+
+def _without_rows(layout: LayoutSpec, rows: int) -> LayoutSpec:
+    """Return counts without those of the rows of other data ranks, which are sliced already."""
+    if isinstance(layout, tuple) and rows > 1 and layout[0] % rows == 0:
+        return (layout[0] // rows, *layout[1:])
+    return layout
 
 
 class PartitionedModule(nn.Module):

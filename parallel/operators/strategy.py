@@ -80,6 +80,7 @@ def resolve_entries(
     entries: Mapping[str, StrategyEntry],
     weight_layouts: Mapping[str, LayoutSpec],
     finer: FinerGrid | None = None,
+    inputs: Mapping[int, LayoutSpec] | None = None,
 ) -> UserLayouts:
     """
     Apply the entries of a strategy and the constraints inside a model to a graph.
@@ -89,6 +90,7 @@ def resolve_entries(
         mesh: all axes.
         weight_layouts: layouts of weights that `shard` set, by name.
         finer: how the axes that the user named have been split.
+        inputs: layouts of arguments, by position among their leaves.
 
     Raises:
         UsageError: a name matches nothing, an operator cannot have a layout, or a weight has two
@@ -100,6 +102,8 @@ def resolve_entries(
     for pattern, entry in entries.items():
         resolver.apply_entry(pattern, entry)
     resolver.apply_constraints()
+    for argument, layout in (inputs or {}).items():
+        resolver.set_input(argument, layout)
     resolver.follow_weights()
     return resolver.layouts
 
@@ -340,6 +344,32 @@ class _EntryResolver:
         self.layouts.results[position] = result
         self.layouts.shardings[position] = self._choose_sharding(position, needed, None, entry_name)
         return True
+
+    def set_input(self, argument: int, given: LayoutSpec) -> None:
+        """
+        Configure the operators that read an argument and have no entry.
+
+        An operator that cannot take the layout reads the argument in full, which all ranks have.
+        """
+        index = self.graph.inputs[argument]
+        if index is None:
+            return
+        entry_name = f"dataset_strategy of argument {argument}"
+        layout = self.chooser.drop_data_axes(
+            self.chooser.to_mesh_axes(given, entry_name), self.graph.shape_of(index), entry_name
+        )
+        for position, operator in enumerate(self.graph.operators):
+            if index not in operator.inputs or position in self.layouts.shardings:
+                continue
+            wanted = tuple(layout if one == index else None for one in operator.inputs)
+            splits = list_splits(view_operator(self.graph, operator))
+            try:
+                if layout.axes and splits is not None:
+                    self.layouts.shardings[position] = self._choose_sharding(
+                        position, wanted, None, entry_name, by_weight=True
+                    )
+            except UsageError:
+                continue
 
     def apply_constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""

@@ -271,4 +271,4 @@ def test_counts_slice_rows_only(value: Any, dims: str) -> None:
     with pytest.raises(UsageError, match="slices dim") as caught:
         parse_batch_slicing(value, 4)
     assert f"name their dims: {dims}" in caught.value.hint or not dims
-    assert "shard images by operators" in caught.value.hint
+    assert "use strategy=pdrun.Operators" in caught.value.hint

@@ -7,6 +7,7 @@ INIT = "tests/parallel/startup/test_init.py"
 TABLE = "tests/parallel/startup/test_rank_table.py"
 DYNAMIC = "tests/rendezvous/clients/test_dynamic.py"
 LOADER = "tests/parallel/data/test_loader.py"
+INPUTS = "tests/parallel/operators/test_input_layouts.py"
 OPTIMIZER = "tests/parallel/zero/test_optimizer_options.py"
 OPERATORS = "tests/parallel/operators/test_operators.py"
 FINER = "tests/parallel/operators/test_finer_mesh.py"
@@ -143,8 +144,9 @@ PROOFS: dict[str, dict[str, str]] = {
         '`dataset_strategy="full_batch"`, `full_batch=True`': f"{LOADER}"
         "::test_dataset_strategies_give_the_same_loss",
         "`dataset_strategy=((8, 1), (8,))`: rows": f"{LOADER}::test_counts_slice_rows_only",
-        "`dataset_strategy=((1, 8), (1, 8))`: another dim": f"{LOADER}"
-        "::test_counts_slice_rows_only",
+        "`dataset_strategy=((1, 8), (1, 8))`: another dim": f"{INPUTS}"
+        "::test_numbers_are_those_of_one_process",
+        "`dataset_strategy` with layouts": f"{INPUTS}::test_numbers_are_those_of_one_process",
     },
     "Checkpoints": {
         "`save_checkpoint`, `load_checkpoint`": f"{SAVED}"

@@ -304,7 +304,9 @@ def to_mesh_layout(bound: DeviceMatrixLayout, grid: Grid) -> L:
             f"({bound.grid}) has {bound.grid.size} devices, ({grid}) {grid.size}", where="Layout"
         )
     if VIRTUAL_AXIS in bound.layout.axes:
-        raise UsageError(f"{VIRTUAL_AXIS!r} is no axis of the mesh ({grid})", where="Layout")
+        what = f"{VIRTUAL_AXIS!r} is no axis of the mesh ({grid})"
+        hint = "leave it out; parallelize(copies=2) computes one part while the other communicates"
+        raise UsageError(what, where="Layout", hint=hint)
     named = {
         axis: _axes_within(bound.grid, axis, grid)
         for axis in (*bound.layout.axes, *bound.layout.sums)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.hooks.step_report import StepReport as StepReport
     from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
     from pdrun.parallel.hooks.watch_value import EarlyStop as EarlyStop
+    from pdrun.parallel.inference import infer as infer
     from pdrun.parallel.layouts.device_matrix import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.model.meta_init import empty_init as empty_init
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.servers.settings import Servers as Servers
     from pdrun.parallel.servers.settings import dense as dense
     from pdrun.parallel.servers.settings import rows as rows
+    from pdrun.parallel.startup.debugger import breakpoint as breakpoint
     from pdrun.parallel.startup.init import Context as Context
     from pdrun.parallel.startup.init import init as init
     from pdrun.parallel.tensor import Strategy as Strategy
@@ -97,6 +99,7 @@ _MODULE_OF = {
     "Servers": "pdrun.parallel.servers.settings",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.worker_env",
+    "breakpoint": "pdrun.parallel.startup.debugger",
     "ContextParallel": "pdrun.parallel.context_parallel.context",
     "L": "pdrun.parallel.layouts.layout",
     "Layout": "pdrun.parallel.layouts.device_matrix",
@@ -128,6 +131,7 @@ _MODULE_OF = {
     "vocab": "pdrun.parallel.tensor",
     "elastic": "pdrun.elastic",
     "empty_init": "pdrun.parallel.model.meta_init",
+    "infer": "pdrun.parallel.inference",
     "init": "pdrun.parallel.startup.init",
     "launch": "pdrun.launcher.function.launch",
     "mesh": "pdrun.parallel.comm.mesh",

@@ -97,6 +97,8 @@ class _WorkerReporter:
         """Whether the step is one of a `pdrun.Run`, which reports some of its steps only."""
         self.has_script_steps = False
         """Whether the script reports its steps: then a run does not."""
+        self.is_paused = False
+        """Whether it waits in `pdrun.breakpoint`: then it does not hang."""
         self.next_sample_at = 0.0
         self.next_look_at = 0.0
         """Monotonic time of the next look for a request of a trace."""
@@ -125,8 +127,9 @@ class _WorkerReporter:
         total = f',"total":{self.total}' if self.total else ""
         numbers = f',"numbers":{_format_numbers(self.numbers)}' if self.numbers else ""
         sampled = ',"sampled":true' if self.is_sampled else ""
+        paused = ',"paused":true' if self.is_paused else ""
         head = f'"rank":{self.rank},"generation":{self.generation}'
-        text = f"{{{head}{step}{sampled}{busy}{saved}{total}{numbers}}}"
+        text = f"{{{head}{step}{sampled}{paused}{busy}{saved}{total}{numbers}}}"
         try:
             assert self.socket is not None
             self.socket.sendto(text.encode(), self.path)
@@ -299,6 +302,19 @@ def sample_step(
     if not is_last and worker.run_trace(now):
         return now  # each of its steps counts
     return due
+
+
+def pause(is_paused: bool) -> str:
+    """
+    Report that this worker waits in a debugger, or that it goes on; while it waits, it does not
+    hang. Return its agent's private folder; empty: no agent.
+    """
+    worker = _get_reporter()
+    if worker is None:
+        return ""
+    worker.is_paused = is_paused
+    worker.send_report()
+    return worker.path.rpartition("/")[0]
 
 
 def saved(step: SupportsIndex) -> None:

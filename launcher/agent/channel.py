@@ -44,7 +44,7 @@ whether a socket is in use.
 MAX_NUMBERS = 32
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
 _NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_OTHER_FIELDS = ("busy", "late", "numbers", "sampled")
+_OTHER_FIELDS = ("busy", "late", "numbers", "paused", "sampled")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
 """For the path of a socket; the system accepts 107."""
@@ -69,6 +69,8 @@ class WorkerReport:
     """What the script reports with its step; None: not finite."""
     is_sampled: bool = False
     """The step is one of a `pdrun.Run`, which reports some of its steps only."""
+    is_paused: bool = False
+    """It waits in `pdrun.breakpoint`."""
 
     @property
     def counted_step(self) -> int | None:
@@ -97,7 +99,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     late = found.get("late", [])
     if not isinstance(late, list) or not all(map(_is_variable_name, late)):
         return None
-    if type(found.get("sampled", False)) is not bool:
+    if not all(type(found.get(name, False)) is bool for name in ("paused", "sampled")):
         return None
     numbers = found.get("numbers", {})
     if not isinstance(numbers, dict) or not _are_numbers(numbers):
@@ -113,6 +115,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         found.get("total", 0),
         numbers,
         found.get("sampled", False),
+        found.get("paused", False),
     )
 
 

@@ -375,7 +375,7 @@ class WorkerMonitor:
             output_at=self._output_at(rank),
             cpu_seconds=meter.read_seconds(now),
             letter=state.letter if state else "Z",
-            is_traced=bool(state and state.tracer_pid),
+            is_traced=bool((state and state.tracer_pid) or (report and report.is_paused)),
             has_traceback=has_traceback,
         )
 

@@ -92,3 +92,73 @@ def test_a_trace(shell: Shell, how: str) -> None:
     names = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
     assert {"rank 0", "rank 1"} <= names
     end(shell, job)
+
+
+BREAK = """
+import os
+import pdrun
+number = 41 + int(os.environ["RANK"])
+pdrun.breakpoint(rank=1)
+print("went on", number, flush=True)
+"""
+
+
+def start_debugged(shell: Shell) -> subprocess.Popen[str]:
+    (shell.folder / "stop.py").write_text(BREAK)
+    options = ("--devices", "2", "--start", "exec", "--hang-timeout", "2s")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pdrun", *options, "stop.py"],
+        cwd=shell.folder,
+        env=shell.env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert job.stdout is not None
+    while "rank 1 waits at" not in (line := job.stdout.readline()):
+        assert line, "the job has ended"
+    assert ":1 --debug" in line
+    return job
+
+
+def test_a_breakpoint_at_one_rank(shell: Shell) -> None:
+    job = start_debugged(shell)
+
+    def type_lines(text: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdrun", "attach", "stop:1", "--debug"],
+            cwd=shell.folder,
+            env=shell.env,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "detached from rank 1" in done.stderr
+        return done.stdout
+
+    assert "42" in type_lines("p number\n")  # the end of the input detaches
+    assert ask(shell, "attach", "stop:0", "--debug").returncode == 2
+    time.sleep(3.0)  # longer than the hang timeout: who waits for a person does not hang
+    assert job.poll() is None
+    type_lines("number = 99\nc\n")
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, out
+    assert "went on 41" in out and "went on 99" in out
+
+
+def test_quitting_ends_the_job(shell: Shell) -> None:
+    job = start_debugged(shell)
+    subprocess.run(
+        [sys.executable, "-m", "pdrun", "attach", "--debug"],
+        cwd=shell.folder,
+        env=shell.env,
+        input="q\n",
+        text=True,
+        timeout=60,
+    )
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert "went on" not in out

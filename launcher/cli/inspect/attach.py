@@ -16,13 +16,15 @@ DEFAULT_LINES = 10
 def attach_command() -> click.Command:
     """Return ``pdrun attach``."""
 
-    def attach(target: str | None, stacks: bool, lines: str | None) -> int:
+    def attach(target: str | None, stacks: bool, debug: bool, lines: str | None) -> int:
         from pdrun.launcher.jobs.views import attach
 
+        if stacks + debug + (lines is not None) > 1:
+            raise UsageError("--stacks, --debug and --lines exclude each other")
         if stacks:
-            if lines is not None:
-                raise UsageError("--stacks and --lines exclude each other")
             return attach.print_stacks(target)
+        if debug:
+            return attach.debug_rank(target)
         count = DEFAULT_LINES
         if lines is not None:
             count = int(parsers.int_parser(0)(lines, "--lines"))
@@ -44,6 +46,9 @@ def attach_command() -> click.Command:
             ),
             click.Option(
                 ["--stacks"], is_flag=True, help="Print where the workers on this host are."
+            ),
+            click.Option(
+                ["--debug"], is_flag=True, help="Debug a rank that waits in pdrun.breakpoint."
             ),
             click.Option(
                 ["-n", "--lines"],

@@ -133,6 +133,18 @@ def test_sampled_steps_are_shown_but_promise_nothing(harness):
     assert it.monitor._channel.rejected_count == 1
 
 
+def test_a_worker_in_a_debugger_does_not_hang(harness):
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
+    for rank in (4, 5, 6):
+        it.send_step(rank, 1, more=',"paused":true')
+    it.pass_time(30.0)
+    assert it.of(Hung) == []
+    for rank in (4, 5, 6):
+        it.send_step(rank, 1)
+    it.pass_time(15.0)
+    assert {hung.rank for hung in it.of(Hung)} == {4, 5, 6}
+
+
 def test_a_node_has_saved_what_all_its_workers_have(harness):
     it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
     for rank, saved in ((4, 30), (5, 20), (6, 40)):

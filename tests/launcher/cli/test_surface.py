@@ -92,8 +92,8 @@ VARIABLES = words("""
 """)
 PUBLIC = words("""
     Auto Balance BestCheckpoint EarlyStop MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader MoE Offload OpLayout Operators PdrunError
-    PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ col constrain
-    cross_entropy dense elastic empty_init experts heads init launch mesh parallelize positions progress replicate row rows seq servers shard
+    PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ breakpoint col constrain
+    cross_entropy dense elastic empty_init experts heads infer init launch mesh parallelize positions progress replicate row rows seq servers shard
     strategy_for vocab
 """)
 MESSAGES = words("""

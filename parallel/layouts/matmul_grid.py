@@ -19,7 +19,7 @@ from pdrun.parallel.layouts.layout import L
 @dataclass(frozen=True)
 class MatmulGrid:
     """
-    The axes of a product, and the dim of the rows that 3D shards; ``z`` is None in 2D.
+    The axes of a product (2D has no z), and the dim of the rows that 3D shards.
     """
 
     x: str

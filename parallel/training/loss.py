@@ -10,6 +10,7 @@ of the transformers library has computed it, over what it divides by (see `loss_
 from __future__ import annotations
 
 import inspect
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -58,6 +60,8 @@ class Objective:
     _is_in_step: bool = field(default=False, init=False)
     _has_checked_rows: bool = field(default=False, init=False)
     """Whether the rows of the current step's batch were compared."""
+    _has_told_parts: bool = field(default=False, init=False)
+    """Whether it was said that the loss is not the sum of the losses of its rows."""
     _mean_check: MeanCheck = field(default_factory=MeanCheck, init=False)
 
     def begin_step(self, batch: Any) -> None:
@@ -89,8 +93,13 @@ class Objective:
         """Check in each slice of the first step that the loss is a sum."""
         if self.loss is None or not self.checks_form or not self._is_in_step:
             return
-        if not isinstance(result, torch.Tensor):
-            check_loss_form(self.loss, output, batch, rows, result)
+        if isinstance(result, torch.Tensor) and is_own_loss(output, result):
+            return
+        told = check_loss_form(self.loss, output, batch, rows, result)
+        if told and self.is_split and not self._has_told_parts:
+            self._has_told_parts = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(f"pdrun: {told}", file=sys.stderr, flush=True)
 
     def _weigh_mean(
         self, output: Any, batch: Any, rows: int, mean: torch.Tensor

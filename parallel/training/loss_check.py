@@ -11,6 +11,7 @@ two parts of an output.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ IGNORED_LABEL = -100
 MAX_CHECKS_ON_DEVICE = 8
 TOLERANCE = 1e-4
 """Relative difference below which two losses are the same."""
+NARROW_TOLERANCE = 0.05
+"""The same for losses of 16 bits."""
 SUM_HINT = "return (sum, count): the sum over all labels of a slice, and their number"
 
 
@@ -156,15 +159,18 @@ def _can_have_labels(leaf: Any) -> bool:
 
 def check_loss_form(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, rows: int, result: Any
-) -> None:
+) -> str:
     """
     Compute a loss on two parts of an output and refuse a mean in place of a sum.
 
-    A loss that looks across rows, or an output that has no rows, proves nothing. The loss may
-    communicate: it is called twice on every rank, whatever its slice is.
+    An output that has no rows proves nothing. The loss may communicate: it is called twice on every
+    rank, whatever its slice is.
 
     Args:
         result: of the loss on the full output.
+
+    Returns:
+        what is to be said about a loss that is not the sum of the losses of its rows; or nothing.
 
     Raises:
         UsageError: the loss returns (mean, count).
@@ -172,12 +178,13 @@ def check_loss_form(
     """
     slicing = BatchSlicing()
     pieces = [(output, batch)] * 2
+    sizes = rows // 2, rows - rows // 2
     parts = []
     whole = None
     try:
         if rows > 1 and _has_rows(output, rows) and count_rows(batch, slicing) == rows:
             whole = _as_numbers(result, rows)
-            halves = (range(rows // 2), range(rows // 2, rows))
+            halves = (range(sizes[0]), range(sizes[0], rows))
             pieces = [(_take_output(output, h), take_rows(batch, h, slicing)) for h in halves]
     except UsageError:  # the batch has no rows that can be taken apart
         whole = None
@@ -185,10 +192,11 @@ def check_loss_form(
         for some_output, some_batch in pieces:
             parts.append(_call_on_part(loss, some_output, some_batch))
     if whole is not None:
-        numbers = [_as_numbers(part, rows // 2) for part in parts]
+        numbers = [_as_numbers(part, size) for part, size in zip(parts, sizes, strict=True)]
         pairs = [pair for pair in numbers if pair is not None]
         if len(pairs) == len(parts):
-            _refuse_mean(whole, pairs)
+            return _judge_parts(result, whole, pairs, rows)
+    return ""
 
 
 def _call_on_part(loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
@@ -213,6 +221,35 @@ def _refuse_mean(whole: tuple[float, float], parts: Sequence[tuple[float, float]
         what += f"{parts[0][1]:g})"
         hint = 'use reduction="sum", or return the mean alone if every row counts the same'
         raise UsageError(what, where="pdrun.parallelize", hint=hint)
+
+
+def _judge_parts(
+    result: Any, whole: tuple[float, float], parts: Sequence[tuple[float, float]], rows: int
+) -> str:
+    """
+    Compare the loss of some rows with those of their halves; see `check_loss_form`.
+
+    Args:
+        result: of the loss; a mean if it is a tensor.
+        whole, parts: (sum or mean, count).
+    """
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    if isinstance(result, torch.Tensor):
+        total, sums = whole[0] * whole[1], [mean * count for mean, count in parts]
+    else:
+        _refuse_mean(whole, parts)
+        total, sums = whole[0], [part[0] for part in parts]
+    is_narrow = isinstance(first, torch.Tensor) and first.dtype.itemsize < 4
+    limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (total, *sums)))
+    difference = abs(total - sum(sums))
+    if difference <= limit or not math.isfinite(difference):
+        return ""
+    return (
+        f"the loss of {rows} rows is {total:.6g} as a sum, and those of their halves add up to"
+        f" {sum(sums):.6g}: loss= compares rows, adds a term per call or draws random numbers."
+        " Each slice is computed separately: unless loss= gathers the rows of all ranks, the result"
+        " depends on the number of ranks and micro-batches"
+    )
 
 
 def _is_close(first: float, second: float) -> bool:

@@ -42,18 +42,39 @@ def foreign_owner(status: os.stat_result) -> str:
 
 def open_folder(folder: Path) -> int:
     """
-    Create a folder if it is missing, and return its descriptor. Links in its path are followed.
+    Create a folder if it is missing, and return its descriptor.
+
+    Links in its path are followed, but it is no link of another user: a planted one would lead to a
+    folder of this user.
 
     Raises:
-        PermissionError: it belongs to another user.
+        PermissionError: it, or a link in its place, belongs to another user.
         OSError: it cannot be created or opened.
     """
     make_private_folder(folder)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _open_own_link(folder)
     if reason := foreign_owner(os.fstat(fd)):
         os.close(fd)
         raise PermissionError(errno.EPERM, f"{folder} {reason}")
     return fd
+
+
+def _open_own_link(folder: Path) -> int:
+    """Open a folder; the owner of a link in its place is checked before the link is followed."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_NOFOLLOW)
+    except OSError:
+        if not folder.is_symlink():
+            raise
+    # What is checked is what is followed, also if the link is replaced in between.
+    link = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if reason := foreign_owner(os.fstat(link)):
+            raise PermissionError(errno.EPERM, f"{folder} is a link that {reason}")
+        return os.open(folder.parent / os.readlink("", dir_fd=link), flags)
+    finally:
+        os.close(link)
 
 
 def open_below(root: Path, path: Path, flags: int) -> int:

@@ -325,6 +325,8 @@ def check_log_dir(spec: JobSpec, cwd: str) -> str:
     path = Path(os.path.realpath(given_path))
     if str(path).startswith(("/proc/", "/sys/")):
         return "is in a file system of the kernel"
+    if files.is_link(given_path) and (owner := foreign_owner(given_path.lstat())):
+        return f"is a link that {owner}, who could lead the logs to any folder"
     if files.is_link(given_path) and not files.path_exists(path):
         return "is a broken link"
     while not files.path_exists(path) and path != path.parent:

@@ -79,6 +79,23 @@ def test_the_way_to_the_root_may_have_links(tmp_path: Path) -> None:
     assert (tmp_path / "scratch" / "x" / "y").is_file()
 
 
+@pytest.mark.parametrize("target", ["precious", "{}/precious"])
+def test_a_link_of_another_user_is_no_root(
+    tmp_path: Path, make_foreign: MakeForeign, target: str
+) -> None:
+    """It was planted: the folder that it leads to is this user's own."""
+    (tmp_path / "precious").mkdir()
+    link = tmp_path / "logs"
+    link.symlink_to(target.format(tmp_path))
+    os.close(open_folder(link))
+    make_foreign(link)
+    with pytest.raises(PermissionError, match="is a link that belongs to another user"):
+        open_folder(link)
+    with pytest.raises(ConfigError, match="is a link that belongs to another user"):
+        prepare_log_folder(link)
+    assert not list((tmp_path / "precious").iterdir())
+
+
 @pytest.mark.parametrize("place", ["", "run", "run/0", "run/0/rank_0.out"])
 def test_nothing_of_another_user_is_used(
     tmp_path: Path, place: str, make_foreign: MakeForeign

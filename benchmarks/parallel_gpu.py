@@ -21,6 +21,7 @@ command, compiled on both sides.
 Blocks are compiled on both sides. A row's name can end with
 
     -eager              nothing is compiled
+    -balanced           stages of 13 and 11 blocks, not 12 and 12, for the head (pipe, zb)
     -fused              head and loss by pdrun.linear_cross_entropy (pdrun0, 1, 3, hf)
     -nccl               flat buffers and messages by NCCL, not by copies (pdrun)
     -copies             two copies of a step, one computes while the other waits (pdrun)
@@ -70,7 +71,7 @@ from pdrun.parallel.comm import sharded as sharded_module
 from pdrun.parallel.comm.p2p import messages
 
 GIB = 2**30
-SUFFIXES = ("eager", "fused", "nccl", "copies")
+SUFFIXES = ("balanced", "eager", "fused", "nccl", "copies")
 PRODUCT_KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "cublas")
 ATTENTION_KERNELS = ("flash", "fmha", "sdpa", "attention")
 COPY_KERNELS = ("PtoP", "Peer")
@@ -108,7 +109,7 @@ class Size:
         return 6 * self.weights + 6 * self.layers * self.width * self.length
 
 
-TINY = Size(width=64, hidden=160, layers=3, heads=4, words=128, length=32, tokens=512, peak=1e12)
+TINY = Size(width=64, hidden=160, layers=4, heads=4, words=128, length=32, tokens=512, peak=1e12)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -340,12 +341,19 @@ def tensor_parallel_step(row: str, model: nn.Module, device: torch.device) -> St
     return step
 
 
+def stage_of(block: int, blocks: int, stages: int, balanced: bool) -> int:
+    """Return the stage of a block; balanced: head and loss of the last stage count as two."""
+    return block * stages // (blocks + 2 if balanced else blocks)
+
+
 class Stage(nn.Module):
     """A rank's layers."""
 
-    def __init__(self, model: Decoder, index: int, count: int) -> None:
+    def __init__(self, model: Decoder, index: int, count: int, balanced: bool) -> None:
         super().__init__()
-        low, high = (len(model.blocks) * place // count for place in (index, index + 1))
+        total = len(model.blocks)
+        mine = [place for place in range(total) if stage_of(place, total, count, balanced) == index]
+        low, high = mine[0], mine[-1] + 1
         self.emb = model.emb if index == 0 else nn.Identity()
         self.blocks = model.blocks[low:high]
         self.last = nn.Sequential(model.norm, model.head) if index == count - 1 else nn.Identity()
@@ -362,7 +370,7 @@ class Stage(nn.Module):
 def pipeline_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of torch's pipelining, 1F1B."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    stage = Stage(model, rank, world)
+    stage = Stage(model, rank, world, "balanced" in row)
     compile_blocks(row, stage.blocks)
     optimizer = adam(stage.parameters())
     schedule = Schedule1F1B(
@@ -449,7 +457,9 @@ def megatron_strategy() -> pdrun.Strategy:
     )
 
 
-def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
+def pdrun_step(
+    row: str, model: nn.Module, size: Size, options: dict[str, Any]
+) -> tuple[pdrun.Run, Step]:
     """Return a run for the row's name, and its step."""
     world = dist.get_world_size()
     kind, ends = split_name(row)
@@ -464,9 +474,13 @@ def pdrun_step(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdr
         options |= {"optimizer_level": level, "dataset_strategy": "data_parallel"}
     elif kind in ("pipe", "zb"):
         schedule = "zero-bubble" if kind == "zb" else "1f1b"
+        stages = {"emb": 0, "norm": world - 1, "head": world - 1} | {
+            f"blocks.{place}": stage_of(place, size.layers, world, "balanced" in ends)
+            for place in range(size.layers)
+        }
         options |= {
             "mesh": pdrun.mesh(pp=world),
-            "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES, schedule=schedule),
+            "pipeline": pdrun.Pipeline(MICRO_BATCHES, schedule=schedule, stages=stages),
         }
     else:
         tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
@@ -576,7 +590,7 @@ def measure_row(
     x, y = torch.randint(size.words, (2, rows, size.length), device=device)
     predicted = 0
     if row.startswith("pdrun"):
-        run, step = pdrun_step(row, model, options)
+        run, step = pdrun_step(row, model, size, options)
         predicted = 0 if run.mesh.pp > 1 else run.memory((x, y)).peak
     else:
         step = HAND[split_name(row)[0]](row, model, device)

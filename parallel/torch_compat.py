@@ -217,6 +217,26 @@ def destroy_unused_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, fresh: bool = False
+) -> None:
+    """
+    Add a matrix product to a sum of the same or a wider type.
+
+    Args:
+        fresh: whether the sum has no value yet.
+    """
+    beta = 0 if fresh else 1
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif total.is_cuda and type(total) is torch.Tensor:  # torch has no shapes of it
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    elif fresh:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is inside a transform of torch.func (vmap, grad)."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

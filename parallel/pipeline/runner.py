@@ -332,7 +332,16 @@ class PipelineRunner:
         """Complete a split backward."""
         chunk = self._own_stages.index(action.stage)
         step.engine.begin_gradients(first=first, last=last, chunk=chunk)
-        grads = work.deferred.compute_grads() if work.deferred else {}
+
+        def add_products(
+            weight: nn.Parameter, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        ) -> bool:
+            """Add products where gradients are summed, unless another chunk does that."""
+            return self._chunk_by_weight.get(weight) == chunk and step.engine.add_products(
+                weight, pairs
+            )
+
+        grads = work.deferred.compute_grads(add_products) if work.deferred else {}
         for weight in [weight for weight in grads if self._chunk_by_weight[weight] != chunk]:
             _add_gradient(self._borrowed_grads, weight, grads.pop(weight))
         for weight, grad in (self._pop_borrowed(chunk) if last else {}).items():

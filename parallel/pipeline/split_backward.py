@@ -7,14 +7,14 @@ Most work of a backward is matrix products. While a stage splits its backward,
 records its inputs; `DeferredWeightGrad.compute_grads` computes it. The gradients of other weights
 (norms, biases, embeddings, convolutions) are computed in the first part and kept until the second.
 
-In compiled modules the product is an operator, `weight_grad`, whose result is memory that
-`compute_grads` fills later. Its inputs must keep their values until then: such modules are compiled
-without reuse of buffers (see `pdrun.parallel.compiler`).
+In compiled modules the product is an operator, `weight_grad`, whose result is memory without a
+value; the product is computed later. Its inputs must keep their values until then: such modules are
+compiled without reuse of buffers (see `pdrun.parallel.compiler`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,16 @@ from torch.nn import functional
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.metadata import API_NAME
 
-DeferredProduct = tuple[torch.nn.Parameter | torch.Tensor, torch.Tensor, torch.Tensor]
+DeferredProduct = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
+"""A weight, the input of its linear layer, and the gradient of the output."""
+PendingProduct = tuple[torch.nn.Parameter | torch.Tensor, torch.Tensor, torch.Tensor]
+"""The same; compiled code knows the memory for the gradient instead of the weight."""
+AddProducts = Callable[[torch.nn.Parameter, Sequence[tuple[torch.Tensor, torch.Tensor]]], bool]
 """
-A weight, or the memory for its gradient; the input of its linear layer; the gradient of the output.
+Adds products (left, right) to the gradient of a weight, or returns False if it cannot.
 """
 _torch_linear = functional.linear
-_pending_products: list[list[DeferredProduct]] = []
+_pending_products: list[list[PendingProduct]] = []
 """
 Where deferred products are recorded, the innermost last; empty: they are computed immediately.
 """
@@ -50,15 +54,21 @@ class DeferredWeightGrad:
         self.grads = grads
         self.products = products
 
-    def compute_grads(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the gradient of each weight."""
+    def compute_grads(
+        self, add_products: AddProducts = lambda weight, pairs: False
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the gradient of each weight, except those whose products were added elsewhere."""
+        pairs: dict[torch.nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for weight, x, grad in self.products:
-            if not isinstance(weight, torch.nn.Parameter):
-                weight.copy_(_multiply(x, grad, weight.dtype))
-                continue
-            made = _multiply(x, grad, weight.dtype)
-            self.grads[weight] = self.grads[weight] + made if weight in self.grads else made
+            sides = grad.flatten(0, -2).t(), x.to(grad.dtype).flatten(0, -2)
+            pairs.setdefault(weight, []).append(sides)
         self.products.clear()
+        for weight, several in pairs.items():
+            if weight not in self.grads and add_products(weight, several):
+                continue
+            for left, right in several:
+                made = (left @ right).to(weight.dtype)
+                self.grads[weight] = self.grads[weight] + made if weight in self.grads else made
         return self.grads
 
 
@@ -88,7 +98,7 @@ def backward_input(
     Returns:
         the gradients of the inputs, and the deferred work for the weights. No ``.grad`` is changed.
     """
-    products: list[DeferredProduct] = []
+    products: list[PendingProduct] = []
     _pending_products.append(products)
     try:
         with splitting_backward(split):  # forwards may be computed again
@@ -100,24 +110,38 @@ def backward_input(
         for weight, grad in zip(weights, found[len(inputs) :], strict=True)
         if grad is not None
     }
-    _check_memories(products, known)
-    return list(found[: len(inputs)]), DeferredWeightGrad(known, products)
+    deferred = _find_weights(products, known)
+    return list(found[: len(inputs)]), DeferredWeightGrad(known, deferred)
 
 
-def _check_memories(
-    products: Sequence[DeferredProduct], grads: dict[torch.nn.Parameter, torch.Tensor]
-) -> None:
-    """Refuse memory for a gradient that was read before it was filled."""
-    memories = {grad.data_ptr() for grad in grads.values()}
+def _find_weights(
+    products: Sequence[PendingProduct], grads: dict[torch.nn.Parameter, torch.Tensor]
+) -> list[DeferredProduct]:
+    """
+    Return products with their weights. Memory that products would fill is removed from ``grads``.
+
+    Raises:
+        UsageError: memory was read before it was filled.
+    """
+    by_memory = {grad.data_ptr(): weight for weight, grad in grads.items()}
+    found = []
     for weight, x, grad in products:
-        if not isinstance(weight, torch.nn.Parameter) and weight.data_ptr() not in memories:
-            shape = [grad.shape[-1], x.shape[-1]]
-            raise UsageError(
-                f"a weight {shape} of a compiled module is used more than once in a micro-batch, or"
-                " its gradient is changed, and the schedule defers gradients of weights",
-                where=API_NAME,
-                hint='use schedule="1f1b" or "interleaved", or leave the module out of compile=',
-            )
+        if not isinstance(weight, torch.nn.Parameter):
+            memory = weight.data_ptr()
+            if memory not in by_memory:
+                shape = [grad.shape[-1], x.shape[-1]]
+                raise UsageError(
+                    f"a weight {shape} of a compiled module is used more than once in a"
+                    " micro-batch, or its gradient is changed, and the schedule defers gradients"
+                    " of weights",
+                    where=API_NAME,
+                    hint='use schedule="1f1b" or "interleaved", or leave the module out of'
+                    " compile=",
+                )
+            weight = by_memory[memory]
+            grads.pop(weight)
+        found.append((weight, x, grad))
+    return found
 
 
 def _multiply(x: torch.Tensor, grad: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

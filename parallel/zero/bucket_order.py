@@ -173,6 +173,13 @@ class BucketOrder:
         if bucket.missing_grads == 0:
             self._complete(index)
 
+    def add_products(
+        self, index: int, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Add matrix products to a weight's gradient, and count it."""
+        self._buckets[index].add_products(place, pairs, self._first)
+        self.count_gradient(index)
+
     def complete_unit(self, unit: int) -> None:
         """Count the gradients of a unit that took no part in this rank's forward pass as zero."""
         for index, its in enumerate(self._unit_of):

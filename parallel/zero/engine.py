@@ -41,6 +41,10 @@ from pdrun.parallel.zero.weight_buckets import WeightBuckets
 NO_CONTEXT = nullcontext()
 
 
+PRODUCT_DEVICES = {"cuda"}
+"""Devices on which a product is added to a sum by the product's kernel."""
+
+
 class Engine(WeightBuckets):
     """
     The weights of a model on the data axes, and the sums of their gradients.
@@ -185,6 +189,32 @@ class Engine(WeightBuckets):
                 engine._order.count_gradient(index)
 
         return arrived
+
+    @cached_property
+    def _gradient_places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """The bucket of each weight's gradient, and its place there."""
+        return {
+            weight.param: (index, place)
+            for index, part in enumerate(self.gradient_buckets)
+            for place, weight in enumerate(part.weights)
+        }
+
+    def add_products(
+        self, param: nn.Parameter, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """
+        Add matrix products (left, right) to the sum of a weight's gradients, without a gradient of
+        this micro-batch in memory; it counts as arrived.
+
+        Returns:
+            False if the gradient is needed: hooks see it, or sums must have the bits of autograd's.
+        """
+        found = self._gradient_places.get(param)
+        if found is None or param._backward_hooks or param.device.type not in PRODUCT_DEVICES:
+            return False
+        index, place = found
+        self._order.add_products(index, place, pairs)
+        return True
 
     def end_gradients(self) -> None:
         """

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
@@ -124,6 +125,8 @@ class GradientBucket:
         """Gradients of this micro-batch that have not arrived."""
         self.used_weights = [False] * len(self.weights)
         """Which weights had a gradient in this step, on this rank."""
+        self._added_places: set[int] = set()
+        """Weights to whose gradients products were added in this micro-batch."""
         self._pool = pool
         self._flat: torch.Tensor | None = None
         self._buffer: torch.Tensor | None = None
@@ -173,9 +176,22 @@ class GradientBucket:
             times: gradients per weight.
         """
         self.missing_grads = len(self.weights) * times
+        self._added_places.clear()
         if first:
             self.used_weights = [False] * len(self.weights)
             self._total = None
+
+    def add_products(
+        self, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], first: bool
+    ) -> None:
+        """Add matrix products to a weight's gradient in the flat buffer."""
+        self.wait_sum()
+        self._open_buffer()
+        for left, right in pairs:
+            fresh = (first or self.reduces_each) and place not in self._added_places
+            torch_compat.add_product(self._views[place], left, right, fresh=fresh)
+            self._added_places.add(place)
+        self.used_weights[place] = True
 
     def take_grads(self, first: bool) -> None:
         """Move the gradients into the flat buffer; weights without one count as zero."""
@@ -192,7 +208,7 @@ class GradientBucket:
             if came[i] is not None:
                 weight.param.grad = None
                 self.used_weights[i] = True
-            elif fresh:
+            elif fresh and i not in self._added_places:
                 self._views[i].zero_()
 
     def start_sum(self) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.tensor.vocab_cross_entropy import VocabShard
+from pdrun.parallel.torch_compat import add_product
 
 API_NAME = "pdrun.linear_cross_entropy"
 CHUNK_BYTES = 1 << 28
@@ -256,7 +257,7 @@ class _GradientSums:
         if self.to_rows is not None:
             torch.mm(grads, weight, out=self.to_rows[part]).mul_(scaled)
         if self.to_weight is not None:
-            _add_product(self.to_weight, grads.t(), rows[part] * scaled)
+            add_product(self.to_weight, grads.t(), rows[part] * scaled)
         if self.to_bias is not None:
             self.to_bias += (grads.t() @ scaled).squeeze(-1)
 
@@ -356,13 +357,3 @@ def _shift_to_axis(logits: torch.Tensor, logs: torch.Tensor, axis: AxisGroup) ->
     largest = axis.all_reduce(own, "max")
     total = axis.all_reduce((own - largest).exp())
     return own - largest - total.log()
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to a sum of the same or a wider type."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda and type(total) is torch.Tensor:  # torch has no shapes of it
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right

@@ -18,6 +18,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.recomputed import RecomputedCall, recompute_results
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
+from tests.lib import tiers
 
 pytestmark = pytest.mark.torch
 
@@ -111,9 +112,18 @@ def train(recompute: Any, degrees: dict[str, int], options: dict[str, Any]) -> A
         ({"tp": 2}, {}),
         ({"dp": 2}, {"optimizer_level": 3, "accumulate": 2}),
         ({"pp": 2}, {"pipeline": pdrun.Pipeline(2, stages={"blocks.0": 0, "blocks.1": 1})}),
-        ({"tp": 2}, {"precision": pdrun.Precision("bf16", autocast=True)}),
+        tiers.thorough({"tp": 2}, {"precision": pdrun.Precision("bf16", autocast=True)}),
+        tiers.thorough({"tp": 2}, {"copies": 2}),
+        (
+            {"pp": 2},
+            {
+                "pipeline": pdrun.Pipeline(
+                    2, schedule="zero-bubble", stages={"blocks.0": 0, "blocks.1": 1}
+                )
+            },
+        ),
     ],
-    ids=["tp", "level 3", "stages", "autocast"],
+    ids=["tp", "level 3", "stages", "autocast", "copies", "zero-bubble"],
 )
 def test_numbers_stay_and_nothing_more_is_sent(
     worlds: Any, degrees: dict[str, int], options: dict[str, Any]

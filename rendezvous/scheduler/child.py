@@ -393,8 +393,11 @@ class SchedulerChild:
 
     def _tell_others(self, why: str) -> None:
         """Tell the other agents. If that is impossible, the port refuses them, and they leave."""
-        from pdrun.rendezvous.scheduler.farewell import Farewell
-
+        try:
+            from pdrun.rendezvous.scheduler.farewell import Farewell
+        except (OSError, ImportError, MemoryError):  # its file cannot be opened, either
+            self._close_listener()
+            return
         listener = self._listener
         self._listener = -1
         events = self._order["events"]

@@ -87,7 +87,8 @@ class LiveScreen:
                     pass  # not written yet
                 else:
                     width = max(MIN_COLUMNS, _terminal_columns() - 1)
-                    self._console.show_footer(line.format(status, time.time(), width))
+                    text = line.format(status, time.time(), width)
+                    self._console.show_footer(text if is_in_foreground(STDERR) else "")
                     if status.state == "done":
                         return
             time.sleep(REFRESH_SECONDS)
@@ -98,6 +99,14 @@ class LiveScreen:
             if job.pid == os.getpid() and job.events and job.made >= self._started_at - 1.0:
                 return Path(job.events)
         return None
+
+
+def is_in_foreground(fd: int) -> bool:
+    """Return False for a job that a shell runs in the background: its user types there."""
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:
+        return True  # no terminal controls this process
 
 
 def _terminal_columns() -> int:

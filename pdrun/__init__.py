@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.hooks.step_report import StepReport as StepReport
     from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
     from pdrun.parallel.hooks.watch_value import EarlyStop as EarlyStop
-    from pdrun.parallel.inference import infer as infer
+    from pdrun.parallel.inference.infer import infer as infer
     from pdrun.parallel.layouts.device_matrix import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.model.meta_init import empty_init as empty_init
@@ -131,7 +131,7 @@ _MODULE_OF = {
     "vocab": "pdrun.parallel.tensor",
     "elastic": "pdrun.elastic",
     "empty_init": "pdrun.parallel.model.meta_init",
-    "infer": "pdrun.parallel.inference",
+    "infer": "pdrun.parallel.inference.infer",
     "init": "pdrun.parallel.startup.init",
     "launch": "pdrun.launcher.function.launch",
     "mesh": "pdrun.parallel.comm.mesh",

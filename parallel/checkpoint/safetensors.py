@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint.storage import byte_view, open_regular
+from pdrun.parallel.model.shards import Shard
 from pdrun.text import escape_text
 
 DTYPE_NAMES = {
@@ -96,7 +98,7 @@ class SafetensorsFile:
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.entries = {
-                name: self._parse_entry(value, size)
+                name: self._parse_entry(name, value, size)
                 for name, value in header.items()
                 if name != "__metadata__"
             }
@@ -104,7 +106,9 @@ class SafetensorsFile:
             reason = escape_text(str(error))
             raise ConfigError(f"is not a safetensors file ({reason})", where=str(path)) from None
 
-    def _parse_entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    def _parse_entry(
+        self, name: str, value: Any, size: int
+    ) -> tuple[torch.dtype, tuple[int, ...], int]:
         dtype = DTYPES[value["dtype"]]
         shape = tuple(value["shape"])
         low, high = value["data_offsets"]
@@ -113,9 +117,12 @@ class SafetensorsFile:
         if (
             min(shape, default=0) < 0
             or high - low != torch.Size(shape).numel() * dtype.itemsize
-            or not 0 <= low <= high <= size - self._start
+            or not 0 <= low <= high
         ):
-            raise ValueError("offsets and shape differ")
+            raise ValueError(f"offsets and shape of {name[:200]} differ")
+        if high > size - self._start:
+            missing = high - size + self._start
+            raise ValueError(f"it is truncated: {name[:200]} lacks {missing:,} bytes")
         return dtype, shape, low
 
     def read_tensor(self, name: str) -> torch.Tensor:
@@ -134,3 +141,23 @@ class SafetensorsFile:
             if file.readinto(byte_view(out)) != out.numel() * out.element_size():
                 raise ConfigError("is too short", where=str(self.path))
         return out
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        """
+        Return a shard of a tensor, on the host; only the pages of its bytes are read.
+
+        Raises:
+            ConfigError: the file has no tensor of that name, or has become shorter.
+        """
+        if shard.is_full:
+            return self.read_tensor(name)
+        dtype, shape, offset = self.entries[name]
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        start = self._start + offset
+        with open_regular(self.path) as file:
+            if os.fstat(file.fileno()).st_size < start + nbytes:
+                raise ConfigError(f"is too short for {escape_text(name)}", where=str(self.path))
+            # torch wants memory that it may write; the view keeps the mapping and is not written
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=start)
+        return shard.take_from(flat.view(dtype).view(shape))

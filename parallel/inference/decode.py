@@ -1,0 +1,207 @@
+"""
+Generates the tokens of some prompts on one rank.
+
+Models of the transformers library compute the prompt once, and then one token at a time with a
+static cache: keys and values of this rank's heads, in memory of fixed shape. Other models compute
+the full sequence for every token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.inference.prompts import PADDING_ID, Prompts
+from pdrun.parallel.inference.sampling import Sampling
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""The argument of forward for a cache, in newer and older versions of transformers."""
+END_CHECK_TOKENS = 8
+"""Tokens between two looks at whether all rows have ended: each waits for the device."""
+
+
+class GenerationSession(Protocol):
+    """The state of a generation: logits of the next token, first of prompts, then of a token."""
+
+    def start(self) -> torch.Tensor:
+        """Return the logits ``[rows, vocabulary]`` after the prompts."""
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after one more token ``[rows]``."""
+
+
+SessionFactory = Callable[[nn.Module, Prompts, int, torch.device], GenerationSession]
+"""From a model, prompts, the number of places and the device."""
+
+
+def find_session(model: nn.Module) -> SessionFactory:
+    """
+    Return how a model generates.
+
+    Raises:
+        UsageError: it is an encoder and a decoder.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{type(model).__name__} has an encoder and a decoder",
+            where="pdrun.infer",
+            hint="pass a decoder: pdrun.infer does not generate from an encoder's output yet",
+        )
+    if find_cache_argument(model) and callable(getattr(config, "get_text_config", None)):
+        return CachedSession
+    return RecomputedSession
+
+
+def find_cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the argument of forward that takes a cache; None without one."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits of a model's output."""
+    if isinstance(output, tuple):
+        output = output[0]
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        kind = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise UsageError(
+            f"the model must return logits [rows, length, vocabulary], got {kind}",
+            where="pdrun.infer",
+            hint="pass a model with a language-modelling head, such as AutoModelForCausalLM",
+        )
+    return logits
+
+
+class CachedSession:
+    """A model of transformers with a static cache; prompts are padded on the left."""
+
+    def __init__(
+        self, model: nn.Module, prompts: Prompts, places: int, device: torch.device
+    ) -> None:
+        from transformers import StaticCache  # the model comes from there
+
+        self.model = model
+        self._ids = prompts.left_padded(device)
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=places)
+        starts = [prompts.width - len(ids) for ids in prompts.ids]
+        first = torch.tensor(starts, dtype=torch.int64)[:, None].to(device)
+        columns = torch.arange(places, device=device)[None]
+        # places that are not filled yet are hidden by the causal mask
+        self._mask = (columns >= first).to(torch.int64) if any(starts) else None
+        self._positions = (columns - first).clamp_(min=0)
+        self._at = 0
+        arguments = inspect.signature(model.forward).parameters
+        self._fixed: dict[str, Any] = {
+            str(find_cache_argument(model)): self.cache,
+            "use_cache": True,
+            **({"logits_to_keep": 1} if "logits_to_keep" in arguments else {}),
+        }
+        self._takes_positions = "position_ids" in arguments
+
+    def start(self) -> torch.Tensor:
+        """Return the logits ``[rows, vocabulary]`` after the prompts."""
+        return self._compute(self._ids)
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after one more token ``[rows]``."""
+        return self._compute(tokens[:, None])
+
+    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
+        stop = self._at + ids.shape[1]
+        given = dict(self._fixed)
+        if self._takes_positions:
+            given["position_ids"] = self._positions[:, self._at : stop]
+        self._at = stop
+        return logits_of(self.model(input_ids=ids, attention_mask=self._mask, **given))[:, -1]
+
+
+class RecomputedSession:
+    """
+    Any causal model from ids to logits; rows are padded on the right, where earlier tokens do not
+    look.
+    """
+
+    def __init__(
+        self, model: nn.Module, prompts: Prompts, places: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self._ids = torch.full((len(prompts.ids), places), PADDING_ID, device=device)
+        for row, ids in enumerate(prompts.ids):
+            self._ids[row, : len(ids)] = torch.tensor(ids, device=device)
+        self._ends = torch.tensor([len(ids) for ids in prompts.ids], device=device)
+        self._rows = torch.arange(len(prompts.ids), device=device)
+        self._width = prompts.width
+
+    def start(self) -> torch.Tensor:
+        """Return the logits ``[rows, vocabulary]`` after the prompts."""
+        logits = logits_of(self.model(self._ids[:, : self._width]))
+        return logits[self._rows, self._ends - 1]
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after one more token ``[rows]``."""
+        self._ids[self._rows, self._ends] = tokens
+        self._ends += 1
+        self._width += 1
+        return self.start()
+
+
+@dataclass(frozen=True)
+class GeneratedRows:
+    """
+    What a rank generated.
+
+    Attributes:
+        tokens: new tokens of each row, up to its first token of eos, which is included.
+        not_finite: whether the logits of a row had a value that is not finite.
+    """
+
+    tokens: list[list[int]]
+    not_finite: list[bool]
+
+
+def generate_rows(
+    session: GenerationSession,
+    rows: range,
+    new: int,
+    sampling: Sampling,
+    eos: tuple[int, ...],
+    share: Callable[[torch.Tensor], torch.Tensor],
+) -> GeneratedRows:
+    """
+    Generate up to ``new`` tokens of each row.
+
+    Args:
+        rows: indices among all prompts of the call.
+        eos: tokens that end a row.
+        share: gives ranks that compute the same rows the first one's tokens.
+    """
+    chosen: list[torch.Tensor] = []
+    logits = session.start()
+    ends = torch.tensor(eos, device=logits.device)
+    ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+    bad = torch.zeros_like(ended)
+    for position in range(new):
+        bad |= ~logits.isfinite().all(-1) & ~ended
+        tokens = share(sampling.choose(logits, rows, position))
+        chosen.append(tokens)
+        if eos:
+            ended |= torch.isin(tokens, ends)
+            if (position + 1) % END_CHECK_TOKENS == 0 and bool(ended.all()):
+                break
+        if position + 1 < new:
+            logits = session.advance(tokens)
+    found = torch.stack(chosen, 1).tolist()
+    return GeneratedRows([_until_end(row, eos) for row in found], bad.tolist())
+
+
+def _until_end(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
+    stop = next((place + 1 for place, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[:stop]

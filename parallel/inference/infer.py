@@ -1,0 +1,230 @@
+"""`pdrun.infer`: a model and its weights become an `InferenceModel` on every device of the mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.parallel import torch_compat
+from pdrun.parallel.checkpoint.rank_barrier import RankBarrier
+from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh, solve_mesh
+from pdrun.parallel.comm.watchdog import start_watchdog
+from pdrun.parallel.inference.decode import find_session
+from pdrun.parallel.inference.inference_model import INFER, InferenceModel
+from pdrun.parallel.inference.load import load_weights
+from pdrun.parallel.inference.sources import open_source
+from pdrun.parallel.model.copies import on_meta
+from pdrun.parallel.model.meta_init import move_model
+from pdrun.parallel.prepare import claim_model, store_of
+from pdrun.parallel.startup.init import Context
+from pdrun.parallel.startup.init import init as init_process
+from pdrun.parallel.tensor import Strategy, strategy_for
+from pdrun.parallel.training.rank_agreement import PARALLELIZE, RankAgreement
+
+TIMEOUT_SECONDS = 600.0
+"""Default limit of a collective."""
+MAX_SPARE_NAMES = 5
+"""Unused tensors that are named."""
+
+
+def infer(
+    model: nn.Module,
+    *,
+    mesh: Mesh | None = None,
+    strategy: Strategy | None = None,
+    weights: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> InferenceModel:
+    """
+    Prepare a model for inference. Every rank of the job calls this with the same arguments.
+
+    Args:
+        model: from ids ``[rows, length]`` to logits, or a causal model of transformers. Made inside
+            `pdrun.empty_init` it has no memory until its shards are read. It is changed: it is in
+            eval mode, without gradients, and has this rank's shards.
+        mesh: dp divides the prompts, tensor axes the weights; default: all devices on dp.
+        strategy: shards the weights over the tensor axes; default: `pdrun.strategy_for` the model.
+        weights: a folder of `Run.save` (of any mesh; the newest step, or one step), a safetensors
+            file, or a folder of such files with their index. None: rank 0's values.
+        dtype: of floating-point weights; default: as they are in the model.
+        max_length: tokens that a prompt and its new tokens may have together; default:
+            ``max_position_embeddings`` of the model's configuration.
+        timeout: seconds that a collective may take.
+
+    Raises:
+        UsageError: an argument is wrong, or ranks differ.
+        ConfigError: weights are missing or damaged, or are those of another model.
+    """
+    _check_arguments(model, strategy, dtype, max_length, timeout)
+    job = init_process()
+    torch_compat.destroy_unused_groups()
+    devices = mesh or solve_mesh(job.world_size, {"dp": -1})
+    _check_mesh(devices, job.world_size)
+    agreement = RankAgreement(job.rank, store_of(job), timeout)
+    described = {
+        "model": type(model).__qualname__,
+        **{f"weight {name}": list(param.shape) for name, param in model.named_parameters()},
+        "mesh": str(devices),
+        "strategy": None if strategy is None else sorted(strategy.rules),
+        "weights": None if weights is None else str(weights),
+        "dtype": str(dtype),
+        "max_length": max_length,
+    }
+    hint = "every rank calls it with the same arguments and model"
+    agreement.check_equal(described.items(), where=INFER, hint=hint)
+    session = find_session(model)
+    device = torch.device(job.device)
+    with _naming_infer(), claim_model(model) as begin_partitioning:
+        is_empty = move_model(model, device)
+        if is_empty and weights is None:
+            raise UsageError(
+                "the model has weights without values", where=INFER, hint="pass weights="
+            )
+        axes = _make_axes(devices, job, device, timeout)
+        begin_partitioning()
+        _freeze(model, None if weights is not None else dtype)
+        original = on_meta(model)
+        if weights is None:
+            _broadcast(model, axes)
+        model = _cut(model, strategy, devices, axes)
+        if weights is not None:
+            _load(model, Path(weights), device, dtype, job, timeout)
+        return InferenceModel(
+            model, original, devices, axes, agreement, session, max_length, strategy
+        )
+
+
+def _check_arguments(model: Any, strategy: Any, dtype: Any, max_length: Any, timeout: Any) -> None:
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise UsageError(f"model must be a torch.nn.Module, got {kind}", where=INFER)
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise UsageError(
+            f"strategy must be a pdrun.Strategy, got {type(strategy).__name__}",
+            where=INFER,
+            hint="pdrun.strategy_for(model), or Strategy({glob: style})",
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(
+            f"dtype must be a floating-point type, got {dtype!r}",
+            where=INFER,
+            hint="torch.bfloat16",
+        )
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        what = f"max_length must be a whole number from 1, got {max_length!r}"
+        raise UsageError(what, where=INFER)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise UsageError(f"timeout must be above 0 seconds, got {timeout!r}", where=INFER)
+
+
+def _check_mesh(devices: Any, world: int) -> None:
+    if not isinstance(devices, Mesh):
+        raise UsageError(
+            f"mesh must be a pdrun.Mesh, got {devices!r}",
+            where=INFER,
+            hint="use mesh=pdrun.mesh(tp=2, dp=-1)",
+        )
+    if devices.size != world:
+        what = f"{devices} needs {devices.size} devices, the job has {world}"
+        raise UsageError(what, where=INFER)
+    for axis in (STAGE_AXIS, "cp", EXPERT_AXIS):
+        if devices.degree(axis) > 1:
+            raise UsageError(
+                f"{devices}: inference does not use the axis {axis}",
+                where=INFER,
+                hint="divide weights over tp, and prompts over dp",
+            )
+
+
+@contextmanager
+def _naming_infer() -> Iterator[None]:
+    """Inside, errors of what `pdrun.parallelize` does too name `pdrun.infer`."""
+    try:
+        yield
+    except PdrunError as error:
+        if error.where == PARALLELIZE:
+            error.where = INFER
+        raise
+
+
+def _make_axes(devices: Mesh, job: Context, device: torch.device, seconds: float) -> MeshGroups:
+    """Return this rank's groups; all are made now, in one order on all ranks."""
+    blocking = device.type == "cpu"
+    watchdog = start_watchdog(seconds, job.rank, job.world_size, store_of(job), blocking)
+    if job.world_size > 1:
+        torch_compat.set_timeout(seconds)
+    axes = MeshGroups(devices.grid, job.rank, device, watchdog)
+    for names in (*((name,) for name in devices.grid.names), devices.tensor_axes):
+        axes[names]
+    return axes
+
+
+def _freeze(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Set a model to inference; change the type of its floating-point weights."""
+    model.eval()
+    model.requires_grad_(False)
+    for param in model.parameters():
+        param.grad = None
+        if dtype is not None and param.is_floating_point():
+            param.data = param.data.to(dtype)
+
+
+def _broadcast(model: nn.Module, axes: MeshGroups) -> None:
+    world = axes[axes.grid.names]
+    for tensor in (*model.parameters(), *model.buffers()):
+        world.broadcast(tensor.data)
+
+
+def _cut(model: nn.Module, strategy: Strategy | None, devices: Mesh, axes: MeshGroups) -> nn.Module:
+    tensor = tuple(axis for axis in devices.tensor_axes if devices.degree(axis) > 1)
+    if strategy is None and tensor:
+        strategy = strategy_for(model, axis=tensor[0] if len(tensor) == 1 else tensor)
+    return model if strategy is None else strategy.apply(model, axes)
+
+
+def _load(
+    model: nn.Module,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    job: Context,
+    seconds: float,
+) -> None:
+    """
+    Fill this rank's shards.
+
+    Raises:
+        ConfigError: a rank could not; raised on every rank.
+    """
+    barrier = RankBarrier(job.world_size, job.rank, "infer", seconds)
+    failure: PdrunError | None = None
+    spare: list[str] = []
+    place = str(path)
+    try:
+        source = open_source(path)
+        place = source.place
+        spare = load_weights(model, source, device, dtype)
+    except PdrunError as error:
+        failure = error
+    except OSError as error:
+        failure = ConfigError(f"cannot be read ({error.strerror})", where=str(path))
+    barrier.report("read", str(failure or ""))
+    try:
+        barrier.finish("read")
+    except ConfigError as error:
+        raise failure or error from None
+    if spare and job.rank == 0:
+        named = ", ".join(spare[:MAX_SPARE_NAMES])
+        more = f" and {len(spare) - MAX_SPARE_NAMES} more" if len(spare) > MAX_SPARE_NAMES else ""
+        text = f"pdrun: {place}: the model does not use {named}{more}"
+        print(text, file=sys.stderr, flush=True)

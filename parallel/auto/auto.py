@@ -108,7 +108,9 @@ class Auto(Operators):
     ) -> PlanSearchResult:
         """Return the plan that the search chooses for a graph, and its price."""
         grid = tensor_grid(mesh)
-        user = resolve_entries(graph, grid, mesh, self.entries, inner, self.finer)
+        user = resolve_entries(
+            graph, grid, mesh, self.entries, inner, self.finer, self.input_layouts
+        )
         priced = graph if self._dtype is None else cast_graph(graph, self._dtype)
         prices = PriceList(priced, grid, self.topology or detect_topology())
         problem = SearchProblem(priced, grid, prices, user, self.gather)

@@ -115,7 +115,15 @@ class MindSporeOperators(Operators):
     ) -> OperatorPlan:
         """Return the plan of a graph; see `Operators.plan`."""
         entries = _match_nodes(graph, self.nodes, self.where)
-        return plan_graph(graph, mesh, entries, inner, gather=self.gather, finer=self.finer)
+        return plan_graph(
+            graph,
+            mesh,
+            entries,
+            inner,
+            gather=self.gather,
+            finer=self.finer,
+            inputs=self.input_layouts,
+        )
 
 
 def _read_nodes(value: Mapping[str, Any]) -> dict[str, OpLayout]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators, is_operator_file
 from pdrun.parallel.auto.plan_entries import Entry, plan_from_entries
 from pdrun.parallel.comm.mesh import Mesh, make_mesh
@@ -89,6 +89,14 @@ class PlannedOperators(Operators):
     def __init__(self, plan: PlanFile) -> None:
         super().__init__(gather=plan.gather_results)
         self.plan_file = plan
+
+    def with_inputs(self, layouts: tuple[Any, ...]) -> Operators:
+        """Refuse layouts of the batch: the operators of the file decide."""
+        raise UsageError(
+            f"{self.plan_file.where} has the layouts of all operators",
+            where="dataset_strategy",
+            hint="name the dims of the rows, such as (0, 0), or leave it out",
+        )
 
     def plan_of(
         self, graph: OperatorGraph, mesh: Grid, inner: Mapping[str, LayoutSpec]

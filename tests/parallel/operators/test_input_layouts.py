@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pdrun.errors import UsageError
+from pdrun.parallel.auto.auto import Auto
+from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
+from pdrun.parallel.auto.plan_file import read_plan
 from pdrun.parallel.comm.mesh import make_mesh
 from pdrun.parallel.data.batch_slicing import slice_by_layouts
 from pdrun.parallel.layouts.device_matrix import Layout
@@ -119,6 +123,44 @@ def test_numbers_are_those_of_one_process(worlds: Any, case: str) -> None:
         assert found == pytest.approx(losses, rel=1e-12)
         assert counts == tokens or case == "all ones"
         assert CASES[case][-1] in first
+
+
+def test_strategies_of_files_and_searches_know_them(worlds: Any, tmp_path: Path) -> None:
+    """A search keeps the layouts; a file of MindSpore's is completed by them; a plan file has all."""
+    assert worlds(2).run(follow, str(tmp_path)) == [True] * 2
+
+
+def follow(folder: str) -> bool:
+    batch = make_batches("words")[0]
+    value = {
+        "parallel_strategy_item": {
+            "Default/up-Dense/MatMul-op0": {
+                "stage": 0,
+                "parallel_strategy": [[1, 2, 1], [1, 1]],
+            }
+        }
+    }
+
+    def make(strategy: Any, **options: Any) -> Any:
+        return parallelize(
+            Mixer(),
+            lambda params: torch.optim.SGD(params, 0.5),
+            loss,
+            mesh=make_mesh(x=2),
+            strategy=strategy,
+            sample=batch,
+            **options,
+        )
+
+    layouts = ((1, 2), (1, 2))
+    for strategy in (Auto(topology="cpu"), MindSporeOperators(value, "ops.json")):
+        run = make(strategy, dataset_strategy=layouts)
+        assert "emb.embedding: [-, -], [-, x]" in run.model.explain()
+    plan = f"{folder}/plan{torch.distributed.get_rank()}.json"
+    run.plan.save(plan)
+    with pytest.raises(UsageError, match="has the layouts of all operators"):
+        make(read_plan(plan).make_strategy(), dataset_strategy=layouts)
+    return True
 
 
 def test_rows_are_sliced_over_the_data_axis_only() -> None:

@@ -34,6 +34,7 @@ class ModelNames:
         tied_biases: other names of the bias of a head.
         by_head: weights and embeddings with an entry per head.
         whole: modules of an attention that each rank computes in full, for its heads.
+        joined: modules of an attention that compute with the results of all heads.
         norms: with sequence parallel, modules on shards of the sequence.
         first_layer: with sequence parallel, where the sequence is sharded; "": not known.
         inputs: arguments of attentions by head.
@@ -47,6 +48,7 @@ class ModelNames:
     tied_biases: str = ""
     by_head: str = ""
     whole: str = "*.self_attn.[qk]_norm"
+    joined: str = ""
     norms: str = ""
     first_layer: str = ""
     inputs: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class ModelNames:
             self.tied_biases: vocab(axis, gather=gather),
             self.by_head: col(axis),
             self.whole: replicate(axis),
+            self.joined: replicate(),
         }
         for glob, sizes in self.fused.items():
             rules[glob] = col(axis, sequence=dim, blocks=sizes(config))
@@ -133,6 +136,10 @@ def gpt2_strategy(axis: AxisNames = "tp", sequence: bool = False, gather: bool =
 
 def _two(config: Any) -> Blocks:
     return 2
+
+
+def _three(config: Any) -> Blocks:
+    return 3
 
 
 def _qkv_widths(config: Any) -> Blocks:
@@ -241,6 +248,21 @@ MODELS: dict[str, ModelNames] = {
     "opt": BART,
     **dict.fromkeys(("bart", "mbart", "pegasus", "whisper"), BART),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), BERT),
+    "albert": ModelNames(
+        attentions="*.attention",
+        columns="*.attention.query|*.attention.key|*.attention.value|*.ffn",
+        rows="*.attention.dense|*.ffn_output",
+        vocabulary="*.word_embeddings|predictions.decoder",
+        tied_biases="predictions.bias",
+        joined="*.attention.LayerNorm|*.attention.output_dropout",
+    ),
+    "modernbert": ModelNames(
+        attentions="*.layers.*.attn",
+        columns="",
+        rows="*.attn.Wo|*.mlp.Wo",
+        vocabulary="*.tok_embeddings|decoder",
+        fused={"*.attn.Wqkv": _three, "*.mlp.Wi": _two},
+    ),
     "distilbert": ModelNames(
         attentions="*.attention",
         columns="*.attention.[qkv]_lin|*.ffn.lin1",
@@ -265,6 +287,19 @@ MODELS: dict[str, ModelNames] = {
             rows="*.layers.*.attention.o_proj|*.layers.*.mlp.fc2",
             vocabulary="",
         ),
+    ),
+    "dinov2": ModelNames(
+        attentions="*.layer.*.attention",
+        columns="*.layer.*.attention.[qkv]_proj|*.layer.*.mlp.fc1",
+        rows="*.layer.*.attention.o_proj|*.layer.*.mlp.fc2|*.layer.*.mlp.weights_out",
+        vocabulary="",
+        fused={"*.layer.*.mlp.weights_in": _two},
+    ),
+    "wav2vec2": ModelNames(
+        attentions="*.encoder.layers.*.attention",
+        columns="*.attention.[qkv]_proj|*.feed_forward.intermediate_dense",
+        rows="*.attention.out_proj|*.feed_forward.output_dense",
+        vocabulary="",
     ),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3"),

@@ -74,8 +74,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {**LLAMA, "num_key_value_heads": 4, "num_local_experts": 4},
     "deepseek_v2": {**LLAMA, **LATENT},
     "gpt_oss": {**LLAMA, "num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 4},
+    "albert": {
+        **LLAMA,
+        **WIDE,
+        "embedding_size": 16,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    "modernbert": {**LLAMA, **WIDE, "cls_token_id": 0, "sep_token_id": 1},
 }
 """Those that differ in kind: only in the thorough run. Olmo has a plan in transformers only."""
+MASKED = {"albert", "modernbert"}
 KINDS |= OTHERS
 
 
@@ -96,14 +105,15 @@ def four(worlds: Any) -> Any:
 
 
 def build(kind: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind.split("-")[0], **KINDS[kind])
     more = {}
     if hasattr(config, "num_local_experts"):
         more["experts_implementation"] = "eager"  # others have no fp64
-    model = AutoModelForCausalLM.from_config(config, **more).double().train()
+    auto = AutoModelForMaskedLM if kind in MASKED else AutoModelForCausalLM
+    model = auto.from_config(config, **more).double().train()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(
@@ -117,7 +127,8 @@ def logits_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def own_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss  # type: ignore[no-any-return]
+    part = ids[:, :-1].contiguous()
+    return model(input_ids=part, labels=part).loss  # type: ignore[no-any-return]
 
 
 def same(kind: str, sequence: bool, gather: bool) -> dict[str, int]:

@@ -32,6 +32,10 @@ ExpertFunction = Callable[[torch.Tensor, ExpertRows], torch.Tensor]
 """Computes rows that are sorted by expert."""
 
 
+ROWS_NAME = "all_to_all_rows"
+"""The collective's name in counts."""
+
+
 @dataclass(frozen=True)
 class ExpertGroups:
     """
@@ -194,7 +198,7 @@ def send_rows(
     start = functools.partial(
         dist.all_to_all_single, out, rows, received, sent, group=axis.group, async_op=True
     )
-    axis.run_collective("all_to_all", rows, start)
+    axis.run_collective(ROWS_NAME, rows, start)
     return out
 
 

@@ -81,7 +81,7 @@ def find_parts(name: str, module: nn.Module) -> ListParts:
         UsageError: it has no router, or several.
     """
     experts = find_expert_list(module)
-    count = len(module.get_submodule(experts))  # type: ignore[arg-type]
+    count = len(module.get_submodule(experts))
     routers = [
         key
         for key, child in module.named_children()
@@ -114,7 +114,7 @@ class ListAdapter:
 
     def count_experts(self, module: nn.Module) -> int:
         """See `ExpertAdapter`."""
-        return len(module.get_submodule(find_expert_list(module)))  # type: ignore[arg-type]
+        return len(module.get_submodule(find_expert_list(module)))
 
     def shard_weights(
         self, name: str, module: nn.Module, position: GridPosition, axis: AxisNames

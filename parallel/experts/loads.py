@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from pdrun.parallel.comm.rank_groups import RankGroups
 from pdrun.parallel.experts.balance import counted_layers, move_balance, pass_state
-from pdrun.parallel.experts.dispatch import ExpertGroups
+from pdrun.parallel.experts.dispatch import ROWS_NAME, ExpertGroups
 from pdrun.parallel.experts.moe import MoE
+
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,12 @@ class ExpertBalancer:
             for part in place.job.gather_bytes(sent, "the names of layers with experts"):
                 self._experts.update(json.loads(bytes(part.tolist())))
         self._experts = dict(sorted(self._experts.items()))
+        self._bytes_before = 0
+        self._last: tuple[int, StepLoads] | None = None
 
     def begin_step(self) -> None:
         """Forget what other passes than those of a step have counted."""
+        self._bytes_before = self._sent_bytes()
         for layer in self._layers.values():
             layer.expert_loads.take()
 
@@ -77,26 +83,46 @@ class ExpertBalancer:
                 for row, (name, experts) in enumerate(self._experts.items()):
                     if name in self._layers:
                         move_balance(self._layers[name], total[row, :experts])
-        return StepLoads(self._experts, total)
+        loads = StepLoads(self._experts, total)
+        self._last = self._sent_bytes() - self._bytes_before, loads
+        return loads
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines for `Run.explain`: where experts are, how they compute, the last step."""
+        lines: dict[str, list[str]] = {}
+        for name, layer in self._layers.items():
+            lines.setdefault(_describe_layer(layer), []).append(name)
+        for text, names in lines.items():
+            yield f"{', '.join(names)}: {text}"
+        if self._last is not None:
+            sent, loads = self._last
+            worst = max(load.load_max for load in loads.read().values())
+            text = f"in the last step the busiest expert had {worst:.2f} times the mean"
+            if sent:
+                text += f"; this rank sent {sent / MIB:.2f} MiB in all-to-alls of rows"
+            yield text
+
+    def _sent_bytes(self) -> int:
+        """Return what this rank has sent to experts so far."""
+        axes = {
+            layer._context.experts.names
+            for layer in self._layers.values()
+            if isinstance(getattr(layer, "_context", None), ExpertGroups)
+        }
+        counts = self._place.axes.counts
+        return sum(counts[key].nbytes for key in counts if key[0] == ROWS_NAME and key[1] in axes)
 
 
-def describe_experts(model: nn.Module) -> Iterator[str]:
-    """Yield lines for `Run.explain`: where experts are, and how they compute."""
-    lines: dict[str, list[str]] = {}
-    for name, layer in counted_layers(model).items():
-        total = layer.expert_loads.experts
-        groups = getattr(layer, "_context", None)
-        where = "each on every rank"
-        if isinstance(groups, ExpertGroups):
-            count = total // groups.experts.size
-            where = f"{count} per rank {groups.experts.label}, rows by all-to-all"
-        text = f"{total} experts, {where}"
-        why = layer.why_looped() if isinstance(layer, MoE) else ""
-        if why:
-            text += f"; their products are a loop: {why}"
-        lines.setdefault(text, []).append(name)
-    for text, names in lines.items():
-        yield f"{', '.join(names)}: {text}"
+def _describe_layer(layer: Any) -> str:
+    """Return where a layer's experts are, and why their products are a loop if they are."""
+    total = layer.expert_loads.experts
+    groups = getattr(layer, "_context", None)
+    text = f"{total} experts, each on every rank"
+    if isinstance(groups, ExpertGroups):
+        count = total // groups.experts.size
+        text = f"{total} experts, {count} per rank {groups.experts.label}, rows by all-to-all"
+    why = layer.why_looped() if isinstance(layer, MoE) else ""
+    return f"{text}; their products are a loop: {why}" if why else text
 
 
 class StepLoads:

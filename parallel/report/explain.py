@@ -14,7 +14,6 @@ from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
 from pdrun.parallel.auto.plan_file import PLAN_FORMAT
 from pdrun.parallel.auto.predict import describe_prediction
 from pdrun.parallel.comm.mesh import EXPERT_AXIS
-from pdrun.parallel.experts.loads import describe_experts
 from pdrun.parallel.model.weights import MIB, Weight, tied_names
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.operators.plan import OperatorPlan
@@ -237,7 +236,7 @@ def explain_run(state: RunState, batch: Any = None) -> str:
         lines.append(
             f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
         )
-    lines += describe_experts(state.model)
+    lines += state.experts.describe()
     if state.served is not None:
         lines.append(state.served.describe())
     lines.append(describe_traffic(state))

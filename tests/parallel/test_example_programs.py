@@ -168,3 +168,16 @@ def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun3"]
     assert len({row[5] for row in rows}) == 1  # the first loss
     assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)
+
+
+def test_experts_have_the_same_losses_on_two_ranks() -> None:
+    program = str(ROOT / "examples/train_moe.py")
+    found = [
+        re.findall(r"step +\d+/3  loss (\d\.\d{5})  busiest (\d\.\d\d)", text)
+        for text in (
+            run(program, "--steps", "3"),
+            run("-m", "pdrun", "--devices", "2", "--backend", "cpu", program, "--steps", "3"),
+        )
+    ]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]

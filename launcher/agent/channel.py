@@ -27,6 +27,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pdrun.launcher.common.agent_folder import FOLDER_PREFIX, folder_prefix
 from pdrun.quick_dataclass import dataclass
 
 MAX_DATAGRAM_BYTES = 4096
@@ -34,13 +35,6 @@ MAX_REPORTS_PER_READ = 64
 MAX_NUMBER = 1 << 53
 """Ranks, generations and steps are smaller."""
 MAX_SWEPT_FOLDERS = 64
-GENERATION_FILE = "generation.json"
-"""In the folder: which run, generation and ranks its workers belong to."""
-_FOLDER_PREFIX = "pdrun-agent-"
-"""
-The identifier of the running kernel follows: in a folder that hosts share, only that kernel knows
-whether a socket is in use.
-"""
 MAX_NUMBERS = 32
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
 _NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
@@ -191,22 +185,6 @@ class WorkerChannel:
         self.folders.discard(self.folder)
 
 
-def write_generation(path: str, run: str, generation: int, first_rank: int) -> None:
-    """
-    Write beside the socket which ranks run here, for `pdrun attach` and `pdrun trace`.
-
-    A failure is ignored: the job does not need it.
-    """
-    data = {"run": run, "generation": generation, "first_rank": first_rank}
-    try:
-        place = Path(path).with_name(GENERATION_FILE)
-        draft = place.with_suffix(".part")
-        draft.write_text(json.dumps(data))
-        draft.replace(place)
-    except OSError:
-        pass
-
-
 def make_socket_folder() -> Path:
     """
     Make a folder of mode 0700 whose path is short enough for a socket.
@@ -236,7 +214,7 @@ def remove_stale_folders(folder: Path) -> None:
     These belong to this user and this kernel, and no process listens on their socket.
     """
     kernel = folder_prefix()
-    if kernel == _FOLDER_PREFIX:
+    if kernel == FOLDER_PREFIX:
         return
     for other in itertools.islice(folder.parent.glob(f"{kernel}*"), MAX_SWEPT_FOLDERS):
         try:
@@ -248,15 +226,6 @@ def remove_stale_folders(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
         except OSError:
             continue  # being created by another agent, or already removed
-
-
-def folder_prefix() -> str:
-    """Return how this kernel's folders begin; without its identifier if that cannot be read."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        return _FOLDER_PREFIX
-    return f"{_FOLDER_PREFIX}{boot_id[:8]}-"
 
 
 def _sender_pid(ancillary: list[tuple[int, int, bytes]]) -> int:

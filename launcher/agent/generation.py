@@ -9,16 +9,17 @@ A generation of another size changes only the workers' environment. The plan of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Announcer
-from pdrun.launcher.agent.channel import write_generation
 from pdrun.launcher.agent.helpers import HelperProcesses
 from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle, WorkerOutput
 from pdrun.launcher.agent.lifeline import Lifeline
 from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import files
+from pdrun.launcher.common.agent_folder import write_generation
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.program import check_program
 from pdrun.launcher.plan.start_method import make_server_commands, make_worker_variables
@@ -125,8 +126,8 @@ class GenerationRunner:
         self._deps.on_progress(Lifeline.RUNNING)
         self._monitor.begin_generation(group, output, supervisor)
         if self._channel_path:
-            assign = self._assign
-            write_generation(self._channel_path, group.run_name, generation, assign.first_rank)
+            folder = Path(self._channel_path).parent
+            write_generation(folder, group.run_name, generation, self._assign.first_rank)
         self._helpers.send_ping()  # no worker runs without a fence
         self._start_servers(plan, supervisor)
         group.start_workers()

@@ -11,14 +11,13 @@ pdrun that were not forked.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdrun.launcher.agent.channel import GENERATION_FILE, folder_prefix
 from pdrun.launcher.common import procfs
+from pdrun.launcher.common.agent_folder import folder_prefix, read_first_rank
 from pdrun.launcher.stdlib_only.watchdog import MARKER_VARIABLE
 from pdrun.quick_dataclass import dataclass
 
@@ -43,7 +42,7 @@ def find_workers(run: str) -> list[LocalWorker]:
     """
     found: dict[int, LocalWorker] = {}
     for folder in _list_folders():
-        first_rank = _read_first_rank(folder, run)
+        first_rank = read_first_rank(folder, run)
         if first_rank is None:
             continue
         for path in folder.glob(f"*{STACKS_SUFFIX}"):
@@ -65,15 +64,6 @@ def _list_folders() -> Iterator[Path]:
                     yield folder
         except OSError:
             continue  # an agent has ended meanwhile
-
-
-def _read_first_rank(folder: Path, run: str) -> int | None:
-    """Return the first rank of an agent's workers; None: it belongs to another run."""
-    try:
-        data = json.loads((folder / GENERATION_FILE).read_text())
-        return int(data["first_rank"]) if data["run"] == run else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _read_local_rank(pid: int) -> int | None:

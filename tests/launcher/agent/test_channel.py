@@ -23,6 +23,7 @@ from pdrun.launcher.agent.channel import (
     WorkerReport,
     parse_report,
 )
+from pdrun.launcher.common import agent_folder
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 SENDER = """
@@ -174,7 +175,7 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(module, "_MAX_PATH_BYTES", 200)
-        patch.setattr(module, "_FOLDER_PREFIX", "x" * 100)
+        patch.setattr(agent_folder, "FOLDER_PREFIX", "x" * 100)
         with pytest.raises(OSError, match="too long"):
             WorkerChannel()
     assert list(tmp_path.iterdir()) == [] and not WorkerChannel.folders

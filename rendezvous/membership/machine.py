@@ -36,6 +36,7 @@ from pdrun.rendezvous.membership.transitions import (
     JobState,
     Trigger,
     check_message,
+    is_late,
 )
 from pdrun.rendezvous.membership.worker_reports import (
     handle_finished,
@@ -245,12 +246,10 @@ class Membership(Job):
             case Join():
                 admission.handle_join(self, peer, session.hello, message, now)
             case _ if isinstance(message, GenerationMessage) and member is not None:
-                if (
-                    message.generation == self.generation.number
-                    and self.state is not JobState.GATHERING
-                ):
+                if not is_late(message, self.state, self.generation.number, member):
                     return self._on_generation_message(member, message, now)
-                if isinstance(message, Finished):
+                is_old = message.generation < self.generation.number
+                if isinstance(message, Finished) and (is_old or self.state is JobState.GATHERING):
                     handle_old_finished(self, member, message)
         return True
 

@@ -172,6 +172,16 @@ def check_message(
         raise IllegalEvent(name, state, "only the scheduler sends it")
 
 
+def is_late(message: GenerationMessage, state: JobState, generation: int, member: Member) -> bool:
+    """
+    Return whether a message is about a generation that is over, or is over for its sender.
+
+    A node that joined again repeats, after each reconnection, what it has reported before.
+    """
+    is_over = state is JobState.GATHERING or member.index < 0
+    return message.generation < generation or (is_over and generation >= 0)
+
+
 def _check_generation(
     message: GenerationMessage, state: JobState, generation: int, member: Member | None
 ) -> None:
@@ -180,10 +190,7 @@ def _check_generation(
         raise IllegalEvent(name, state, "the sender has not joined")
     if message.generation > generation:
         raise IllegalEvent(name, state, f"generation {message.generation} does not exist yet")
-    over = (
-        state is JobState.GATHERING and generation >= 0
-    )  # the last one is, and the next is not yet formed
-    if message.generation < generation or over:
+    if is_late(message, state, generation, member):
         return
     if state not in MESSAGE_STATES[type(message)]:
         raise IllegalEvent(name, state)

@@ -28,6 +28,12 @@ KEPT = [
 ]
 
 
+KEPT_WITH_STANDSTILLS = [
+    (1000535, 20),  # a supervisor that stands still before it has started the workers
+    (1003407, 5),  # a node that joined again repeats its reports after the job has ended
+]
+
+
 @pytest.mark.parametrize("first", range(0, by_tier(120, 2000), 40))
 def test_lives_keep_the_rules(first: int) -> None:
     lives = [life(seed, 8) for seed in range(first, first + 40)]
@@ -38,6 +44,11 @@ def test_lives_keep_the_rules(first: int) -> None:
 @pytest.mark.parametrize(("seed", "nodes"), KEPT)
 def test_seeds_that_broke_a_rule_once(seed: int, nodes: int) -> None:
     life(seed, nodes, still=False)
+
+
+@pytest.mark.parametrize(("seed", "nodes"), KEPT_WITH_STANDSTILLS)
+def test_seeds_with_stopped_processes_that_broke_a_rule_once(seed: int, nodes: int) -> None:
+    life(seed, nodes)
 
 
 def test_equal_seeds_live_equal_lives() -> None:

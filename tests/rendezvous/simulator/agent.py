@@ -219,7 +219,7 @@ class SimAgent:
             self.recheck_until = self.world.now + RECHECK_SECONDS
         self._watch_fence(self.run)
         if self.run and self.run.fenced:
-            self.later(0.0, self._learn_of_fence, self.run)
+            self.later((self.run.ended or 0.0) - self.world.now, self._learn_of_fence, self.run)
         if self.welcome:  # its lease has run on; a moment to ask whether it is still in
             self.answered = max(self.answered, self.world.now - self.welcome.lease + ASK)
         paused, self._paused = self._paused, []
@@ -404,6 +404,9 @@ class SimAgent:
         )
 
     def _rejoin(self) -> None:
+        if self.run and (self.run.ended is None or self.run.ended > self.world.now):
+            self.later(0.05, self._rejoin)  # no worker of the old member is left first
+            return
         self._new_identity()
         self._connect()
 
@@ -525,8 +528,8 @@ class SimAgent:
         if self.world.now < at - 1e-6:
             self.world.after(at - self.world.now, self._watch_fence, run)
         elif run is self.run and self.code is None and not (self.frozen and self.whole):
-            self._end_at_once(run)
-            self.later(0.05, self._learn_of_fence, run)
+            self._end_at_once(run)  # its connection to the agent closes after that
+            self.later(KILL, self._learn_of_fence, run)
 
     def _end_at_once(self, run: Run) -> None:
         """Every worker of the node is killed, and nothing of it is reported yet."""

@@ -19,9 +19,11 @@ from pathlib import Path
 from types import TracebackType
 
 from pdrun.errors import PdrunError, UsageError
+from pdrun.text import quote_command
 from pdrun.worker_env import WorkerEnv
 
 WHERE = "pdrun.integrations.mindspore"
+START = ("pdrun", "--devices", "8", "-m", WHERE)
 SCHEDULER_PROGRAM = "from mindspore.communication import init; init()"
 SCHEDULER_SECONDS = 30.0
 """How long the scheduler may take to end after the script."""
@@ -76,10 +78,10 @@ def run_script(words: list[str]) -> None:
     """
     if not words or not Path(words[0]).exists():
         what = f"the script {words[0]!r} does not exist" if words else "a script is missing"
-        raise UsageError(what, where=WHERE, hint=f"pdrun --devices 8 -m {WHERE} train.py")
+        raise UsageError(what, where=WHERE, hint=quote_command([*START, "train.py"]))
     env = WorkerEnv.from_env(os.environ)
     if env is None:
-        hint = f"start it with pdrun --devices 8 -m {WHERE} {words[0]}"
+        hint = f"start it with {quote_command([*START, words[0]])}"
         raise UsageError("there is no job around this process", where=WHERE, hint=hint)
     variables = make_variables(env)
     if env.rank == 0:

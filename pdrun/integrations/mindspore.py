@@ -78,10 +78,10 @@ def run_script(words: list[str]) -> None:
     """
     if not words or not Path(words[0]).exists():
         what = f"the script {words[0]!r} does not exist" if words else "a script is missing"
-        raise UsageError(what, where=WHERE, hint=quote_command([*START, "train.py"]))
+        raise UsageError(what, where=WHERE, hint=quote_command(*START, "train.py"))
     env = WorkerEnv.from_env(os.environ)
     if env is None:
-        hint = f"start it with {quote_command([*START, words[0]])}"
+        hint = f"start it with {quote_command(*START, words[0])}"
         raise UsageError("there is no job around this process", where=WHERE, hint=hint)
     variables = make_variables(env)
     if env.rank == 0:

@@ -104,7 +104,7 @@ def test_a_failing_script_keeps_its_code_and_traceback(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pdrun.integrations.mindspore"]
     for words, text in (
-        ([], "a script is missing"),
+        ([], "a script is missing; pdrun --devices 8 -m pdrun.integrations.mindspore train.py"),
         (["none.py"], "'none.py' does not exist"),
         ([__file__], "there is no job around this process"),
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 from pdrun.backends.base import ProbeEnvironment
 from pdrun.launcher.doctor.finding import Finding
 from pdrun.launcher.jobs import registry
+from pdrun.text import quote_command
 
 MIN_TORCH = (2, 11)
 REQUIRED_PACKAGES = ("click", "rich", "pyzmq", "psutil", "pyyaml", "cloudpickle")
@@ -36,7 +37,8 @@ def check_versions(here: ProbeEnvironment) -> Iterator[Finding]:
         what = f"torch {torch} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}"
         hint = "pdrun.parallelize needs a newer one; the launcher does not"
         yield Finding("versions", "warn", what, sys.prefix, hint)
-    parts = [f"python {python}", f"pdrun {_find_version('pdrun')}"]
+    own = _find_version("pdrun")
+    parts = [f"python {python}", f"version {own} of pdrun"]
     parts += [f"torch {torch}"] if torch else []
     yield Finding("versions", "ok", ", ".join(parts), sys.prefix)
 
@@ -66,8 +68,9 @@ def check_jobs(here: ProbeEnvironment) -> Iterator[Finding]:
     for job in running:
         seconds = time.time() - job.made
         if seconds > OLD_JOB_SECONDS:
+            stop = quote_command("pdrun", "stop", job.run)
             what = f"job {job.run} runs for {seconds / 86400:.0f} days"
-            yield Finding("jobs", "warn", what, hint=f"if it is not needed: pdrun stop {job.run}")
+            yield Finding("jobs", "warn", what, hint=f"if it is not needed: {stop}")
     yield Finding("jobs", "ok", f"{len(running)} of this user's jobs run here")
 
 

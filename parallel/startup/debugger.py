@@ -22,6 +22,7 @@ from typing import Any
 
 from pdrun import elastic
 from pdrun.errors import UsageError
+from pdrun.text import quote_command
 
 SOCKET_NAME = "debug-{rank}"
 """Beside the agent's socket; `launcher/jobs/views/attach.py` has the same name."""
@@ -213,9 +214,6 @@ def _debug_over_socket(folder: Path, rank: int, frame: FrameType, barrier: _Rele
     server.listen(1)
     run = os.environ.get("PDRUN_RUN", "")
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    print(
-        f"rank {rank} waits at {place}: pdrun attach {run}:{rank} --debug",
-        file=sys.stderr,
-        flush=True,
-    )
+    attach = quote_command("pdrun", "attach", f"{run}:{rank}", "--debug")
+    print(f"rank {rank} waits at {place}: {attach}", file=sys.stderr, flush=True)
     _RankDebugger(barrier, _DebugLink(server, path)).set_trace(frame)

@@ -83,7 +83,7 @@ def install_completion(root: click.Command, shell: str | None) -> None:
     """
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
-        hint = f"pdrun completion install {'|'.join(SHELLS)}"
+        hint = "use pdrun completion install bash, or zsh, or fish"
         raise UsageError(f"no completion for shell {name!r}", where="completion", hint=hint)
     from pdrun.launcher.cli.inspect.manual import format_manual
 

@@ -28,6 +28,7 @@ from pdrun.launcher.doctor.finding import (
     encode_findings,
     format_findings,
 )
+from pdrun.text import quote_command
 
 CPU_DEVICES = 2
 """Processes that stand for devices on a machine without accelerators."""
@@ -155,7 +156,8 @@ def check_nodes(words: Sequence[str], files: str) -> list[Finding] | None:
         what = f"the nodes did not answer in {NODE_SECONDS:.0f} s"
     else:
         what = f"the nodes could not start (exit code {code})"
-    hint = f"the same start with a command shows more: pdrun {' '.join(words)} --no-python hostname"
+    start = quote_command("pdrun", *words, "--no-python", "hostname")
+    hint = f"the same start with a command shows more: {start}"
     return [Finding("job", "fail", f"{what}: {reason}" if reason else what, hint=hint)]
 
 

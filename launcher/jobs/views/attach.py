@@ -17,7 +17,7 @@ from pdrun.launcher.jobs.lookup import print_note
 from pdrun.launcher.jobs.views.local_workers import find_workers
 from pdrun.launcher.jobs.views.trace import choose_running
 from pdrun.launcher.output.formatting import escape_controls
-from pdrun.text import escape_text, plural
+from pdrun.text import escape_text, plural, quote_command
 
 INTERRUPTED = 130
 
@@ -46,7 +46,8 @@ def follow_output(target: str | None, lines: int) -> int:
     job = choose_running(name)
     code = print_logs(job.run, ranks=ranks, follow=True, lines=lines)
     if code == INTERRUPTED:
-        print_note(f"detached; the job continues: pdrun attach {job.run}, pdrun stop {job.run}")
+        again, stop = (quote_command("pdrun", word, job.run) for word in ("attach", "stop"))
+        print_note(f"detached; the job continues: {again}, {stop}")
         return EXIT_OK
     return code
 

@@ -23,7 +23,7 @@ from pdrun.launcher.cli.run import warn_of_unknown_variables
 from pdrun.launcher.common import parsers
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
 from pdrun.launcher.config.options import Option
-from pdrun.launcher.config.run_options import RUN_OPTIONS
+from pdrun.launcher.config.run_options import RUN_OPTIONS, SCHEDULER_OPTIONS
 from pdrun.launcher.config.settings import read_environment, resolve_conflicts
 from pdrun.launcher.config.spec import Policy, Resources
 
@@ -53,25 +53,6 @@ JOIN_OPTIONS = (
 """
 Options of run that a joining node may set for itself. The scheduler sends the other values.
 """
-SCHEDULER_OPTIONS = (
-    "--nodes",
-    "--spares",
-    "--job",
-    "--token-file",
-    "--insecure",
-    "--start-timeout",
-    "--grace",
-    "--max-restarts",
-    "--restart-window",
-    "--restart-on",
-    "--no-restart-on",
-    "--backoff",
-    "--gather",
-    "--grow",
-    "--on-scheduler-loss",
-    "--time-limit",
-    "--log-dir",
-)
 DEFAULT_LISTEN = "127.0.0.1:0"
 RELAY_OPTIONS = ("--scheduler", "--token-file", "--insecure", "--on-scheduler-loss")
 

@@ -12,8 +12,12 @@ import click
 from pdrun import process_setup
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import mpirun_command
-from pdrun.launcher.cli.clusters.slurm import SCRIPT_CONTEXT_SETTINGS, SCRIPT_METAVAR, print_bytes
-from pdrun.launcher.cli.options import CONTEXT_SETTINGS
+from pdrun.launcher.cli.clusters.slurm import print_bytes
+from pdrun.launcher.cli.options import (
+    CONTEXT_SETTINGS,
+    SCRIPT_CONTEXT_SETTINGS,
+    SCRIPT_METAVAR,
+)
 from pdrun.launcher.cli.run import parse_arguments
 from pdrun.launcher.common import parsers
 from pdrun.launcher.config.spec import JobSpec, Program, RemoteOptions

@@ -18,6 +18,14 @@ from pdrun.launcher.config.settings import Priority, Setting, Source, read_optio
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """click's settings of every command."""
+SCRIPT_CONTEXT_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+"""click's settings of a command whose arguments are a complete ``pdrun run`` command line."""
+SCRIPT_METAVAR = "[PDRUN'S OPTIONS] SCRIPT [ARGS]"
 
 
 def click_options(rows: Iterable[Option]) -> list[click.Parameter]:

@@ -9,7 +9,7 @@ by path (``resources.nodes``). Paths that are not a field (``scheduler.host``) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
@@ -127,3 +127,41 @@ WORKER_VARIABLES = ("PDRUN_JOB",)
 """
 Variables of options that `WorkerEnv` also sets. They are ignored inside a worker of pdrun.
 """
+
+
+def split_options(
+    words: Sequence[str], table: Iterable[Option]
+) -> Iterator[tuple[Option | None, list[str]]]:
+    """
+    Yield each option with its value, then the program with its arguments.
+
+    Yields:
+        (row of the table, or None if it has none, words).
+    """
+    rows = {spelling: row for row in table for spelling in row.names}
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        spelling, equals, _ = word.partition("=")
+        row = rows.get(spelling)
+        has_value = row is not None and bool(row.metavar) and not equals and bool(rest)
+        yield row, [word, rest.pop(0)] if has_value else [word]
+    yield None, rest
+
+
+def drop_options(words: Sequence[str], table: Iterable[Option], names: Sequence[str]) -> list[str]:
+    """Return the words without some options, under any spelling. Names are the first of a row."""
+    kept = []
+    for row, part in split_options(words, table):
+        if row is None or row.names[0] not in names:
+            kept += part
+    return kept
+
+
+def keep_options(words: Sequence[str], table: Iterable[Option], names: Sequence[str]) -> list[str]:
+    """Return only some options of the words, with their values."""
+    kept = []
+    for row, part in split_options(words, table):
+        if row is not None and row.names[0] in names:
+            kept += part
+    return kept

@@ -160,8 +160,11 @@ def _check_node_rank(settings: SettingsByPath) -> None:
         if "resources.nodes" in settings:
             count = settings["resources.nodes"].source.describe()
         raise rank.source.make_error(f"must be 0 to {nodes - 1} ({count}), got {rank.value}")
-    # a detected launcher may run the scheduler in a pod of its own, outside of the job's nodes
+    # the scheduler may run outside of the job's nodes: where a launcher put it, or, by --no-serve,
+    # the user, while the launcher only numbers the nodes
     is_separate = serve is not None and serve.source.priority is Priority.DETECTED
+    if rank and serve and not serve.value and rank.source.priority is Priority.DETECTED:
+        is_separate = True
     if rank and serve and serve.value != (rank.value == 0) and not is_separate:
         raise conflict_error(serve, rank)
 

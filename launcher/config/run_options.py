@@ -565,3 +565,23 @@ RUN_OPTIONS = (
         HELP_GROUPS[5],
     ),
 )
+SCHEDULER_OPTIONS = (
+    "--nodes",
+    "--spares",
+    "--job",
+    "--token-file",
+    "--insecure",
+    "--start-timeout",
+    "--grace",
+    "--max-restarts",
+    "--restart-window",
+    "--restart-on",
+    "--no-restart-on",
+    "--backoff",
+    "--gather",
+    "--grow",
+    "--on-scheduler-loss",
+    "--time-limit",
+    "--log-dir",
+)
+"""Options of ``pdrun run`` that ``pdrun scheduler`` has, too."""

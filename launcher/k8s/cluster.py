@@ -78,7 +78,7 @@ def server_version(kubectl: Kubectl) -> str:
 
 def submit_objects(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) -> None:
     """
-    Create the objects of a job, the job last; if it is refused, nothing is left.
+    Create the objects of a job, the job last; if one is refused, none that is new is left.
 
     Raises:
         UsageError: an object of that name exists and is not this job's.
@@ -87,8 +87,7 @@ def submit_objects(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) ->
     """
     check_support(kubectl, kind)
     job = objects[-1]
-    name = str(job["metadata"]["name"])
-    _check_free(kubectl, kind, objects)
+    known = _check_free(kubectl, kind, objects)
     try:
         created = json.loads(
             kubectl.run(
@@ -98,20 +97,32 @@ def submit_objects(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) ->
             )
         )
     except PdrunError:
-        with suppress(PdrunError):
-            _delete_parts(kubectl, name)
+        # kubectl goes on after a refusal: the job may be there although its Secret was refused
+        helpers = [_resource_of(one) for one in objects[:-1]]
+        new = [f"{RESOURCE_NAMES[kind]}/{job['metadata']['name']}", *helpers]
+        for resource in new:
+            if resource not in known:
+                with suppress(PdrunError):
+                    kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
         raise
     uid = _find_uid(created, str(job["kind"]))
-    helpers = [_add_owner(one, job, uid) for one in objects[:-1]]
-    if helpers and uid:
+    owned = [_add_owner(one, job, uid) for one in objects[:-1]]
+    if owned and uid:
         kubectl.run(
             *("apply", "--server-side", f"--field-manager={FIELD_MANAGER}", "-f", "-"),
             f"--request-timeout={REQUEST_SECONDS}s",
-            stdin=format_json(helpers),
+            stdin=format_json(owned),
         )
 
 
-def _check_free(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) -> None:
+def _resource_of(helper: Manifest) -> str:
+    """Return a Secret or Service as kubectl names it: ``secrets/train-token``."""
+    return f"{helper['kind']}s/{helper['metadata']['name']}".lower()
+
+
+def _check_free(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) -> set[str]:
+    """Refuse names that are taken; return the objects that an earlier try has left."""
+    left: set[str] = set()
     for one in objects:
         name = one["metadata"]["name"]
         is_job = one is objects[-1]
@@ -133,6 +144,8 @@ def _check_free(kubectl: Kubectl, kind: Kind, objects: Sequence[Manifest]) -> No
                 where="--name",
                 hint="use another name",
             )
+        left.add(_resource_of(one))
+    return left
 
 
 def _find_uid(created: Manifest, kind: str) -> str:

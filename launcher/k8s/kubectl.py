@@ -115,4 +115,6 @@ def _first_error(text: str) -> str:
     lines = [line for line in lines if not line.startswith("Warning:")] or lines
     reasons = [line for line in lines if line.lower().startswith(("error", "the "))] or lines
     line = reasons[0] if reasons else "it failed without a message"
+    if line.endswith(":"):  # the fields of a conflict follow, one a line
+        line += " " + ", ".join(one[2:] for one in lines if one.startswith("- "))
     return line.removeprefix("error: ").removeprefix("Error from server ")[:600]

@@ -1,7 +1,7 @@
 """
 The objects of a job, as data. Pure: the same request gives the same objects.
 
-    job          Secret, headless Service, indexed Job
+    job          Secret, headless Service, indexed Job, and a Job for a scheduler's pod
     jobset       Secret, JobSet (it makes the service)
     pdjob        PdJob, for pdrun's own operator
     lws          Secret, LeaderWorkerSet
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import yaml
 
 from pdrun.errors import UsageError
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.options import drop_options
 from pdrun.launcher.config.resolve import ResolvedSpec
 from pdrun.launcher.config.run_options import RUN_OPTIONS
-from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.k8s.options import (
     Kind,
     KubernetesOptions,
@@ -41,11 +42,21 @@ from pdrun.launcher.k8s.pod import (
     make_template,
     object_labels,
 )
+from pdrun.launcher.k8s.scheduler_pod import (
+    check_scheduler,
+    make_scheduler_template,
+    max_lost_pods,
+    node_words,
+    scheduler_name,
+    scheduler_service_body,
+)
 
 API_VERSION, KIND = "pdrun.dev/v1", "PdJob"
 """Of the operator's objects (`pdrun.launcher.k8s.operator.crd`)."""
 LOST_POD_EXIT_CODES = (137, 143)
 """Exit codes of a pod that was killed or deleted: SIGKILL and SIGTERM."""
+MAX_LOST_SCHEDULERS = 10
+"""How often a scheduler's pod is made again."""
 RESOURCE_NAMES: Mapping[Kind, str] = {
     "job": "jobs.batch",
     "pdjob": "pdjobs.pdrun.dev",
@@ -78,13 +89,14 @@ def make_manifests(
         UsageError: an option has no meaning in pods, or contradicts another one.
     """
     check_request(resolved)
+    check_scheduler(options)
     spec = resolved.spec
     if spec.program.kind == "function":
         raise UsageError("a function cannot be sent to pods", hint="give a script of the image")
     name = choose_name(options, spec)
     secret = options.secret or f"{name}-token"
     request = PodRequest(name, spec, options, tuple(words), secret)
-    template = make_template(request)
+    template = make_node_template(request)
     if options.kind == "pdjob":
         return [_make_pdjob(request, template, overlay or {})]
     if overlay:
@@ -94,8 +106,61 @@ def make_manifests(
         objects.append(_make_secret(request, token))
     if options.kind == "job":
         objects.append(make_service(request))
+    if options.scheduler:
+        objects.append(make_scheduler_service(request))
+        objects.append(_make_scheduler_job(request, token, overlay or {}))
     objects.append(_MAKERS[options.kind](request, template))
     return objects
+
+
+def make_node_template(request: PodRequest) -> Manifest:
+    """Return the template of the pods that are nodes."""
+    words = (*node_words(request.name, request.options), *request.words)
+    return make_template(replace(request, words=words))
+
+
+def make_scheduler_service(request: PodRequest) -> Manifest:
+    """Return the Service whose address the nodes keep when the scheduler's pod is made again."""
+    name = scheduler_name(request.name)
+    return _make_object(request, "v1", "Service", scheduler_service_body(request.name), name)
+
+
+def _make_scheduler_job(request: PodRequest, token: str, overlay: Manifest) -> Manifest:
+    """Return the Job that keeps one scheduler; a verdict ends it, a lost pod does not."""
+    body: Manifest = {
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": MAX_LOST_SCHEDULERS,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [_ignore_disruptions(), _fail_at_verdict(LOST_POD_EXIT_CODES[0])]
+        },
+        "template": make_scheduler_template(request, token, overlay),
+    }
+    if request.options.ttl is not None:
+        body["ttlSecondsAfterFinished"] = request.options.ttl
+    name = scheduler_name(request.name)
+    return _make_object(request, "batch/v1", "Job", {"spec": body}, name)
+
+
+def _ignore_disruptions() -> Manifest:
+    """Return the rule that an eviction is not the job's fault."""
+    return {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+
+
+def _fail_at_verdict(*lost: int) -> Manifest:
+    """Return the rule that every code but those is the verdict on the job."""
+    return {
+        "action": "FailJob",
+        "onExitCodes": {
+            "containerName": "pdrun",
+            "operator": "NotIn",
+            "values": list(lost),
+        },
+    }
 
 
 def _make_object(
@@ -130,36 +195,19 @@ def make_service(request: PodRequest) -> Manifest:
 
 
 def _make_job(request: PodRequest, template: Manifest) -> Manifest:
-    spec: Manifest = _job_body(request.spec, template)
+    spec: Manifest = _job_body(request, template)
     if request.options.ttl is not None:
         spec["ttlSecondsAfterFinished"] = request.options.ttl
     return _make_object(request, "batch/v1", "Job", {"spec": spec})
 
 
-def _job_body(spec: JobSpec, template: Manifest) -> Manifest:
+def _job_body(request: PodRequest, template: Manifest) -> Manifest:
     """Return the spec of an indexed Job with one pod per node."""
-    nodes = spec.resources.max_members
-    rules: list[Manifest] = [
-        # an eviction is not the job's fault
-        {
-            "action": "Ignore",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        }
-    ]
-    lost_pods = 0
-    if spec.resources.is_elastic:
-        lost_pods = nodes * max(1, spec.policy.max_restarts)
-        # every other code is the verdict on the job, which all pods return
-        rules.append(
-            {
-                "action": "FailJob",
-                "onExitCodes": {
-                    "containerName": "pdrun",
-                    "operator": "NotIn",
-                    "values": list(LOST_POD_EXIT_CODES),
-                },
-            }
-        )
+    nodes = request.spec.resources.max_members
+    rules = [_ignore_disruptions()]
+    lost_pods = max_lost_pods(request.spec, request.options)
+    if lost_pods:
+        rules.append(_fail_at_verdict(*LOST_POD_EXIT_CODES))
     return {
         "completions": nodes,
         "parallelism": nodes,
@@ -183,7 +231,7 @@ def _make_jobset(request: PodRequest, template: Manifest) -> Manifest:
             {
                 "name": "node",
                 "replicas": 1,
-                "template": {"spec": _job_body(request.spec, template)},
+                "template": {"spec": _job_body(request, template)},
             }
         ],
     }
@@ -279,31 +327,21 @@ def _make_pdjob(request: PodRequest, template: Manifest, overlay: Manifest) -> M
         spec |= {"minNodes": resources.required_nodes, "maxNodes": resources.max_members}
     spec |= {
         "image": options.image,
-        "run": drop_option(request.words, "--nodes"),
+        "run": drop_nodes(request.words),
         "pod": apply_overlay(pod, overlay),
     }
     if options.secret:
         spec["secret"] = options.secret
+    if options.scheduler is not None:
+        spec["scheduler"] = {"claim": options.scheduler.claim, "path": options.scheduler.path}
     if options.ttl is not None:
         spec["ttlSeconds"] = options.ttl
     return _make_object(request, API_VERSION, KIND, {"spec": spec})
 
 
-def drop_option(words: Sequence[str], name: str) -> list[str]:
-    """Return the words of ``pdrun run`` without an option, under any of its names."""
-    rows = {spelling: row for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for spelling in row.names}
-    dropped = {spelling for spelling, row in rows.items() if row.names[0] in (name, "--nnodes")}
-    kept: list[str] = []
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        word = rest.pop(0)
-        spelling, equals, _ = word.partition("=")
-        row = rows.get(spelling)
-        has_value = row is not None and bool(row.metavar) and not equals and bool(rest)
-        part = [word, rest.pop(0)] if has_value else [word]
-        if spelling not in dropped:
-            kept += part
-    return [*kept, *rest]
+def drop_nodes(words: Sequence[str]) -> list[str]:
+    """Return the words of ``pdrun run`` without the number of nodes, under any of its names."""
+    return drop_options(words, (*RUN_OPTIONS, *ALIAS_OPTIONS), ("--nodes", "--nnodes"))
 
 
 _MAKERS: Mapping[Kind, Callable[[PodRequest, Manifest], Manifest]] = {

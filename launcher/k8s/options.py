@@ -85,6 +85,8 @@ class KubernetesOptions:
     """Name of the user's own Secret with the key ``token``; empty: one is made."""
     shm: str = ""
     """Size limit of /dev/shm; empty: the node's default."""
+    scheduler: ClaimVolume | None = None
+    """Where a scheduler in a separate pod keeps its journal; None: the first pod runs it."""
     ttl: int | None = None
     """Seconds after the end until the cluster deletes the job; None: never."""
 
@@ -221,6 +223,8 @@ def choose_name(options: KubernetesOptions, spec: JobSpec) -> str:
         word = PurePosixPath(target).stem if spec.program.kind != "module" else target
         name = propose_name(word) or "job"
     suffix = len(POD_SUFFIXES[options.kind].format(spec.resources.nodes - 1))
+    if options.scheduler is not None:
+        suffix = max(suffix, len(SCHEDULER_SUFFIX))
     if len(name) + suffix > MAX_LABEL_LENGTH:
         shorter = name[: MAX_LABEL_LENGTH - suffix].rstrip("-")
         raise UsageError(
@@ -241,6 +245,8 @@ POD_SUFFIXES: dict[Kind, str] = {
     "pytorchjob": "-worker-{}",
 }
 """What follows the name of the job in the host name of a pod."""
+SCHEDULER_SUFFIX = "-scheduler"
+"""The same, of the scheduler's own pod."""
 
 
 def device_limit(spec: JobSpec) -> tuple[str, str] | None:

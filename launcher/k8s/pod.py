@@ -22,6 +22,9 @@ Manifest = dict[str, Any]
 """An object of Kubernetes, or a part of one: what YAML or JSON can express."""
 
 JOB_LABEL = "pdrun.dev/job"
+ROLE_LABEL = "pdrun.dev/role"
+"""Of a pod that is no node."""
+SCHEDULER_ROLE = "scheduler"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 CONTAINER_NAME = "pdrun"
 TOKEN_KEY = "token"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdrun.launcher.k8s.pod import CONTAINER_NAME, Manifest
+from pdrun.launcher.k8s.pod import CONTAINER_NAME, ROLE_LABEL, Manifest
 from pdrun.text import escape_text, natural_key, plural
 
 MAX_REASON_LENGTH = 300
@@ -49,6 +49,8 @@ class PodState:
     """Whether it is being deleted."""
     index: str = ""
     """Its index in the job; empty: its kind of job has none."""
+    role: str = ""
+    """What it is, if it is no node: ``scheduler``."""
     created: str = ""
     """When, in UTC (RFC 3339). A lost pod has a younger one of its index."""
 
@@ -93,6 +95,7 @@ def read_pod(item: Manifest) -> PodState:
         node=str((item.get("spec") or {}).get("nodeName") or ""),
         is_leaving=bool(metadata.get("deletionTimestamp")),
         index=next((str(labels[key]) for key in INDEX_LABELS if key in labels), ""),
+        role=str(labels.get(ROLE_LABEL) or ""),
         created=str(metadata.get("creationTimestamp") or ""),
     )
 
@@ -138,8 +141,8 @@ def current_pods(pods: Sequence[PodState]) -> list[PodState]:
     """Return the youngest pod of each index; all pods of a kind without indices."""
     youngest: dict[str, PodState] = {}
     for pod in sorted(pods, key=lambda pod: pod.created):
-        youngest[pod.index or pod.name] = pod
-    return [pod for pod in pods if youngest[pod.index or pod.name] is pod]
+        youngest[pod.index or pod.role or pod.name] = pod
+    return [pod for pod in pods if youngest[pod.index or pod.role or pod.name] is pod]
 
 
 def summarize_job(pods: Sequence[PodState], nodes: int) -> str:
@@ -161,9 +164,10 @@ def summarize_job(pods: Sequence[PodState], nodes: int) -> str:
         code = f" with exit code {failed[0].code}" if failed[0].code is not None else ""
         why = f": {failed[0].reason}" if failed[0].reason else ""
         return f"failed: pod {failed[0].name} ended{code}{why}"
-    if all(pod.phase == "Succeeded" for pod in pods):
+    members = [pod for pod in pods if not pod.role]
+    if members and all(pod.phase == "Succeeded" for pod in members):
         return "done"
-    running = sum(pod.phase == "Running" for pod in pods)
+    running = sum(pod.phase == "Running" for pod in members)
     if running == nodes:
         return "running"
     waiting = [pod for pod in pods if pod.reason and not pod.has_ended]

@@ -76,6 +76,12 @@ MANIFEST_OPTIONS = (
     ManifestOption(
         "--secret", "NAME", "Secret with the key 'token'.", k8s_options.parse_object_name
     ),
+    ManifestOption(
+        "--scheduler-pod",
+        "CLAIM:/PATH",
+        "Run the scheduler in a separate pod, with its journal on a claim.",
+        k8s_options.parse_volume,
+    ),
     ManifestOption("--shm", "SIZE", "Size limit of /dev/shm.", k8s_options.parse_quantity),
     ManifestOption(
         "--ttl", "SECONDS", "Delete the job so long after its end.", parsers.int_parser(0)
@@ -179,6 +185,7 @@ def read_request(words: Sequence[str]) -> SubmitRequest:
         labels=tuple(values.get("--label", ())),
         secret=first.get("--secret", ""),
         shm=first.get("--shm", ""),
+        scheduler=first.get("--scheduler-pod"),
         ttl=first.get("--ttl"),
     )
     path = first.get("--pod", "")

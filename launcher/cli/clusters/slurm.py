@@ -10,7 +10,11 @@ from typing import Any
 import click
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.cli.options import CONTEXT_SETTINGS
+from pdrun.launcher.cli.options import (
+    CONTEXT_SETTINGS,
+    SCRIPT_CONTEXT_SETTINGS,
+    SCRIPT_METAVAR,
+)
 from pdrun.launcher.cli.run import parse_arguments, print_warnings
 from pdrun.launcher.common import parsers
 from pdrun.launcher.jobs import sbatch, sbatch_checks
@@ -27,14 +31,6 @@ _DIRECTIVES = (
     ("--output", "output", "FILE", "File of the job's output (Slurm's %j: the job's number)."),
 )
 """Option, directive, metavar and help of Slurm's directives."""
-SCRIPT_CONTEXT_SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
-"""click's settings of a command whose arguments are a complete ``pdrun run`` command line."""
-SCRIPT_METAVAR = "[PDRUN'S OPTIONS] SCRIPT [ARGS]"
 
 
 def slurm_group() -> click.Group:

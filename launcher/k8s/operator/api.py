@@ -115,13 +115,32 @@ class KubernetesApi:
             if error.code not in (404, 409):
                 raise
 
-    def patch_status(self, kind: str, name: str, status: Mapping[str, Any]) -> None:
-        """Merge into the status of an object, if it exists."""
+    def patch_status(
+        self, kind: str, name: str, status: Mapping[str, Any], version: str = ""
+    ) -> bool:
+        """
+        Merge into the status of an object, if it exists.
+
+        Args:
+            kind: of the object.
+            name: of the object.
+            status: fields; None removes one.
+            version: the resourceVersion from which the status was derived; empty: any.
+
+        Returns:
+            False if the object is another version by now: nothing was written.
+        """
+        body: Manifest = {"status": dict(status)}
+        if version:
+            body["metadata"] = {"resourceVersion": version}
         try:
-            self._request("PATCH", kind, f"{name}/status", {"status": dict(status)})
+            self._request("PATCH", kind, f"{name}/status", body)
         except RefusedError as error:
+            if error.code == 409 and version:
+                return False
             if error.code != 404:
                 raise
+        return True
 
     def watch(self, kind: str) -> Iterator[Manifest]:
         """

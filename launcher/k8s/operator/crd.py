@@ -7,6 +7,7 @@ What an administrator applies once: definition of PdJob, roles, the operator's d
     spec.run                  options of `pdrun run`, script and arguments
     spec.pod                  merged into the pods, as `pdrun k8s submit --pod`
     spec.secret               a Secret with the key `token`; one is made if it is not given
+    spec.scheduler            claim and path of the journal of a scheduler in a separate pod
     spec.suspend              true: no pods
     spec.ttlSeconds           the job is deleted so long after its end
 """
@@ -38,6 +39,14 @@ def make_definition() -> Manifest:
             "run": {"type": "array", "minItems": 1, "maxItems": 4096, "items": text},
             "pod": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
             "secret": {"type": "string", "maxLength": 253},
+            "scheduler": {
+                "type": "object",
+                "required": ["claim", "path"],
+                "properties": {
+                    "claim": {"type": "string", "minLength": 1, "maxLength": 253},
+                    "path": {"type": "string", "pattern": "^/", "maxLength": 4096},
+                },
+            },
             "suspend": {"type": "boolean", "default": False},
             "ttlSeconds": {"type": "integer", "minimum": 0},
         },
@@ -50,6 +59,7 @@ def make_definition() -> Manifest:
             "code": {"type": "integer"},
             "reason": text,
             "lostPods": {"type": "integer"},
+            "lostSchedulers": {"type": "integer"},
             "startTime": {"type": "string", "format": "date-time"},
             "endTime": {"type": "string", "format": "date-time"},
             "observedGeneration": {"type": "integer"},

@@ -177,8 +177,11 @@ class OperatorLoop:
     def _write(self, job: Manifest, action: Action) -> None:
         name = str(job["metadata"]["name"])
         if isinstance(action, SetStatus):
-            self._api.patch_status(KIND, name, action.status)
-            self._report(f"{name}: {action.status.get('state')}")
+            version = str(job["metadata"].get("resourceVersion", ""))
+            if self._api.patch_status(KIND, name, action.status, version):
+                self._report(f"{name}: {action.status.get('state')}")
+            else:  # derived from an older object, such as before a change of scale: once more
+                self._queue.put(name)
         elif isinstance(action, DeletePod):
             self._report(f"{name}: deleting pod {action.name}")
             self._api.delete("Pod", action.name, action.uid)

@@ -6,7 +6,9 @@ refuses a second pod of an index.
 
     fixed size   every pod is made once; the first that ends tells the verdict
     elastic      a pod that was lost (deleted, evicted, killed) is made again under its name, up to
-                 a limit; every other end is the verdict
+                 a limit; every other end is the verdict. So is one of a fixed job with restarts and
+                 a scheduler's pod
+    scheduler    in a separate pod, if asked for; it is made again whenever it is lost
     scale        pods from `spec.nodes` on are deleted: their agents tell the job that they leave
 
 A verdict is final: no pod is made after it.
@@ -14,7 +16,7 @@ A verdict is final: no pod is made after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +26,34 @@ from pdrun.launcher.k8s.manifest import (
     API_VERSION,
     KIND,
     LOST_POD_EXIT_CODES,
-    drop_option,
+    MAX_LOST_SCHEDULERS,
+    drop_nodes,
+    make_node_template,
+    make_scheduler_service,
     make_service,
 )
-from pdrun.launcher.k8s.options import MAX_LABEL_LENGTH, KubernetesOptions, check_request
+from pdrun.launcher.k8s.options import (
+    MAX_LABEL_LENGTH,
+    SCHEDULER_SUFFIX,
+    ClaimVolume,
+    KubernetesOptions,
+    check_request,
+    parse_volume,
+)
 from pdrun.launcher.k8s.overlay import apply_overlay, check_overlay
 from pdrun.launcher.k8s.pod import (
     TOKEN_KEY,
     Manifest,
     PodRequest,
-    make_template,
     object_labels,
 )
 from pdrun.launcher.k8s.pods import PodState, read_pod
+from pdrun.launcher.k8s.scheduler_pod import (
+    make_scheduler_template,
+    max_lost_pods,
+    replaces_lost_pods,
+    scheduler_name,
+)
 
 INDEX_LABEL = "pdrun.dev/index"
 FINAL_STATES = ("Succeeded", "Failed")
@@ -96,11 +113,14 @@ class JobRequest:
         return self.min_nodes < self.max_nodes
 
     @property
+    def replaces_pods(self) -> bool:
+        """Whether a lost pod is made again."""
+        return replaces_lost_pods(self.resolved.spec, self.options)
+
+    @property
     def max_lost_pods(self) -> int:
         """How many pods may be lost in the life of the job."""
-        if not self.is_elastic:
-            return 0
-        return self.max_nodes * max(1, self.resolved.spec.policy.max_restarts)
+        return max_lost_pods(self.resolved.spec, self.options)
 
 
 WordReader = Callable[[Sequence[str]], ResolvedSpec]
@@ -131,13 +151,15 @@ def _read_spec(job: Manifest, read_words: WordReader) -> JobRequest:
     most = int(spec.get("maxNodes") or max(nodes, least))
     if not least <= nodes <= most:
         raise UsageError(f"must be {least} to {most}, got {nodes}", where="spec.nodes")
-    if len(f"{name}-{most - 1}") > MAX_LABEL_LENGTH or "." in name:
+    scheduler = _read_scheduler(spec.get("scheduler"))
+    longest = max(len(f"-{most - 1}"), len(SCHEDULER_SUFFIX) if scheduler else 0)
+    if len(name) + longest > MAX_LABEL_LENGTH or "." in name:
         raise UsageError(
             f"{name} is no host name with an index of up to {most - 1}", where="metadata.name"
         )
     words = tuple(str(word) for word in spec["run"])
     count = f"{least}:{most}" if least < most else str(most)
-    if drop_option(words, "--nodes") != list(words):
+    if drop_nodes(words) != list(words):
         raise UsageError("--nodes is spec.nodes", where="spec.run", hint="leave it out")
     resolved = read_words(("--nodes", count, *words))
     check_request(resolved)
@@ -153,9 +175,20 @@ def _read_spec(job: Manifest, read_words: WordReader) -> JobRequest:
         ttl=None if ttl is None else int(ttl),
         resolved=resolved,
         words=("--nodes", count, *words),
-        options=KubernetesOptions(image=str(spec["image"]), secret=str(spec.get("secret") or "")),
+        options=KubernetesOptions(
+            image=str(spec["image"]),
+            kind="pdjob",
+            secret=str(spec.get("secret") or ""),
+            scheduler=scheduler,
+        ),
         overlay=overlay,
     )
+
+
+def _read_scheduler(field: Mapping[str, Any] | None) -> ClaimVolume | None:
+    if not field:
+        return None
+    return parse_volume(f"{field['claim']}:{field['path']}", "spec.scheduler")
 
 
 def reconcile(
@@ -179,18 +212,21 @@ def reconcile(
         seconds_since_end: since ``status.endTime``, if the job has ended.
     """
     status = dict(job.get("status") or {})
+    own_scheduler = [pod for pod in pods if read_pod(pod).role]
+    pods = [pod for pod in pods if not read_pod(pod).role]
     if status.get("state") in FINAL_STATES:
         ttl = None if isinstance(request, PdrunError) else request.ttl
-        return [DeleteJob()] if ttl is not None and seconds_since_end >= ttl else []
+        if ttl is not None and seconds_since_end >= ttl:
+            return [DeleteJob()]
+        is_over = all(read_pod(pod).has_ended for pod in pods)
+        return _end_pods(one for one in own_scheduler if not read_pod(one).has_ended) * is_over
     if isinstance(request, PdrunError):
         return _set_status(job, status, {"state": "Invalid", "reason": str(request)})
     states = {_index_of(pod): read_pod(pod) for pod in pods}
     uids = {str(pod["metadata"]["name"]): str(pod["metadata"].get("uid", "")) for pod in pods}
     running = _count_running(states)
     if request.suspend:
-        actions: list[Action] = [
-            DeletePod(pod.name, uids[pod.name]) for pod in states.values() if not pod.is_leaving
-        ]
+        actions = _end_pods([*pods, *own_scheduler])
         change = {"state": "Suspended", "nodes": running, "reason": "", "startTime": None}
         return [*actions, *_set_status(job, status, change)]
     verdict = find_verdict(request, states, status)
@@ -199,7 +235,16 @@ def reconcile(
         state = "Succeeded" if code == 0 else "Failed"
         end = {"state": state, "code": code, "reason": reason, "endTime": now, "nodes": running}
         return _set_status(job, status, end)
-    return _keep_running(request, job, states, uids, token, now)
+    return _keep_running(request, job, states, uids, own_scheduler, token, now)
+
+
+def _end_pods(pods: Iterable[Manifest]) -> list[Action]:
+    """Return the actions that delete pods, unless they are being deleted."""
+    return [
+        DeletePod(str(pod["metadata"]["name"]), str(pod["metadata"].get("uid", "")))
+        for pod in pods
+        if not read_pod(pod).is_leaving
+    ]
 
 
 def _keep_running(
@@ -207,6 +252,7 @@ def _keep_running(
     job: Manifest,
     states: Mapping[int, PodState],
     uids: Mapping[str, str],
+    own_scheduler: Sequence[Manifest],
     token: str,
     now: str,
 ) -> list[Action]:
@@ -214,21 +260,26 @@ def _keep_running(
     status = dict(job.get("status") or {})
     actions: list[Action] = []
     change: dict[str, Any] = {"reason": ""}
+    lost_schedulers = int(status.get("lostSchedulers") or 0)
+    kept, ended = _keep_scheduler(request, job, own_scheduler, lost_schedulers)
+    if ended:
+        change["lostSchedulers"] = lost_schedulers + ended
     lost = int(status.get("lostPods") or 0)
     for index, pod in sorted(states.items()):
         if pod.is_leaving:
             continue
-        if index >= request.nodes or (request.is_elastic and is_lost(pod)):
+        if index >= request.nodes or (request.replaces_pods and is_lost(pod)):
             actions.append(DeletePod(pod.name, uids[pod.name]))
             lost += is_lost(pod) and index < request.nodes
     # A fixed job's pods are made once: one that is missing later was lost, and the others say so.
     has_begun = bool(status.get("startTime"))
     missing = [index for index in range(request.nodes) if index not in states]
-    if missing and (not has_begun or request.is_elastic):
+    if missing and (not has_begun or request.replaces_pods):
         if not request.options.secret:
             actions.append(Create(_make_secret(request, job, token)))
         actions.append(Create(_own(make_service(_pod_request(request)), job)))
         actions += [Create(_make_pod(request, job, index)) for index in missing]
+    actions += kept  # after Secret and Service
     running = _count_running(states)
     change["nodes"] = running
     change["state"] = "Running" if running >= request.min_nodes else "Pending"
@@ -239,7 +290,31 @@ def _keep_running(
     waiting = [pod for pod in states.values() if pod.reason and not pod.has_ended]
     if change["state"] == "Pending" and waiting:
         change["reason"] = _cut(f"{waiting[0].name}: {waiting[0].reason}")
+    for pod in map(read_pod, own_scheduler):
+        # also while the nodes run: they wait for it
+        if (pod.code or pod.reason) and not pod.is_leaving:
+            change["reason"] = _cut(f"{pod.name}: {_describe(pod)}")
     return [*actions, *_set_status(job, status, change)]
+
+
+def _keep_scheduler(
+    request: JobRequest, job: Manifest, pods: Sequence[Manifest], lost: int
+) -> tuple[list[Action], int]:
+    """
+    Return the actions that keep a scheduler's pod, and how many were found lost.
+
+    A scheduler that ended by itself has informed the nodes: they bring the verdict.
+    """
+    if request.options.scheduler is None:
+        return [], 0
+    if not pods:
+        service = make_scheduler_service(_pod_request(request))
+        return [Create(_own(service, job)), Create(_make_scheduler(request, job))], 0
+    dead = [pod for pod in pods if is_lost(read_pod(pod))]
+    if not dead or lost >= MAX_LOST_SCHEDULERS:
+        return [], 0
+    ended = _end_pods(dead)
+    return ended, len(ended)
 
 
 def find_verdict(
@@ -249,10 +324,10 @@ def find_verdict(
     Return (exit code, reason) of the job; None: it has not ended.
 
     The code is pdrun's, which all pods return. A pod that is being deleted says nothing, nor does
-    one that was lost in an elastic job.
+    one that was lost and is made again.
     """
     ended = [pod for _, pod in sorted(states.items()) if pod.has_ended and not pod.is_leaving]
-    if request.is_elastic:
+    if request.replaces_pods:
         lost = [pod for pod in ended if is_lost(pod)]
         ended = [pod for pod in ended if not is_lost(pod)]
         count = int(status.get("lostPods") or 0) + len(lost)
@@ -302,7 +377,7 @@ def _pod_request(request: JobRequest) -> PodRequest:
 
 
 def _make_pod(request: JobRequest, job: Manifest, index: int) -> Manifest:
-    template = apply_overlay(make_template(_pod_request(request)), request.overlay)
+    template = apply_overlay(make_node_template(_pod_request(request)), request.overlay)
     name = f"{request.name}-{index}"
     spec = template["spec"]
     spec["hostname"] = name
@@ -312,6 +387,15 @@ def _make_pod(request: JobRequest, job: Manifest, index: int) -> Manifest:
     metadata["name"] = name
     metadata["labels"] = {**(metadata.get("labels") or {}), INDEX_LABEL: str(index)}
     return _own({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, job)
+
+
+def _make_scheduler(request: JobRequest, job: Manifest) -> Manifest:
+    key = str(job["metadata"].get("uid", ""))
+    template = make_scheduler_template(_pod_request(request), key, request.overlay)
+    metadata = {**template["metadata"], "name": scheduler_name(request.name)}
+    return _own(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}, job
+    )
 
 
 def _make_secret(request: JobRequest, job: Manifest, token: str) -> Manifest:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.launcher.k8s.operator.loop import OperatorLoop
 from tests.lib import netns_hosts as hosts
 from tests.lib import slurm_cluster as slurm
 from tests.lib.kube.cluster import KubeCluster
+from tests.lib.kube.operator import install_operator, run_operator
 from tests.lib.kube.server import find_programs
 from tests.lib.netns_hosts import Hosts
 from tests.lib.slurm_cluster import Slurm
@@ -201,3 +203,17 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeCluster]:
     finally:
         made.kubelet.stop()
         made.server.stop()
+
+
+@pytest.fixture(scope="session")
+def installed(kube: KubeCluster) -> KubeCluster:
+    """The cluster with the operator's definition and roles."""
+    install_operator(kube)
+    return kube
+
+
+@pytest.fixture
+def operator(installed: KubeCluster) -> Iterator[OperatorLoop]:
+    """A running operator, with the rights of its role."""
+    with run_operator(installed) as loop:
+        yield loop

@@ -3,96 +3,32 @@
 from __future__ import annotations
 
 import json
-import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pdrun.errors import PdrunError, RendezvousError
-from pdrun.launcher.cli.clusters.k8s_operator import read_run_words
 from pdrun.launcher.k8s.operator import crd
 from pdrun.launcher.k8s.operator.api import KubernetesApi
 from pdrun.launcher.k8s.operator.lease import OperatorLease
 from pdrun.launcher.k8s.operator.loop import OperatorLoop
 from pdrun.launcher.k8s.pod import Manifest
-from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.lib.kube.cluster import KubeCluster
-from tests.lib.kube.server import USER_TOKEN
+from tests.lib.kube.operator import (
+    JOBS,
+    OPTIONS,
+    make_api,
+    make_loop,
+    pods_of,
+    read,
+    wait_for_state,
+)
 
 pytestmark = pytest.mark.timeout(300)
-OPTIONS = ("--kind", "pdjob", "--devices", "2", "--backend", "cpu", "--image", "i", "--grace", "5")
-JOBS = "/apis/pdrun.dev/v1/namespaces/default/pdjobs"
-
-
-def make_api(kube: KubeCluster, kind: type[KubernetesApi] = KubernetesApi) -> KubernetesApi:
-    """Return the API as alice sees it, who has the operator's role and nothing else."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    token = kube.folder / "alice.token"
-    token.write_text(USER_TOKEN)
-    return kind(kube.server.url, "default", token_file=token, context=context)
-
-
-def make_loop(api: KubernetesApi, lines: list[str] | None = None) -> OperatorLoop:
-    report = print if lines is None else lines.append
-    return OperatorLoop(api, read_run_words, lambda: format_token(Secret.random()), report)
-
-
-@pytest.fixture(scope="module")
-def installed(kube: KubeCluster) -> KubeCluster:
-    """The definition and the roles; alice is bound to the operator's role."""
-    objects = [crd.make_definition(), *crd.make_roles("default")]
-    binding = next(one for one in objects if one["kind"] == "RoleBinding")
-    group = "rbac.authorization.k8s.io"
-    binding["subjects"] = [{"kind": "User", "name": "alice", "apiGroup": group}]
-    text = yaml.safe_dump_all(objects)
-    out = kube.kubectl("apply", "--server-side", "-f", "-", stdin=text)
-    assert "serverside-applied" in out, out
-    kube.wait_until(
-        lambda: (
-            "pdjobs" in kube.kubectl("get", "pdjobs", "-o", "name")
-            or not kube.kubectl("get", "pdjobs", "-o", "name")
-        ),
-        "the definition is served",
-    )
-    return kube
-
-
-@pytest.fixture
-def operator(installed: KubeCluster) -> Iterator[OperatorLoop]:
-    """A running operator, with the rights of its role."""
-    loop = make_loop(make_api(installed))
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    yield loop
-    loop.stop()
-    thread.join(30)
-
-
-def read(kube: KubeCluster, name: str) -> Manifest:
-    return kube.server.api.request("GET", f"{JOBS}/{name}")
-
-
-def state_of(kube: KubeCluster, name: str) -> str:
-    return str((read(kube, name).get("status") or {}).get("state", ""))
-
-
-def wait_for_state(kube: KubeCluster, name: str, state: str) -> Manifest:
-    kube.wait_until(lambda: state_of(kube, name) == state, f"{name} {state}")
-    return read(kube, name)
-
-
-def pods_of(kube: KubeCluster, name: str) -> dict[str, Manifest]:
-    path = f"/api/v1/namespaces/default/pods?labelSelector=pdrun.dev/job={name}"
-    items = kube.server.api.request("GET", path)["items"]
-    return {pod["metadata"]["name"]: pod for pod in items}
 
 
 def test_mistakes_are_refused_by_the_definition(installed: KubeCluster) -> None:

@@ -58,6 +58,16 @@ def test_variables_of_nodes_give_their_job(line: str, environ: dict[str, str], j
     assert describe_place(resolve_line(line, environ)) == job
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_user_may_run_the_scheduler_outside_of_nodes_that_a_launcher_numbers(index: int) -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
+    found = resolve_line("--nodes 2 --scheduler h1:9 --no-serve x", environ)
+    assert describe_place(found) == f"2 {index} auto h1:9"
+    assert found.spec.place.serve is False
+    with pytest.raises(PdrunError, match="contradicts"):
+        resolve_line("--nodes 2 --scheduler h1:9 --no-serve --node-rank 0 x", environ)
+
+
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
 def test_a_master_pod_with_a_loopback_address_is_reached_by_its_name(address: str) -> None:
     pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}

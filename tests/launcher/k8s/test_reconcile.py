@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli.clusters.k8s_operator import read_run_words
+from pdrun.launcher.k8s.manifest import MAX_LOST_SCHEDULERS
 from pdrun.launcher.k8s.operator.reconcile import (
     INDEX_LABEL,
     Action,
@@ -107,7 +108,7 @@ class Model:
             if pod["status"]["phase"] == "Pending":
                 pod["status"] = {"phase": "Running"}
 
-    def end(self, index: int, code: int | None, message: str = "") -> None:
+    def end(self, index: int | str, code: int | None, message: str = "") -> None:
         pod = self.objects["Pod", f"train-{index}"]
         phase = "Succeeded" if code == 0 else "Failed"
         pod["status"] = {"phase": phase}
@@ -117,7 +118,8 @@ class Model:
 
 
 def indices(model: Model) -> list[str]:
-    return [pod["metadata"]["labels"][INDEX_LABEL] for pod in model.pods]
+    labels = [pod["metadata"]["labels"] for pod in model.pods]
+    return [one[INDEX_LABEL] for one in labels if INDEX_LABEL in one]
 
 
 def test_a_job_gets_secret_service_and_pods() -> None:
@@ -244,9 +246,120 @@ def test_a_job_is_deleted_after_its_time() -> None:
     assert model.plan(seconds_since_end=60.0) == [DeleteJob()]
 
 
+JOURNALS = {"claim": "journals", "path": "/journal"}
+
+
+def test_a_scheduler_has_a_pod_of_its_own() -> None:
+    run = ["--devices", "8", "--max-restarts=2", "train.py", "--grace", "1"]
+    model = Model(make_job(nodes=2, scheduler=JOURNALS, run=run))
+    model.settle()
+    assert indices(model) == ["0", "1"]
+    pod = model.objects["Pod", "train-scheduler"]
+    command = pod["spec"]["containers"][0]["command"]
+    assert command[:6] == [
+        "pdrun",
+        "scheduler",
+        "--nodes",
+        "2",
+        "--listen",
+        "train-scheduler:29400",
+    ]
+    assert command[6] == "--journal" and command[7].startswith("/journal/train-")
+    assert command[8:] == ["--max-restarts=2"]
+    assert "nvidia.com/gpu" not in str(pod["spec"]["containers"][0]["resources"])
+    words = model.pods[0]["spec"]["containers"][0]["command"]
+    assert words[2:5] == ["--scheduler", "train-scheduler:29400", "--no-serve"]
+
+
+def test_journals_of_two_jobs_of_one_name_differ() -> None:
+    paths = []
+    for uid in ("u-1", "u-2"):
+        job = make_job(scheduler=JOURNALS)
+        job["metadata"]["uid"] = uid
+        model = Model(job)
+        model.settle()
+        paths.append(model.objects["Pod", "train-scheduler"]["spec"]["containers"][0]["command"][7])
+    assert paths[0] != paths[1]
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_lost_scheduler_is_made_again_in_a_fixed_job(is_deleted: bool) -> None:
+    model = Model(make_job(nodes=2, scheduler=JOURNALS))
+    model.settle()
+    model.start_all()
+    model.settle()
+    uid = model.objects["Pod", "train-scheduler"]["metadata"]["uid"]
+    if is_deleted:
+        del model.objects["Pod", "train-scheduler"]
+    else:
+        model.end("scheduler", 137)
+    model.settle()
+    assert model.objects["Pod", "train-scheduler"]["metadata"]["uid"] != uid
+    assert (model.state, model.job["status"]["nodes"]) == ("Running", 2)
+    assert model.job["status"].get("lostSchedulers", 0) == (0 if is_deleted else 1)
+
+
+@pytest.mark.parametrize("code", [None, 137])
+def test_a_lost_pod_of_a_fixed_job_comes_back_under_a_scheduler_of_its_own(
+    code: int | None,
+) -> None:
+    run = ["--max-restarts", "1", "train.py"]
+    model = Model(make_job(nodes=2, scheduler=JOURNALS, run=run))
+    model.settle()
+    model.start_all()
+    model.settle()
+    model.end(0, code)
+    model.settle()
+    assert indices(model) == ["0", "1"]
+    assert (model.state, model.job["status"]["lostPods"]) == ("Pending", 1)
+    model.end(1, 7, "rank 3 on train-1 ended with exit code 7")
+    model.settle()
+    assert (model.state, model.job["status"]["code"]) == ("Failed", 7)
+
+
+def test_a_scheduler_is_not_lost_without_end() -> None:
+    model = Model(make_job(nodes=1, scheduler=JOURNALS))
+    model.settle()
+    for _ in range(MAX_LOST_SCHEDULERS + 3):
+        model.start_all()
+        model.end("scheduler", 137)
+        model.settle()
+    assert model.job["status"]["lostSchedulers"] == MAX_LOST_SCHEDULERS
+    assert model.objects["Pod", "train-scheduler"]["status"]["phase"] == "Failed"
+
+
+def test_a_scheduler_that_cannot_start_is_named_while_the_nodes_wait() -> None:
+    model = Model(make_job(nodes=2, scheduler=JOURNALS))
+    model.settle()
+    model.start_all()
+    model.end("scheduler", 2)
+    model.settle()
+    assert model.job["status"]["reason"] == "train-scheduler: exit code 2"
+    assert model.state == "Running", "the verdict is that of the nodes"
+
+
+def test_a_scheduler_ends_with_its_job() -> None:
+    model = Model(make_job(nodes=1, scheduler=JOURNALS))
+    model.settle()
+    model.start_all()
+    model.end(0, 7)
+    model.settle()
+    assert model.state == "Failed"
+    assert ("Pod", "train-scheduler") not in model.objects
+    model = Model(make_job(nodes=1, scheduler=JOURNALS))
+    model.settle()
+    model.start_all()
+    model.job["spec"]["suspend"] = True
+    model.settle()
+    assert model.pods == []
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ({"scheduler": {"claim": "a b", "path": "/x"}}, "spec.scheduler: 'a b' is not the name"),
+        ({"scheduler": {"claim": "c", "path": "x"}}, "spec.scheduler: must be CLAIM:/PATH"),
+        ({"scheduler": {"claim": "c"}}, "spec: KeyError"),
         ({"run": ["--nodes", "2", "a.py"]}, "spec.run: --nodes is spec.nodes; leave it out"),
         ({"run": ["--hosts", "a", "a.py"]}, "--hosts: has no meaning in pods"),
         ({"run": ["--devices"]}, "spec.run: Option '--devices' requires an argument."),
@@ -282,11 +395,15 @@ EVENTS = st.lists(
 )
 
 
-@given(EVENTS, st.booleans())
+@given(EVENTS, st.booleans(), st.booleans())
 def test_every_history_converges_with_one_pod_per_index(
-    events: list[tuple[Any, ...]], elastic: bool
+    events: list[tuple[Any, ...]], elastic: bool, apart: bool
 ) -> None:
-    spec = {"nodes": 2, "minNodes": 1, "maxNodes": 4} if elastic else {"nodes": 3}
+    spec: dict[str, Any] = {"nodes": 3}
+    if elastic:
+        spec = {"nodes": 2, "minNodes": 1, "maxNodes": 4}
+    if apart:
+        spec["scheduler"] = JOURNALS
     model = Model(make_job(**spec))
     for kind, *values in events:
         if kind == "delete" and model.objects:
@@ -303,10 +420,12 @@ def test_every_history_converges_with_one_pod_per_index(
         elif kind == "crash":  # the operator is killed after some of its writes
             for action in model.plan()[: values[0]]:
                 model.carry_out(action)
-        assert len(set(indices(model))) == len(model.pods)
+        assert len(set(indices(model))) == len(indices(model))
+        assert len(model.pods) - len(indices(model)) <= apart
     model.settle()
     assert model.plan() == []
     if model.state in ("Pending", "Running") and elastic:
         wanted = [str(index) for index in range(model.job["spec"]["nodes"])]
         assert indices(model) == wanted
+        assert (("Pod", "train-scheduler") in model.objects) == apart
         assert ("Service", "train") in model.objects or not events

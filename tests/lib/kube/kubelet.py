@@ -11,6 +11,7 @@ import base64
 import http.server
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -35,6 +36,15 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def find_own_address() -> str:
+    """Return an address of this machine, which all pods share; loopback if it has no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError):
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
 def is_running(pod: Item) -> bool:
     """Return whether the API server takes a pod for running."""
     return bool(pod["status"].get("phase") == "Running")
@@ -52,8 +62,8 @@ class TestKubelet:
         self._ended = threading.Event()
         self._server = self._start_log_server()
         self._thread = threading.Thread(target=self._loop, daemon=True)
-        self.is_silent = False
-        """Whether it does nothing, like the kubelet of a lost node."""
+        self._lost: set[str] = set()
+        """Pods of a node that is lost, by uid: nothing is heard of them."""
 
     def start(self) -> None:
         """Register the node; begin to run pods."""
@@ -81,16 +91,28 @@ class TestKubelet:
             process.wait()
 
     def log_of(self, pod: str) -> str:
-        """Return the output of a pod."""
-        return (self._folder / f"{pod}.log").read_text(errors="replace")
+        """Return the output of a pod; nothing before it has begun."""
+        with suppress(FileNotFoundError):
+            return (self._folder / f"{pod}.log").read_text(errors="replace")
+        return ""
+
+    def lose(self, pod: str) -> None:
+        """Lose the node of a pod: its processes stand still, and its kubelet is silent."""
+        found = self._api.request("GET", f"/api/v1/namespaces/default/pods/{pod}")
+        uid = found["metadata"]["uid"]
+        self._lost.add(uid)
+        os.kill(self._processes[uid].pid, signal.SIGSTOP)
+
+    def kill(self, pod: str) -> None:
+        """Kill the processes of a pod, as the kernel does when memory is short."""
+        found = self._api.request("GET", f"/api/v1/namespaces/default/pods/{pod}")
+        os.killpg(self._processes[found["metadata"]["uid"]].pid, signal.SIGKILL)
 
     # The loop
     # ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            if self.is_silent:
-                continue
             with suppress(OSError, urllib.error.URLError):
                 for pod in self._api.request("GET", "/api/v1/namespaces/default/pods")["items"]:
                     self._handle(pod)
@@ -98,6 +120,8 @@ class TestKubelet:
     def _handle(self, pod: Item) -> None:
         uid = pod["metadata"]["uid"]
         process = self._processes.get(uid)
+        if uid in self._lost:
+            return
         if pod["metadata"].get("deletionTimestamp"):
             self._end(pod, process)
         elif uid not in self._seen and pod["status"].get("phase") == "Pending":
@@ -162,12 +186,13 @@ class TestKubelet:
         self._report(pod, "Running", running, ready=True)
 
     def _make_hosts(self, hostname: str, subdomain: str) -> str:
-        lines = ["127.0.0.1 localhost"]
+        lines, own = ["127.0.0.1 localhost"], find_own_address()
         if subdomain:
-            names = [hostname, *(f"{hostname.rpartition('-')[0]}-{index}" for index in range(8))]
+            job = hostname.rpartition("-")[0]
+            names = [hostname, *(f"{job}-{index}" for index in range(8)), f"{job}-scheduler"]
             for one in dict.fromkeys(names):
                 domain = f"{one}.{subdomain}"
-                lines.append(f"127.0.0.1 {domain}.default.svc.cluster.local {domain} {one}")
+                lines.append(f"{own} {domain}.default.svc.cluster.local {domain} {one}")
         return "\n".join(lines) + "\n"
 
     def _make_environment(self, pod: Item, container: Item, hostname: str) -> dict[str, str]:

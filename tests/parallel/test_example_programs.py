@@ -91,6 +91,18 @@ def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None
         assert re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program)) == [loss]
 
 
+def test_the_gpt_generates_the_same_text_however_it_is_cut(tmp_path: Path) -> None:
+    run(GPT, *SMALL[:2], *SMALL[4:], "--batch", "2", "--checkpoints", str(tmp_path / "c"))
+    program = [str(ROOT / "examples/generate.py"), "--weights", str(tmp_path / "c")]
+    program += ["--width", "32", "--new", "12", "--temperature", "0.9"]
+    want = run(*program).partition("mesh(")[0]
+    assert want.count("--\n") == 4
+    job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2", "--backend", "cpu"]
+    told = run(*job, *program, "--tp", "2", "--verify", cwd=tmp_path)
+    assert want in told
+    assert "of those of one process" in told
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
 )
@@ -162,10 +174,10 @@ def test_the_gpu_benchmark_on_a_tiny_model() -> None:
         "--warm",
         "1",
         "--rows",
-        "ddp,pdrun0,pdrun3",
+        "ddp-eager,pdrun0-eager,pdrun3-fused-eager",
     )
     rows = [line.split() for line in text.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun3"]
+    assert [row[0] for row in rows] == ["ddp-eager", "pdrun0-eager", "pdrun3-fused-eager"]
     assert len({row[5] for row in rows}) == 1  # the first loss
     assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)
 

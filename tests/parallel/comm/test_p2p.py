@@ -175,7 +175,7 @@ def test_flat_exchanges_in_flight_together(size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_messages_in_both_directions(seed: int) -> None:
-    """More messages than slots, of several types, waited for in another order than they are sent."""
+    """More messages than slots, of several types, awaited in another order than they are sent."""
     count = 3 * messages.SLOT_COUNT
     devices = Devices(2, nbytes=messages.SLOT_COUNT * messages.ALIGNMENT_BYTES)
     kinds = [torch.float64, torch.int32, torch.bool, torch.bfloat16]

@@ -67,6 +67,19 @@ def test_submit_logs_status_and_deletion(installed: KubeCluster, operator: Opera
     )
 
 
+def test_parameter_servers_run_beside_the_workers(
+    installed: KubeCluster, operator: OperatorLoop
+) -> None:
+    words = ("--nodes", "2", "--servers", "1/node", "--name", "op-served", "train.py")
+    done = installed.pdrun("submit", *OPTIONS, *words)
+    assert done.returncode == 0, done.stderr
+    wait_for_state(installed, "op-served", "Succeeded")
+    assert sorted(pods_of(installed, "op-served")) == ["op-served-0", "op-served-1"]
+    logs = [installed.kubelet.log_of(f"op-served-{index}") for index in range(2)]
+    assert [log.count("servers: 2\n") for log in logs] == [2, 2], logs
+    installed.kubectl("delete", "pdj", "op-served")
+
+
 def test_a_failure_has_code_and_cause(installed: KubeCluster, operator: OperatorLoop) -> None:
     installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", "op-bad", "train.py", "7")
     status = wait_for_state(installed, "op-bad", "Failed")["status"]

@@ -21,6 +21,8 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+if "PDRUN_SERVER_COUNT" in os.environ:
+    print("servers:", os.environ["PDRUN_SERVER_COUNT"], flush=True)
 if sys.argv[1:] == ["wait"]:
     Path("started-" + os.environ["RANK"]).touch()
     time.sleep(300)

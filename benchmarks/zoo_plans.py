@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from zoo_models import Architecture, Batch, shifted_batch, token_loss
 
 ROWS = (8, 7, 5)
@@ -105,12 +106,22 @@ def _build(architecture: Architecture) -> nn.Module:
             generator = torch.Generator().manual_seed(index)
             if param.requires_grad:
                 param.add_(torch.randn(param.shape, generator=generator).to(param.dtype) * 0.02)
+    if "batchnorm" in architecture.traits:  # amplifies rounding until fp32 proves nothing
+        model = model.double()
     return model.train()
 
 
 def _batches(architecture: Architecture, is_shifted: bool) -> list[Batch]:
     make = shifted_batch if is_shifted else architecture.batch
-    return [make(rows, step) for step, rows in enumerate(ROWS)]
+    batches = [make(rows, step) for step, rows in enumerate(ROWS)]
+    if "batchnorm" in architecture.traits:
+        batches = [tree_map(_widen, batch) for batch in batches]
+    return batches
+
+
+def _widen(leaf: Any) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.double() if is_float else leaf
 
 
 def _call(model: nn.Module, batch: Batch) -> Any:

@@ -57,8 +57,9 @@ class Shard:
         """Return this shard of a full tensor, contiguous and in new memory."""
         found = whole
         for dim, ranges in enumerate(self.ranges):
-            if sum(high - low for low, high in ranges) != whole.shape[dim] or len(ranges) > 1:
-                found = torch.cat([found.narrow(dim, low, high - low) for low, high in ranges], dim)
+            parts = [found.narrow(dim, low, high - low) for low, high in ranges]
+            # one part is copied once, below
+            found = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return found.clone(memory_format=torch.contiguous_format)
 
     def put_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:

@@ -91,6 +91,7 @@ def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None
         assert re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program)) == [loss]
 
 
+@pytest.mark.thorough
 def test_the_gpt_generates_the_same_text_however_it_is_cut(tmp_path: Path) -> None:
     run(GPT, *SMALL[:2], *SMALL[4:], "--batch", "2", "--checkpoints", str(tmp_path / "c"))
     program = [str(ROOT / "examples/generate.py"), "--weights", str(tmp_path / "c")]

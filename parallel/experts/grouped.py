@@ -84,15 +84,22 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> 
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         weight = weight.to(dtype)
-    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
-        return _uncompiled_product(x, weight, rows)  # torch traces grouped_mm in bf16 only
+    is_traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
+    if is_traced and (x.dtype != torch.bfloat16 or _why_product_looped(x, weight)):
+        # torch traces grouped_mm in bf16 only, and a loop needs sizes
+        found: torch.Tensor = torch.ops.pdrun_experts.grouped_product(x, weight, rows.offsets)
+        return found
     return _multiply(x, weight, rows)
+
+
+def _why_product_looped(x: torch.Tensor, weight: torch.Tensor) -> str:
+    return why_looped(x.device.type, x.dtype, (x.shape[1], weight.shape[2]))
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     if not x.shape[0]:
         return x @ weight[0]  # no rows, but gradients of zero
-    if why_looped(x.device.type, x.dtype, (x.shape[1], weight.shape[2])):
+    if _why_product_looped(x, weight):
         pieces = x.split(rows.sizes)
         matrices = weight.unbind(0)
         return torch.cat([piece @ w for piece, w in zip(pieces, matrices, strict=True)])
@@ -100,7 +107,54 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.
     return cast("torch.Tensor", _ContiguousGrad.apply(_grouped_mm(x, weight, offs=rows.offsets)))
 
 
-_uncompiled_product = torch.compiler.disable(_multiply)
+# ---- as an operator, for compiled code and fake tensors ---------------------
+
+
+def _rows_of(offsets: torch.Tensor) -> ExpertRows:
+    return ExpertRows(offsets.diff(prepend=offsets.new_zeros(1)).long())
+
+
+def _run_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """See `grouped_product`."""
+    with torch.no_grad():
+        return _multiply(x, weight, _rows_of(offsets)).clone()
+
+
+def _run_weight_grad(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the weight of `grouped_product`."""
+    sizes = _rows_of(offsets).sizes
+    pairs = zip(x.split(sizes), grad.split(sizes), strict=True)
+    return torch.stack([rows.T @ of_rows for rows, of_rows in pairs])
+
+
+def _product_shape(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _weight_grad_shape(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
+
+
+def _save_product(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, Any, None]:
+    x, weight, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    of_rows = _product_operator(grad, weight.transpose(1, 2).contiguous(), offsets)
+    return of_rows, _weight_grad_operator(x, grad, offsets), None
+
+
+_product_operator: Any = torch.library.custom_op(
+    "pdrun_experts::grouped_product", _run_product, mutates_args=()
+)
+_weight_grad_operator: Any = torch.library.custom_op(
+    "pdrun_experts::grouped_weight_grad", _run_weight_grad, mutates_args=()
+)
+_product_operator.register_fake(_product_shape)
+_weight_grad_operator.register_fake(_weight_grad_shape)
+_product_operator.register_autograd(_product_backward, setup_context=_save_product)
 
 
 class _ContiguousGrad(torch.autograd.Function):

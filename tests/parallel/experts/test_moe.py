@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import pdrun
@@ -153,11 +154,29 @@ def test_a_balance_loss_adds_the_gradient_of_the_loads_of_the_step_before() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled(dtype: torch.dtype) -> None:
-    """In bf16 it is one graph; in other types torch does not trace grouped_mm."""
+    """It is one graph; in other types than bf16 torch does not trace grouped_mm."""
     moe = build(balance=pdrun.Balance("bias", 0.1)).to(dtype)
     x = torch.randn(3, 5, DIM, dtype=dtype)
-    whole = torch.compile(moe, backend="aot_eager", fullgraph=dtype == torch.bfloat16)
-    torch.testing.assert_close(whole(x), moe(x))
+    whole = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    found, wanted = whole(x), moe(x)
+    torch.testing.assert_close(found, wanted)
+    weights = list(moe.parameters())
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), weights),
+        torch.autograd.grad(wanted.square().sum(), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_on_fake_tensors() -> None:
+    """Estimates of memory compute on tensors without data."""
+    with FakeTensorMode():
+        moe = build(shared=1)
+        out = moe(torch.randn(3, 5, DIM))
+        out.sum().backward()
+    assert out.shape == (3, 5, DIM)
+    assert moe.up.grad is not None and moe.up.grad.shape == moe.up.shape
 
 
 def test_loads_are_multiples_of_the_mean() -> None:

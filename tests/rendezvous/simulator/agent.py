@@ -586,8 +586,8 @@ class SimAgent:
         """SIGTERM at an agent of an elastic job."""
         if not self.alive or self.departing:
             return
+        self.departing = True
         if self.run and self.run.ended is None:
-            self.departing = True
             self.say(Depart("its machine is taken away"))
         else:
             self.say(Leave("its machine is taken away"))

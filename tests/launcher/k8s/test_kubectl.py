@@ -10,6 +10,7 @@ import pytest
 from pdrun.errors import ConfigError, PdrunError, RendezvousError, UsageError
 from pdrun.launcher.k8s import cluster
 from pdrun.launcher.k8s.kubectl import Kubectl
+from pdrun.launcher.k8s.options import parse_kind
 from tests.launcher.k8s import golden
 
 
@@ -101,9 +102,9 @@ def test_a_cluster_without_the_kind_is_named(
     tmp_path: Path, words: str, resources: str, message: str
 ) -> None:
     objects = golden.make_case([*words.split(), "--image", "i", "train.py"])
-    kind = words.split()[-1] if words else "job"
+    kind = parse_kind(words.split()[-1] if words else "job", "--kind")
     with pytest.raises(ConfigError) as caught:
-        cluster.submit_objects(make_cluster(tmp_path, resources, None), kind, objects)  # type: ignore[arg-type]
+        cluster.submit_objects(make_cluster(tmp_path, resources, None), kind, objects)
     assert (caught.value.exit_code, str(caught.value)) == (78, message)
 
 

@@ -60,7 +60,7 @@ class Objective:
     _is_in_step: bool = field(default=False, init=False)
     _has_checked_rows: bool = field(default=False, init=False)
     """Whether the rows of the current step's batch were compared."""
-    _has_told_parts: bool = field(default=False, init=False)
+    _has_reported_parts: bool = field(default=False, init=False)
     """Whether it was said that the loss is not the sum of the losses of its rows."""
     _mean_check: MeanCheck = field(default_factory=MeanCheck, init=False)
 
@@ -95,11 +95,11 @@ class Objective:
             return
         if isinstance(result, torch.Tensor) and is_own_loss(output, result):
             return
-        told = check_loss_form(self.loss, output, batch, rows, result)
-        if told and self.is_split and not self._has_told_parts:
-            self._has_told_parts = True
+        text = check_loss_form(self.loss, output, batch, rows, result)
+        if text and self.is_split and not self._has_reported_parts:
+            self._has_reported_parts = True
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"pdrun: {told}", file=sys.stderr, flush=True)
+                print(f"pdrun: {text}", file=sys.stderr, flush=True)
 
     def _weigh_mean(
         self, output: Any, batch: Any, rows: int, mean: torch.Tensor

@@ -93,7 +93,7 @@ VARIABLES = words("""
 PUBLIC = words("""
     Auto Balance BestCheckpoint EarlyStop MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader MoE Offload OpLayout Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ breakpoint col constrain
-    cross_entropy dense elastic empty_init experts heads infer init launch mesh parallelize positions progress replicate row rows seq servers shard
+    cross_entropy dense elastic empty_init experts fuse_head_loss heads infer init launch linear_cross_entropy mesh parallelize positions progress replicate row rows seq servers shard
     strategy_for vocab
 """)
 MESSAGES = words("""

@@ -179,7 +179,7 @@ def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     )
     rows = [line.split() for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == ["ddp-eager", "pdrun0-eager", "pdrun3-fused-eager"]
-    assert len({row[5] for row in rows}) == 1  # the first loss
+    assert all(abs(float(row[5]) - float(rows[0][5])) < 2e-4 for row in rows)  # the first loss
     assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)
 
 

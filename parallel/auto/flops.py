@@ -87,6 +87,8 @@ def _make_count(flops: float, batch: int) -> ProductCount:
 
 COUNTERS: dict[str, Counter] = {
     **dict.fromkeys(("linear", "mm", "matmul", "bmm", "mv", "dot"), _count_matmul),
+    # experts: each row is multiplied with one matrix
+    **dict.fromkeys(("grouped_mm", "_grouped_mm", "grouped_product"), _count_matmul),
     **dict.fromkeys(("addmm", "baddbmm"), _count_addmm),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _count_convolution),
     "einsum": _count_einsum,

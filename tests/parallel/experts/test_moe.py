@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import pdrun
 from pdrun.errors import UsageError
+from pdrun.parallel.auto.flops import count_products
 from pdrun.parallel.experts.grouped import ExpertRows, grouped_product, why_looped
 from pdrun.parallel.experts.loads import StepLoads
 
@@ -211,3 +213,11 @@ def test_balance_and_capacity_that_do_not_fit() -> None:
         pdrun.Balance("bias", 0)
     with pytest.raises(UsageError, match="capacity needs an input"):
         build(capacity=1.0)(torch.randn(4, DIM))
+
+
+@pytest.mark.parametrize("kind", ["grouped_mm", "_grouped_mm", "grouped_product"])
+def test_searches_of_plans_price_one_expert_per_row(kind: str) -> None:
+    """However many experts there are."""
+    operator: Any = SimpleNamespace(kind=kind)
+    found = count_products(operator, [(30, DIM), (EXPERTS, DIM, HIDDEN)], [(30, HIDDEN)])
+    assert found is not None and found.flops == 2.0 * 30 * DIM * HIDDEN

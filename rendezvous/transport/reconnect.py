@@ -325,7 +325,7 @@ class ReconnectPolicy:
 
 
 def _hint_at_address(host: str) -> str:
-    """Return what to do about a scheduler that nobody started."""
+    """Return what to do where no scheduler answers."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return f"{host} is this machine: on other machines use the first node's name or address"
     return "start pdrun on the first node, and check the address"

@@ -133,7 +133,8 @@ def _become(request: dict[str, Any]) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = request["path"]
     sys.modules["__main__"] = main
-    exec(compile(Path(request["path"]).read_bytes(), request["path"], "exec"), vars(main))  # noqa: S102
+    code = compile(Path(request["path"]).read_bytes(), request["path"], "exec")
+    exec(code, vars(main))  # noqa: S102
 
 
 if __name__ == "__main__":

@@ -126,7 +126,9 @@ def test_numbers_are_those_of_one_process(worlds: Any, case: str) -> None:
 
 
 def test_strategies_of_files_and_searches_know_them(worlds: Any, tmp_path: Path) -> None:
-    """A search keeps the layouts; a file of MindSpore's is completed by them; a plan file has all."""
+    """
+    A search keeps the layouts, a file of MindSpore's is completed by them, a plan file has all.
+    """
     assert worlds(2).run(follow, str(tmp_path)) == [True] * 2
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from pdrun.parallel.zero.bucket_order import MAX_SUMS_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from pdrun.parallel.report.memory import StorageCounter
+    from pdrun.parallel.report.storage_counter import StorageCounter
     from pdrun.parallel.training.state import RunState
     from pdrun.parallel.zero.gradients import GradientBucket
 

@@ -22,6 +22,7 @@ from pdrun.parallel.checkpoint import safetensors
 from pdrun.parallel.model import meta_init as meta
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.report import memory
+from pdrun.parallel.report.storage_counter import StorageCounter
 from pdrun.parallel.zero import offload
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
@@ -173,7 +174,7 @@ def test_modules_are_as_ever_outside() -> None:
 
 
 def test_the_ledger_counts_what_lives() -> None:
-    with memory.StorageCounter() as ledger:
+    with StorageCounter() as ledger:
         a = torch.ones(1000)
         b = a + 1
         view = b.view(10, 100)
@@ -190,7 +191,7 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     batch = zoo.batch_of(24, 0)
     run.step(batch)
     want = memory.estimate_passes(run.state, batch)
-    ledger = memory.StorageCounter()
+    ledger = StorageCounter()
     run.state.engine.begin_gradients(True, True)
     for weight in run.state.engine.weights:
         weight.param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))

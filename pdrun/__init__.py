@@ -67,8 +67,8 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.tensor import col as col
     from pdrun.parallel.tensor import cross_entropy as cross_entropy
     from pdrun.parallel.tensor import fuse_head_loss as fuse_head_loss
-    from pdrun.parallel.tensor import linear_cross_entropy as linear_cross_entropy
     from pdrun.parallel.tensor import heads as heads
+    from pdrun.parallel.tensor import linear_cross_entropy as linear_cross_entropy
     from pdrun.parallel.tensor import replicate as replicate
     from pdrun.parallel.tensor import row as row
     from pdrun.parallel.tensor import seq as seq

@@ -55,7 +55,9 @@ def test_init_finds_the_other_ranks(wheel: Wheel, program: str, tmp_path: Path) 
     assert (
         sorted(rank for rank, _ in found) == sorted(local for _, local in found) == list("0123")
     ), done.stdout
-    assert "pdrun" not in done.stderr, done.stderr
+    # on a slow machine, the ranks that are waited for are named
+    lines = [line for line in done.stderr.splitlines() if "workers are here" not in line]
+    assert "pdrun" not in "".join(lines), done.stderr
 
 
 @EACH

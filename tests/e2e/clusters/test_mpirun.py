@@ -102,7 +102,9 @@ def test_init_finds_the_other_ranks_on_one_host(program: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found = sorted(re.findall(r"^me (\d) 4 (\d) 4 0 1 ", done.stdout, re.MULTILINE))
     assert found == [(str(rank), str(rank)) for rank in range(4)], done.stdout
-    assert "pdrun" not in done.stderr, done.stderr
+    # on a slow machine, the ranks that are waited for are named
+    lines = [line for line in done.stderr.splitlines() if "workers are here" not in line]
+    assert "pdrun" not in "".join(lines), done.stderr
 
 
 @BOTH

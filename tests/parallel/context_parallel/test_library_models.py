@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import types
 from collections import UserDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -148,12 +150,20 @@ def batch(rows: int, keys: str) -> Any:
     return UserDict(found) if "user" in keys else found
 
 
-def with_library() -> None:
+@contextmanager
+def stand_in_library() -> Iterator[None]:
+    """Replace the library's module of masks, which this process may have imported."""
     name = library_models.MASKS_MODULE
-    if name not in sys.modules:
-        stand_in: Any = types.ModuleType(name)
-        stand_in._preprocess_mask_arguments = _preprocess_mask_arguments
-        sys.modules[name] = stand_in
+    real = sys.modules.get(name)
+    stand_in: Any = types.ModuleType(name)
+    stand_in._preprocess_mask_arguments = _preprocess_mask_arguments
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if real is not None:
+            sys.modules[name] = real
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -162,8 +172,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def trained(kind: type[nn.Module], keys: str, options: dict[str, Any], **args: Any) -> Any:
     """Return the largest differences of losses and of weights from plain torch."""
-    with_library()
-    try:
+    with stand_in_library():
         model, plain = kind(**args), kind(**args)
         run = parallelize(
             model, sgd, loss, mesh=mesh.make_mesh(cp=2), context=ContextParallel(**options)
@@ -182,8 +191,6 @@ def trained(kind: type[nn.Module], keys: str, options: dict[str, Any], **args: A
         weights = run.full_weights()
         worst = max(float((weights[k] - v).abs().max()) for k, v in plain.state_dict().items())
         return max(differences), worst
-    finally:
-        sys.modules.pop(library_models.MASKS_MODULE)
 
 
 @pytest.mark.parametrize(

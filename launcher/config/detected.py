@@ -103,7 +103,7 @@ def detect_settings(
         given.setdefault(setting.path, setting)
     store = _store_settings(environ)
     if any(value_of(given, path, None) for path in _OVERRIDING_PATHS):
-        return store, (), ()
+        return (*_table_of_hosts(given, environ), *store), (), ()
     launcher = value_of(given, "place.launcher", "")
     found = detect.detect_launcher(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
@@ -179,6 +179,26 @@ def _table_settings(
     path = environ.get("RANK_TABLE_FILE", "")
     is_chosen = launcher_to_detect(launcher) not in ("", "ascend")
     if not path or is_chosen or found.launcher in ("ascend", *_WORKER_NAMES):
+        return []
+    ascend.check_no_rank(environ)
+    return [Setting("place.rank_table", path, Source("RANK_TABLE_FILE", Priority.DETECTED, path))]
+
+
+def _table_of_hosts(given: SettingsByPath, environ: Mapping[str, str]) -> list[Setting]:
+    """
+    Return the rank table of the environment where the user lists its hosts: both describe the job.
+
+    Raises:
+        ConfigError: this process is already a rank of the table.
+    """
+    lists_hosts = any(path in given for path in ("hosts.all", "hosts.file"))
+    others = ("place.local", "torchrun.standalone", "place.rank_table")
+    path = environ.get("RANK_TABLE_FILE", "")
+    if not path or not lists_hosts or any(value_of(given, other, None) for other in others):
+        return []
+    if launcher_to_detect(value_of(given, "place.launcher", "")) not in ("", "ascend"):
+        return []
+    if any(name in environ for name in ("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID")):
         return []
     ascend.check_no_rank(environ)
     return [Setting("place.rank_table", path, Source("RANK_TABLE_FILE", Priority.DETECTED, path))]

@@ -193,6 +193,18 @@ def test_the_size_of_a_job_is_that_of_its_rank_table(tmp_path: Path) -> None:
         resolve_line("x", {"RANK_TABLE_FILE": path, "RANK_SIZE": "8"})
 
 
+def test_listed_hosts_are_those_of_the_rank_table(tmp_path: Path) -> None:
+    """The table is not dropped: the hosts name its servers, or contradict it."""
+    environ = {"RANK_TABLE_FILE": write_table(tmp_path, [{}, {}])}
+    spec = resolve_line("--hosts a,b x", environ).spec
+    assert spec.place.rank_table == environ["RANK_TABLE_FILE"]
+    assert [(host.name, host.devices) for host in spec.place.hosts] == [("a", 1), ("b", 1)]
+    with pytest.raises(PdrunError, match=r"1 host\(s\), but RANK_TABLE_FILE .* has 2 server"):
+        resolve_line("--hosts a x", environ)
+    assert not resolve_line("--launcher none --hosts a x", environ).spec.place.rank_table
+    assert not resolve_line("--local x", environ).spec.place.rank_table
+
+
 def test_two_pods_of_one_host_are_two_nodes(tmp_path: Path) -> None:
     pods = [{"host_ip": "10.0.0.9", "pod_ip": f"172.16.0.{at}"} for at in range(2)]
     environ = {"RANK_TABLE_FILE": write_table(tmp_path, pods), "XDL_IP": "172.16.0.1"}

@@ -27,6 +27,7 @@ from pdrun.parallel.comm.axis_transport import keeps_result
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.experts.grouped import ExpertRows
 from pdrun.parallel.experts.routing import count_rows
+from pdrun.parallel.torch_compat import untraced
 
 ExpertFunction = Callable[[torch.Tensor, ExpertRows], torch.Tensor]
 """Computes rows that are sorted by expert."""
@@ -80,7 +81,8 @@ def compute_experts(
     return combine_rows(compute(rows, ExpertRows(counts, sizes)), weights, order)
 
 
-def _exchange_experts(
+@untraced
+def exchange_experts(
     tokens: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -121,10 +123,6 @@ def _exchange_experts(
     if groups.tokens.size > 1:
         out = all_gather(out, groups.tokens, 0, total)
     return out, other
-
-
-exchange_experts = torch.compiler.disable(_exchange_experts)
-"""Sizes of what travels are known when it runs: compiled code calls it."""
 
 
 class _CountExchange:

@@ -26,6 +26,7 @@ from pdrun.parallel.tensor.style import (
     format_axes,
     style_error,
 )
+from pdrun.parallel.torch_compat import exclude_untraced
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class ExpertsStyle(ModuleStyle):
         """Make the module exchange rows with the ranks that have the other experts."""
         tensor = tuple(each for each in axis_names(self.axis) if each != EXPERT_AXIS)
         groups = ExpertGroups(axis, shared_input.axes[tensor])
+        exclude_untraced()  # sizes of what travels are known when it runs, whoever compiles it
         self._adapter(name, module).apply_to(name, module, groups)
 
     def _adapter(self, name: str, module: nn.Module) -> ExpertAdapter:

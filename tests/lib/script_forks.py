@@ -139,6 +139,7 @@ def _become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     import torch
+    import torch._dynamo  # the first optimizer of a script would import it: a second of CPU
     import torch.distributed
 
     torch.set_num_threads(1)

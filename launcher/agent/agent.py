@@ -199,6 +199,8 @@ class Agent:
 
     def _next_deadlines(self) -> Iterator[float | None]:
         yield self._shutdown.answer_deadline
+        if self._shutdown.is_rejoining and not self._generation.is_running:
+            yield self._shutdown.rejoin_at
         yield self._announcer.next_deadline()
         yield self._monitor.next_deadline()
         if self._generation.group is not None:
@@ -238,7 +240,7 @@ class Agent:
                 )
                 left = self._link.fence_at() - now - KILL_MARGIN_SECONDS
                 self._stopper.stop_and_rejoin(max(0.0, left))
-        elif shutdown.is_rejoining:
+        elif shutdown.is_rejoining and now >= shutdown.rejoin_at:
             self._rejoin()
         elif shutdown.is_departing and shutdown.exit_code is None:
             self._link.send(Leave("it was asked to leave"))
@@ -285,12 +287,15 @@ class Agent:
             case Welcome() if not self._has_joined:
                 self._on_welcome(message)
             case Waiting():
+                self._shutdown.note_accepted()
                 self._announcer.announce_waiting(message)
             case Standby(reason):
+                self._shutdown.note_accepted()
                 self._announcer.announce_standby(reason)
             case Notice(text):
                 self._announcer.announce_notice(text)
             case Assign() if self._plan and self._output and not self._shutdown.is_departing:
+                self._shutdown.note_accepted()
                 self._generation.accept_assignment(
                     message, self._plan, self._output, self._run_name
                 )
@@ -338,6 +343,8 @@ class Agent:
                 facts=dict(plan.compared),
                 store=store,
                 spec=plan.spec.to_shared_json(),
+                # later the earlier instance is this agent itself, whose workers have ended
+                is_pod=self._deps.is_pod and not self._shutdown.was_accepted,
             )
         )
 

@@ -350,5 +350,7 @@ class AgentDeps:
     """Prints a line of pdrun before the output is open; must not block."""
     is_quiet: bool = False
     """Another agent prints what concerns the whole job."""
+    is_pod: bool = False
+    """This node is a pod of Kubernetes: see `Join.is_pod`."""
     make_server_key: Callable[[str], bytes] = _make_random_key
     """Returns the key of a run's parameter servers, equal on all nodes of the job."""

@@ -53,6 +53,8 @@ SILENT_SECONDS = 0.5
 """A scheduler that has sent nothing for so long, not even this answer, may stand still."""
 ANSWER_RETRY_SECONDS = 0.25
 """Time between two decisions whether to wait any longer."""
+RETRY_SECONDS = 1.0
+"""Time between two attempts to join in the place of an earlier instance of this node."""
 KILL_MARGIN_SECONDS = 0.3
 """This agent ends the workers so long before the fence, at which the supervisor ends itself too."""
 
@@ -84,6 +86,17 @@ class ShutdownState:
     The scheduler has given this node up, or the node must assume that. It rejoins as a new node
     once its workers have ended.
     """
+    rejoin_at: float = 0.0
+    """Monotonic time before which this node does not rejoin."""
+    was_accepted: bool = False
+    """The scheduler has accepted this node, now or before it rejoined."""
+    give_up_at: float | None = None
+    """
+    Monotonic time until which this node waits for the end of its earlier instance; None: it does
+    not wait.
+    """
+    detection_seconds: float = 0.0
+    """Time after which the scheduler takes a silent node for lost."""
     lease: float = 0.0
     """Seconds without the scheduler for which the workers may continue; 0: no limit."""
     own_stall: float = 0.0
@@ -92,6 +105,7 @@ class ShutdownState:
     def set_lease(self, welcome: Welcome, *, is_scheduler_node: bool) -> None:
         """Take the lease of this run. The scheduler's own node has none: nothing can cut it off."""
         self.lease = 0.0 if is_scheduler_node else welcome.lease
+        self.detection_seconds = welcome.dead
         if welcome.heartbeat:
             # The last heartbeat may be one interval old, and so may its answer.
             stall = welcome.dead - 2 * welcome.heartbeat - fence_margin(welcome.dead)
@@ -107,6 +121,11 @@ class ShutdownState:
         if self.lease and not self.has_verdict:
             return link_fence_at
         return now + self.own_stall if self.own_stall else None
+
+    def note_accepted(self) -> None:
+        """Record that this node is one of the job."""
+        self.was_accepted = True
+        self.give_up_at = None
 
     def should_depart(self, number: int) -> bool:
         """Return whether a first signal to stop means this node alone."""
@@ -249,7 +268,7 @@ class NodeStopper:
         Stop the workers because the scheduler does not accept this node.
 
         Raises:
-            RendezvousError: no workers run, and the scheduler does not ask this node to rejoin.
+            RendezvousError: no workers run, and this node can neither rejoin nor try again.
         """
         code = refuse.code or EXIT_UNAVAILABLE
         is_running = self._generation.is_running
@@ -266,9 +285,38 @@ class NodeStopper:
             )
             self.stop_and_exit(code, signal.SIGTERM)
             return
-        error = RendezvousError(refuse.reason)
+        reason = refuse.reason
+        if refuse.retry and not self._state.stop_count:
+            if self._wait_for_earlier_pod():
+                return
+            # The job runs with the earlier pod. So this is no verdict on it: whoever made this pod
+            # must take it for a lost one.
+            code = 128 + signal.SIGTERM
+            reason = f"the earlier pod has not ended: {reason}"
+        error = RendezvousError(reason)
         error.exit_code = code
         raise error
+
+    def _wait_for_earlier_pod(self) -> bool:
+        """
+        Ask again a little later; return False if it has been long enough.
+
+        The earlier pod may first have to be found silent, and it may save for the grace period.
+        """
+        state = self._state
+        now = self._clock.monotonic()
+        if state.give_up_at is None:
+            wait = state.detection_seconds + self.grace + 5 * RETRY_SECONDS
+            state.give_up_at = now + wait
+            self._announcer.print_line(
+                "an earlier pod of this name is still a node of the job: waiting up to"
+                f" {wait:.0f} s until it has ended or is found lost; then this one joins"
+            )
+        elif now >= state.give_up_at:
+            return False
+        state.is_rejoining = True
+        state.rejoin_at = now + RETRY_SECONDS
+        return True
 
     def on_verdict(self, verdict: Verdict) -> None:
         """Stop the workers that still run, print the summary and leave the job."""

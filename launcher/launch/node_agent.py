@@ -16,6 +16,7 @@ from pdrun.launcher.launch.agent_options import AgentOptions
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import fork_server_command
 from pdrun.launcher.supervisor.client import SupervisorProcess
+from pdrun.topology import is_in_kubernetes
 
 if TYPE_CHECKING:  # the rest of pdrun is imported while the fork server imports torch
     from pdrun.endpoint import Endpoint
@@ -80,6 +81,7 @@ def run_node_agent(
         event_log=event_log,
         on_progress=lambda mark: _report_progress(options, mark),
         is_quiet=options.is_quiet,
+        is_pod=is_in_kubernetes(),
         print_line=options.print_line,
     )
     if not is_alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdrun.rendezvous.membership.sizing import (
     announce_arrival,
     find_closed_reason,
     find_replaced,
+    is_elastic,
     is_full,
     is_open,
     lease_seconds,
@@ -25,6 +27,7 @@ from pdrun.rendezvous.policies.texts import (
     refuse_full,
     refuse_other_job,
     refuse_protocol,
+    refuse_same_name,
 )
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import (
@@ -153,6 +156,29 @@ def handle_join(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> N
         job.refuse_peer(peer, hello, refuse, node=join.node)
     else:
         _admit_member(job, peer, hello, join, now)
+
+
+def refuse_early_pod(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> bool:
+    """
+    Refuse a pod in whose place workers of an earlier one may still run; return whether it was.
+
+    The pod asks again. The earlier one may run on another machine, so neither its silence nor the
+    end of its connection proves that it has ended: it leaves, or the failure detector decides. This
+    depends on the detector's times, so the journal has only the end of the pod's connection.
+    """
+    old = job.roster.names.get(join.node) if join.is_pod else None
+    can_replace = is_elastic(job.config) or job.restarts_left(now) > 0
+    is_over = job.state in (JobState.STOPPING, JobState.DONE)
+    if old is None or is_over or not can_replace:
+        return False
+    is_idle = job.state is JobState.GATHERING and old.peer is None
+    if is_idle or (old is find_replaced(job, join, now) and job.detector.is_expired(old, now)):
+        return False
+    refuse = refuse_same_name(job.config, join.node, old.hello, hello)
+    job.outbox.send(peer, replace(refuse, retry=True))
+    job.outbox.close_peer(peer)
+    job.roster.forget_session(peer)
+    return True
 
 
 def _find_objection(

@@ -110,6 +110,14 @@ class FailureDetector:
             time + self._reconnect_seconds, 0.0 if talking else member.answered_at + self.times.dead
         )
 
+    def is_expired(self, member: Member, now: float) -> bool:
+        """
+        Return whether a node that is cut off has ended its workers, as far as can be known: it is
+        lost within the time that any node has to reconnect.
+        """
+        time = now - self._stalled_seconds
+        return member.peer is None and member.lost_at <= time + self._reconnect_seconds
+
     def _classify_cut(self, member: Member, between: bool, time: float) -> CutKind:
         if between:
             return CutKind.RELAY

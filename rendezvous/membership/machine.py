@@ -243,6 +243,11 @@ class Membership(Job):
                 handle_leave(self, peer, member, message, now)
             case Depart(reason) if member is not None:
                 handle_depart(self, member, reason, now)
+            case Join() if not self._is_replaying and member is None:
+                if admission.refuse_early_pod(self, peer, session.hello, message, now):
+                    self.journal_events.append(PeerDisconnected(peer))
+                    return False
+                admission.handle_join(self, peer, session.hello, message, now)
             case Join():
                 admission.handle_join(self, peer, session.hello, message, now)
             case _ if isinstance(message, GenerationMessage) and member is not None:

@@ -169,6 +169,11 @@ class Join:
     """``HOST:PORT`` of a listening socket of this agent, for the store if it gets rank 0."""
     spec: str = ""
     """The job's specification as JSON, for a scheduler that was started without one."""
+    is_pod: bool = False
+    """
+    The node is a pod of Kubernetes, where one pod at a time has its name. So a node of this name is
+    an earlier instance, maybe on another machine, and its workers may still run.
+    """
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,11 @@ class Refuse:
     """
     True: this agent was marked lost and the job continues. End the workers; then a new agent on
     this node may join.
+    """
+    retry: bool = False
+    """
+    True: workers of an earlier instance of this node may still run. A new agent may ask again,
+    until that one has ended or is lost.
     """
 
 

@@ -74,6 +74,29 @@ def test_an_elastic_job_goes_on_without_a_lost_node(
     kube.kubectl("delete", "pdj", "op-lost")
 
 
+def test_a_pod_made_again_at_once_waits_for_the_silent_one(
+    installed: KubeCluster, operator: OperatorLoop
+) -> None:
+    """Its node is silent, not known to be lost: its workers may still run for some seconds."""
+    kube = installed
+    words = ("--nodes", "1:2", "--gather", "1", "--grow", "1", "--max-restarts", "3")
+    submit(kube, "op-soon", *words, "train.py", "wait")
+    kube.wait_until(lambda: count_worlds(kube, "op-soon-0", 4) == 1, "two nodes train")
+    kube.kubelet.lose("op-soon-1")
+    kube.kubectl("delete", "pod", "op-soon-1", "--grace-period=0", "--force")
+    kube.wait_until(
+        lambda: "an earlier pod of this name is still" in kube.kubelet.log_of("op-soon-1"),
+        "the new pod waits",
+    )
+    assert count_worlds(kube, "op-soon-0", 2) == 0, "the earlier pod is not given up yet"
+    kube.wait_until(lambda: count_worlds(kube, "op-soon-0", 4) == 2, "two nodes train again")
+    lost = [line for line in kube.kubelet.log_of("op-soon-0").splitlines() if "lost" in line]
+    assert lost and "op-soon-1" in lost[0] and "no message for" in lost[0], lost
+    status = wait_for_state(kube, "op-soon", "Running")["status"]
+    assert (status["nodes"], status.get("lostPods", 0)) == (2, 0)
+    kube.kubectl("delete", "pdj", "op-soon")
+
+
 def test_a_fixed_job_ends_with_the_name_of_the_lost_node(
     installed: KubeCluster, operator: OperatorLoop
 ) -> None:

@@ -17,6 +17,7 @@ from pdrun.launcher.agent import shutdown as module
 from pdrun.launcher.agent.agent import Agent
 from pdrun.launcher.agent.interfaces import AgentDeps
 from pdrun.launcher.common.signals import SignalReceiver
+from pdrun.launcher.k8s.manifest import LOST_POD_EXIT_CODES
 from pdrun.launcher.supervisor.events import Exited, Spawned, Swept, WorkersFenced
 from pdrun.rendezvous.protocol import messages as m
 from tests.lib.agent_fakes import FakeLink, FakeOutput, FakeSupervisor, make_assign, make_plan
@@ -211,6 +212,48 @@ def test_a_refusal_before_the_start_is_an_error_with_its_code(harness):
     with pytest.raises(PdrunError, match="two nodes are called") as caught:
         harness.turn(m.Refuse(78, "two nodes are called node0"))
     assert caught.value.exit_code == 78
+
+
+def test_a_pod_waits_for_the_end_of_an_earlier_one(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    refusal = m.Refuse(78, "two nodes are called node0", retry=True)
+    with AgentHarness(is_pod=True) as harness:
+        harness.turn(WELCOME)
+        for _ in range(2):
+            renewed = harness.link.renewed
+            begin = time.monotonic()
+            harness.turn(refusal)
+            while harness.link.renewed == renewed:
+                harness.turn()
+            assert time.monotonic() - begin >= 0.05
+            harness.turn(WELCOME)
+        assert [join.is_pod for join in harness.sent(m.Join)] == [True] * 3
+        said = [line for line in harness.output.printed_lines if "an earlier pod" in line]
+        assert len(said) == 1 and "waiting up to 15 s" in said[0]
+        harness.turn(m.Standby("the job runs with 1 node"))
+        # from now on an earlier instance is this agent itself
+        harness.turn(m.Refuse(69, "node0 was given up", rejoin=True))
+        harness.turn(WELCOME)
+        assert not harness.sent(m.Join)[-1].is_pod
+
+
+def test_a_pod_that_has_waited_long_enough_gives_no_verdict(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    refusal = m.Refuse(78, "two nodes are called node0", retry=True)
+    with AgentHarness(is_pod=True, plan=make_plan(1, nodes=2, grace=0.0)) as harness:
+        harness.turn(replace(WELCOME, dead=0.0))
+        harness.turn(refusal)
+        with pytest.raises(PdrunError, match="the earlier pod has not ended: two nodes") as caught:
+            harness.turn(refusal)
+        assert caught.value.exit_code in LOST_POD_EXIT_CODES, "the operator makes it again"
+
+
+def test_a_signal_ends_the_wait_for_an_earlier_pod():
+    with AgentHarness(is_pod=True) as harness:
+        harness.turn(WELCOME)
+        harness.turn(m.Refuse(78, "two nodes are called node0", retry=True))
+        harness.agent._on_signal(signal.SIGTERM)
+        assert harness.agent.run() == 143
 
 
 def test_a_refusal_while_workers_run_ends_them_first(harness):

@@ -480,6 +480,61 @@ def test_a_connected_namesake_is_refused_in_an_elastic_job_too() -> None:
     )
 
 
+def come_again(machine: Machine, agent: str, name: str = "b") -> str:
+    """A pod of this name joins in another instance; return its answer."""
+    machine.say(agent, hello(agent), Join(name, None, 1, store=f"{agent}:1", is_pod=True))
+    if not (refuse := machine.to(agent, Refuse)):
+        return "accepted"
+    return "later" if refuse[0].retry else refuse[0].reason
+
+
+@pytest.mark.parametrize("how", ["silent", "cut while silent"])
+def test_a_pod_that_comes_again_waits_until_the_earlier_one_is_lost(how: str) -> None:
+    machine = running("a", "b", least=1, most=2)
+    machine.beat(4.0, "a")
+    if how != "silent":
+        machine.cut("b")
+    for second in range(5):
+        assert come_again(machine, f"b{second}") == "later"
+        assert machine.membership.state is JobState.RUNNING
+        assert machine.closed[-1] == f"b{second}"
+        machine.beat(1.0, "a")
+    machine.succeed(0.0)  # what a waiting pod said changed nothing that a journal keeps
+    machine.say("a1", hello("a", incarnation=1))
+    machine.beat(11.0, "a1")
+    assert machine.membership.state is JobState.RESTARTING
+    assert come_again(machine, "b9") == "accepted"
+    machine.finish("a1")
+    machine.beat(11.0, "a1", "b9")
+    assert machine.to("b9", Assign)[-1].node_rank == 1
+
+
+def test_a_pod_takes_the_place_of_one_that_has_left_or_died() -> None:
+    machine = running("a", "b", least=1, most=2)
+    machine.say("b", Depart("SIGTERM on b"))
+    assert come_again(machine, "b1") == "later", "it saves"
+    machine.say("b", Finished(0), Leave("it was asked to leave"))
+    assert come_again(machine, "b2") == "accepted"
+    machine = running("a", "b", least=1, most=2)
+    machine.cut("b")
+    assert come_again(machine, "b1") == "accepted", "the kernel closed its connection"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_in_a_job_of_fixed_size_a_pod_waits_only_if_it_can_be_used(restarts: int) -> None:
+    machine = Machine(config(nodes=2, max_restarts=restarts))
+    machine.run("a", "b")
+    machine.beat(4.0, "a")
+    if not restarts:
+        assert come_again(machine, "b1") == "job 'job' already has its 2 nodes"
+        return
+    assert come_again(machine, "b1") == "later"
+    machine.beat(8.0, "a")
+    assert come_again(machine, "b2") == "accepted"
+    machine.finish("a")
+    assert machine.membership.shutdown.restarts == 1
+
+
 def test_ranks_keep_their_order_and_newcomers_stand_behind() -> None:
     machine = running("b", "c", "d", least=2, most=4)
     machine.enter("a")

@@ -64,7 +64,7 @@ class NetworkBuilder:
             elif self.problem.graph.tensors[index].kind != "param" or index in result_indices(
                 self.problem.graph
             ):
-                users = [u for u in self.problem.users[index] if begin <= self._place_of(u) < end]
+                users = [u for u in self.problem.users[index] if self._is_inside(u, begin, end)]
                 outside |= self._add_tensor(network, index, users, begin)
         return network, sorted(outside)
 
@@ -210,8 +210,8 @@ class NetworkBuilder:
         If some users are before ``begin``, the state after them is shared with their network.
         """
         users = self.problem.users[index]
-        inside = [u for u in users if begin <= self._place_of(u) < end]
-        skipped = sum(self._place_of(u) < begin for u in users)
+        inside = [u for u in users if self._is_inside(u, begin, end)]
+        skipped = sum(RESULT < u.position < begin for u in users)
         if not skipped:
             sources = list(self.problem.stored_sources(index))
             states: list[ChainState] = [(source, frozenset()) for source in sources]
@@ -228,8 +228,11 @@ class NetworkBuilder:
         self._chain_ends[index] = self._extend_chain(network, index, states, inside, skipped)
         return shared
 
-    def _place_of(self, user: TensorUser) -> int:
-        return len(self.problem.graph.operators) - 1 if user.position == RESULT else user.position
+    def _is_inside(self, user: TensorUser, begin: int, end: int) -> bool:
+        """Return whether a part has a user; the results belong to the last part, even if empty."""
+        if user.position == RESULT:
+            return end == len(self.problem.graph.operators)
+        return begin <= user.position < end
 
 
 def _select(table: Tensor, dim: int, rows: Sequence[int]) -> Tensor:

@@ -199,6 +199,18 @@ def test_folding_does_not_change_the_price() -> None:
     assert folded.seconds == pytest.approx(full.seconds, rel=1e-12)
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_layers_can_be_the_end_of_a_model(gather: bool) -> None:
+    """Nothing is behind the last of the equal layers, so the part behind them is empty."""
+    for layers in ([nn.Linear(64, 64) for _ in range(12)], [nn.ReLU() for _ in range(12)]):
+        model = nn.Sequential(*layers).to("meta")
+        graph = export_graph(model, (torch.zeros(256, 64, device="meta"),))
+        problem = make_problem(graph, NODE, gather=gather, tp=2)
+        folded, flat = search_exact(problem), search_exact(problem, fold=False)
+        assert folded.repetition is not None
+        assert folded.seconds == pytest.approx(flat.seconds, rel=1e-9)
+
+
 @pytest.mark.thorough
 def test_a_further_layer_costs_the_same() -> None:
     seconds = [

@@ -5,25 +5,28 @@ The choice of a plan for one graph on given tensor axes: one of three searches, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.auto.flops import count_products
 from pdrun.parallel.auto.prices import price_plan
 from pdrun.parallel.auto.search.exact import PlanSearchResult, search_exact
+from pdrun.parallel.auto.search.missing_rules import (
+    MissingRule,
+    check_missing_rules,
+    describe_missing_rules,
+    find_missing_rules,
+)
 from pdrun.parallel.auto.search.problem import SearchProblem
 from pdrun.parallel.auto.search.recursive import search_recursive
 from pdrun.parallel.auto.search.templates import list_templates, propagate_seeds
 from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding
-from pdrun.parallel.operators.rules.rule import view_operator
 
 AUTO_API = "pdrun.Auto"
 EXACT = "dynamic_programming"
 RECURSIVE = "recursive_programming"
 PROPAGATION = "sharding_propagation"
 SEARCHES = (EXACT, RECURSIVE, PROPAGATION)
-MAX_FLOPS_SHARE = 0.1
-"""Share of the FLOPs above which an operator without a rule is an error."""
 MAX_JOINT_AXES = 2
 """Tensor axes that are searched together; with more, pairs of axes are searched in rounds."""
 SIGNIFICANT_SAVING = 1e-9
@@ -43,15 +46,24 @@ def check_search(name: object) -> str:
     return str(name)
 
 
-def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) -> PlanSearchResult:
+def choose_plan(
+    problem: SearchProblem,
+    search: str = EXACT,
+    fold: bool = True,
+    times: Sequence[int] | None = None,
+) -> PlanSearchResult:
     """
     Return the plan that a search finds, or a template that is cheaper.
+
+    Args:
+        times: see `find_missing_rules`.
 
     Raises:
         UsageError: an operator without a rule has too many of the FLOPs, or the user's layouts
             allow no plan.
     """
-    _check_rules(problem)
+    missing = find_missing_rules(problem, times)
+    check_missing_rules(missing, AUTO_API)
     if search == EXACT and len(problem.candidates.axes) > MAX_JOINT_AXES:
         found = _search_rounds(problem, fold)
     elif search == EXACT:
@@ -62,10 +74,10 @@ def choose_plan(problem: SearchProblem, search: str = EXACT, fold: bool = True) 
         plan = propagate_seeds(problem, {})
         found = PlanSearchResult(plan, price_plan(problem.prices, plan).total, is_exact=False)
         if problem.user.shardings or problem.user.weights:
-            return _with_notes(problem, found)
+            return _with_notes(missing, found)
     if not found.is_exact:
         found = _take_template(problem, found)
-    return _with_notes(problem, found)
+    return _with_notes(missing, found)
 
 
 def _take_template(problem: SearchProblem, found: PlanSearchResult) -> PlanSearchResult:
@@ -117,33 +129,9 @@ def _hold_axes(problem: SearchProblem, plan: OperatorPlan, pair: tuple[str, ...]
     return SearchProblem(problem.graph, problem.grid, problem.prices, user, problem.gather)
 
 
-def _with_notes(problem: SearchProblem, found: PlanSearchResult) -> PlanSearchResult:
+def _with_notes(missing: Sequence[MissingRule], found: PlanSearchResult) -> PlanSearchResult:
     """Return a result whose plan names the operators that no rule splits."""
-    names = [problem.graph.operators[place].name for place in problem.candidates.without_rule]
-    if not names:
+    note = describe_missing_rules(missing)
+    if not note:
         return found
-    note = f"computed in full on every rank, because no rule splits them: {', '.join(names)}"
     return replace(found, plan=replace(found.plan, notes=[*found.plan.notes, note]))
-
-
-def _check_rules(problem: SearchProblem) -> None:
-    """Refuse an operator without a rule that has a large share of the FLOPs."""
-    graph = problem.graph
-    flops = {}
-    for position, operator in enumerate(graph.operators):
-        view = view_operator(graph, operator)
-        if position not in problem.user.replicated:
-            product = count_products(operator, view.in_shapes, view.out_shapes)
-            flops[position] = product.flops if product is not None else 0.0
-    total = sum(flops.values())
-    for position in problem.candidates.without_rule:
-        if flops[position] > MAX_FLOPS_SHARE * total:
-            operator = graph.operators[position]
-            what = (
-                f"no rule splits {operator.kind} ({operator.name}), which has"
-                f" {flops[position] / total:.0%} of the operations"
-            )
-            hint = (
-                f'Auto({{"{operator.name}": pdrun.replicate()}}) computes it in full on every rank'
-            )
-            raise UsageError(what, where=operator.source or AUTO_API, hint=hint)

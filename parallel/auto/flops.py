@@ -1,8 +1,9 @@
 """
 Floating point operations of an operator, from the shapes of its inputs and outputs.
 
-Only products, convolutions and attention have any that matter. All other operators are bound by the
-bytes that they read and write.
+Only products, convolutions and attention have any that matter for a price. All other operators are
+bound by the bytes that they read and write. `count_flops` counts any operator, to compare operators
+with each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdrun.parallel.operators.graph.graph import Operator
+import torch
+from torch._C import DispatchKey
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph, TensorRef, replace_refs
 
 Shape = tuple[int, ...]
 
@@ -114,3 +119,60 @@ def count_products(
     if counter is None:
         return None
     return counter(operator, ins, outs)
+
+
+def count_flops(graph: OperatorGraph, operator: Operator) -> float:
+    """
+    Return the FLOPs of an operator of any kind, forward.
+
+    Products are counted as for prices, other operators by torch's registry
+    (`torch.utils.flop_counter.register_flop_formula` adds a formula). What neither knows has one
+    per element that it makes, and a view has none.
+    """
+    ins, outs = (
+        [graph.shape_of(index) for index in indices]
+        for indices in (operator.inputs, operator.outputs)
+    )
+    product = count_products(operator, ins, outs)
+    if product is not None:
+        return product.flops
+    if operator.kind in VIEW_KINDS or _is_view(operator.target):
+        return 0.0
+    return _count_registered(graph, operator) or float(sum(math.prod(shape) for shape in outs))
+
+
+def _is_view(target: Callable[..., object]) -> bool:
+    """Return whether an ATen operator returns views of its inputs, and writes nothing."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [returned.alias_info for returned in target._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _count_registered(graph: OperatorGraph, operator: Operator) -> float:
+    """Return the FLOPs that torch's registry counts, also inside of composed operators; else 0."""
+    target = operator.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0.0
+
+    def make_blank(index: int) -> torch.Tensor:
+        tensor = graph.tensors[index]
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def take(reference: TensorRef) -> torch.Tensor:
+        return make_blank(reference.index)
+
+    args, kwargs = replace_refs(operator.args, take), replace_refs(operator.kwargs, take)
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is not None:
+        made = [make_blank(index) for index in operator.outputs]
+        return float(formula(*args, **kwargs, out_val=made if operator.returns_list else made[0]))
+    if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return 0.0
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter, torch.no_grad():
+            target(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):  # it needs values, or tensors of another device
+        return 0.0
+    return float(counter.get_total_flops())

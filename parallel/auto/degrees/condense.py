@@ -122,6 +122,12 @@ class RowScaler:
         self.parts = few.parts
         self._saved: list[list[SavedTensor]] = []
 
+    @property
+    def times(self) -> list[int]:
+        """How often the model has each operator of the condensed graph."""
+        known = {LAYER: self.layers, COPY: 0}
+        return [known.get(part, 1) for part in self.parts]
+
     def graph_of(self, rows: int) -> OperatorGraph:
         """
         Return the graph of a number of rows.

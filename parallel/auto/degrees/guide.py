@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.auto.degrees.outer import OuterResult, PricedChoice
+from pdrun.parallel.auto.search.missing_rules import describe_missing_rules
 
 GIB = 2**30
 BACKWARD_FLOPS = 2.0
@@ -39,7 +40,9 @@ FEATURES = (
 
 def describe_result(result: OuterResult, top: int = 10) -> str:
     """Return the table of the best candidates and the sentences about them."""
-    return "\n".join([*_describe_search(result), *_table(result, top), *list_sentences(result)])
+    note = describe_missing_rules(result.missing)
+    lines = [*_describe_search(result), *_table(result, top), *([note] if note else [])]
+    return "\n".join([*lines, *list_sentences(result)])
 
 
 def _describe_search(result: OuterResult) -> Iterator[str]:

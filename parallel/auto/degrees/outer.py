@@ -23,6 +23,11 @@ from pdrun.parallel.auto.degrees.step_costs import (
     price_parts,
 )
 from pdrun.parallel.auto.prices import PriceList
+from pdrun.parallel.auto.search.missing_rules import (
+    MissingRule,
+    check_missing_rules,
+    find_missing_rules,
+)
 from pdrun.parallel.auto.search.problem import SearchProblem
 from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.layouts.grid import Grid
@@ -88,6 +93,7 @@ class OuterResult:
         refused: reason by degrees, for what cannot be.
         solves: searches of operators.
         flops: of a forward pass over one row.
+        missing: operators without a rule, which every rank of tensor axes computes in full.
     """
 
     request: PlanRequest
@@ -96,6 +102,7 @@ class OuterResult:
     refused: dict[str, str] = field(default_factory=dict)
     solves: int = 0
     flops: float = 0.0
+    missing: list[MissingRule] = field(default_factory=list)
 
     @property
     def chosen(self) -> PricedChoice:
@@ -149,10 +156,13 @@ class _OuterSearch:
         self.request = request
         self.result = OuterResult(request)
         self._passes: dict[tuple[int, int], PassCost] = {}
+        self._missing: dict[int, list[MissingRule]] = {}
 
     def run(self) -> OuterResult:
         """Price all candidates."""
         for choice in self._list_choices():
+            if not self._can_split(choice):
+                continue
             cost = cost_step(
                 choice,
                 self._pass_cost(choice.tp, choice.rows),
@@ -167,6 +177,7 @@ class _OuterSearch:
                 self.result.too_large.append(priced)
         self.result.fitting.sort(key=lambda one: (one.cost.total, one.cost.peak))
         self.result.too_large.sort(key=lambda one: (one.cost.peak, one.cost.total))
+        self._note_missing_rules()
         return self.result
 
     def _refuse(self, name: str, why: str) -> None:
@@ -192,6 +203,36 @@ class _OuterSearch:
                     self._refuse(f"dp={dp}", f"{request.rows} rows do not divide by it")
                     continue
                 yield from self._list_savers(pp, dp, tp)
+
+    def _can_split(self, choice: StepChoice) -> bool:
+        """Return whether the operators without a rule leave enough for tensor axes to split."""
+        if choice.tp == 1 or [] in self._missing.values():  # the same operators for all rows
+            return True
+        if choice.rows not in self._missing:
+            grid = Grid(("tp",), (choice.tp,))
+            graph = self.scaler.graph_of(choice.rows)
+            problem = SearchProblem(graph, grid, PriceList(graph, grid, self.request.topology))
+            self._missing[choice.rows] = find_missing_rules(problem, self.scaler.times)
+        for one in self._missing[choice.rows]:
+            if one.is_refused:
+                self._refuse("tp", f"with {choice.rows} rows per pass {one.describe_fault()}")
+                return False
+        return True
+
+    def _note_missing_rules(self) -> None:
+        """
+        Note the operators without a rule for the best candidate with a tensor axis.
+
+        Raises:
+            UsageError: tensor parallel is asked for, and no candidate can have it.
+        """
+        priced = (*self.result.fitting, *self.result.too_large)
+        best = next((one for one in priced if one.choice.tp > 1), None)
+        if best is not None:
+            self.result.missing = self._missing.get(best.choice.rows, [])
+        elif not priced:
+            for missing in self._missing.values():
+                check_missing_rules(missing, PLAN_API)
 
     def _degrees(self, name: str, count: int) -> list[int]:
         """Return the degrees of an axis that divide a number of devices."""
@@ -246,7 +287,7 @@ class _OuterSearch:
             grid = Grid(("tp",), (tp,))
             prices = PriceList(graph, grid, self.request.topology)
             problem = SearchProblem(graph, grid, prices, gather=self.request.gather)
-            plan = choose_plan(problem, self.request.search).plan
+            plan = choose_plan(problem, self.request.search, times=self.scaler.times).plan
             self.result.solves += tp > 1
             if not self.result.flops:
                 total = count_model_flops(plan, self.scaler.parts, self.scaler.layers)

@@ -52,6 +52,7 @@ def propagate_seeds(problem: SearchProblem, seeds: dict[int, OperatorSharding]) 
         dict(user.entry_names),
     )
     plan = propagate_layouts(problem.graph, problem.grid, layouts)
+    plan.notes.clear()  # `choose_plan` names operators without a rule, with their share
     if not problem.gather:
         plan.keep_results_sharded()
     return plan

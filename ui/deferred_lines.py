@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 MAX_WARNINGS = 1000
@@ -22,6 +22,7 @@ _PROGRESS = b"\n" + _PREFIX + b"progress"
 _UNREAD = re.compile(rb'\n(?!\{"kind": "(?:prog|susp|reco|exit|refu))')
 """Ends where a line begins that is not one of the frequent kinds, which are deferred unread."""
 _NODES_OR_EXITS = re.compile(rb'\n\{"kind": "(?:susp|reco|join|lost|left|stan|exit)')
+_EXITS = re.compile(rb'\n\{"kind": "exit')
 
 
 def _find_heads(*kinds: str) -> frozenset[bytes]:
@@ -108,19 +109,32 @@ class DeferredLines:
         """Return all lines, in order."""
         return [line for block in self._blocks for line in block.split_lines()]
 
-    def last_lines(self, superseded: Collection[bytes] = ()) -> list[bytes] | None:
+    def last_lines(
+        self, superseded: Collection[bytes] = (), known: Iterable[bytes] = ()
+    ) -> list[bytes] | None:
         """
         Return the lines that are not superseded; None: not certain, because a line is damaged.
 
         Args:
             superseded: nodes whose state later lines set.
+            known: nodes of earlier lines.
         """
         nodes: dict[bytes, bytes] = {}
-        exits: dict[bytes, bytes] = {}
-        if self._has_nodes or self._has_exits:
-            for block in self._blocks:
-                if _NODES_OR_EXITS.search(block.data, block.start, block.end):
-                    self._select_lines(block, nodes, exits)
+        exits: list[dict[bytes, bytes]] = []
+        missing = self.member_names().union(known) if self._has_nodes else set()
+        missing.difference_update(superseded)
+        # The newest lines first: those before the last one of each node are not even split.
+        for block in reversed(self._blocks):
+            wanted = _NODES_OR_EXITS if missing else _EXITS if self._has_exits else None
+            if wanted is None:
+                break
+            if wanted.search(block.data, block.start, block.end):
+                of_nodes, of_ranks = self._select_lines(block)
+                exits.append(of_ranks)
+                if missing:
+                    for name, line in of_nodes.items():
+                        nodes.setdefault(name, line)
+                    missing.difference_update(of_nodes)
         found = []
         if self._has_nodes:
             joins = [line for line in self._members if line.startswith(_JOINED)]
@@ -135,34 +149,34 @@ class DeferredLines:
                 if join is not last:
                     found.append(join)
                 found.append(last)
-        if b"" in exits:
+        last_exits: dict[bytes, bytes] = {}
+        for of_ranks in reversed(exits):
+            last_exits.update(of_ranks)
+        if b"" in last_exits:
             return None
-        found += exits.values()
+        found += last_exits.values()
         found += self._find_progress()
         found += self._texts
         return found
 
-    def _select_lines(
-        self, block: LogBlock, nodes: dict[bytes, bytes], exits: dict[bytes, bytes]
-    ) -> None:
-        """Note the last line of each node and rank in a block; an empty rank is not certain."""
-        # Block by block: the memory of lines that are not kept is in the processor's cache.
+    def _select_lines(self, block: LogBlock) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
+        """Return the last line of each node and rank in a block; an empty rank is not certain."""
         of_nodes: list[bytes] = []
         of_ranks: list[bytes] = []
-        adders = dict.fromkeys(_NODE_HEADS, of_nodes.append)
+        adders = dict.fromkeys(_NODE_HEADS, of_nodes.append) if self._has_nodes else {}
         if self._has_exits:
             adders |= dict.fromkeys(_EXIT_HEADS, of_ranks.append)
         find_adder = adders.get
         for line in block.split_lines():
             if add := find_adder(line[:_HEAD_BYTES]):
                 add(line)
-        if self._has_nodes:
-            nodes.update(zip(_find_names(of_nodes), of_nodes, strict=True))
+        exits = {}
         for line in of_ranks:
             rank, _, rest = line.partition(b', "rank": ')[2].partition(b",")
             if not rest.startswith(b' "node": "') or rest.startswith(b' "node": ""'):
                 rank = b""  # the node of an earlier line counts
             exits[rank] = line
+        return dict(zip(_find_names(of_nodes), of_nodes, strict=True)), exits
 
     def _find_progress(self) -> Iterator[bytes]:
         for data, start, end in reversed(self._blocks):

@@ -181,7 +181,8 @@ class StatusReplay:
         return assigned, placed
 
     def _apply_lines(self, lines: DeferredLines, superseded: Collection[bytes]) -> None:
-        last = lines.last_lines(superseded)
+        known = (name.encode("utf-8", "surrogatepass") for name in self._nodes)
+        last = lines.last_lines(superseded, known)
         found = None if last is None else _read_lines(last)
         if found is None or not self._are_independent(found):
             # One of them is damaged, so what it seemed to supersede counts.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdrun.eventlog import LogEvent
 from pdrun.ui import event_reader, replay
-from pdrun.ui.deferred_lines import MAX_WARNINGS
+from pdrun.ui.deferred_lines import MAX_WARNINGS, LogBlock
 from pdrun.ui.event_fields import MAX_RANKS
 from pdrun.ui.event_reader import EventLogReader
 from pdrun.ui.job_status import JobStatus
@@ -92,6 +92,32 @@ def test_deferring_changes_no_status(lines: list[bytes]) -> None:
     together.feed_lines(lines)
     assert together.make_status() == one_by_one.make_status()
     assert [*together.make_status().nodes] == [*one_by_one.make_status().nodes]
+    in_blocks = StatusReplay()
+    for first in range(0, len(lines), 3):
+        in_blocks.feed_lines(lines[first : first + 3])
+    assert in_blocks.make_status() == one_by_one.make_status()
+    assert [*in_blocks.make_status().ranks] == [*one_by_one.make_status().ranks]
+
+
+def test_blocks_before_the_last_states_of_all_nodes_are_not_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split: list[LogBlock] = []
+    split_lines = LogBlock.split_lines
+    monkeypatch.setattr(
+        LogBlock, "split_lines", lambda block: split.append(block) or split_lines(block)
+    )
+    follower = StatusReplay()
+    follower.feed_lines([line("joined", node=f"n{i}", workers=1) for i in range(3)])
+    for _ in range(100):
+        follower.feed_lines([line("suspect", node=f"n{i}") for i in range(3)])
+    assert {node.state for node in follower.make_status().nodes.values()} == {"suspect"}
+    assert len(split) == 1
+    follower.feed_lines([line("recovered", node="n1")])  # nodes that are known by then
+    for _ in range(100):
+        follower.feed_lines([line("suspect", node="n0"), line("recovered", node="n2")])
+    nodes = follower.make_status().nodes
+    assert [nodes[f"n{i}"].state for i in range(3)] == ["suspect", "joined", "joined"]
 
 
 def generations(nodes: int, count: int, placed: int) -> list[bytes]:

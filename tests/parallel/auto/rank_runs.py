@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,30 @@ def verify_search(
         "plan": run.plan.to_json(),
         "moves": sum(move.forward_bytes + move.backward_bytes for move in moves),
     }
+
+
+def count_axis_bytes(topology: str, degrees: dict[str, int]) -> list[dict[str, int]]:
+    """Return what a rank sends over each axis in a pass with ring algorithms: planned, counted."""
+    run = make_run(mesh=mesh(**degrees), strategy=Auto(topology=TOPOLOGIES[topology]), exact=False)
+    engine = find_engine(run.model)
+    assert engine is not None
+    run.axes.reset_counts()
+    run.model(batch_of_tokens()[0]).square().sum().backward()
+    counted: Counter[str] = Counter()
+    for (name, axes), count in run.axes.counts.items():
+        parts = run.axes.grid.group_size(axes)
+        sent = {
+            "all_gather": count.nbytes * (parts - 1),
+            "all_reduce": 2 * count.nbytes * (parts - 1) // parts,
+            "reduce_scatter": count.nbytes * (parts - 1) // parts,
+            "all_to_all": count.nbytes * (parts - 1) // parts,
+        }
+        counted["*".join(axes)] += sent[name]
+    assert engine.first_plan is not None
+    planned: Counter[str] = Counter()
+    for one in list_moves(engine.first_plan):
+        planned["*".join(one.move.axes)] += one.forward_bytes + one.backward_bytes
+    return [dict(+planned), dict(+counted)]
 
 
 def save_plan(path: str, topology: str, degrees: dict[str, int], **options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def test_searched_plans_on_four_ranks(
     found = worlds(4).run(rank_runs.verify_search, topology, degrees, search, stages)
     plans = [json.loads(one["plan"])["operators"] for one in found]
     assert all(one == plans[0] for one in plans)
+
+
+@pytest.mark.parametrize(
+    ("topology", "degrees"),
+    [
+        ("node", {"tp": 2}),
+        thorough("free", {"tp": 2}),
+        thorough("node", {"x": 2, "y": 2}),
+        thorough("node", {"tp": 4}),
+    ],
+)
+def test_planned_bytes_over_each_axis_are_sent(
+    worlds: Any, topology: str, degrees: dict[str, int]
+) -> None:
+    world = math.prod(degrees.values())
+    for planned, counted in worlds(world).run(rank_runs.count_axis_bytes, topology, degrees):
+        assert planned
+        assert counted == planned
 
 
 def test_saved_plan_is_the_plan_that_runs(worlds: Any, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from pdrun.launcher.cli.clusters.k8s_operator import read_run_words
-from pdrun.launcher.k8s.operator.reconcile import Create, read_job, reconcile
+from pdrun.launcher.k8s.operator.job_request import read_job
+from pdrun.launcher.k8s.operator.reconcile import Create, reconcile
 
 JOBS = 1_000
 NODES = 2

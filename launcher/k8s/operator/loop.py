@@ -18,16 +18,14 @@ from datetime import UTC, datetime
 from pdrun.errors import PdrunError, UsageError
 from pdrun.launcher.k8s.manifest import KIND
 from pdrun.launcher.k8s.operator.api import KubernetesApi, RefusedError
+from pdrun.launcher.k8s.operator.job_request import JobRequest, WordReader, read_job
 from pdrun.launcher.k8s.operator.lease import OperatorLease
 from pdrun.launcher.k8s.operator.reconcile import (
     Action,
     Create,
     DeleteJob,
     DeletePod,
-    JobRequest,
     SetStatus,
-    WordReader,
-    read_job,
     reconcile,
 )
 from pdrun.launcher.k8s.pod import JOB_LABEL, Manifest

@@ -16,48 +16,26 @@ A verdict is final: no pod is made after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdrun.errors import PdrunError, UsageError
-from pdrun.launcher.config.resolve import ResolvedSpec
-from pdrun.launcher.k8s.manifest import (
-    API_VERSION,
-    KIND,
-    LOST_POD_EXIT_CODES,
-    MAX_LOST_SCHEDULERS,
-    drop_nodes,
-    make_node_template,
-    make_scheduler_service,
-    make_service,
+from pdrun.errors import PdrunError
+from pdrun.launcher.k8s.manifest import MAX_LOST_SCHEDULERS, make_scheduler_service, make_service
+from pdrun.launcher.k8s.operator.job_request import JobRequest
+from pdrun.launcher.k8s.operator.owned_objects import (
+    INDEX_LABEL,
+    make_pod,
+    make_pod_request,
+    make_scheduler,
+    make_secret,
+    own_object,
 )
-from pdrun.launcher.k8s.options import (
-    MAX_LABEL_LENGTH,
-    SCHEDULER_SUFFIX,
-    ClaimVolume,
-    KubernetesOptions,
-    check_request,
-    parse_volume,
-)
-from pdrun.launcher.k8s.overlay import apply_overlay, check_overlay
-from pdrun.launcher.k8s.pod import (
-    TOKEN_KEY,
-    Manifest,
-    PodRequest,
-    object_labels,
-)
+from pdrun.launcher.k8s.operator.verdict import cut_reason, describe_end, find_verdict, is_lost
+from pdrun.launcher.k8s.pod import Manifest
 from pdrun.launcher.k8s.pods import PodState, read_pod
-from pdrun.launcher.k8s.scheduler_pod import (
-    make_scheduler_template,
-    max_lost_pods,
-    replaces_lost_pods,
-    scheduler_name,
-)
 
-INDEX_LABEL = "pdrun.dev/index"
 FINAL_STATES = ("Succeeded", "Failed")
-MAX_REASON_LENGTH = 1_024
 
 
 @dataclass(frozen=True)
@@ -89,106 +67,6 @@ class SetStatus:
 
 
 Action = Create | DeletePod | DeleteJob | SetStatus
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """What a PdJob asks for, checked."""
-
-    name: str
-    nodes: int
-    """Pods now."""
-    min_nodes: int
-    max_nodes: int
-    suspend: bool
-    ttl: int | None
-    resolved: ResolvedSpec
-    words: tuple[str, ...]
-    options: KubernetesOptions
-    overlay: Manifest
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the job goes on without some of its nodes."""
-        return self.min_nodes < self.max_nodes
-
-    @property
-    def replaces_pods(self) -> bool:
-        """Whether a lost pod is made again."""
-        return replaces_lost_pods(self.resolved.spec, self.options)
-
-    @property
-    def max_lost_pods(self) -> int:
-        """How many pods may be lost in the life of the job."""
-        return max_lost_pods(self.resolved.spec, self.options)
-
-
-WordReader = Callable[[Sequence[str]], ResolvedSpec]
-"""
-Returns what ``pdrun run WORDS`` requests in an empty environment; raises PdrunError. The command
-line's parser is above this room: it is passed in.
-"""
-
-
-def read_job(job: Manifest, read_words: WordReader) -> JobRequest:
-    """
-    Check a PdJob.
-
-    Raises:
-        PdrunError: it is wrong; the message names the field.
-    """
-    try:
-        return _read_spec(job, read_words)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # the schema was bypassed
-        raise UsageError(f"{type(error).__name__}: {error}", where="spec") from None
-
-
-def _read_spec(job: Manifest, read_words: WordReader) -> JobRequest:
-    spec = job["spec"]
-    name = str(job["metadata"]["name"])
-    nodes = int(spec.get("nodes") or 1)
-    least = int(spec.get("minNodes") or nodes)
-    most = int(spec.get("maxNodes") or max(nodes, least))
-    if not least <= nodes <= most:
-        raise UsageError(f"must be {least} to {most}, got {nodes}", where="spec.nodes")
-    scheduler = _read_scheduler(spec.get("scheduler"))
-    longest = max(len(f"-{most - 1}"), len(SCHEDULER_SUFFIX) if scheduler else 0)
-    if len(name) + longest > MAX_LABEL_LENGTH or "." in name:
-        raise UsageError(
-            f"{name} is no host name with an index of up to {most - 1}", where="metadata.name"
-        )
-    words = tuple(str(word) for word in spec["run"])
-    count = f"{least}:{most}" if least < most else str(most)
-    if drop_nodes(words) != list(words):
-        raise UsageError("--nodes is spec.nodes", where="spec.run", hint="leave it out")
-    resolved = read_words(("--nodes", count, *words))
-    check_request(resolved)
-    overlay = spec.get("pod") or {}
-    check_overlay(overlay, "spec.pod")
-    ttl = spec.get("ttlSeconds")
-    return JobRequest(
-        name=name,
-        nodes=nodes,
-        min_nodes=least,
-        max_nodes=most,
-        suspend=bool(spec.get("suspend")),
-        ttl=None if ttl is None else int(ttl),
-        resolved=resolved,
-        words=("--nodes", count, *words),
-        options=KubernetesOptions(
-            image=str(spec["image"]),
-            kind="pdjob",
-            secret=str(spec.get("secret") or ""),
-            scheduler=scheduler,
-        ),
-        overlay=overlay,
-    )
-
-
-def _read_scheduler(field: Mapping[str, Any] | None) -> ClaimVolume | None:
-    if not field:
-        return None
-    return parse_volume(f"{field['claim']}:{field['path']}", "spec.scheduler")
 
 
 def reconcile(
@@ -276,9 +154,9 @@ def _keep_running(
     missing = [index for index in range(request.nodes) if index not in states]
     if missing and (not has_begun or request.replaces_pods):
         if not request.options.secret:
-            actions.append(Create(_make_secret(request, job, token)))
-        actions.append(Create(_own(make_service(_pod_request(request)), job)))
-        actions += [Create(_make_pod(request, job, index)) for index in missing]
+            actions.append(Create(make_secret(request, job, token)))
+        actions.append(Create(own_object(make_service(make_pod_request(request)), job)))
+        actions += [Create(make_pod(request, job, index)) for index in missing]
     actions += kept  # after Secret and Service
     running = _count_running(states)
     change["nodes"] = running
@@ -289,11 +167,11 @@ def _keep_running(
         change["startTime"] = now
     waiting = [pod for pod in states.values() if pod.reason and not pod.has_ended]
     if change["state"] == "Pending" and waiting:
-        change["reason"] = _cut(f"{waiting[0].name}: {waiting[0].reason}")
+        change["reason"] = cut_reason(f"{waiting[0].name}: {waiting[0].reason}")
     for pod in map(read_pod, own_scheduler):
         # also while the nodes run: they wait for it
         if (pod.code or pod.reason) and not pod.is_leaving:
-            change["reason"] = _cut(f"{pod.name}: {_describe(pod)}")
+            change["reason"] = cut_reason(f"{pod.name}: {describe_end(pod)}")
     return [*actions, *_set_status(job, status, change)]
 
 
@@ -308,58 +186,13 @@ def _keep_scheduler(
     if request.options.scheduler is None:
         return [], 0
     if not pods:
-        service = make_scheduler_service(_pod_request(request))
-        return [Create(_own(service, job)), Create(_make_scheduler(request, job))], 0
+        service = make_scheduler_service(make_pod_request(request))
+        return [Create(own_object(service, job)), Create(make_scheduler(request, job))], 0
     dead = [pod for pod in pods if is_lost(read_pod(pod))]
     if not dead or lost >= MAX_LOST_SCHEDULERS:
         return [], 0
     ended = _end_pods(dead)
     return ended, len(ended)
-
-
-def find_verdict(
-    request: JobRequest, states: Mapping[int, PodState], status: Mapping[str, Any]
-) -> tuple[int, str] | None:
-    """
-    Return (exit code, reason) of the job; None: it has not ended.
-
-    The code is pdrun's, which all pods return. A pod that is being deleted says nothing, nor does
-    one that was lost and is made again.
-    """
-    ended = [pod for _, pod in sorted(states.items()) if pod.has_ended and not pod.is_leaving]
-    if request.replaces_pods:
-        lost = [pod for pod in ended if is_lost(pod)]
-        ended = [pod for pod in ended if not is_lost(pod)]
-        count = int(status.get("lostPods") or 0) + len(lost)
-        if lost and not ended and count > request.max_lost_pods:
-            text = f"{count} pods were lost, more than {request.max_lost_pods}"
-            return lost[0].code or 1, _cut(f"{text}; last {lost[0].name}: {_describe(lost[0])}")
-    elif status.get("startTime") and not states:
-        return LOST_POD_EXIT_CODES[1], "its pods were deleted"
-    if not ended:
-        return None
-    bad = [pod for pod in ended if pod.code != 0]
-    if bad:
-        # one with pdrun's last words names the cause, before one that the kubelet ended
-        chosen = next((pod for pod in bad if pod.message), bad[0])
-        code = chosen.code if chosen.code is not None else 1
-        return code, _cut(chosen.message or f"pod {chosen.name}: {_describe(chosen)}")
-    if request.is_elastic or len(ended) >= request.nodes:
-        return 0, ""
-    return None
-
-
-def is_lost(pod: PodState) -> bool:
-    """Return whether a pod ended without a verdict: killed, deleted, evicted, never run."""
-    return pod.phase == "Failed" and (pod.code is None or pod.code in LOST_POD_EXIT_CODES)
-
-
-def _describe(pod: PodState) -> str:
-    return pod.reason or (f"exit code {pod.code}" if pod.code is not None else "no exit code")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_REASON_LENGTH else text[: MAX_REASON_LENGTH - 3] + "..."
 
 
 def _count_running(states: Mapping[int, PodState]) -> int:
@@ -369,63 +202,6 @@ def _count_running(states: Mapping[int, PodState]) -> int:
 def _index_of(pod: Manifest) -> int:
     text = str((pod["metadata"].get("labels") or {}).get(INDEX_LABEL, ""))
     return int(text) if text.isdecimal() else -1
-
-
-def _pod_request(request: JobRequest) -> PodRequest:
-    secret = request.options.secret or f"{request.name}-token"
-    return PodRequest(request.name, request.resolved.spec, request.options, request.words, secret)
-
-
-def _make_pod(request: JobRequest, job: Manifest, index: int) -> Manifest:
-    template = apply_overlay(make_node_template(_pod_request(request)), request.overlay)
-    name = f"{request.name}-{index}"
-    spec = template["spec"]
-    spec["hostname"] = name
-    container = next(one for one in spec["containers"] if one["name"] == "pdrun")
-    container["env"] += [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
-    metadata = template["metadata"]
-    metadata["name"] = name
-    metadata["labels"] = {**(metadata.get("labels") or {}), INDEX_LABEL: str(index)}
-    return _own({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, job)
-
-
-def _make_scheduler(request: JobRequest, job: Manifest) -> Manifest:
-    key = str(job["metadata"].get("uid", ""))
-    template = make_scheduler_template(_pod_request(request), key, request.overlay)
-    metadata = {**template["metadata"], "name": scheduler_name(request.name)}
-    return _own(
-        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}, job
-    )
-
-
-def _make_secret(request: JobRequest, job: Manifest, token: str) -> Manifest:
-    body: Manifest = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": f"{request.name}-token",
-            "labels": object_labels(request.name, request.options),
-        },
-        "type": "Opaque",
-        "stringData": {TOKEN_KEY: token},
-    }
-    return _own(body, job)
-
-
-def _own(body: Manifest, job: Manifest) -> Manifest:
-    """Return an object that is deleted with the job."""
-    owner = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": job["metadata"]["name"],
-        "uid": job["metadata"].get("uid", ""),
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
-    metadata = {**body["metadata"], "ownerReferences": [owner]}
-    if "namespace" in job["metadata"]:
-        metadata["namespace"] = job["metadata"]["namespace"]
-    return {**body, "metadata": metadata}
 
 
 def _set_status(

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli.clusters.k8s_operator import read_run_words
 from pdrun.launcher.k8s.manifest import MAX_LOST_SCHEDULERS
+from pdrun.launcher.k8s.operator.job_request import read_job
+from pdrun.launcher.k8s.operator.owned_objects import INDEX_LABEL
 from pdrun.launcher.k8s.operator.reconcile import (
-    INDEX_LABEL,
     Action,
     Create,
     DeleteJob,
     DeletePod,
     SetStatus,
-    read_job,
     reconcile,
 )
 from pdrun.launcher.k8s.pod import Manifest

@@ -108,6 +108,7 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_elastic.py has jobs that save and go on
 def test_elastic_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script, folder = str(EXAMPLES / "elastic_training.py"), str(tmp_path / "kept")
     words = [

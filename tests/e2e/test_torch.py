@@ -167,6 +167,7 @@ def test_the_example_learns_under_pdrun(shell: Shell) -> None:
     check_training(out)
 
 
+@pytest.mark.thorough  # tests/parallel/startup has pdrun.init under torchrun
 def test_the_example_runs_unchanged_under_torchrun(shell: Shell) -> None:
     command = [
         sys.executable,

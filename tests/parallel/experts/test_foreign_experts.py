@@ -16,6 +16,7 @@ from pdrun.parallel.layouts.grid import Grid
 from tests.lib import tiers
 
 pytestmark = pytest.mark.torch
+RANK_IMPORTS = ("transformers", "transformers.models.mixtral.modeling_mixtral")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

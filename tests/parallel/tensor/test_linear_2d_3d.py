@@ -19,6 +19,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.tensor import Strategy
 from pdrun.parallel.tensor.linear_2d_3d import linear2d, linear3d
 from tests.lib import decoder_model as decoder
+from tests.lib.tiers import thorough
 
 pytestmark = pytest.mark.torch
 
@@ -78,11 +79,11 @@ def same(
         (((2, 2), "yx"), ("x", "y"), (8, 12, 4), (4, 8), {"bias": False}),
         (((4, 1), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
         (((1, 4), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
-        (((2, 4), "xy"), ("x", "y"), (16, 24, 8), (4, 3, 16), {}),
+        thorough(((2, 4), "xy"), ("x", "y"), (16, 24, 8), (4, 3, 16), {}),
         (((2, 2), "xy"), ("x", "y"), (7, 9, 5), (3, 7), {}),
         (((2, 2, 2), "zxy"), ("x", "y", "z"), (8, 12, 4), (4, 3, 8), {}),
         (((2, 2, 2), "xyz"), ("x", "y", "z"), (7, 9, 5), (2, 4, 7), {"rows": 1}),
-        (((2, 2, 1), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {"bias": False}),
+        thorough(((2, 2, 1), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {"bias": False}),
         (((1, 2, 2), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {}),
     ],
     ids=str,

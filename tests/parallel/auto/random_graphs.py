@@ -91,17 +91,20 @@ def make_topology(
     return Topology("test", DeviceRates(2**36, 1.0, memory, launch, kinds), tuple(levels))
 
 
-def random_problem(seed: int) -> SearchProblem | None:
-    """Return the problem of a random graph on random axes; None if it has too many plans."""
+def random_problem(
+    seed: int, grid: Grid | None = None, most: float = MAX_PLANS
+) -> SearchProblem | None:
+    """Return the problem of a random graph, on random axes or given; None with too many plans."""
     choose = random.Random(seed)
     with torch.device("meta"):
         model = RandomNet(seed, choose.randrange(2, 6))
         rows, length = choose.choice([4, 32, 256]), choose.choice([8, 32])
         x = torch.zeros(rows, length, model.widths[0])
     graph = export_graph(model, (x,))
-    grid = Grid(("tp",), (choose.choice([2, 3, 4]),))
+    drawn = Grid(("tp",), (choose.choice([2, 3, 4]),))
     if choose.random() < 0.35:
-        grid = Grid(("x", "y"), (2, 2))
+        drawn = Grid(("x", "y"), (2, 2))
+    grid = grid or drawn
     topology = make_topology(
         10 ** choose.uniform(12, 15),
         10 ** choose.uniform(11.5, 12.7),
@@ -115,7 +118,7 @@ def random_problem(seed: int) -> SearchProblem | None:
     problem = SearchProblem(graph, grid, prices, gather=choose.random() < 0.5)
     sizes = [len(problem.candidates.of(place)) for place in range(len(graph.operators))]
     stored = [len(layouts_of(problem, index)) for index in problem.chained_weights]
-    if math.prod(sizes) * math.prod(stored) > MAX_PLANS:
+    if math.prod(sizes) * math.prod(stored) > most:
         return None
     return problem
 

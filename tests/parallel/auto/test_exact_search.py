@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from pdrun.parallel.auto.choose import SEARCHES, choose_plan
 from pdrun.parallel.auto.prices import price_plan
 from pdrun.parallel.auto.search.exact import search_exact
+from pdrun.parallel.auto.search.templates import list_templates
+from pdrun.parallel.layouts.grid import Grid
 from tests.lib.tiers import by_tier
 from tests.parallel.auto.random_graphs import cheapest_price, random_problem
 
@@ -29,3 +34,30 @@ def test_search_is_the_minimum_over_all_plans() -> None:
         again = price_plan(problem.prices, result.plan).total
         assert again == pytest.approx(best, rel=1e-9), f"seed {seed}"
     assert plans > 50 * wanted
+
+
+def test_three_axes_are_priced_right_and_never_above_a_template() -> None:
+    """Three axes are searched in pairs: the price is that of the plan, and at least the minimum."""
+    grid = Grid(("x", "y", "z"), (2, 2, 2))
+    split = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + by_tier(2, 60)):
+        problem = random_problem(seed, grid, math.inf)
+        assert problem is not None
+        templates = [price_plan(problem.prices, plan).total for _, plan in list_templates(problem)]
+        for search in SEARCHES:
+            found = choose_plan(problem, search)
+            again = price_plan(problem.prices, found.plan).total
+            assert found.seconds == pytest.approx(again, rel=1e-9), f"seed {seed}"
+            assert found.seconds <= min(templates) * (1 + 1e-9), f"seed {seed}"
+            assert not found.is_exact
+            split += any(len(sharding.splits) > 1 for sharding in found.plan.shardings)
+    assert split
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [5012, 5018])
+def test_three_axes_reach_the_minimum_of_small_graphs(seed: int) -> None:
+    problem = random_problem(seed, Grid(("x", "y", "z"), (2, 2, 2)))
+    assert problem is not None
+    best, _ = cheapest_price(problem)
+    assert choose_plan(problem).seconds == pytest.approx(best, rel=1e-9)

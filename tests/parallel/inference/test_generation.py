@@ -16,6 +16,7 @@ from pdrun.parallel.inference.inference_model import InferenceModel
 from tests.lib.causal_models import POSITIONS, WORDS, build_causal, prompts
 from tests.lib.decoder_model import build, strategy
 from tests.lib.rank_pool import Worlds
+from tests.lib.tiers import thorough
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -116,7 +117,7 @@ def die_in_decode(degrees: dict[str, int]) -> None:
     served.generate(prompts(4), 40)
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"tp": 2}, thorough({"dp": 2})], ids=str)
 def test_a_rank_killed_in_decode_ends_the_others_by_peer_lost(
     degrees: dict[str, int], worlds: Worlds
 ) -> None:

@@ -217,12 +217,22 @@ def test_leaving_keeps_files_threads_handlers_and_destructors(bench: Bench, scri
     assert ends[0].code == 0
 
 
+C_BUFFERS = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.printf(b'C buffers too')
+libc.fputs(b'and files of C', ctypes.c_void_p(libc.fopen(b'of_c.txt', b'w')))
+sys.exit(41)
+"""
+
+
 def test_exit_code_survives_the_short_way_out(bench: Bench, script: Path) -> None:
-    script.write_text(
-        FORKED + "import ctypes\nctypes.CDLL(None).printf(b'C buffers too')\nsys.exit(41)\n"
-    )
-    ended = bench.run(str(script))
+    """Python itself flushes stdout of C; other files of C are flushed as the process exits."""
+    script.write_text(FORKED + C_BUFFERS)
+    ended = bench.run(str(script), cwd=str(script.parent))
     assert (ended.code, ended.out, ended.err) == (41, "C buffers too", "")
+    assert (script.parent / "of_c.txt").read_text() == "and files of C"
 
 
 def test_what_cannot_become_a_worker_is_told_as_for_exec(bench: Bench, script: Path) -> None:

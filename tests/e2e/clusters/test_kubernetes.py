@@ -48,7 +48,9 @@ def test_stop_lets_the_pods_end(kube: KubeCluster) -> None:
         time.sleep(0.1)
     done = kube.pdrun("stop", "long")
     assert done.returncode == 0, done.stderr
-    assert "SIGTERM" in kube.kubelet.log_of("long-0-aaaaa")
+    kube.wait_until(
+        lambda: "SIGTERM" in kube.kubelet.log_of("long-0-aaaaa"), "a line about SIGTERM"
+    )
     gone = kube.pdrun("status", "long")
     assert gone.returncode == 2
     assert "no job of pdrun called long" in gone.stderr

@@ -70,8 +70,10 @@ def talk(
 
 
 def last_word(side: subprocess.Popen[bytes]) -> str:
-    out, _ = side.communicate(timeout=20)
-    return out.decode().strip()
+    # communicate() would pass over what readline has buffered already
+    side.wait(timeout=20)
+    assert side.stdout is not None
+    return side.stdout.read().decode().strip()
 
 
 def test_hosts_reach_each_other_and_nothing_else(bed: Bed) -> None:

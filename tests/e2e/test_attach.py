@@ -26,10 +26,9 @@ wait_for_the_end()
 """
 
 
-def start(shell: Shell, *options: str, imports: str = "") -> subprocess.Popen[str]:
-    (shell.folder / "loop.py").write_text(LOOP.format(imports=imports))
-    job = subprocess.Popen(
-        [sys.executable, "-m", "pdrun", *options, "loop.py"],
+def launch(shell: Shell, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdrun", *words],
         cwd=shell.folder,
         env=shell.env,
         stdin=subprocess.DEVNULL,
@@ -37,6 +36,11 @@ def start(shell: Shell, *options: str, imports: str = "") -> subprocess.Popen[st
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start(shell: Shell, *options: str, imports: str = "") -> subprocess.Popen[str]:
+    (shell.folder / "loop.py").write_text(LOOP.format(imports=imports))
+    job = launch(shell, *options, "loop.py")
     assert job.stdout is not None
     ranks: set[str] = set()
     while len(ranks) < 2:
@@ -106,15 +110,7 @@ print("went on", number, flush=True)
 def start_debugged(shell: Shell) -> subprocess.Popen[str]:
     (shell.folder / "stop.py").write_text(BREAK)
     options = ("--devices", "2", "--start", "exec", "--hang-timeout", "2s")
-    job = subprocess.Popen(
-        [sys.executable, "-m", "pdrun", *options, "stop.py"],
-        cwd=shell.folder,
-        env=shell.env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = launch(shell, *options, "stop.py")
     assert job.stdout is not None
     while "rank 1 waits at" not in (line := job.stdout.readline()):
         assert line, "the job has ended"

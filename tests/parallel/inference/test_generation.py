@@ -60,6 +60,11 @@ def test_tokens_are_those_of_one_process_on_any_mesh(kind: str, worlds: Worlds) 
         assert worlds(2).run(generate_twice, kind, degrees) == [(greedy, sampled)] * 2
 
 
+def test_tokens_on_two_axes_are_those_of_one_process(worlds: Worlds) -> None:
+    expected = generate_twice("qwen2", {})
+    assert worlds(4).run(generate_twice, "qwen2", {"dp": 2, "tp": 2}) == [expected] * 4
+
+
 def use_all(degrees: dict[str, int]) -> tuple[float, int, int, str]:
     served = serve("llama", degrees)
     told = served.verify(prompts())

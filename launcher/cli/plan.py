@@ -30,6 +30,8 @@ def plan_command() -> click.Command:
     """Return ``pdrun plan``."""
 
     def plan(script: str, args: tuple[str, ...], fix: tuple[str, ...], **options: Any) -> int:
+        if options["devices"] is None:
+            raise UsageError("is missing", where="--devices", hint=_hint_at_devices(args))
         return plan_script(script, args, parse_fixed(fix), options)
 
     return click.Command(
@@ -40,7 +42,7 @@ def plan_command() -> click.Command:
             " pdrun.parallelize(..., sample=batch). No device is needed, and nothing is computed."
         ),
         params=[
-            click.Option(["--devices"], type=click.IntRange(1), required=True, help="Of the job."),
+            click.Option(["--devices"], type=click.IntRange(1), help="Of the job."),
             click.Option(
                 ["--topology"],
                 metavar="NAME|FILE",
@@ -68,6 +70,12 @@ def plan_command() -> click.Command:
         ],
         context_settings={**CONTEXT_SETTINGS, "allow_interspersed_args": False},
     )
+
+
+def _hint_at_devices(args: tuple[str, ...]) -> str:
+    if any(word.partition("=")[0] == "--devices" for word in args):
+        return "options of pdrun plan stand before the script; those behind it are the script's"
+    return "for example pdrun plan --devices 64 train.py"
 
 
 def parse_fixed(texts: tuple[str, ...]) -> dict[str, int]:

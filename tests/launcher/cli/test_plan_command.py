@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.cli.plan import parse_fixed, plan_script
+from pdrun.launcher.cli.plan import parse_fixed, plan_command, plan_script
 
 OPTIONS = {"devices": 4, "topology": "h100x8", "memory": None, "rows": None, "search": None}
 SCRIPT = """
@@ -58,3 +58,17 @@ def test_fixed_degrees_are_parsed() -> None:
     assert parse_fixed(("tp=8,pp=2", "level=1")) == {"tp": 8, "pp": 2, "level": 1}
     with pytest.raises(UsageError, match=r"--fix: must be NAME=N, got 'tp'"):
         parse_fixed(("tp",))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train.py", "--devices", "8"], "stand before the script"),
+        (["train.py", "--devices=8"], "stand before the script"),
+        (["train.py"], "pdrun plan --devices 64 train.py"),
+    ],
+)
+def test_devices_are_asked_for(words: list[str], hint: str) -> None:
+    with pytest.raises(UsageError, match="--devices: is missing") as caught:
+        plan_command().main(words, standalone_mode=False)
+    assert hint in str(caught.value.hint)

@@ -52,10 +52,14 @@ def free_port() -> int:
 
 
 def write(folder: Path, body: str) -> Path:
-    """Write a script that may call ``report(ctx)``; return its path."""
-    script = folder / "script.py"
-    script.write_text(f"import os, sys\nimport pdrun\n{REPORT}\n{body}\n")
-    return script
+    """
+    Write a script that may call ``report(ctx)``; return its path.
+
+    The file appears whole: a process that was started a moment ago may be reading it.
+    """
+    script, unfinished = folder / "script.py", folder / "script.py.tmp"
+    unfinished.write_text(f"import os, sys\nimport pdrun\n{REPORT}\n{body}\n")
+    return unfinished.replace(script)
 
 
 def start(

@@ -132,7 +132,8 @@ class GenerationRunner:
         self._start_servers(plan, supervisor)
         group.start_workers()
         self._announcer.stdin_rank = group.stdin_rank
-        if not plan.spec.can_restart:
+        # a lost parameter server may start again
+        if not plan.spec.can_restart and not plan.spec.resources.servers:
             supervisor.release_fork_server()
 
     def _start_servers(self, plan: LaunchPlan, supervisor: SupervisorHandle) -> None:

@@ -125,13 +125,18 @@ class HelperProcesses:
     def _handle_server_event(
         self, event: SupervisorEvent, group: WorkerGroup | None, *, is_finished: bool
     ) -> None:
-        """Let the generation fail if one of its servers has ended: nothing can replace its rows."""
+        """Let the generation fail if one of its servers has ended and cannot continue alone."""
         problem = self.servers.describe_exit(event)
-        if problem and not is_finished:
-            self.servers.read_lines()
-            self._print_line(problem)
-            if group is not None:
-                group.fail_first(problem)
+        if not problem or is_finished:
+            return
+        self.servers.read_lines()
+        is_needed = group is not None and not group.is_stopping
+        if is_needed and self.supervisor and self.servers.start_again(self.supervisor, event):
+            self._print_line(f"{problem}; it starts again alone, from its last checkpoint")
+            return
+        self._print_line(problem)
+        if group is not None:
+            group.fail_first(problem)
 
     def send_ping(self) -> None:
         """Send the supervisor a ping, with the time until which the workers may run."""

@@ -26,7 +26,12 @@ from pdrun.launcher.plan.model import Facts, LaunchPlan, StartMethod
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.stdlib_only import import_env
 from pdrun.launcher.supervisor.boot import BASE_MODULES, OPTIMIZER_MODULES, fork_server_argv
-from pdrun.launcher.supervisor.events import WarmProcess, WorkerCommand, slot_of_server
+from pdrun.launcher.supervisor.events import (
+    NOTE_VARIABLE,
+    WarmProcess,
+    WorkerCommand,
+    slot_of_server,
+)
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.messages import Assign
@@ -233,6 +238,7 @@ def make_server_commands(
         env = {
             **common,
             "PDRUN_SERVER_RANK": str(server),
+            NOTE_VARIABLE: f"{folder}/server-{server}-{assign.generation}.json",
             "OMP_NUM_THREADS": str(max(1, len(cpus))),
         }
         # forked if workers are, since torch is imported there; -P: no module of the folder counts

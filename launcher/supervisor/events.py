@@ -64,6 +64,13 @@ STORE_SLOT = -1
 SERVER_SLOT = -(1 << 20)
 """Slot of the first parameter server; each generation has MAX_SERVERS slots."""
 MAX_SERVERS = 1024
+NOTE_VARIABLE = "PDRUN_SERVER_NOTE"
+"""
+Names the file in which a parameter server notes where its tables were written. A server that has
+one can continue alone, from these tables.
+"""
+LOST_AT_VARIABLE = "PDRUN_SERVER_LOST_AT"
+"""Tells such a server when its earlier process was lost, in seconds since the epoch."""
 
 
 def slot_of_server(generation: int, server: int) -> int:

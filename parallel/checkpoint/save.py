@@ -186,7 +186,7 @@ def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: fl
         if rank == 0:
             barrier.report("begin", error_of(lambda: _make_folder(fence, hidden)))
         barrier.wait_for("begin", [0])
-        write = partial(_write_pieces, hidden, rank, pieces, state)
+        write = partial(_write_pieces, hidden, final, rank, pieces, state)
         publish = partial(_publish_checkpoint, hidden, final, folder, plain, world, keep)
         barrier.report("written", error_of(lambda: _run_fenced(fence, write)))
         barrier.finish("written", lambda: _run_fenced(fence, publish))
@@ -216,10 +216,14 @@ def _run_fenced(fence: GenerationFence, step: Callable[[], None]) -> None:
 
 
 def _write_pieces(
-    hidden: Path, rank: int, pieces: list[tuple[TensorPiece, torch.Tensor]], state: RunState
+    hidden: Path,
+    final: Path,
+    rank: int,
+    pieces: list[tuple[TensorPiece, torch.Tensor]],
+    state: RunState,
 ) -> None:
     if rank == 0 and state.served is not None:
-        state.served.save(hidden)
+        state.served.save(hidden, final)
     try:
         storage.write_rank(hidden, rank, pieces)
     except OSError as error:  # the error of a full disk has no file name

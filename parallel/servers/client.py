@@ -38,6 +38,8 @@ from pdrun.parallel.servers.settings import (
 from pdrun.parallel.servers.sharding import count_pieces, find_owners, piece_bounds, piece_owner
 
 TIMEOUT_SECONDS = 600.0
+RETURN_SECONDS = 60.0
+"""Time in which a lost server is back; pdrun ends the job if it cannot come back."""
 ASSIGNED_ROWS = 1 << 16
 """Rows of one frame of first values."""
 DEFAULT_SCALE = 0.05
@@ -325,12 +327,17 @@ class ServerClient:
         self.step += 1
         return max(passed)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, later: str | Path | None = None) -> None:
         """
         Write the tables; one worker calls this. Each server writes its own, so the folder must be
         shared by their hosts.
+
+        Args:
+            later: name that the folder gets when it is complete; default: the same.
         """
-        self._order_all(Op.SNAPSHOT, step=self.step, folder=str(Path(folder).absolute()))
+        name = str(Path(later).absolute()) if later is not None else ""
+        place = str(Path(folder).absolute())
+        self._order_all(Op.SNAPSHOT, step=self.step, folder=place, later=name)
 
     def load(self, folder: str | Path) -> None:
         """
@@ -343,12 +350,18 @@ class ServerClient:
         self._order_all(Op.RESTORE, folder=str(Path(folder).absolute()))
 
     def _order_all(
-        self, op: Op, *, table: _Table | None = None, step: int = 0, folder: str = ""
+        self,
+        op: Op,
+        *,
+        table: _Table | None = None,
+        step: int = 0,
+        folder: str = "",
+        later: str = "",
     ) -> list[int]:
         self._finish_all()
         for server, link in enumerate(self._links):
             number = table.numbers[server] if table is not None else 0
-            link.begin_order(op, table=number, step=step, folder=folder)
+            link.begin_order(op, table=number, step=step, folder=folder, later=later)
         return [number for link in self._links if isinstance(number := link.finish(), int)]
 
     def _finish_all(self) -> None:
@@ -379,7 +392,11 @@ def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerCl
     directory = find_directory(timeout)
     if directory is None:
         return ServerClient([TablesInProcess(parsed)], 0, is_local=True)
-    identity = WorkerIdentity(directory.rank, parsed, directory.generation, float(timeout))
+    # in sync mode a lost server ends the generation
+    patience = 0.0 if parsed.name == "sync" else min(timeout, RETURN_SECONDS)
+    identity = WorkerIdentity(
+        directory.rank, parsed, directory.generation, float(timeout), patience
+    )
     links = [
         RemoteLink(server, directory.key, identity, _addresses_of(directory, server))
         for server in range(directory.servers)

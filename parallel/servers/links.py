@@ -80,8 +80,15 @@ class ServerLink(Protocol):
         """Send first values of rows (``ids``) or of a piece."""
         ...
 
-    def begin_order(self, op: Op, *, table: int = 0, step: int = 0, folder: str = "") -> None:
-        """Ask for something without values: OPEN, CLOCK, SNAPSHOT, RESTORE."""
+    def begin_order(
+        self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
+    ) -> None:
+        """
+        Ask for something without values: OPEN, CLOCK, SNAPSHOT, RESTORE.
+
+        Args:
+            later: the name that a checkpoint's folder gets when it is complete; empty: the same.
+        """
         ...
 
     def finish(self) -> torch.Tensor | int:
@@ -148,7 +155,9 @@ class TablesInProcess:
             self.store.assign_rows(table, ids, values)
         self._results.append(0)
 
-    def begin_order(self, op: Op, *, table: int = 0, step: int = 0, folder: str = "") -> None:
+    def begin_order(
+        self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
+    ) -> None:
         """See `ServerLink.begin_order`."""
         result = 0
         match op:
@@ -222,6 +231,7 @@ class RemoteLink:
         self._open: deque[_OpenRequest] = deque()
         self._results: deque[torch.Tensor | int] = deque()
         self._specs: list[TableSpec] = []
+        self._ended_step = -1
         self._channel = self._open_channel()
 
     # ---- requests -----------------------------------------------------------
@@ -272,10 +282,12 @@ class RemoteLink:
             frame.count = len(ids)
             self._begin(frame, byte_view(ids), byte_view(values), keep=(ids, values))
 
-    def begin_order(self, op: Op, *, table: int = 0, step: int = 0, folder: str = "") -> None:
+    def begin_order(
+        self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
+    ) -> None:
         """See `ServerLink.begin_order`."""
         if op in (Op.SNAPSHOT, Op.RESTORE):
-            data = encode_json({"folder": folder, "step": step})
+            data = encode_json({"folder": folder, "later": later, "step": step})
             self._begin(Frame(op, flags=JSON_VALUES), data)
         else:
             self._begin(Frame(op, table, step=step))
@@ -349,6 +361,8 @@ class RemoteLink:
             channel.receive_tensor(request.out)
         elif frame.op == Op.DECLARE:
             result = frame.table
+        elif frame.op == Op.CLOCK:
+            self._ended_step = request.frame.step
         self._open.popleft()
         return result
 
@@ -369,6 +383,7 @@ class RemoteLink:
                 "client": self._client,
                 "mode": str(identity.mode),
                 "seconds": identity.seconds,
+                "step": self._ended_step,
             }
             frame = Frame(Op.HELLO, flags=JSON_VALUES, generation=identity.generation)
             channel.send_frame(frame, encode_json(hello))

@@ -5,6 +5,8 @@ The program of a server process, which `pdrun --servers` starts; it never runs t
     PDRUN_SERVER_FOLDER                 a private folder, for the unix socket
     PDRUN_SERVER_LISTEN                 the address for workers of other hosts; empty: none
     PDRUN_SERVER_KEY                    the key of the data channel
+    PDRUN_SERVER_NOTE                   file that tells where this server has written its tables
+    PDRUN_SERVER_LOST_AT                time at which an earlier process of this server was lost
     MASTER_ADDR, MASTER_PORT            the job's store, which gets this server's addresses
     WORLD_SIZE, PDRUN_GENERATION        workers, and the generation that is served
 
@@ -58,7 +60,10 @@ def serve(environ: Mapping[str, str]) -> None:
         workers=read_count(environ, "WORLD_SIZE"),
         generation=generation,
         print_line=_print_line,
+        note=Path(environ["PDRUN_SERVER_NOTE"]) if environ.get("PDRUN_SERVER_NOTE") else None,
     )
+    if lost_at := environ.get("PDRUN_SERVER_LOST_AT"):
+        service.continue_alone(float(lost_at))
     addresses = {"host": read_boot_id(), "tcp": ""}
     addresses["unix"] = service.listen_unix(str(folder / f"server-{server}.sock"))
     if listen := environ.get("PDRUN_SERVER_LISTEN"):

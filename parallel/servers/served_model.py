@@ -290,9 +290,9 @@ class ServedModel:
         """Return copies of the dense weights, by name."""
         return {dense.name: dense.leaf.detach().clone() for dense in self._dense}
 
-    def save(self, folder: Path) -> None:
-        """Write the tables into a checkpoint's folder; one rank calls this."""
-        self.client.save(folder / SERVED_FOLDER)
+    def save(self, folder: Path, later: Path) -> None:
+        """Write the tables into a checkpoint's folder, renamed later; one rank calls this."""
+        self.client.save(folder / SERVED_FOLDER, later=later / SERVED_FOLDER)
 
     def load(self, folder: Path) -> None:
         """Read the tables of a checkpoint; one rank calls this, then all pull."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ from pdrun.parallel.servers.frames import (
 )
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
 from pdrun.parallel.servers.tables import snapshot
+from pdrun.parallel.servers.tables.recovery import (
+    SnapshotNote,
+    describe_return,
+    read_note,
+    restore_store,
+)
 from pdrun.parallel.servers.tables.store import TableStore
 
 MAX_CONNECTIONS = 4096
@@ -45,6 +52,7 @@ class ParameterService:
         server, servers, workers: number of this server, of all servers, of all workers.
         generation: requests of another one are refused.
         print_line: prints a line for the user.
+        note: file that tells a later process of this server where its tables were written.
     """
 
     def __init__(
@@ -56,7 +64,9 @@ class ParameterService:
         workers: int = 1,
         generation: int = 0,
         print_line: Callable[[str], None] = print,
+        note: Path | None = None,
     ) -> None:
+        self._note = note
         self._key = key
         self._server = server
         self._servers = servers
@@ -182,6 +192,36 @@ class ParameterService:
                 what = f"workers use different modes: {self.store.mode} and {mode}"
                 raise ConfigError(what, where="pdrun.Servers")
             return self.store
+
+    def continue_alone(self, lost_at: float) -> None:
+        """
+        Continue from the tables that an earlier process has noted, if there was one.
+
+        Args:
+            lost_at: wall clock at which that process ended.
+
+        Raises:
+            ConfigError: its tables cannot be read.
+        """
+        note = read_note(self._note) if self._note is not None else None
+        if note is not None:
+            self.store = restore_store(
+                note, server=self._server, servers=self._servers, workers=self._workers
+            )
+            self._print_line(describe_return(self.store, note, lost_at))
+
+    def write_tables(self, store: TableStore, folders: list[Path], step: Any) -> None:
+        """
+        Write the tables, and the note from which a later process may continue alone.
+
+        Args:
+            folders: the folder, and its later name if it will be renamed.
+        """
+        at = time.time()
+        snapshot.write_tables(store, folders[0], step)
+        if self._note is not None and store.mode.name != "sync":
+            names = tuple(map(str, folders))
+            SnapshotNote(names, str(store.mode), store.seconds, at).write(self._note)
 
     def check_generation(self, generation: int) -> None:
         """
@@ -316,8 +356,11 @@ class _Session:
             worker, client = data.get("worker"), data.get("client")
             if type(worker) is not int or not isinstance(client, str) or len(client) > 64:
                 raise FrameError("a hello lacks worker or client")
+            step = data.get("step", -1)
+            if type(step) is not int or not -1 <= step < 1 << 62:
+                raise FrameError("a hello has no step of this form")
             store = self._service.open_store(data.get("mode"), data.get("seconds"))
-            reply.place = store.join_worker(worker, client)
+            reply.place = store.join_worker(worker, client, step)
             self._store, self._worker, self._client = store, worker, client
             self._channel.send_frame(reply)
             return
@@ -331,7 +374,10 @@ class _Session:
                     raise UsageError(f"a table is refused: {error}") from None
                 reply.table = self._store.declare_table(spec)
             case Op.SNAPSHOT:
-                snapshot.write_tables(self._store, _folder_of(data), data.get("step", 0))
+                folders = [_folder_of(data)]
+                if data.get("later"):
+                    folders.append(_folder_of(data, "later"))
+                self._service.write_tables(self._store, folders, data.get("step", 0))
             case Op.RESTORE:
                 reply.place = snapshot.read_tables(self._store, _folder_of(data))
             case Op.STATS:
@@ -358,9 +404,9 @@ def _shape_rows(store: TableStore, frame: Frame, values: torch.Tensor) -> torch.
     return values.view(frame.count, dim)
 
 
-def _folder_of(data: dict[str, Any]) -> Path:
+def _folder_of(data: dict[str, Any], name: str = "folder") -> Path:
     """Return the folder of a request; it belongs to this user, as the worker does."""
-    text = data.get("folder")
+    text = data.get(name)
     if not isinstance(text, str) or not Path(text).is_absolute() or "\0" in text:
         raise UsageError("a checkpoint's folder must be an absolute path")
     return Path(text)

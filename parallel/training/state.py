@@ -80,8 +80,8 @@ class StepServers(Protocol):
         """Give the model the servers' values."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the tables into a checkpoint's folder; one rank calls this."""
+    def save(self, folder: Path, later: Path) -> None:
+        """Write the tables into a checkpoint's folder, renamed later; one rank calls this."""
         ...
 
     def load(self, folder: Path) -> None:

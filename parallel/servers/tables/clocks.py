@@ -52,10 +52,14 @@ class StepClocks:
         self._ended.pop(worker, None)
         self._passed.pop(worker, None)
 
-    def join_worker(self, worker: int) -> None:
-        """Give a worker that replaces a lost one the clock of the slowest."""
-        if worker not in self._ended and self._ended:
-            self._ended[worker] = min(self._ended.values())
+    def join_worker(self, worker: int, step: int = -1) -> None:
+        """Give a worker its clock; one that replaces a lost one gets that of the slowest."""
+        if worker not in self._ended:
+            self._ended[worker] = max(step, min(self._ended.values(), default=-1))
+
+    def forget_workers(self) -> None:
+        """Wait for nobody until it has joined again: this server has lost what it knew."""
+        self._ended.clear()
 
     def missing_workers(self, step: int) -> list[int]:
         """Return the workers that have not ended a step."""

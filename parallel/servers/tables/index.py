@@ -62,8 +62,11 @@ class SlotLists:
     def replace_ids(self, ids: torch.Tensor) -> None:
         """Forget all ids; these get the slots from 0 on."""
         empty = ids[:0]
-        self._lists = [(empty, empty), (empty, empty)]
-        self.add_ids(ids, 0)
+        if bool((ids[1:] > ids[:-1]).all()):
+            known = (ids.clone(), torch.arange(len(ids)))
+        else:
+            known = tuple(ids.sort())
+        self._lists = [known, (empty, empty)]
 
 
 def _merge_lists(

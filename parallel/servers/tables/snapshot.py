@@ -18,8 +18,10 @@ import torch
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint.safetensors import SafetensorsFile, write_file
+from pdrun.parallel.servers.settings import TableSpec
 from pdrun.parallel.servers.sharding import find_owners, piece_owner
 from pdrun.parallel.servers.tables.store import TableStore
+from pdrun.parallel.servers.tables.tables import DenseTable
 
 FILE_PREFIX = "server-"
 SNAPSHOT_FORMAT = 1
@@ -39,7 +41,7 @@ def write_tables(store: TableStore, folder: Path, step: Any) -> None:
         shapes[name] = (tensor.dtype, tuple(tensor.shape))
         tensors.append((name, tensor))
 
-    name = f"{FILE_PREFIX}{store.server:05d}"
+    name = file_name(store.server)
     with store.paused() as tables:
         described = []
         for table in tables:
@@ -65,6 +67,8 @@ def write_tables(store: TableStore, folder: Path, step: Any) -> None:
             "servers": store.servers,
             "step": step,
             "tables": described,
+            "updates": store.updates,
+            "requests": store.export_requests(),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +82,52 @@ def write_tables(store: TableStore, folder: Path, step: Any) -> None:
         except OSError as error:
             what = f"server {store.server} cannot write its tables: {error.strerror}"
             raise ConfigError(what, where=str(folder)) from None
+
+
+def file_name(server: int) -> str:
+    """Return the name of a server's files, without suffix."""
+    return f"{FILE_PREFIX}{server:05d}"
+
+
+def restore_server(store: TableStore, folder: Path) -> None:
+    """
+    Give an empty server the tables that an earlier process of it wrote, and what it had answered.
+
+    Raises:
+        ConfigError: the files are not there, or not of this server.
+    """
+    path = folder / f"{file_name(store.server)}.json"
+    try:
+        plain = json.loads(path.read_bytes())
+        if plain["format"] != SNAPSHOT_FORMAT or plain["servers"] != store.servers:
+            raise ValueError("it is of another job")
+        specs = [TableSpec.from_json(entry["spec"]) for entry in plain["tables"]]
+        requests, updates = dict(plain["requests"]), int(plain["updates"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"has no tables of server {store.server} ({error})"
+        raise ConfigError(what, where=str(folder)) from None
+    file = SafetensorsFile(path.with_suffix(".safetensors"))
+    for spec in specs:
+        store.declare_table(spec)
+    with store.paused() as tables:
+        for table, entry in zip(tables, plain["tables"], strict=True):
+            label = table.spec.name
+            if table.rows is not None:
+                read = _read_all(file, f"{label}|")
+                states = [read[f"state{i}"] for i in range(len(read) - 2)]
+                table.rows.restore_rows(read["ids"], read["values"], states)
+                table.rows.step = entry["step"]
+            elif table.dense is not None:
+                _read_pieces(table.dense, file, label, entry["pieces"])
+            table.is_open = True
+    store.resume_requests(requests, updates)
+
+
+def _read_pieces(dense: DenseTable, file: SafetensorsFile, label: str, pieces: Any) -> None:
+    for text, updates in pieces.items():
+        read = _read_all(file, f"{label}|piece{text}|")
+        states = [read[f"state{i}"] for i in range(len(read) - 1)]
+        dense.assign_piece(int(text), read["values"], states, updates)
 
 
 def read_tables(store: TableStore, folder: Path) -> int:
@@ -119,12 +169,12 @@ def read_tables(store: TableStore, folder: Path) -> int:
                     table.rows.assign_rows(ids[owned], read["values"][owned], states)
                     table.rows.step = entry["step"]
                 elif table.dense is not None:
-                    for text, updates in entry["pieces"].items():
-                        piece = int(text)
-                        if piece_owner(piece, label, store.servers) == store.server:
-                            read = _read_all(file, f"{label}|piece{piece}|")
-                            states = [read[f"state{i}"] for i in range(len(read) - 1)]
-                            table.dense.assign_piece(piece, read["values"], states, updates)
+                    pieces = {
+                        text: updates
+                        for text, updates in entry["pieces"].items()
+                        if piece_owner(int(text), label, store.servers) == store.server
+                    }
+                    _read_pieces(table.dense, file, label, pieces)
             table.is_open = True
     return int(step)
 

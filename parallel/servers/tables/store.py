@@ -87,10 +87,12 @@ class TableStore:
         self.server = server
         self.servers = servers
         self._workers = workers
-        self._seconds = seconds
+        self.seconds = seconds
         self._clock = clock
         self._clocks = StepClocks(mode, workers)
         self._changed = threading.Condition()
+        self._claims = threading.Lock()
+        """Taken last: after the condition, and after a table's lock."""
         self._tables: list[_StoredTable] = []
         self._numbers: dict[str, int] = {}
         self._states: dict[int, _WorkerState] = defaultdict(_WorkerState)
@@ -99,12 +101,16 @@ class TableStore:
         )
         """sync: step -> table -> gradients."""
         self.updates = 0
+        """Requests so far that have changed something."""
 
     # ---- workers ------------------------------------------------------------
 
-    def join_worker(self, worker: int, client: str) -> int:
+    def join_worker(self, worker: int, client: str, step: int = -1) -> int:
         """
         Start or continue with a worker's process; return the number of its last request.
+
+        Args:
+            step: the last one that it has ended.
 
         Raises:
             UsageError: there is no such worker.
@@ -112,11 +118,24 @@ class TableStore:
         if not 0 <= worker < self._workers:
             raise UsageError(f"there are workers 0 to {self._workers - 1}, got {worker}")
         with self._changed:
-            state = self._states[worker]
-            if state.client != client:
-                self._states[worker] = state = _WorkerState(client)
-                self._clocks.join_worker(worker)
+            with self._claims:
+                state = self._states[worker]
+                if state.client != client:
+                    self._states[worker] = state = _WorkerState(client)
+            self._clocks.join_worker(worker, step)
             return state.last_request
+
+    def export_requests(self) -> dict[str, tuple[str, int]]:
+        """Return, by worker, the name of its process and its last request."""
+        return {str(n): (state.client, state.last_request) for n, state in self._states.items()}
+
+    def resume_requests(self, requests: dict[str, Any], updates: int) -> None:
+        """Continue where another process of this server had written its tables."""
+        with self._changed:
+            self.updates = updates
+            self._clocks.forget_workers()
+            for worker, (client, last_request) in requests.items():
+                self._states[int(worker)] = _WorkerState(str(client), int(last_request))
 
     def leave_worker(self, worker: int, client: str) -> None:
         """A worker's connection has ended: only in sync mode others still wait for it."""
@@ -126,14 +145,16 @@ class TableStore:
             self._changed.notify_all()
 
     def _claim_request(self, worker: int, client: str, request: int) -> bool:
-        """Return whether a request is new; the caller has the condition."""
-        state = self._states[worker]
-        if state.client != client:
-            raise UsageError(REPLACED_TEXT.format(worker))
-        if request <= state.last_request:
-            return False
-        state.last_request = request
-        return True
+        """Return whether a request is new; the caller has the lock of what it changes."""
+        with self._claims:
+            state = self._states[worker]
+            if state.client != client:
+                raise UsageError(REPLACED_TEXT.format(worker))
+            if request <= state.last_request:
+                return False
+            state.last_request = request
+            self.updates += 1
+            return True
 
     # ---- tables -------------------------------------------------------------
 
@@ -196,7 +217,7 @@ class TableStore:
         with self._changed:
             if not self._wait_until(lambda: table.is_open):
                 what = f"the first values of table {table.spec.name} did not arrive from worker 0 "
-                raise DeadlineExceeded(what + f"within {self._seconds:g} s")
+                raise DeadlineExceeded(what + f"within {self.seconds:g} s")
 
     def find_dim(self, number: int) -> int:
         """Return the elements of a row of a table."""
@@ -262,12 +283,9 @@ class TableStore:
             given = _Contribution(part, worker, divisor, 0, ids, grads)
             self._keep_push(number, given, client, request, step)
             return
-        with self._changed:
-            if not self._claim_request(worker, client, request):
-                return
-            self.updates += 1
         with table.lock:
-            rows.update_rows(ids, _divide(grads, divisor))
+            if self._claim_request(worker, client, request):
+                rows.update_rows(ids, _divide(grads, divisor))
 
     def push_piece(
         self,
@@ -290,12 +308,9 @@ class TableStore:
             given = _Contribution(part, worker, divisor, piece, None, grad)
             self._keep_push(number, given, client, request, step)
             return
-        with self._changed:
-            if not self._claim_request(worker, client, request):
-                return
-            self.updates += 1
         with table.lock:
-            dense.update_piece(piece, _divide(grad, divisor))
+            if self._claim_request(worker, client, request):
+                dense.update_piece(piece, _divide(grad, divisor))
 
     def _keep_push(
         self, number: int, given: _Contribution, client: str, request: int, step: int
@@ -334,7 +349,7 @@ class TableStore:
             if not self._wait_until(lambda: not self._clocks.find_blocking(worker, step)):
                 late = ", ".join(map(str, self._clocks.find_blocking(worker, step)[:16]))
                 raise DeadlineExceeded(
-                    f"step {step}: worker {late} did not end it within {self._seconds:g} s"
+                    f"step {step}: worker {late} did not end it within {self.seconds:g} s"
                 )
             return passed
 
@@ -351,12 +366,11 @@ class TableStore:
                 elif table.dense is not None:
                     for piece, total in _sum_pieces(contributions):
                         table.dense.update_piece(piece, _divide(total, contributions[0].divisor))
-            self.updates += 1
         self._clocks.used_step = step
 
     def _wait_until(self, is_done: Callable[[], bool]) -> bool:
         """Wait for a condition; return False after the limit. The caller has the condition."""
-        deadline = self._clock() + self._seconds
+        deadline = self._clock() + self.seconds
         while not is_done():
             left = deadline - self._clock()
             if left <= 0:

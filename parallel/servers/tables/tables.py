@@ -130,6 +130,16 @@ class RowTable:
         for state, new in zip(self._states, states, strict=False):
             state.index_copy_(0, slots, new)
 
+    def restore_rows(
+        self, ids: torch.Tensor, values: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> None:
+        """Take over what `export_rows` has returned; the table is empty, and keeps the tensors."""
+        self._ids, self._values, self._states = ids, values, list(states)
+        self.count = len(ids)
+        if self._limit:
+            self._used_at = torch.zeros(len(ids), dtype=torch.int64)
+        self._index.replace_ids(ids)
+
     def export_rows(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Return ids in ascending order, with values and states."""
         ids, order = self._ids[: self.count].sort()

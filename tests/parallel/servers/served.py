@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,29 +22,47 @@ class ServerThreads:
 
     def __init__(self, folder: Path, servers: int = 1, workers: int = 1, tcp: bool = False) -> None:
         self.lines: list[str] = []
-        self.services = []
-        self.addresses = []
-        self._threads = []
-        for server in range(servers):
-            service = ParameterService(
-                KEY,
-                server=server,
-                servers=servers,
-                workers=workers,
-                generation=7,
-                print_line=self.lines.append,
-            )
-            if tcp:
-                listener = socket.socket()
-                listener.bind(("127.0.0.1", 0))
-                service.listen_tcp(listener)
-                self.addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
-            else:
-                self.addresses.append(service.listen_unix(str(folder / f"s{servers}-{server}")))
-            thread = threading.Thread(target=service.serve_forever)
-            thread.start()
-            self.services.append(service)
-            self._threads.append(thread)
+        self._folder, self._servers, self._workers, self._tcp = folder, servers, workers, tcp
+        self.services = [self._make_service(server) for server in range(servers)]
+        self.addresses = [self._listen(server) for server in range(servers)]
+        self._threads = [self._serve(server) for server in range(servers)]
+
+    def _make_service(self, server: int) -> ParameterService:
+        return ParameterService(
+            KEY,
+            server=server,
+            servers=self._servers,
+            workers=self._workers,
+            generation=7,
+            print_line=self.lines.append,
+            note=self._folder / f"note-{server}",
+        )
+
+    def _listen(self, server: int) -> str:
+        service = self.services[server]
+        if not self._tcp:
+            return service.listen_unix(str(self._folder / f"s{self._servers}-{server}"))
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        service.listen_tcp(listener)
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def _serve(self, server: int) -> threading.Thread:
+        thread = threading.Thread(target=self.services[server].serve_forever)
+        thread.start()
+        return thread
+
+    def lose_server(self, server: int) -> None:
+        """End a server as a kill does: its connections end, and its tables are gone."""
+        self.services[server].close()
+        self._threads[server].join(10)
+
+    def start_again(self, server: int, seconds: float = 0.0) -> None:
+        """Start a lost server again; so many seconds have passed since its last tables."""
+        service = self.services[server] = self._make_service(server)
+        service.continue_alone(time.time() + seconds)
+        self.addresses[server] = self._listen(server)
+        self._threads[server] = self._serve(server)
 
     def connect(
         self,
@@ -63,7 +82,8 @@ class ServerThreads:
 
     def close(self) -> None:
         for service in self.services:
-            service.close()
+            if not service._is_closed:
+                service.close()
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()

@@ -31,6 +31,7 @@ from pdrun.parallel.auto.inputs import (
     describe_searched_plan,
     resolve_choices,
 )
+from pdrun.parallel.auto.measure import measure_steps, read_request
 from pdrun.parallel.comm.mesh import Mesh, solve_mesh
 from pdrun.parallel.compiler.compile import check_combination, compile_modules
 from pdrun.parallel.data.batch_slicing import (
@@ -271,7 +272,11 @@ def parallelize(
         if served is not None:
             served.connect_servers(seed, seconds)
             state.served = served
-    return Run(state, clip_value=check_above_zero("clip_value", clip_value))
+    run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
+    measured = read_request()
+    if measured is not None:
+        measure_steps(measured, run.step, sample, torch.device(job.device))
+    return run
 
 
 def _choose_mesh(arguments: Arguments, world: int) -> tuple[Mesh, Arguments]:

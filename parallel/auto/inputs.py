@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.auto.auto import Auto
+from pdrun.parallel.auto.auto import Auto, detect_topology
 from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, plan_of
+from pdrun.parallel.auto.measure import check_measurable, read_request
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
 from pdrun.parallel.auto.plan_entries import describe_operators
 from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, read_plan
@@ -78,6 +79,10 @@ def resolve_choices(
     """
     if PLAN_VARIABLE in os.environ:
         _print_plan(choices, call, count_ranks())
+    measured = read_request()
+    if measured is not None:
+        found = _take_file(ParallelChoices(), read_plan(measured.plan), count_ranks())
+        return _prepare_search(found, call)
     if not (isinstance(choices.mesh, str) or isinstance(choices.strategy, str)):
         return _prepare_search(choices, call)
     files = dict.fromkeys(
@@ -253,7 +258,12 @@ def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None
     report = _search_call(choices, call, auto, world, **more)
     print(report.describe(request["top"]), flush=True)
     _ = report.choice  # an error if nothing fits
-    if request.get("save"):
+    if request.get("measure"):
+        check_measurable(world, report.result.request.topology, detect_topology())
+        for place in range(min(request["measure"], len(report.result.fitting))):
+            path = Path(request["folder"], f"plan-{place:04}.json")
+            path.write_text(json.dumps(report.to_plain(place)), encoding="utf-8")
+    elif request.get("save"):
         try:
             report.save(request["save"])
         except OSError as error:

@@ -50,8 +50,8 @@ def _describe_search(result: OuterResult) -> Iterator[str]:
     topology = request.topology
     guess = ", a guess: pdrun doctor --calibrate measures it" if topology.is_guess else ""
     yield (
-        f"{request.devices} devices, {request.memory / GIB:.1f} GiB each, {request.rows} rows per"
-        f" step; topology {topology.name}{guess}"
+        f"{request.devices} devices, {_format_gib(request.memory)} GiB each,"
+        f" {request.rows} rows per step; topology {topology.name}{guess}"
     )
     count = len(result.fitting) + len(result.too_large)
     yield (
@@ -87,10 +87,23 @@ def _row(result: OuterResult, one: PricedChoice) -> str:
     share = flops / (cost.total * result.request.devices * peak)
     micro = f"{choice.microbatches} x {choice.rows} rows"
     return (
-        f"{cost.total * 1e3:6,.0f} {share:5.0%} {cost.peak / GIB:7.1f}  {choice.pp:3} {choice.dp:3}"
-        f" {choice.tp:3}  {level:8} {choice.recompute or 'none':10} {micro:17}"
+        f"{_format_ms(cost.total)} {share:5.0%} {_format_gib(cost.peak):>7}"
+        f"  {choice.pp:3} {choice.dp:3} {choice.tp:3}"
+        f"  {level:8} {choice.recompute or 'none':10} {micro:17}"
         f" {choice.schedule or '-':12} {cost.bound_by}"
     )
+
+
+def _format_ms(seconds: float) -> str:
+    """Return milliseconds in six columns, with digits where there are few."""
+    value = seconds * 1e3
+    return f"{value:6,.0f}" if value >= 100 else f"{value:6.2f}"
+
+
+def _format_gib(nbytes: float) -> str:
+    """Return GiB; of a small model with enough digits to compare."""
+    value = nbytes / GIB
+    return f"{value:.1f}" if value >= 1 or not nbytes else f"{value:.2g}"
 
 
 def list_sentences(result: OuterResult) -> Iterator[str]:
@@ -106,14 +119,14 @@ def list_sentences(result: OuterResult) -> Iterator[str]:
         if others:
             more = others[0].cost.total / chosen.cost.total - 1
             text = f"{preposition} {feature.name}: {more:+.0%} time"
-            text += f", {others[0].cost.peak / GIB:.1f} GiB"
+            text += f", {_format_gib(others[0].cost.peak)} GiB"
         elif large:
-            text = f"{preposition} {feature.name}: needs {large[0].cost.peak / GIB:.1f} GiB"
+            text = f"{preposition} {feature.name}: needs {_format_gib(large[0].cost.peak)} GiB"
         else:
             continue
         border = None if has else _border(result, feature)
         if border is not None:
-            text += f"; it pays where the limit is below {border / GIB:.1f} GiB"
+            text += f"; it pays where the limit is below {_format_gib(border)} GiB"
         yield text
 
 

@@ -88,9 +88,14 @@ class PlanReport:
     def __str__(self) -> str:
         return self.describe()
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the chosen plan as JSON data."""
-        chosen = self.result.chosen
+    def to_plain(self, place: int = 0) -> dict[str, Any]:
+        """
+        Return a plan as JSON data.
+
+        Args:
+            place: of the candidates that fit, the fastest first.
+        """
+        chosen = self.result.chosen if not place else self.result.fitting[place]
         choice = chosen.choice
         mesh = {"pp": choice.pp, "dp": choice.dp, "cp": 1, "tp": choice.tp}
         plain: dict[str, Any] = {
@@ -210,7 +215,7 @@ def plan_of(
 
     def export(count: int) -> OperatorGraph:
         device = torch.device("cpu")
-        args, kwargs = capture_call(model, forward, _take_rows(sample, count), device)
+        args, kwargs = capture_call(model, forward, repeat_rows(sample, count), device)
         return _GraphReader().plan(model, Grid(("dp", "tp"), (1, 1)), args, kwargs).graph
 
     result = search_degrees(RowScaler(export, half), request)
@@ -218,8 +223,8 @@ def plan_of(
     return PlanReport(result, export, auto)
 
 
-def _take_rows(sample: Any, count: int) -> Any:
-    """Return a batch with a number of rows, those of a sample again and again."""
+def repeat_rows(sample: Any, count: int) -> Any:
+    """Return a batch with a number of rows: those of a sample, repeated."""
     known = count_rows(sample, parse_batch_slicing(None, 1))
     places = torch.arange(count) % known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdrun.parallel.auto import auto, calibrate
+from pdrun.parallel.auto import measure as measure_plan
 from pdrun.parallel.auto.auto import Auto, detect_topology
 from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.comm.mesh import mesh
@@ -158,6 +160,34 @@ def auto_mesh() -> str:
     run.verify([batch_of_tokens()])
     run.step(batch_of_tokens())
     return run.plan.to_json()
+
+
+def measured_plan(path: str, result: str) -> list[int]:
+    """Run a plan as ``pdrun plan --measure`` does; return the rows of its steps."""
+    rows = []
+
+    def note_rows(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        rows.append(len(batch[0]))
+        return token_loss(output, batch)
+
+    request = {"plan": path, "result": result, "rows": 8}
+    os.environ[measure_plan.MEASURE_VARIABLE] = json.dumps(request)
+    try:
+        # what the call gives is replaced by the plan
+        parallelize(
+            small_decoder(),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            note_rows,
+            sample=batch_of_tokens(),
+            accumulate=4,
+            optimizer_level=2,
+        )
+    except SystemExit as exit:
+        assert exit.code == 0
+        return rows
+    finally:
+        del os.environ[measure_plan.MEASURE_VARIABLE]
+    raise AssertionError("the script did not end")
 
 
 def measure() -> tuple[str, list[str]]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pdrun.errors import UsageError
+from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES
+from pdrun.parallel.auto.measure import MEASURED_STEPS, WARMUP_STEPS, check_measurable
 from tests.lib.rank_pool import RankError
 from tests.lib.tiers import thorough
 from tests.parallel.auto import rank_runs
@@ -84,6 +89,27 @@ def test_saved_plan_is_the_plan_that_runs(worlds: Any, tmp_path: Path) -> None:
     assert loaded[0]["operators"] == saved["operators"]
     assert loaded[0]["stored"] == saved["stored"]
     assert loaded[0] == saved
+
+
+def test_measured_plan_replaces_the_arguments_of_the_call(worlds: Any, tmp_path: Path) -> None:
+    path, result = tmp_path / "plan.json", tmp_path / "result.json"
+    worlds(2).run(rank_runs.save_plan, str(path), "node", {"tp": 2}, accumulate=2)
+    steps = WARMUP_STEPS + MEASURED_STEPS
+    # 8 rows in two passes: accumulate is that of the plan
+    found = worlds(2).run(rank_runs.measured_plan, str(path), str(result))
+    assert found == [[4, 4] * steps] * 2
+    assert rank_runs.read_json(result)["seconds"] > 0
+
+
+def test_plans_are_measured_on_their_own_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    h100, cpu = BUILTIN_TOPOLOGIES["h100x8"], BUILTIN_TOPOLOGIES["cpu"]
+    with pytest.raises(UsageError, match="--measure: plans for h100x8 cannot be measured here"):
+        check_measurable(2, h100, cpu)
+    check_measurable(64, cpu, cpu)
+    check_measurable(2, replace(cpu, name="mine", is_guess=False), cpu)
+    with pytest.raises(UsageError, match="has 0 devices, and the plans need 8"):
+        check_measurable(8, h100, h100)
 
 
 @pytest.mark.thorough

@@ -36,6 +36,7 @@ EVENT_KINDS = (
     "standby",
     "gathering",
     "progress",
+    "usage",
     "hang",
     "resumed",
     "warning",

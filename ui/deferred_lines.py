@@ -19,7 +19,8 @@ _HEAD_BYTES = len(_PREFIX) + 4
 """Start of a line that tells the kinds of events apart."""
 _JOINED = _PREFIX + b"joined"
 _PROGRESS = b"\n" + _PREFIX + b"progress"
-_UNREAD = re.compile(rb'\n(?!\{"kind": "(?:prog|susp|reco|exit|refu))')
+_USAGE = b"\n" + _PREFIX + b"usage"
+_UNREAD = re.compile(rb'\n(?!\{"kind": "(?:prog|susp|reco|exit|refu|usag))')
 """Ends where a line begins that is not one of the frequent kinds, which are deferred unread."""
 _NODES_OR_EXITS = re.compile(rb'\n\{"kind": "(?:susp|reco|join|lost|left|stan|exit)')
 _EXITS = re.compile(rb'\n\{"kind": "exit')
@@ -155,7 +156,8 @@ class DeferredLines:
         if b"" in last_exits:
             return None
         found += last_exits.values()
-        found += self._find_progress()
+        found += self._find_last(_PROGRESS)
+        found += self._find_last(_USAGE)
         found += self._texts
         return found
 
@@ -178,9 +180,10 @@ class DeferredLines:
             exits[rank] = line
         return dict(zip(_find_names(of_nodes), of_nodes, strict=True)), exits
 
-    def _find_progress(self) -> Iterator[bytes]:
+    def _find_last(self, head: bytes) -> Iterator[bytes]:
+        """Yield the last line of a kind, if there is one."""
         for data, start, end in reversed(self._blocks):
-            if (found := data.rfind(_PROGRESS, start, end)) >= 0:
+            if (found := data.rfind(head, start, end)) >= 0:
                 last = data.find(b"\n", found + 1, end)
                 yield data[found + 1 : end if last < 0 else last]
                 return

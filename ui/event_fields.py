@@ -28,6 +28,8 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
         case "progress":
             step, saved = int(data.get("step", -1)), int(data.get("saved", -1))
             return step, saved, int(data.get("total", 0)), read_values(data.get("values") or {})
+        case "usage":
+            return read_usage(data["values"])
         case "assigned":
             return _read_assignment(data)
         case "started" | "resumed":
@@ -56,6 +58,20 @@ def read_values(data: Mapping[str, Any]) -> dict[str, tuple[float | None, int, i
     for name, (mean, _, _, rank, bad_rank) in data.items():
         found[str(name)] = (None if mean is None else float(mean), int(rank), int(bad_rank))
     return found
+
+
+def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
+    """
+    Return the values of a ``usage`` event: name -> mean, largest, rank of the largest.
+
+    Raises:
+        TypeError, ValueError: they have another form.
+    """
+    return {
+        str(name): (float(mean), float(most), int(rank))
+        for name, (mean, _, most, rank, _) in data.items()
+        if mean is not None
+    }
 
 
 def _read_exit(data: Mapping[str, Any]) -> RankStatus:

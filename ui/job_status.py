@@ -57,5 +57,7 @@ class JobStatus:
     """Steps of the whole run; 0: not known."""
     values: Mapping[str, tuple[float | None, int, int]] = field(default_factory=dict)
     """Reported number -> mean, rank of the largest, first rank with a value that is not finite."""
+    usage: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
+    """CPU, memory and devices, the last sample: name -> mean, largest, rank of the largest."""
     saved: int = -1
     """Last step that all workers have saved; -1: none."""

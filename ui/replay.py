@@ -250,6 +250,8 @@ class StatusReplay:
                     total=total,
                     values=values,
                 )
+            case "usage":
+                self._facts = replace(self._facts, usage=fields)
             case "created":
                 job, run, expected = fields
                 self._facts = replace(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.text import escape_text, plural
 from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
+from pdrun.ui.usage import describe_usage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -137,6 +138,8 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
             step = f"{step}, saved {status.saved}"
         rows.append(("step", step))
         rows += [(escape_text(name), text) for name, text in describe_values(status)]
+    if use := describe_usage(status.usage):
+        rows.append(("use", use))
     states = Counter(node_state(node) for node in status.nodes.values() if is_present(node))
     gone = Counter(node_state(node) for node in status.nodes.values() if not is_present(node))
     parts = []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pdrun.clock import Clock
 from pdrun.launcher.agent.channel import WorkerChannel, WorkerReport
 from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
+from pdrun.launcher.diagnosis.usage import UsageSampler, choose_tool_runner
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
@@ -129,6 +130,8 @@ class WorkerMonitor:
         """Ranks that need no further check: reported as hanging, or about to be looked into."""
         self._repeat_at: dict[int, float] = {}
         """Ranks that were reported as possibly waiting, and when to report them again."""
+        self._usage: UsageSampler | None = None
+        """Made when the workers have started."""
         self._alive_count = 0
         self._last_exit_at = float("-inf")
         """When a worker was last found to have ended."""
@@ -149,6 +152,8 @@ class WorkerMonitor:
             times.append(look)
         if self._group.has_started and not self._group.is_stopping:
             times.append(self._next_check)
+            if self._usage is not None:
+                times.append(self._usage.next_at)
         if self._changed_ranks:
             times.append(self._next_progress)
         if self._late_variables.print_at is not None:
@@ -164,6 +169,7 @@ class WorkerMonitor:
             return
         if self._changed_ranks and now >= self._next_progress:
             self.send_progress()
+        self._sample_usage(group, now)
         late_at = self._late_variables.print_at
         if late_at is not None and (now >= late_at or group.is_done):
             self._print_late_variables()
@@ -253,6 +259,22 @@ class WorkerMonitor:
             total = max((report.total for report in reports.values()), default=0)
             numbers = sum_numbers({rank: report.numbers for rank, report in reports.items()})
             self._send_message(Progress(group.generation, tuple(steps), saved, total, numbers))
+
+    def _sample_usage(self, group: WorkerGroup, now: float) -> None:
+        """Send what the workers use, if that is due."""
+        if group.is_stopping or group.is_done:
+            return
+        if self._usage is None:
+            if workers := group.alive_workers():
+                self._usage = UsageSampler(
+                    now, group.ranks.start, lambda: group.worker_devices(), choose_tool_runner()
+                )
+                self._usage.begin(workers, now)
+        elif now >= self._usage.next_at:
+            workers = group.alive_workers()
+            values = self._usage.take(workers, now)
+            if workers and values:
+                self._send_message(Progress(group.generation, usage=values))
 
     # Hangs
 

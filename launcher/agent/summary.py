@@ -75,7 +75,9 @@ def format_summary(
             lines.append(f"  hint: {hint}")
         if verdict.first.rank != stdin_rank and reads_standard_input(verdict.first.cause):
             lines.append(f"  hint: {_STDIN_HINT.format(rank=verdict.first.rank)}")
-    return [*lines[: MAX_LINES - 1], f"exit code {verdict.code}{logs}"]
+    lines = lines[: MAX_LINES - 1 - len(verdict.notes)]
+    lines += [sanitize_line(f"  note: {note}") for note in verdict.notes]
+    return [*lines, f"exit code {verdict.code}{logs}"]
 
 
 def _describe_end(verdict: Verdict, duration: str) -> str:

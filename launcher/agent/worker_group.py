@@ -40,6 +40,7 @@ from pdrun.launcher.supervisor.events import (
     WorkerCommand,
 )
 from pdrun.rendezvous.protocol.messages import Assign, Cause
+from pdrun.topology import Device
 
 SETTLE_SECONDS = 0.4
 SWEEP_SECONDS = 0.5
@@ -221,6 +222,11 @@ class WorkerGroup:
             for slot, worker in self._workers.items()
             if worker.is_running and worker.pid
         ]
+
+    def worker_devices(self) -> dict[int, Device]:
+        """Return the device of each rank that has one."""
+        workers = self._workers.values()
+        return {one.rank: one.plan.device for one in workers if one.plan.device is not None}
 
     @property
     def ranks(self) -> range:

@@ -159,6 +159,31 @@ def _read_cpu_ticks(pid: int) -> int:
     return sum(map(int, words[11:15])) + 1 if len(words) > 15 else 0
 
 
+def read_resident_pages(pid: int) -> int:
+    """Return how many pages of memory a process has in use, or 0 if it has ended."""
+    words = _read_text(f"/proc/{pid}/statm").split()
+    return int(words[1]) if len(words) > 1 else 0
+
+
+def read_host_ticks() -> tuple[int, int] | None:
+    """Return the busy and all CPU ticks of this host since it started; None: unknown."""
+    name, *words = _read_text("/proc/stat").partition("\n")[0].split() or [""]
+    if name != "cpu" or len(words) < 8:
+        return None
+    ticks = list(map(int, words[:8]))  # guests are in user already
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def read_host_memory_share() -> float | None:
+    """Return which part of this host's memory is in use, 0 to 1; None: unknown."""
+    sizes = {}
+    for line in _read_text("/proc/meminfo").splitlines()[:8]:
+        name, _, value = line.partition(":")
+        sizes[name] = int(value.split()[0])
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable")
+    return None if not total or available is None else 1 - available / total
+
+
 def _child_pids(pid: int) -> list[int]:
     found: list[int] = []
     try:

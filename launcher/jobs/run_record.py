@@ -21,6 +21,7 @@ from pdrun.text import make_name
 if TYPE_CHECKING:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
 
+MAX_SETTING_CHARACTERS = 200
 INSECURE_WARNING = (
     "INSECURE: no token is required; any process that reaches the scheduler's port can join the job"
 )
@@ -36,13 +37,38 @@ def make_run_name(plan: LaunchPlan) -> str:
 
 def make_scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     """Return the configuration of the scheduler of this plan's job."""
+    from pdrun.rendezvous.protocol.events import ChosenSetting
+
     host = plan.compared.get("host", plan.node)
     config = make_membership_config(
         plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host
     )
     return replace(
-        config, spec=plan.spec.to_shared_json(), command=plan.compared.get("command", "")
+        config,
+        spec=plan.spec.to_shared_json(),
+        command=plan.compared.get("command", ""),
+        settings=tuple(ChosenSetting(*row) for row in list_chosen_settings(plan)),
     )
+
+
+def list_chosen_settings(plan: LaunchPlan) -> Iterator[tuple[str, str, str]]:
+    """
+    Yield path, value and source of each setting that is not the default, for the record of a run.
+
+    Arguments of the program and values of ``--env`` may be secrets: only their names are kept.
+    """
+    for path, source in sorted(plan.sources.items()):
+        group, _, name = path.rpartition(".")
+        owner = getattr(plan.spec, group, None) if group else plan.spec
+        value = getattr(owner, name, None)
+        if source == "default" or path == "program.args" or value in (None, ""):
+            continue
+        if path == "env":
+            value = " ".join(value)
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
+        text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        yield path, text[:MAX_SETTING_CHARACTERS], source[:MAX_SETTING_CHARACTERS]
 
 
 def make_membership_config(

@@ -5,10 +5,12 @@ rendezvous at a scheduler and get ranks.
     export PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2
     PDRUN_ROLE=scheduler python train.py     # waits for the workers
     PDRUN_ROLE=worker    python train.py     # twice, on any host
+    PDRUN_ROLE=server    python train.py     # with PDRUN_SERVERS=1 everywhere: a parameter server
 
-MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID,
+MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_SERVER_NUM, MS_NODE_ID,
 MS_TOPO_TIMEOUT, MS_ENABLE_RECOVERY with MS_RECOVERY_PATH) are read, too. Each worker is a node with
-one worker. This file reads the environment; `pdrun.rendezvous.clients.member` joins.
+one worker. This file reads the environment; `pdrun.rendezvous.clients.member` and `server_member`
+join.
 """
 
 from __future__ import annotations
@@ -24,15 +26,24 @@ from typing import Literal, TypeVar
 from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
+from pdrun.rendezvous.clients.server_member import ServerMember, join_as_server
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.security import Secret, find_secret
 from pdrun.rendezvous.transport.listen import use_port_range_of
 from pdrun.text import check_name, plural
 
-__all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join_cluster", "run_scheduler"]
+__all__ = [
+    "DynamicMember",
+    "DynamicSpec",
+    "ServerMember",
+    "from_environ",
+    "join_cluster",
+    "join_servers",
+    "run_scheduler",
+]
 
 _T = TypeVar("_T")
-Role = Literal["scheduler", "worker"]
+Role = Literal["scheduler", "server", "worker"]
 _PDRUN_VARIABLES = ("PDRUN_ROLE", "PDRUN_WORKERS")
 """
 The launcher uses PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB, too. Without the variables above
@@ -41,12 +52,13 @@ they mean no dynamic cluster.
 _MINDSPORE_VARIABLES = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
 _ROLE_OF_VALUE: Mapping[str, Role] = {
     "scheduler": "scheduler",
+    "server": "server",
     "worker": "worker",
     "MS_SCHED": "scheduler",
+    "MS_PSERVER": "server",
+    "MS_SERVER": "server",
     "MS_WORKER": "worker",
 }
-_NO_PARAMETER_SERVERS = "a dynamic cluster has no parameter servers"
-_SERVERS_HINT = "start the job with pdrun --servers N, which starts servers and workers"
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,8 @@ class DynamicSpec:
     Journal file (PDRUN_JOURNAL, or in the folder MS_RECOVERY_PATH). A scheduler that died is
     started again and resumes from it; empty: no journal.
     """
+    servers: int = 0
+    """Number of processes with the role server (PDRUN_SERVERS or MS_SERVER_NUM)."""
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
@@ -118,14 +132,21 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
     )
     if workers is None:
         raise _missing_variable_error("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
-    for variable in ("PDRUN_SERVERS", "MS_SERVER_NUM"):
-        if environ.get(variable, "0") != "0":
-            what = f"{environ[variable]!r} is not supported: {_NO_PARAMETER_SERVERS}"
-            raise ConfigError(what, where=variable, hint=_SERVERS_HINT)
+    servers = _merge_values(
+        "servers",
+        _read_count(environ, "PDRUN_SERVERS", 0),
+        _read_count(environ, "MS_SERVER_NUM", 0),
+        "PDRUN_SERVERS",
+        "MS_SERVER_NUM",
+    )
+    if role == "server" and not servers:
+        raise _missing_variable_error("PDRUN_SERVERS" if ours else "MS_SERVER_NUM", environ)
     rank, name = _read_rank_and_name(environ)
-    if rank is not None and rank >= workers:
+    limit = (servers or 0) if role == "server" else workers
+    if rank is not None and rank >= limit:
+        unit = "servers" if role == "server" else "workers"
         raise ConfigError(
-            f"must be below the number of workers ({workers}), got {rank}",
+            f"must be below the number of {unit} ({limit}), got {rank}",
             where="PDRUN_NODE_RANK or MS_NODE_ID",
         )
     job = environ.get("PDRUN_JOB") or "dynamic"
@@ -139,6 +160,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
         check_name(job, where="PDRUN_JOB"),
         float(timeout or 600),
         environ.get("PDRUN_JOURNAL") or _find_recovery_journal(environ, role, job),
+        servers or 0,
     )
 
 
@@ -161,7 +183,7 @@ def run_scheduler(
     config = SchedulerConfig(
         job=spec.job,
         run=f"{spec.job}-{secrets.token_hex(4)}",
-        nodes=spec.workers,
+        nodes=spec.workers + spec.servers,
         start_timeout=spec.timeout,
         grace=grace,
         host=socket.gethostname(),
@@ -179,10 +201,11 @@ def run_scheduler(
 
 def describe_worker_start(spec: DynamicSpec) -> str:
     """Return how a worker of this cluster is started, for the user."""
-    return (
-        f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} "
-        f"PDRUN_WORKERS={spec.workers}"
-    )
+    settings = f"PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
+    if not spec.servers:
+        return f"start each worker with PDRUN_ROLE=worker {settings}"
+    settings += f" PDRUN_SERVERS={spec.servers}"
+    return f"start each process with PDRUN_ROLE=worker or PDRUN_ROLE=server and {settings}"
 
 
 def prepare_journal(path: str) -> Path | None:
@@ -227,14 +250,42 @@ def join_cluster(
         timeout=spec.timeout,
         show_line=show_line,
     )
-    if member.world_size != spec.workers:
-        found = member.world_size
-        member.finish(78)
-        raise ConfigError(
-            f"this process expects {plural(spec.workers, 'worker')}, the scheduler has {found}",
-            where="PDRUN_WORKERS",
-        )
+    for unit, variable, expected, found in (
+        ("worker", "PDRUN_WORKERS", spec.workers, member.world_size),
+        ("server", "PDRUN_SERVERS", spec.servers, member.servers),
+    ):
+        if found != expected:
+            member.finish(78)
+            raise ConfigError(
+                f"this process expects {plural(expected, unit)}, the scheduler has {found}",
+                where=variable,
+            )
     return member
+
+
+def join_servers(
+    spec: DynamicSpec,
+    *,
+    secret: Secret | None = None,
+    show_line: Callable[[str], None] | None = None,
+) -> ServerMember:
+    """
+    Join as a parameter server; return when all processes have joined, with this server's number.
+
+    Raises:
+        RendezvousError, AuthenticationError, ConfigError: the rendezvous failed; gives the reason.
+    """
+    return join_as_server(
+        spec.scheduler,
+        secret or find_secret()[0],
+        job=spec.job,
+        workers=spec.workers,
+        servers=spec.servers,
+        number=spec.rank,
+        name=spec.name,
+        timeout=spec.timeout,
+        show_line=show_line,
+    )
 
 
 # Reading variables
@@ -244,9 +295,6 @@ def _read_role(environ: Mapping[str, str], variable: str) -> Role | None:
     text = environ.get(variable)
     if not text:
         return None
-    if text in ("MS_PSERVER", "MS_SERVER", "server"):
-        what = f"{text} is not supported: {_NO_PARAMETER_SERVERS}"
-        raise ConfigError(what, where=variable, hint=_SERVERS_HINT)
     known = [
         name for name in _ROLE_OF_VALUE if name.startswith("MS_") == variable.startswith("MS_")
     ]

@@ -43,7 +43,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.protocol.security import Secret, derive_server_key
 from pdrun.rendezvous.scheduler.local_link import ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.zmq_util import wait_readable
@@ -78,7 +78,7 @@ def join_scheduler(
     """
     show_line = show_line or async_writer.write_message
     host = socket.gethostname()
-    store = bind_listener(Endpoint(_find_local_address(scheduler), 0))
+    store = bind_listener(Endpoint(find_local_address(scheduler), 0))
     link = ZmqLink(
         scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=show_line
     )
@@ -88,11 +88,11 @@ def join_scheduler(
         name or f"{host}-{os.getpid():08d}",
         rank,
         1,
-        {"host": f"{host}:{_read_boot_id()}", **_collect_facts()},
+        {"host": f"{host}:{read_boot_id()}", **collect_facts()},
         str(address),
     )
     try:
-        welcome, assign = _wait_for_start(link, wish, show_line)
+        welcome, assign = wait_for_start(link, wish, show_line)
     except BaseException:
         link.close(0.5)
         store.close()
@@ -111,6 +111,8 @@ def join_scheduler(
         name=wish.node,
         host=host,
         address=address.host,
+        servers=assign.nodes - assign.world_size,
+        server_key=derive_server_key(secret, welcome.run),
         store_socket=store if assign.first_rank == 0 else None,
         _link=link,
         _show_line=show_line,
@@ -135,6 +137,10 @@ class DynamicMember:
     host: str
     address: str
     """Address of this process on the route to the scheduler."""
+    servers: int
+    """Number of parameter servers."""
+    server_key: bytes
+    """Key of their data channel."""
     store_socket: socket.socket | None
     """On rank 0: the listening socket of `master`, for the store. The caller owns it."""
     _link: ZmqLink
@@ -303,7 +309,7 @@ class DynamicMember:
         os.kill(self._pid, signal.SIGKILL)
 
 
-def _wait_for_start(
+def wait_for_start(
     link: ZmqLink, request: Join, show_line: Callable[[str], None]
 ) -> tuple[Welcome, Assign]:
     """Exchange the messages from Hello to Start."""
@@ -338,7 +344,7 @@ def _refusal_error(code: int, reason: str, where: str) -> PdrunError:
     return error
 
 
-def _find_local_address(scheduler: Endpoint) -> str:
+def find_local_address(scheduler: Endpoint) -> str:
     """
     Return this machine's address on the route to the scheduler. Asks the kernel and sends nothing.
     """
@@ -355,7 +361,7 @@ def _find_local_address(scheduler: Endpoint) -> str:
         ) from None
 
 
-def _read_boot_id() -> str:
+def read_boot_id() -> str:
     """Return the boot id, which differs between two machines with one host name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -364,7 +370,8 @@ def _read_boot_id() -> str:
         return ""
 
 
-def _collect_facts() -> dict[str, str]:
+def collect_facts() -> dict[str, str]:
+    """Return the versions that the processes of a job should have in common."""
     import importlib.metadata
     import platform
 

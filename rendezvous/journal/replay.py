@@ -70,7 +70,9 @@ def _is_status_only(machine: Membership) -> bool:
 def _is_status_action(action: Action) -> bool:
     """Whether an action only reports status."""
     match action:
-        case SendMessage(_, Waiting() | Notice()) | RecordEvent("progress" | "suspect" | "warning"):
+        case SendMessage(_, Waiting() | Notice()) | RecordEvent(
+            "progress" | "suspect" | "usage" | "warning"
+        ):
             return True
     return False
 

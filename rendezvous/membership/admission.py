@@ -8,7 +8,7 @@ from typing import Any
 
 from pdrun.rendezvous.membership.departures import mark_lost
 from pdrun.rendezvous.membership.generations import stop_message
-from pdrun.rendezvous.membership.job import ActionOutbox, Job
+from pdrun.rendezvous.membership.job import Job
 from pdrun.rendezvous.membership.nodes import Member, Phase, differing_facts, find_join_objection
 from pdrun.rendezvous.membership.roster import Roster, Session
 from pdrun.rendezvous.membership.sizing import (
@@ -41,6 +41,10 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
 )
 
+VERSION_FACTS = ("python", "torch", "pdrun", "device")
+"""Facts of a node that its record has."""
+MAX_DIFFERENCES = 8
+"""Differences between nodes that are shown, and named at the end of a job that fails."""
 STARTED_STATES = (JobState.RUNNING, JobState.RESTARTING, JobState.STOPPING)
 
 
@@ -203,7 +207,7 @@ def _admit_member(job: Job, peer: Peer, hello: Hello, join: Join, now: float) ->
     outbox = job.outbox
     first = next(iter(roster.members.values()), None)
     if first is not None:
-        _warn_about_differences(job.config, outbox, first, join)
+        _warn_about_differences(job, first, join)
     is_gathering = job.state is JobState.GATHERING
     phase = Phase.JOINED if is_gathering else Phase.STANDBY
     member = Member(hello, join, peer, now, now, join.store, phase)
@@ -216,7 +220,12 @@ def _admit_member(job: Job, peer: Peer, hello: Hello, join: Join, now: float) ->
         for other in roster.find_visitors():
             _send_welcome(job, other)
     outbox.record_event(
-        "joined", node=join.node, workers=join.workers, host=hello.host, pid=hello.pid
+        "joined",
+        node=join.node,
+        workers=join.workers,
+        host=hello.host,
+        pid=hello.pid,
+        **_find_new_versions(job, join),
     )
     if is_gathering:
         announce_arrival(job, now)
@@ -224,8 +233,22 @@ def _admit_member(job: Job, peer: Peer, hello: Hello, join: Join, now: float) ->
         send_standby(job, member)
 
 
-def _warn_about_differences(
-    config: SchedulerConfig, outbox: ActionOutbox, first: Member, join: Join
-) -> None:
-    for key in differing_facts(config.should_agree, first, join):
-        outbox.record_event("warning", text=describe_difference(key, first.join, join))
+def _warn_about_differences(job: Job, first: Member, join: Join) -> None:
+    """Record in what a node differs from the first; show each other value once at the terminals."""
+    for key in differing_facts(job.config.should_agree, first, join):
+        text = describe_difference(key, first.join, join)
+        job.outbox.record_event("warning", text=text)
+        if (key, join.facts[key]) not in job.differences and len(job.differences) < MAX_DIFFERENCES:
+            job.differences[key, join.facts[key]] = text
+            job.send_notice(text)
+
+
+def _find_new_versions(job: Job, join: Join) -> dict[str, dict[str, str]]:
+    """Return what the record of a node has about its versions: what differs from the first one."""
+    versions = {key: join.facts[key] for key in VERSION_FACTS if key in join.facts}
+    if not job.first_versions:
+        job.first_versions = versions
+    else:
+        first = job.first_versions
+        versions = {key: value for key, value in versions.items() if first.get(key) != value}
+    return {"versions": versions} if versions else {}

@@ -53,7 +53,8 @@ def advance_job(job: Job, now: float) -> None:
         elif not counts[Phase.JOINED]:
             _start_workers(job, now)
     elif job.state is JobState.RUNNING:
-        if not counts[Phase.RUNNING]:
+        is_cluster = job.config.unit == "worker"
+        if not counts[Phase.RUNNING] or (is_cluster and not _is_worker_running(job.roster)):
             world_size = next(iter(job.generation.assigns.values())).world_size
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
             conclude_job(job, Trigger.FINISHED, Verdict(0, f"{workers} succeeded"), now)
@@ -144,6 +145,13 @@ def _close_generation(generation: Generation) -> None:
     )
     generation.hang = None
     generation.idle = IdleWorkers()
+
+
+def _is_worker_running(roster: Roster) -> bool:
+    """Whether a node with workers runs: parameter servers of a dynamic cluster have none."""
+    return any(
+        member.join.workers and member.phase is Phase.RUNNING for member in roster.members.values()
+    )
 
 
 # End of a generation
@@ -381,6 +389,8 @@ def _make_verdict(job: Job, stop: StopPlan, refusal: str) -> Verdict:
 def conclude_job(job: Job, trigger: Trigger, verdict: Verdict, now: float) -> None:
     """Set the verdict and send it to every node."""
     job.change_state(trigger, now)
+    if verdict.code and job.differences:
+        verdict = replace(verdict, notes=tuple(job.differences.values()))
     job.shutdown.verdict = verdict
     job.generation.hang = None
     job.outbox.record_event("verdict", **verdict_data(verdict))

@@ -158,6 +158,10 @@ class Job:
         """Name of the job. A scheduler without one takes the first agent's."""
         self.spec = config.spec
         self.command = config.command
+        self.first_versions: dict[str, str] = {}
+        """Versions of the first node; the records of other nodes have what differs."""
+        self.differences: dict[tuple[str, str], str] = {}
+        """(name, value) of what differs between nodes and should not -> a line about it."""
         self.state = JobState.GATHERING
         self.state_since = now
         """Start of the present state, on the scheduler's clock."""
@@ -203,10 +207,12 @@ class Job:
 
     def record_created(self) -> None:
         """Record which job this is."""
+        settings = [[one.path, one.value, one.source] for one in self.config.settings]
         self.outbox.record_event(
             "created",
             job=self.key,
             run=self.config.run,
             nodes=self.config.nodes,
             host=self.config.host,
+            **({"settings": settings} if settings else {}),
         )

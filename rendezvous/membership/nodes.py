@@ -126,7 +126,8 @@ def find_join_objection(
         namesake: the present node with the same name.
         rival: the present node that asked for the same node rank.
     """
-    if not is_node_name(join.node) or not 1 <= join.workers <= MAX_WORKERS_PER_NODE:
+    least = 0 if config.unit == "worker" else 1
+    if not is_node_name(join.node) or not least <= join.workers <= MAX_WORKERS_PER_NODE:
         return Refuse(
             78,
             f"a {config.unit} must have a name (letters, digits and . _ - : %) and "
@@ -166,7 +167,8 @@ def order_by_rank(config: SchedulerConfig, members: Sequence[Member]) -> list[Me
     Nodes of the last generation keep their order. The others get the node rank that they asked for,
     if there is such a place. The rest fill the free places behind, in the order of the host list,
     or in the natural order of their names. So the first generation depends only on which nodes are
-    present, not on the order of their joins.
+    present, not on the order of their joins. Nodes without workers come last: they are parameter
+    servers of a dynamic cluster.
     """
     given = {name: place for place, name in enumerate(config.hosts)}
     stay = sorted(
@@ -188,7 +190,8 @@ def order_by_rank(config: SchedulerConfig, members: Sequence[Member]) -> list[Me
         key=lambda m: (given.get(m.name, given.get(m.hello.host, len(given))), natural_key(m.name)),
     )
     free = iter([*stay, *new])
-    return [claimed[place] if place in claimed else next(free) for place in range(len(members))]
+    placed = [claimed[place] if place in claimed else next(free) for place in range(len(members))]
+    return sorted(placed, key=lambda member: member.join.workers == 0)
 
 
 def describe_missing(

@@ -108,7 +108,7 @@ def check_workers(job: Job, now: float) -> None:
 
 
 def _record_progress(job: Job, now: float, *, is_ending: bool = False) -> None:
-    """Record the progress if that is due."""
+    """Record the progress, and what the workers use, if that is due."""
     generation = job.generation
     data = generation.progress.take_record(now, is_ending=is_ending)
     if data is not None:
@@ -116,6 +116,9 @@ def _record_progress(job: Job, now: float, *, is_ending: bool = False) -> None:
         job.outbox.record_event(
             "progress", generation=generation.number, **{**data, "saved": saved}
         )
+    usage = generation.progress.take_usage(now, is_ending=is_ending)
+    if usage is not None:
+        job.outbox.record_event("usage", generation=generation.number, **usage)
 
 
 def _warn_about_stragglers(job: Job, stragglers: list[tuple[int, str]]) -> None:

@@ -19,6 +19,9 @@ SLOW_REPORTS = 5
 LOOK_SECONDS = 2.0
 WARN_SECONDS = 60.0
 RECORD_SECONDS = 5.0
+USAGE_SECONDS = 30.0
+FIRST_USAGE_SECONDS = 1.0
+"""Time from the first sample of a generation to its record: other nodes send theirs meanwhile."""
 
 
 @dataclass
@@ -46,6 +49,10 @@ class ProgressTracker:
         self._tracks: dict[int, _WorkerProgress] = {}
         self._numbers: dict[str, tuple[NodeNumber, ...]] = {}
         """agent -> what its workers report with their steps."""
+        self._usage: dict[str, tuple[NodeNumber, ...]] = {}
+        """agent -> what its workers and its host use."""
+        self._has_usage_news = False
+        self._usage_at: float | None = None
         self._total = 0
         self._look_at = now + LOOK_SECONDS
         self._record_at = now
@@ -58,6 +65,10 @@ class ProgressTracker:
         Note a report; return whether a journal must keep it: the first one, or one with a saved
         step.
         """
+        if message.usage:
+            self._usage[agent] = message.usage
+            self._has_usage_news = True
+            return False
         first = not self.has_reports
         self.has_reports = True
         self._has_news = True
@@ -116,6 +127,21 @@ class ProgressTracker:
             record["values"] = describe_numbers(self._numbers.values())
         return record
 
+    def take_usage(self, now: float, *, is_ending: bool = False) -> Mapping[str, Any] | None:
+        """
+        Return the data of a ``usage`` event if one is due: soon after the first sample, then every
+        USAGE_SECONDS, and once when the first worker ends (``is_ending``).
+        """
+        if not self._has_usage_news:
+            return None
+        if self._usage_at is None:
+            self._usage_at = now + FIRST_USAGE_SECONDS
+        if now < self._usage_at and not is_ending:
+            return None
+        self._has_usage_news = False
+        self._usage_at = now + USAGE_SECONDS
+        return {"values": describe_numbers(self._usage.values())}
+
     def find_stragglers(self, now: float) -> list[tuple[int, str]]:
         """
         Return (rank, why) of the workers to warn about. Checked every LOOK_SECONDS; each worker is
@@ -157,6 +183,8 @@ class ProgressTracker:
     def shift_times(self, seconds: float) -> None:
         """Shift all times by ``seconds`` without a scheduler, in which no worker fell behind."""
         self._look_at += seconds
+        if self._usage_at is not None:
+            self._usage_at += seconds
         for track in self._tracks.values():
             if track.behind_since is not None:
                 track.behind_since += seconds

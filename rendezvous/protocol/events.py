@@ -26,6 +26,17 @@ packets a message may take this long.
 
 
 @dataclass(frozen=True)
+class ChosenSetting:
+    """A setting of the job that is not the default."""
+
+    path: str
+    """``resources.nodes``."""
+    value: str
+    source: str
+    """``--nodes``, ``job.yaml:3``."""
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """The settings of a scheduler. Times in seconds."""
 
@@ -82,6 +93,8 @@ class SchedulerConfig:
     """What a member is called in messages. In a dynamic cluster each is one worker."""
     host: str = ""
     """Name of the scheduler's host, for messages."""
+    settings: tuple[ChosenSetting, ...] = ()
+    """What the user or the environment chose: for the record."""
     hosts: tuple[str, ...] = ()
     """Node names in rank order, if the user gave one."""
     must_agree: tuple[str, ...] = ("command", "pdrun")

@@ -310,6 +310,8 @@ class Verdict:
     """Other failures with causes that are not consequences (at most 8)."""
     victims: int = 0
     """Number of workers that ended because of the first cause."""
+    notes: tuple[str, ...] = ()
+    """Of a job that failed: in what its nodes differ, a line each."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +392,8 @@ class Progress:
     """Steps of the whole run; 0: not known."""
     numbers: tuple[NodeNumber, ...] = ()
     """Of all workers of the node, by name."""
+    usage: tuple[NodeNumber, ...] = ()
+    """CPU, memory and devices of the node; alone in its message."""
 
 
 @dataclass(frozen=True)

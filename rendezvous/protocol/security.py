@@ -100,6 +100,12 @@ def derive_key(secret: bytes, info: bytes, salt: bytes = _KEY_SALT) -> bytes:
     return hmac.new(key, info + b"\x01", hashlib.sha256).digest()
 
 
+def derive_server_key(secret: Secret | None, run: str) -> bytes:
+    """Return the key of a run's parameter servers; that of an insecure job is no secret."""
+    own = bytes(SECRET_BYTES) if secret is None else secret.reveal()
+    return derive_key(own, f"parameter servers of {run}".encode())
+
+
 def derive_key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -> KeyPair:
     """Return the CURVE keys of the scheduler or of a role of its clients."""
     import zmq

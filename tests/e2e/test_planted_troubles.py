@@ -1,8 +1,8 @@
 """
 What somebody who knows torchrun only finds by pdrun's screens, without reading logs of workers.
 
-Two torch versions are in tests/launcher/doctor/test_node_checks.py, files that differ in
-clusters/test_doctor.py.
+`pdrun doctor` about two torch versions is in tests/launcher/doctor/test_node_checks.py, about files
+that differ in clusters/test_doctor.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Shell, free_port
 from tests.lib.netns_hosts import run
 
 SICK = """
@@ -115,3 +115,58 @@ def test_a_wrong_variable(shell: Shell) -> None:
     assert done.returncode == 78
     assert "NCCL_SOCKET_IFNAME=eth7: names interface 'eth7'" in done.stdout
     assert "-> one of " in done.stdout
+
+
+FAILS = """
+import os
+if os.environ["RANK"] == "0":
+    raise RuntimeError("Message truncated")
+import time
+time.sleep(60)
+"""
+
+
+def test_two_versions_of_torch(shell: Shell) -> None:
+    """The summary, the status and the report name them, whatever the failure looks like."""
+    (shell.folder / "fails.py").write_text(FAILS)
+    other = shell.folder / "other" / "torch"
+    other.mkdir(parents=True)
+    (other / "version.py").write_text("__version__ = '2.12.1'\n")
+    scheduler = f"127.0.0.1:{free_port()}"
+
+    def start(rank: int, **env: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pdrun",
+            "--nodes",
+            "2",
+            "--devices",
+            "1",
+            "--job",
+            "mixed",
+        ]
+        command += ["--scheduler", scheduler, "--node-rank", str(rank), "--node-name", f"n{rank}"]
+        return subprocess.Popen(
+            [*command, "fails.py"],
+            cwd=shell.folder,
+            env={**shell.env, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    jobs = [start(0)]
+    try:
+        jobs.append(start(1, PYTHONPATH=str(other.parent)))
+        texts = [job.communicate(timeout=60)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [1, 1], texts
+    for text in (*texts, ask(shell, "status", "mixed").stdout):
+        assert "torch differs: " in text and "'2.12.1' on n1" in text, text
+    page = ask(shell, "report", "mixed", "-o", "-").stdout
+    assert "torch differs between nodes: " in page and "2.12.1 on n1" in page
+    assert "<td>resources.nodes</td><td>2</td><td>--nodes</td>" in page

@@ -53,6 +53,15 @@ EVENTS = st.one_of(
         restarts=SMALL,
         nodes=st.lists(st.tuples(NODES, SMALL, SMALL), max_size=3),
     ),
+    st.builds(
+        line,
+        st.just("usage"),
+        values=st.dictionaries(
+            st.sampled_from(["cpu_percent", "memory_bytes"]),
+            st.tuples(SMALL | st.none(), SMALL, SMALL, SMALL, SMALL) | SMALL,
+            max_size=2,
+        ),
+    ),
     st.builds(line, st.sampled_from(["started", "resumed"]), generation=SMALL),
     st.builds(line, st.sampled_from(["stopping", "restarting", "gathering"]), reason=NODES),
     st.builds(line, st.just("warning"), text=NODES),

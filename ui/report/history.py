@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.eventlog import take_event
-from pdrun.ui.event_fields import read_values
+from pdrun.ui.event_fields import read_usage, read_values
 
 MAX_POINTS = 2_000
 """Points of the curve of steps."""
@@ -25,6 +25,7 @@ MAX_STALLS = 2_000
 MAX_TEXTS = 200
 MAX_FAILURES = 64
 MAX_NODES = 20_000
+MAX_SETTINGS = 100
 
 
 @dataclass
@@ -85,6 +86,16 @@ class ValuePoint:
     bad_rank: int
 
 
+@dataclass(frozen=True)
+class UsagePoint:
+    """A number of workers, hosts or devices at a time: mean, largest, and whose that is."""
+
+    time: float
+    mean: float
+    most: float
+    rank: int
+
+
 @dataclass
 class JobHistory:
     """All that a report shows."""
@@ -113,6 +124,12 @@ class JobHistory:
     slowest: dict[int, int] = field(default_factory=dict)
     """Rank -> how often it was the slowest, by at least one step."""
     saved: int = -1
+    usage: dict[str, list[UsagePoint]] = field(default_factory=dict)
+    """Name -> CPU, memory and devices over time."""
+    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    """(path, value, source) of what the user or the environment chose."""
+    versions: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """Name -> value -> nodes that have it, of the nodes that joined first."""
     hangs: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     code: int | None = None
@@ -144,6 +161,7 @@ class HistoryReader:
         self._history = JobHistory()
         self._open: dict[str, Interval] = {}
         """Node -> the interval that has not ended."""
+        self._first_versions: dict[str, str] | None = None
         self._stride = 1
         """Of so many progress events one becomes a point."""
         self._skipped = 0
@@ -183,12 +201,18 @@ class HistoryReader:
                 self._add_progress(when, data)
             case "exited":
                 self._add_exit(when, data)
+            case "usage":
+                self._add_usage(when, read_usage(data["values"]))
             case "created":
                 history.job, history.run = str(data["job"]), str(data["run"])
                 history.nodes = int(data.get("nodes", 0))
+                rows = [(str(p), str(v), str(s)) for p, v, s in data.get("settings") or ()]
+                history.settings = rows[:MAX_SETTINGS]
             case "joined":
-                if len(history.joined) < MAX_NODES:
-                    history.joined.setdefault(str(data["node"]), when)
+                name = str(data["node"])
+                if len(history.joined) < MAX_NODES and name not in history.joined:
+                    history.joined[name] = when
+                    self._note_versions(name, data.get("versions"))
                 self._end_interval(str(data["node"]), when)
             case "suspect" | "lost" | "left":
                 self._begin_interval(str(data["node"]), when, kind)
@@ -244,6 +268,28 @@ class HistoryReader:
             for curve in history.values.values():
                 del curve[1::2]
             self._stride *= 2
+
+    def _note_versions(self, node: str, data: Mapping[str, Any] | None) -> None:
+        """Note the versions of a node; the record of any but the first has what differs."""
+        if data is None and self._first_versions is None:
+            return  # an older log
+        found = {str(name): str(value) for name, value in (data or {}).items()}
+        if self._first_versions is None:
+            self._first_versions = found
+        for name, value in {**self._first_versions, **found}.items():
+            self._history.versions.setdefault(name, {}).setdefault(value, []).append(node)
+
+    def _add_usage(self, when: float, values: Mapping[str, tuple[float, float, int]]) -> None:
+        usage = self._history.usage
+        for name, (mean, most, rank) in values.items():
+            if name not in usage and len(usage) >= MAX_CURVES:
+                continue
+            points = usage.setdefault(name, [])
+            points.append(UsagePoint(when, mean, most, rank))
+            if len(points) >= 2 * MAX_POINTS:
+                # of two neighbours the one with more: a peak of memory is what counts
+                pairs = zip(points[::2], points[1::2], strict=False)
+                points[:] = [max(pair, key=lambda point: point.most) for pair in pairs]
 
     def _note_bad_values(self, when: float, step: int, values: Mapping[str, Any]) -> None:
         known = {name for _, name, _, _ in self._history.bad_values}

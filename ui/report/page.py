@@ -6,12 +6,13 @@ No script, no external reference; a Content-Security-Policy says so to the brows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pdrun.text import plural
 from pdrun.ui.report.history import GenerationSpan, JobHistory
+from pdrun.ui.report.origin import render_differences, render_origin
 from pdrun.ui.report.svg import (
     MAX_ROWS,
     format_seconds,
@@ -19,7 +20,8 @@ from pdrun.ui.report.svg import (
     render_timeline,
     render_values,
 )
-from pdrun.ui.report.text import clean_block, clean_line
+from pdrun.ui.report.text import clean_block, clean_line, render_table
+from pdrun.ui.usage import format_use
 
 MAX_SLOW_RANKS = 10
 MAX_GENERATIONS = 100
@@ -69,13 +71,16 @@ def render_page(history: JobHistory, tails: Sequence[LogTail] = ()) -> str:
     title = clean_line(f"{history.job or 'job'} {history.run}")
     sections = [
         *_render_head(history),
+        *render_differences(history),
         *_render_cause(history, tails),
         *_render_timeline_section(history),
         *_render_progress(history),
         *_render_values(history),
+        *_render_usage(history),
         *_render_generations(history.generations),
         *_render_texts("Hangs", history.hangs),
         *_render_texts("Warnings", history.warnings),
+        *render_origin(history),
     ]
     body = "\n".join(sections)
     return (
@@ -115,7 +120,7 @@ def _render_head(history: JobHistory) -> Iterator[str]:
         ("saved step", f"{history.saved:,}" if history.saved >= 0 else ""),
         ("damaged lines", str(history.unreadable_lines) if history.unreadable_lines else ""),
     ]
-    yield _render_table((), [row for row in rows if row[1]])
+    yield render_table((), [row for row in rows if row[1]])
 
 
 def _format_step(history: JobHistory) -> str:
@@ -156,7 +161,7 @@ def _render_cause(history: JobHistory, tails: Sequence[LogTail]) -> Iterator[str
         )
         for failure in history.failures
     ]
-    yield _render_table(("after", "worker", "node", "end", "cause"), rows)
+    yield render_table(("after", "worker", "node", "end", "cause"), rows)
     hidden = history.failure_count - len(history.failures)
     if hidden > 0:
         yield f"<p>{plural(hidden, 'further failed worker')}.</p>"
@@ -193,7 +198,7 @@ def _render_progress(history: JobHistory) -> Iterator[str]:
     if slow:
         yield "<h2>Slowest workers</h2>"
         rows = [(f"rank {rank}", f"{count:,}") for rank, count in slow]
-        yield _render_table(("worker", "times behind"), rows)
+        yield render_table(("worker", "times behind"), rows)
 
 
 def _render_values(history: JobHistory) -> Iterator[str]:
@@ -209,6 +214,22 @@ def _render_values(history: JobHistory) -> Iterator[str]:
             yield f"<h2>{clean_line(name)}</h2>"
             yield curve
             yield '<p class="key">Mean over all workers.</p>'
+
+
+def _render_usage(history: JobHistory) -> Iterator[str]:
+    rows = []
+    for name, points in sorted(history.usage.items()):
+        peak = max(points, key=lambda point: point.most)
+        mean = sum(point.mean for point in points) / len(points)
+        after = format_seconds(peak.time - history.begin)
+        whose = f"rank {peak.rank}, after {after}" if peak.rank >= 0 else f"after {after}"
+        label = name.removesuffix("_bytes").removesuffix("_percent").replace("_", " ")
+        rows.append((label, format_use(name, mean), format_use(name, peak.most), whose))
+    if rows:
+        yield "<h2>CPU, memory and devices</h2>"
+        yield render_table(("", "mean", "most", "of"), rows)
+        text = "A sample each 15 s, on record each 30 s: shorter peaks are not seen. Values of a "
+        yield f'<p class="key">{text}host have the first rank of its node.</p>'
 
 
 def _step_rate(history: JobHistory) -> str:
@@ -237,22 +258,10 @@ def _render_generations(generations: Sequence[GenerationSpan]) -> Iterator[str]:
         if one.started_at is not None and one.ended_at is not None:
             lasted = format_seconds(one.ended_at - one.started_at)
         rows.append((str(one.number), plural(len(one.nodes), "node"), lasted, steps, one.end))
-    yield _render_table(("", "nodes", "lasted", "steps", "ended by"), rows)
+    yield render_table(("", "nodes", "lasted", "steps", "ended by"), rows)
 
 
 def _render_texts(title: str, texts: Sequence[str]) -> Iterator[str]:
     if texts:
         yield f"<h2>{title}</h2>"
         yield from (f"<pre>{clean_block(text)}</pre>" for text in texts)
-
-
-def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["<table>"]
-    if head:
-        lines.append("<tr>" + "".join(f"<th>{clean_line(cell)}</th>" for cell in head) + "</tr>")
-    for row in rows:
-        first, *rest = row
-        cells = "".join(f"<td>{clean_line(cell)}</td>" for cell in rest)
-        tag = "td" if head else "th"
-        lines.append(f"<tr><{tag}>{clean_line(first)}</{tag}>{cells}</tr>")
-    return "\n".join([*lines, "</table>"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterable, Sequence
 
 from pdrun.text import escape_text
 
@@ -32,3 +33,16 @@ def clean_block(text: object) -> str:
     """Return several lines for a ``pre`` element."""
     lines = blank_secrets(str(text)[-MAX_TEXT_LENGTH:]).splitlines()
     return html.escape("\n".join(escape_text(line.expandtabs(4)) for line in lines))
+
+
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; without a head, the first cell of each row is one."""
+    lines = ["<table>"]
+    if head:
+        lines.append("<tr>" + "".join(f"<th>{clean_line(cell)}</th>" for cell in head) + "</tr>")
+    for row in rows:
+        first, *rest = row
+        cells = "".join(f"<td>{clean_line(cell)}</td>" for cell in rest)
+        tag = "td" if head else "th"
+        lines.append(f"<tr><{tag}>{clean_line(first)}</{tag}>{cells}</tr>")
+    return "\n".join([*lines, "</table>"])

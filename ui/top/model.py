@@ -17,6 +17,7 @@ from pdrun.ui.job_status import JobStatus, NodeStatus, RankStatus
 from pdrun.ui.live_line import LiveLine
 from pdrun.ui.report.numbers import StepRow
 from pdrun.ui.status import describe_values, failed_lines, job_state, node_state
+from pdrun.ui.usage import format_use
 
 MAX_CURVE_POINTS = 1_000
 MAX_CURVES = 32
@@ -51,6 +52,9 @@ class TopModel:
         before, self.status = self.status, status
         if status.step >= 0 and status.step_at > max(before.step_at, self.seeded_until):
             for name, (mean, _, _) in status.values.items():
+                self._add_point(name, status.step, mean)
+        if status.usage is not before.usage:
+            for name, (mean, _, _) in status.usage.items():
                 self._add_point(name, status.step, mean)
         if status.nodes is not before.nodes:
             self.first_ranks = _find_first_ranks(status)
@@ -113,6 +117,8 @@ class TopModel:
     def curve_rows(self, width: int) -> Sequence[tuple[str, ...]]:
         """Return the cells of each number, with its curve in ``width`` characters."""
         texts = dict(describe_values(self.status))
+        for name, (mean, _, _) in self.status.usage.items():
+            texts.setdefault(name, format_use(name, mean))
         rows = []
         for name, points in sorted(self.curves.items()):
             known = [value for _, value in points if value is not None and math.isfinite(value)]

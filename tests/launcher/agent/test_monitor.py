@@ -461,4 +461,20 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
 def test_without_a_timeout_nothing_of_a_quiet_worker_is_read(harness):
     it = harness(IDLE, timeout=None)
     it.pass_time(100)
-    assert it.monitor._detectors == {} and it.sent == []
+    assert it.monitor._detectors == {}
+    assert it.sent and all(message.usage for message in it.sent)
+
+
+def test_samples_wait_for_workers_and_end_with_them(harness):
+    it = harness(timeout=None)  # has started, no worker has a pid yet
+    it.pass_time(20)
+    assert it.sent == []
+    it = harness(IDLE, timeout=None)
+    it.pass_time(10)
+    assert [message.usage[0].name for message in it.sent] == ["cpu_percent"]
+    it.group.processes[0].kill()
+    it.group.processes[0].wait()
+    it.group.alive_workers = list
+    it.pass_time(40)
+    assert len(it.sent) == 1
+    assert it.monitor.next_deadline() > it.clock.monotonic(), "not again and again"

@@ -205,3 +205,14 @@ def test_who_had_ended_well_is_a_hint_even_after_a_long_reason() -> None:
     assert hint.startswith(
         "  hint: rank 3 on b and 1 other had ended before, without an error: do all ranks make"
     )
+
+
+def test_what_the_nodes_differ_in_is_noted_and_never_cut_off() -> None:
+    cause = Cause(
+        "exception", 1, summary="x", traceback="\n".join(f"  line {i}" for i in range(99))
+    )
+    note = "torch differs: '2.13.0' on a, '2.12.1\x1b[2J' on b"
+    verdict = Verdict(1, "rank 0 failed", first=Failure(0, "a", cause), notes=(note,) * 3)
+    lines = format_summary(verdict, seconds=3.0)
+    assert lines[-2].startswith("  note: torch differs: '2.13.0' on a") and "\x1b" not in lines[-2]
+    assert len(lines) <= MAX_LINES and lines[-1] == "exit code 1"

@@ -55,6 +55,7 @@ MSRUNS = words("""
 """)
 COMMANDS = {
     "run",
+    "serve",
     "join",
     "scheduler",
     "relay",
@@ -107,7 +108,7 @@ WORKER_VARIABLES = words("""
     PDRUN_COLLECTIVE
 """)
 FIELDS = words("""
-    output.show_stderr program.local_rank_arg program.kind program.target program.args program.python program.start program.warm program.stdin resources.nodes
+    output.show_stderr program.local_rank_arg program.kind program.target program.args program.python program.start program.warm program.stdin program.prober program.is_per_node resources.nodes
     resources.devices resources.min_nodes resources.spares resources.servers resources.indices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
@@ -121,7 +122,7 @@ FIELDS = words("""
 """)
 EVENTS = words("""
     created joined refused assigned started exited stopping restarting suspect recovered lost left warning verdict
-    standby gathering progress hang resumed
+    standby gathering progress usage hang resumed
 """)
 
 

@@ -16,6 +16,7 @@ from pdrun.rendezvous.protocol.messages import (
     Heartbeat,
     Join,
     Leave,
+    Notice,
     Ready,
     Refuse,
     Start,
@@ -216,6 +217,22 @@ def test_facts_that_should_agree_are_a_warning() -> None:
     (warning,) = [record.data["text"] for record in machine.records if record.kind == "warning"]
     assert warning == "python differs: '3.11' on a, '3.12' on b"
     assert machine.membership.state is JobState.ASSIGNING
+    assert [notice.text for notice in machine.to("a", Notice)] == [warning], "at the terminal"
+
+
+def test_a_job_that_fails_names_what_its_nodes_differ_in() -> None:
+    machine = Machine(config(nodes=3))
+    machine.enter("a", facts={"torch": "2.13.0", "command": "x", "pdrun": "1"})
+    machine.enter("b", facts={"torch": "2.12.1", "command": "x", "pdrun": "1"})
+    machine.enter("c", facts={"torch": "2.12.1", "command": "x", "pdrun": "1"})
+    machine.say("a", Unready(0, "no store", 70))
+    note = "torch differs: '2.13.0' on a, '2.12.1' on b"
+    assert machine.verdict.notes == (note,), "once for each other value"
+    joined = [record.data for record in machine.records if record.kind == "joined"]
+    first = {"torch": "2.13.0", "pdrun": "1"}
+    assert [data.get("versions") for data in joined] == [first, {"torch": "2.12.1"}] + [
+        {"torch": "2.12.1"}
+    ]
 
 
 def test_an_extra_node_and_a_late_one_are_refused() -> None:

@@ -208,6 +208,21 @@ def test_nobody_falls_behind_while_there_is_no_scheduler() -> None:
     assert [rank for rank, _ in tracker.find_stragglers(73.0)] == [2]
 
 
+def test_use_is_on_record_with_the_last_values_of_all_nodes() -> None:
+    tracker = ProgressTracker(0.0)
+    low, high = NodeNumber("cpu", 1, 10.0, 10.0, 10.0, 0), NodeNumber("cpu", 1, 90.0, 90.0, 90.0, 1)
+    assert not tracker.add_report("a", Progress(0, usage=(low,)), range(1)), "not for a journal"
+    assert not tracker.has_reports, "a sample is no progress: restarts count without it"
+    assert tracker.take_usage(3.0) is None, "the other nodes send theirs"
+    tracker.add_report("b", Progress(0, usage=(high,)), range(1, 2))
+    assert tracker.take_usage(4.0) == {"values": {"cpu": [50.0, 10.0, 90.0, 1, -1]}}
+    tracker.add_report("b", Progress(0, usage=(low,)), range(1, 2))
+    assert tracker.take_usage(20.0) is None
+    ending = tracker.take_usage(20.0, is_ending=True)
+    assert ending is not None and ending["values"]["cpu"][0] == 10.0
+    assert tracker.take_usage(90.0) is None, "nothing is new"
+
+
 def test_numbers_are_on_record_with_the_last_step() -> None:
     tracker = ProgressTracker(0.0)
     low, high = NodeNumber("loss", 2, 5.0, 2.0, 3.0, 1), NodeNumber("loss", 1, 1.0, 1.0, 1.0, 2)

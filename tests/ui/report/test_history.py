@@ -125,3 +125,34 @@ def test_numbers_of_the_script_become_curves() -> None:
     assert [(p.mean, p.bad_rank) for p in history.values["loss"]] == [(3.0, -1), (None, 2)]
     assert history.bad_values == [(111.0, "loss", 2, 1)]
     assert read(LOG[0], *lines).unreadable_lines == 1
+
+
+def test_versions_of_nodes_are_those_of_the_first_and_what_differs() -> None:
+    history = read(
+        line("joined", 1.0, node="a", workers=1, versions={"torch": "2.13.0", "python": "3.11"}),
+        line("joined", 2.0, node="b", workers=1),
+        line("joined", 3.0, node="c", workers=1, versions={"torch": "2.12.1"}),
+        line("joined", 9.0, node="c", workers=1, versions={"torch": "2.12.1"}),
+    )
+    assert history.versions == {
+        "torch": {"2.13.0": ["a", "b"], "2.12.1": ["c"]},
+        "python": {"3.11": ["a", "b", "c"]},
+    }
+    assert read(line("joined", 1.0, node="a", workers=1)).versions == {}, "an older log"
+
+
+def test_a_peak_of_memory_outlives_the_thinning() -> None:
+    lines = [
+        line("usage", 1.0 + i, values={"memory_bytes": [1.0, 1.0, 9.0 if i == 7 else 2.0, 3, -1]})
+        for i in range(5 * MAX_POINTS)
+    ]
+    points = read(*lines).usage["memory_bytes"]
+    assert len(points) <= 2 * MAX_POINTS
+    assert max(point.most for point in points) == 9.0
+
+
+def test_settings_have_their_sources() -> None:
+    settings = [["resources.nodes", "2", "--nodes"]]
+    history = read(line("created", 1.0, job="j", run="r", nodes=2, settings=settings))
+    assert history.settings == [("resources.nodes", "2", "--nodes")]
+    assert read(line("created", 1.0, job="j", run="r", settings=3)).settings == []

@@ -159,3 +159,40 @@ def test_a_job_that_has_hardly_begun_has_a_page(lines: list[str]) -> None:
 def test_a_restart_breaks_the_curve() -> None:
     values = [(1.0, 3), (2.0, 4), (3.0, 0), (4.0, 5)]
     assert split_at_falls(values) == [[(1.0, 3), (2.0, 4)], [(3.0, 0), (4.0, 5)]]
+
+
+def test_the_page_names_versions_that_differ_use_and_settings() -> None:
+    page = render_page(
+        read(
+            line(
+                "created",
+                1.0,
+                job="j",
+                run="r",
+                settings=[
+                    ["resources.nodes", "2", "--nodes"],
+                    ["output.log_dir", "token=abc", "<b>"],
+                ],
+            ),
+            line(
+                "joined", 2.0, node="a", workers=1, versions={"torch": "2.13.0", "python": "3.11"}
+            ),
+            line("joined", 3.0, node="<b>", workers=1, versions={"torch": "2.12.1"}),
+            line(
+                "usage",
+                9.0,
+                values={
+                    "memory_bytes": [2.0 * 2**30, 1.0, 3.0 * 2**30, 5, -1],
+                    "cpu_percent": [88.0, 1.0, 99.0, 0, -1],
+                },
+            ),
+            line("verdict", 10.0, code=1, reason="rank 0 failed"),
+        )
+    )
+    check_harmless(page)
+    assert "torch differs between nodes: 2.12.1 on &lt;b&gt;; 2.13.0 on a" in page
+    assert page.index("torch differs") < page.index("Nodes over time")
+    assert "<tr><th>python</th><td>3.11</td></tr>" in page
+    assert "<td>2 GiB</td><td>3 GiB</td><td>rank 5, after 8 s</td>" in page
+    assert "<td>resources.nodes</td><td>2</td><td>--nodes</td>" in page
+    assert "token=abc" not in page

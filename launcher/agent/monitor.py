@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from pdrun.clock import Clock
 from pdrun.launcher.agent.channel import WorkerChannel, WorkerReport
 from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
-from pdrun.launcher.diagnosis.usage import UsageSampler, choose_tool_runner
 from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
 from pdrun.launcher.diagnosis.late_variables import LateVariableCounter
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
+from pdrun.launcher.diagnosis.usage import UsageSampler, choose_tool_runner
 from pdrun.rendezvous.policies.collectives import describe_collective
 from pdrun.rendezvous.policies.numbers import sum_numbers
 from pdrun.rendezvous.protocol.messages import (

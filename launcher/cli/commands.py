@@ -136,6 +136,12 @@ def _load_run() -> click.Command:
     return run_command()
 
 
+def _load_serve() -> click.Command:
+    from pdrun.launcher.cli.serving.serve import serve_command
+
+    return serve_command()
+
+
 def _load_join() -> click.Command:
     from pdrun.launcher.cli.join import join_command
 
@@ -282,6 +288,7 @@ def _load_completion() -> click.Command:
 
 LOADERS: Mapping[str, Callable[[], click.Command]] = {
     "run": _load_run,
+    "serve": _load_serve,
     "join": _load_join,
     "scheduler": _load_scheduler,
     "relay": _load_relay,

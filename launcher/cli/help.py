@@ -18,9 +18,10 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 
 {options}
 
-Commands: run (the default), join, scheduler, relay, status, logs, top, attach,
-trace, report, plot, export, stop, warm, token, env, doctor, translate, slurm,
-k8s, rank-table, mpirun, checkpoint, plan, completion; see pdrun COMMAND --help.
+Commands: run (the default), serve, join, scheduler, relay, status, logs, top,
+attach, trace, report, plot, export, stop, warm, token, env, doctor, translate,
+slurm, k8s, rank-table, mpirun, checkpoint, plan, completion; see pdrun COMMAND
+--help.
 
 Examples:
   pdrun --devices 4 train.py --lr 3e-4              four workers on this machine

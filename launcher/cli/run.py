@@ -145,6 +145,7 @@ def parse_request(
     probes: Probes | None = None,
     *,
     check: TranslationCheck = check_translation,
+    more: Sequence[Setting] = (),
 ) -> RunRequest:
     """
     Return what a command line requests. Reads the job file and the hostfile that it names.
@@ -156,11 +157,13 @@ def parse_request(
         probes: functions that check a launcher's variables against this machine. None: no checks,
             as for another machine's environment.
         check: of pdrun's line in the error about a program that is a launcher.
+        more: settings that are no options of ``run``.
 
     Raises:
         PdrunError: a value is wrong; the error names its source.
     """
     settings, notes = settings_from_options((*RUN_OPTIONS, *ALIAS_OPTIONS), params)
+    settings += more
     variables, variable_notes = read_environment(environ)
     modes = {setting.path for setting in settings if setting.path.startswith("ask.")}
     settings = [setting for setting in settings if not setting.path.startswith("ask.")]
@@ -250,9 +253,14 @@ def _limit_grace(resolved: ResolvedSpec) -> ResolvedSpec:
     return ResolvedSpec(spec, resolved.sources, notes)
 
 
-def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
-    """Print the plan, or execute it; return the job's exit code."""
-    request = parse_request(params, words, os.environ, make_probes())
+def run_job(params: Mapping[str, Any], words: Sequence[str], more: Sequence[Setting] = ()) -> int:
+    """
+    Print the plan, or execute it; return the job's exit code.
+
+    Args:
+        more: settings that are no options of ``run``.
+    """
+    request = parse_request(params, words, os.environ, make_probes(), more=more)
     if not request.explain:  # --explain lists them among the reasons
         warn_of_unknown_variables(os.environ)
     if not request.dry_run:

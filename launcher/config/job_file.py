@@ -134,6 +134,8 @@ REFUSAL_REASONS = {
     "resources.indices": "is derived from place.hosts and place.include",
     "program.kind": "is derived from the key: use script, module or command",
     "program.target": "is set by the key script, module or command",
+    "program.prober": "is made from the options of pdrun serve",
+    "program.is_per_node": "is made from --per of pdrun serve",
 }
 
 

@@ -25,7 +25,10 @@ def make_job_key(spec: JobSpec) -> str:
     nodes: int | str = spec.resources.nodes
     if spec.resources.required_nodes != nodes:
         nodes = spec.resources.node_range
-    text = json.dumps([program.kind, program.target, list(program.args), nodes])
+    parts = [program.kind, program.target, list(program.args), nodes]
+    if program.prober:
+        parts.append(program.prober)
+    text = json.dumps(parts)
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     stem = program.target.rstrip("/").rpartition("/")[2]
     return f"{make_name(stem.removesuffix('.py'))[:48]}-{digest}"
@@ -41,6 +44,8 @@ def format_command(spec: JobSpec) -> str:
 
     program = spec.program
     kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
+    if program.prober:
+        kind = ["--serve", program.prober]
     if program.local_rank_arg:
         kind = ["--local-rank-arg", program.local_rank_arg, *kind]
     text = shlex.join(

@@ -60,6 +60,10 @@ class Program:
     Rank that reads the standard input of pdrun. None: rank 0 reads a file or a pipe, the only rank
     that is shown reads a terminal.
     """
+    prober: str = ""
+    """Settings of the prober of a server (`pdrun serve`) as JSON; empty: it is no server."""
+    is_per_node: bool = False
+    """Whether a node has one worker, which sees all of its devices."""
 
 
 @dataclass(frozen=True)

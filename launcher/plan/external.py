@@ -266,5 +266,6 @@ def describe_external(plan: LaunchPlan) -> str:
         lines.append("")
     for rank, host in enumerate(plan.spec.place.hosts):
         count = resources_on_host(plan.spec.resources, host, "--devices").devices
-        lines.append(f"{host.name}: node rank {rank}, {count} worker(s)")
+        unit = "device(s)" if plan.spec.program.is_per_node else "worker(s)"
+        lines.append(f"{host.name}: node rank {rank}, {count} {unit}")
     return "\n".join(lines) + "\n"

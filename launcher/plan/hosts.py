@@ -211,5 +211,6 @@ def describe_hosts(plan: LaunchPlan) -> str:
         command = shlex.join(launch.argv)
         if launch.is_local:
             command = f"this machine, no ssh: {command}"
-        lines += ["", f"{launch.node}: node rank {rank}, {role}{count} worker(s)", f"  {command}"]
+        unit = "device(s)" if spec.program.is_per_node else "worker(s)"
+        lines += ["", f"{launch.node}: node rank {rank}, {role}{count} {unit}", f"  {command}"]
     return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from pdrun.backends import affinity
 from pdrun.backends.affinity import CpuBinding
 from pdrun.backends.base import Backend
 from pdrun.backends.detect import choose_backend
-from pdrun.backends.visibility import DeviceGrant, grant_devices
+from pdrun.backends.visibility import DeviceGrant, expose_devices, grant_devices
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.common.rank_lists import format_ranks, parse_cpu_lists
 from pdrun.launcher.common.server_places import most_servers_of_node
@@ -42,6 +42,7 @@ class WorkerPlacement:
     notes: tuple[str, ...] = ()
     server_cpus: tuple[tuple[int, ...], ...] = ()
     """CPUs of each parameter server; empty: not bound."""
+    devices_per_worker: int = 1
 
 
 def assume_devices(spec: JobSpec, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
@@ -88,7 +89,10 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
             source = sources.get("place.hosts", "--hosts")
             visible = _select_devices(visible, indices, source)
     index, nodes = spec.place.simulated or (0, 1)
-    workers = _count_workers(spec, facts, sources, backend, len(visible), nodes)
+    count = _count_workers(spec, facts, sources, backend, len(visible), nodes)
+    workers = count
+    if spec.program.is_per_node:
+        workers = 1
     cpus = facts.cpus
     if nodes > 1:
         cpus = affinity.share_cpus(facts.cpus, index, nodes)
@@ -103,15 +107,29 @@ def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> WorkerPlacem
     devices: tuple[Device, ...] = ()
     notes: tuple[str, ...] = ()
     if has_devices:
-        devices = tuple(visible[index * workers : (index + 1) * workers])
-        unused = len(visible) - workers * nodes
+        devices = tuple(visible[index * count : (index + 1) * count])
+        unused = len(visible) - count * nodes
         if unused > 0:
             notes = (f"{unused} of {len(visible)} visible devices are not used",)
-    if devices:
+    grants: tuple[DeviceGrant, ...]
+    if devices and spec.program.is_per_node:
+        grants = (DeviceGrant(expose_devices(backend, devices, facts.environ), 0),)
+        devices = devices[:1]
+    elif devices:
         grants = grant_devices(backend, devices, facts.environ)
     else:
         grants = _cpu_grants(indices, workers)
-    return WorkerPlacement(backend, reason, workers, devices, grants, binding, notes, server_cpus)
+    return WorkerPlacement(
+        backend,
+        reason,
+        workers,
+        devices,
+        grants,
+        binding,
+        notes,
+        server_cpus,
+        devices_per_worker=count // workers,
+    )
 
 
 def _bind_listed_cpus(

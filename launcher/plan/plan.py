@@ -288,7 +288,7 @@ def _plan_workers(
     return tuple(
         WorkerPlan(
             local_rank=rank,
-            argv=program_argv(spec.program, facts.python, rank),
+            argv=program_argv(spec.program, facts.python, rank, placement.devices_per_worker),
             device=placement.devices[rank] if placement.devices else None,
             cpus=placement.binding.sets[rank],
             threads=threads[rank],

@@ -10,11 +10,12 @@ only a custom import hook of the workers finds is not visible. If the workers ma
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from importlib import machinery
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,9 @@ from pdrun.launcher.config.spec import Program
 from pdrun.launcher.plan.script_scan import MAX_READ_BYTES, ScriptInfo, scan_script
 from pdrun.quick_dataclass import dataclass
 
+PROBER_FILE = (
+    f"{os.path.realpath(__file__).rpartition('/plan/')[0]}/stdlib_only/serving/server_prober.py"
+)
 _TORCH_MENTIONS = (b"torch", b"lightning", b"transformers", b"accelerate", b"deepspeed", b"pdrun")
 
 
@@ -46,16 +50,21 @@ class ProgramCheck:
 
 
 def program_argv(
-    program: Program, python: str, local_rank: int | Literal["N"] = "N"
+    program: Program, python: str, local_rank: int | Literal["N"] = "N", devices: int = 1
 ) -> tuple[str, ...]:
     """
     Return a worker's command line: the interpreter, then exactly what the user typed.
 
     Args:
-        program: what the user typed.
+        program: what the user typed. A server is started by its prober.
         python: the interpreter, unless the user named one.
         local_rank: for ``--local-rank-arg``. N: of any worker, to print it.
+        devices: of a server.
     """
+    if program.prober:
+        settings = json.dumps({**json.loads(program.prober), "devices": devices})
+        command = program_argv(replace(program, prober=""), python, local_rank)
+        return (python, "-I", "-S", PROBER_FILE, settings, *command)
     python = program.python or python
     args = program.args
     if program.local_rank_arg:

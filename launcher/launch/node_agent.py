@@ -136,11 +136,9 @@ def _spare_scheduler(
 
 
 def _derive_server_key(secret: Secret | None, run: str) -> bytes:
-    """Return the key of a run's parameter servers; that of an insecure job is no secret."""
-    from pdrun.rendezvous.protocol.security import SECRET_BYTES, derive_key
+    from pdrun.rendezvous.protocol.security import derive_server_key
 
-    own = bytes(SECRET_BYTES) if secret is None else secret.reveal()
-    return derive_key(own, f"parameter servers of {run}".encode())
+    return derive_server_key(secret, run)
 
 
 def _join_address(

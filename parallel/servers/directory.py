@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import ConfigError, PeerLost
-from pdrun.parallel.startup.init import init
-from pdrun.worker_env import WorkerEnv
+from pdrun.parallel.startup.init import find_worker, init
 
 KEY_BYTES = 32
 BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
@@ -74,7 +73,7 @@ def find_directory(
             what = f"this job has {context.world_size} workers and no parameter servers"
             raise ConfigError(what, where="pdrun.servers", hint="start it with pdrun --servers 1")
         return None
-    worker = WorkerEnv.from_env(environ)
+    worker = find_worker()
     if worker is None:
         raise ConfigError("is set, but RANK is not", where="PDRUN_SERVER_COUNT")
     return ServerDirectory(

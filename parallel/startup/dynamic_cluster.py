@@ -8,13 +8,17 @@ reason.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdrun.errors import PdrunError
 from pdrun.topology import (
     choose_interface_variables,
     record_interface_variables,
@@ -24,6 +28,7 @@ from pdrun.worker_env import WorkerEnv
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.clients.member import DynamicMember
+    from pdrun.rendezvous.clients.server_member import ServerMember
 
 
 def join_cluster(
@@ -32,9 +37,9 @@ def join_cluster(
     """
     Join the cluster that the environment names; (None, None) if it names none.
 
-    A process with the scheduler's role never returns: it runs the scheduler and exits with the
-    job's exit code. ``prepare`` is called before others expect this process's heartbeats; use it
-    for work that blocks the interpreter for long.
+    A process with the role of the scheduler or of a parameter server never returns: it serves until
+    the job is over, and exits with the job's exit code. ``prepare`` is called before others expect
+    this process's heartbeats; use it for work that blocks the interpreter for long.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
@@ -48,8 +53,50 @@ def join_cluster(
     if spec.role == "scheduler":
         sys.exit(dynamic.run_scheduler(spec))
     prepare()
+    if spec.role == "server":
+        from pdrun.backends.collectives import import_torch
+
+        import_torch()  # says what is wrong if there is none
+        sys.exit(_serve_tables(dynamic.join_servers(spec)))
     member = dynamic.join_cluster(spec)
+    if member.servers:
+        variables = {
+            "PDRUN_SERVER_COUNT": str(member.servers),
+            "PDRUN_SERVER_KEY": member.server_key.hex(),
+        }
+        os.environ.update(variables)
     return member, worker_env_of(member)
+
+
+def _serve_tables(member: ServerMember) -> int:
+    """Run a parameter server until the job is over; return the job's exit code."""
+    problems: list[PdrunError] = []
+
+    def serve(environ: Mapping[str, str]) -> None:
+        # a room above this one, which only this role needs
+        module = importlib.import_module("pdrun.parallel.servers.main")
+        try:
+            module.serve(environ)
+        except PdrunError as error:
+            problems.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="pdrun-server-") as folder:
+        environ = {
+            **os.environ,
+            "PDRUN_SERVER_RANK": str(member.number),
+            "PDRUN_SERVER_COUNT": str(member.servers),
+            "PDRUN_SERVER_KEY": member.key.hex(),
+            "PDRUN_SERVER_FOLDER": folder,
+            "PDRUN_SERVER_LISTEN": member.address,
+            "PDRUN_SERVER_NOTE": "",
+            "PDRUN_SERVER_LOST_AT": "",
+            "PDRUN_GENERATION": str(member.generation),
+            "WORLD_SIZE": str(member.workers),
+            "MASTER_ADDR": member.master.host,
+            "MASTER_PORT": str(member.master.port),
+        }
+        threading.Thread(target=serve, args=(environ,), daemon=True).start()
+        return member.wait_for_end(lambda: problems[0] if problems else None)
 
 
 def worker_env_of(member: DynamicMember) -> WorkerEnv:

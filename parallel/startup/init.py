@@ -200,6 +200,11 @@ def _build_context(
     )
 
 
+def find_worker() -> WorkerEnv | None:
+    """Return this worker's place after `init`; None for a single process without a launcher."""
+    return WorkerEnv.from_env(os.environ) or _process.worker
+
+
 def _single_process() -> WorkerEnv:
     return WorkerEnv(
         0, 1, 0, 1, 0, 1, master_addr="", master_port=0, run_id="", device_kind="", collective=""

@@ -1,10 +1,17 @@
-"""Parameter servers started by pdrun: they are found, fail with the job, and end with it."""
+"""Parameter servers as processes: they are found, fail with the job, and end with it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.e2e.conftest import Shell, alive, until
+from pdrun.rendezvous.protocol.security import Secret, format_token
+from tests.e2e.conftest import Shell, alive, free_port, until
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -90,3 +97,66 @@ def test_a_killed_server_continues_alone_from_its_last_checkpoint(shell: Shell) 
     assert "server 0: went back to version" in job.err
     assert "s of updates are lost" in job.err
     assert job.out.count("weight -3.0") == 1  # two steps are saved, one is lost, one comes after
+
+
+CLUSTER = """
+import os, time
+import torch, pdrun
+context = pdrun.init()
+client = pdrun.servers.connect("sync", timeout=100)
+client.add_dense("w", pdrun.servers.dense(lr=1.0), torch.zeros(10))
+for step in range(2):
+    client.push("w", torch.full((10,), context.rank + 1.0))
+    client.clock()
+print("rank", context.rank, "weight", client.pull("w")[0].item(), client.servers, flush=True)
+if os.environ.get("TEST_WAIT"):
+    open("waits", "w").close()
+    time.sleep(100)
+"""
+
+
+def start_cluster(folder: Path, roles: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+    """Start a scheduler and processes of the roles, as another tool does."""
+    (folder / "train.py").write_text(CLUSTER)
+    port = free_port()
+    base = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PDRUN_")},
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": str(port),
+        "MS_WORKER_NUM": "2",
+        "MS_SERVER_NUM": "2",
+        "PDRUN_TOKEN": format_token(Secret.random()),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            env=base | role,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for role in ({"MS_ROLE": "MS_SCHED"}, *roles)
+    ]
+
+
+def test_a_dynamic_cluster_has_servers(tmp_path: Path) -> None:
+    worker = {"MS_ROLE": "MS_WORKER"}
+    server = {"MS_ROLE": "MS_PSERVER"}
+    jobs = start_cluster(tmp_path, [server, worker, worker, {**server, "MS_NODE_ID": "0"}])
+    texts = [job.communicate(timeout=150)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 5, texts
+    assert all("weight -6.0 2" in text for text in (texts[2], texts[3]))
+    assert "weight" not in texts[1] + texts[4]
+
+
+def test_a_lost_server_of_a_dynamic_cluster_ends_the_job(tmp_path: Path) -> None:
+    worker = {"MS_ROLE": "MS_WORKER", "TEST_WAIT": "1"}
+    server = {"MS_ROLE": "MS_PSERVER"}
+    named = {**server, "MS_NODE_ID": "1"}
+    jobs = start_cluster(tmp_path, [worker, worker, server, named])
+    until(lambda: (tmp_path / "waits").exists(), "the workers wait", 120)
+    jobs[4].send_signal(signal.SIGKILL)
+    texts = [job.communicate(timeout=60)[0] for job in jobs]
+    assert all(job.returncode for job in jobs)
+    assert "server-1" in texts[0] and "lost" in texts[0], texts

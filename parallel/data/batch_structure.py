@@ -96,7 +96,7 @@ def flatten_batch(
     Raises:
         UsageError: a list of tensors could be samples or columns.
     """
-    if _is_plain(batch, forward, rows):
+    if count_plain_rows(batch, forward, rows) is not None:
         return _open_exact(batch)
     has_samples = passes_list(forward, batch)
     is_ragged = is_sample_list(batch) and _is_tensor_list(batch)
@@ -125,29 +125,34 @@ def flatten_batch(
     return (leaves, rebuild) if fits[0] else (columns, rebuild_columns)
 
 
-def _is_plain(batch: Any, forward: Callable[[Any, Any], Any] | None, rows: int | None) -> bool:
+def count_plain_rows(
+    batch: Any, forward: Callable[[Any, Any], Any] | None, rows: int | None = None
+) -> int | None:
     """
-    Whether a batch is one tensor, or a tuple or dict of tensors with as many rows: what nearly all
-    batches are, in each step.
+    Return the rows of a batch that is one tensor, or a tuple or dict of tensors with as many rows:
+    what nearly all batches are, in each step. None if it is anything else.
+
+    Args:
+        forward, rows: as for `flatten_batch`.
     """
     kind = type(batch)
     if kind is torch.Tensor:
-        return batch.dim() > 0 and not batch.is_nested
+        return batch.shape[0] if batch.dim() and not batch.is_nested else None
     if kind is dict:
         tensors = list(batch.values())
     elif kind is tuple or (kind is list and forward is None):
         tensors = batch
     else:
-        return False
+        return None
     first = rows
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or not tensor.dim() or tensor.is_nested:
-            return False
+            return None
         if first is None:
             first = tensor.shape[0]
         if tensor.shape[0] != first:
-            return False
-    return bool(tensors)
+            return None
+    return first if tensors else None
 
 
 def _open_exact(batch: Any) -> tuple[list[Any], Rebuild]:

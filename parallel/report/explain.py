@@ -232,9 +232,9 @@ def explain_run(state: RunState, batch: Any = None) -> str:
     ]
     if state.objective.is_mean:
         lines.append("the loss is one number: it is taken for the mean over the rows of its slice")
-    if state.synced_buffers:
+    if len(state.buffers):
         lines.append(
-            f"{len(state.synced_buffers)} buffers; those that a forward pass changes are rank 0's"
+            f"{len(state.buffers)} buffers; those that a forward pass changes are rank 0's"
         )
     lines += state.experts.describe()
     if state.served is not None:

@@ -27,11 +27,11 @@ from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import NO_CONTEXT, StepRNG
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.attached import AttachedObjects
-from pdrun.parallel.training.data_link import DataLink
 from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
+from pdrun.parallel.training.forward_buffers import ForwardBuffers
 from pdrun.parallel.training.guard import ConsistencyGuard, refuse_loose_batch_norms
 from pdrun.parallel.training.loss import Objective
-from pdrun.parallel.training.rank_agreement import RankAgreement
+from pdrun.parallel.training.rank_agreement import DataLink, RankAgreement
 from pdrun.parallel.zero.engine import Engine
 from pdrun.parallel.zero.offload import ActivationOffload, Offload
 from pdrun.parallel.zero.precision import LossScale
@@ -145,7 +145,7 @@ class RunState:
     """The batches that were handed out, and the position in the data."""
     persistent_buffers: set[str] = field(init=False)
     """Names of the buffers that are in the model's state dict."""
-    synced_buffers: list[torch.Tensor] = field(init=False)
+    buffers: ForwardBuffers = field(init=False)
     """Buffers that take rank 0's value when a forward changes them."""
     loss_scale: LossScale | None = field(init=False)
     """The loss scale; None unless the model computes in fp16."""
@@ -159,7 +159,9 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.persistent_buffers = set(_persistent_buffers(self.model))
-        self.synced_buffers = list(_unsynced_buffers(self.model))
+        self.buffers = ForwardBuffers(
+            self.model, self.data_group, self.settings.accumulate, self.recomputed_modules
+        )
         precision = self.settings.precision
         self.loss_scale = LossScale(precision.scale) if precision.compute == "fp16" else None
         self.experts = ExpertBalancer(self.model, self.engine.place)
@@ -284,13 +286,6 @@ def join_contexts(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[N
         for context in contexts:
             inside.enter_context(context)
         yield
-
-
-def _unsynced_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers of all modules but batch norms that synchronise their own."""
-    for module in model.modules():
-        if not isinstance(module, SyncedBatchNorm):
-            yield from (buffer for buffer in module.buffers(recurse=False) if buffer is not None)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[str]:

@@ -20,6 +20,7 @@ from pdrun.parallel.data.batch_slicing import (
     slice_rows,
     take_rows,
 )
+from pdrun.parallel.data.batch_structure import count_plain_rows
 from pdrun.parallel.data.loader import BatchShard
 from pdrun.parallel.data.seeded import SlicedBatch
 from pdrun.parallel.training.driver import MicroBatch
@@ -45,10 +46,10 @@ def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -
     state.steps += 1
     watch = state.data_group.watchdog
     watch.enter_phase(f"step {state.steps}")
-    versions = [buffer._version for buffer in state.synced_buffers]
+    state.buffers.begin_step()
     with state.rng.isolate_generators(state.device):
         sums = compute_gradients(state, batch)
-    metrics = _apply_gradients(state, batch, sums, versions, on_gradients)
+    metrics = _apply_gradients(state, batch, sums, on_gradients)
     state.feed.mark_used()
     watch.leave_phase()
     state.guard.remember_state()
@@ -133,6 +134,10 @@ def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
     times = state.settings.accumulate
     slicing = state.batch_slicing
     shard = state.feed.shard_of(batch)
+    if shard is None and times == 1 and slicing.data_parallel:
+        mine = count_plain_rows(batch, slicing.forward)
+        if mine:
+            return [MicroBatch(batch, range(rank * mine, (rank + 1) * mine), 1.0, rank, 0)]
     if shard is not None and isinstance(batch, SlicedBatch):
         return _take_collated(batch, shard, slicing, world, rank, times)
     if shard is not None:
@@ -204,7 +209,6 @@ def _apply_gradients(
     state: RunState,
     batch: Any,
     sums: torch.Tensor,
-    versions: list[int],
     on_gradients: Callable[[], None],
 ) -> Metrics:
     """
@@ -212,7 +216,6 @@ def _apply_gradients(
 
     Args:
         sums: of `compute_gradients`.
-        versions: torch's version counters of ``state.buffers`` before the forwards.
     """
     numbers, norm = state.engine.finish_gradients(sums, _scale_of(state))
     report_nonfinite(state, lambda: slice_batch(state, batch), sums, numbers)
@@ -233,9 +236,7 @@ def _apply_gradients(
     if state.loss_scale is not None:
         state.loss_scale.record_step(not skipped)
     state.engine.end_step()
-    for buffer, version in zip(state.synced_buffers, versions, strict=True):
-        if buffer._version != version:
-            state.data_group.broadcast_first(buffer, "a buffer")
+    state.buffers.end_step()
     loads = state.experts.end_step(skipped)
     return Metrics(state.steps, numbers, norm, skipped, staleness, loads)
 

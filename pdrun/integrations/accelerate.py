@@ -62,7 +62,6 @@ class Accelerator:
         self._sums: torch.Tensor | None = None
         self._numbers: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
-        self._versions: list[int] = []
 
     @property
     def run(self) -> Run:
@@ -201,7 +200,7 @@ class Accelerator:
             state.guard.check_unchanged()
             state.steps += 1
             state.engine.begin_step()
-            self._versions = [buffer._version for buffer in state.synced_buffers]
+            state.buffers.begin_step()
         else:
             state.engine.release_weights()
         with ExitStack() as inside:
@@ -230,9 +229,7 @@ class Accelerator:
         if state.loss_scale is not None:
             state.loss_scale.record_step(not skipped)
         state.engine.end_step()
-        for buffer, version in zip(state.synced_buffers, self._versions, strict=True):
-            if buffer._version != version:
-                state.data_group.broadcast_first(buffer, "a buffer")
+        state.buffers.end_step()
         state.feed.mark_used()
         state.guard.remember_state()
         self._sums = self._norm = None

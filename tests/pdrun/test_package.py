@@ -17,6 +17,9 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptool
 FOLDERS = ("backends", "launcher", "parallel", "pdrun", "rendezvous", "templates", "ui")
 
 
+TAG = "v0.3.0"
+
+
 def packages_on_disk() -> dict[str, str]:
     """
     Package name -> folder, for every folder with an __init__.py below the installed top folders.
@@ -47,7 +50,7 @@ def files_to_ship() -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
+    """A folder with the sdist, and the wheel that was built from it, of a tree with a tag."""
     out = tmp_path_factory.mktemp("dist")
     source = tmp_path_factory.mktemp("source") / "pdrun"
     listed = subprocess.run(
@@ -62,6 +65,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"], ["tag", TAG]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -75,6 +81,9 @@ def test_the_wheel_is_complete(built: Path) -> None:
     assert {
         name for name in names if not name.split("/")[0].endswith(".dist-info")
     } == files_to_ship()
+    assert wheel.name == "pdrun-0.3.0-py3-none-any.whl"
+    assert b'__version__ = "0.3.0"' in zipfile.ZipFile(wheel).read("pdrun/__init__.py")
+    assert b'__version__ = "0.3.0"' not in (ROOT / "pdrun/__init__.py").read_bytes()
     entry = next(name for name in names if name.endswith("entry_points.txt"))
     assert "pdrun = pdrun.__main__:main" in zipfile.ZipFile(wheel).read(entry).decode()
 

@@ -1,5 +1,5 @@
 """
-``pdrun checkpoint``: show the contents of a checkpoint, transform it to another mesh.
+``pdrun checkpoint``: show the contents of a checkpoint, transform it, export its tables.
 
 The launcher imports nothing that imports torch. The runtime's module is loaded by name when the
 command runs.
@@ -27,15 +27,15 @@ def checkpoint_group() -> click.Group:
         help="Checkpoints without a job: show, transform to another mesh, convert layout files.",
         context_settings=dict(CONTEXT_SETTINGS),
     )
-    for command in (_show_command(), _transform_command(), _strategy_command()):
+    for command in (_show_command(), _transform_command(), _export_command(), _strategy_command()):
         group.add_command(command)
     return group
 
 
-def _load_runtime_module() -> Any:
+def _load_runtime_module(name: str = "pdrun.parallel.servers.tables.describe") -> Any:
     """Return the runtime's module that describes checkpoints; it imports torch."""
     try:
-        return pdrun._import_module("pdrun.parallel.checkpoint.describe")
+        return pdrun._import_module(name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -73,7 +73,7 @@ def _mesh_options() -> list[click.Parameter]:
 def _show_command() -> click.Command:
     def show(folder: str, mesh: str, strategy: str, json: bool) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().show_checkpoint(folder, mesh, strategy, json)
+            text = _load_runtime_module().show_with_tables(folder, mesh, strategy, json)
         print(text)
         return 0
 
@@ -91,9 +91,10 @@ def _show_command() -> click.Command:
 
 
 def _transform_command() -> click.Command:
-    def transform(source: str, target: str, mesh: str, strategy: str) -> int:
+    def transform(source: str, target: str, mesh: str, strategy: str, servers: int | None) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().transform_and_report(source, target, mesh, strategy)
+            module = _load_runtime_module()
+            text = module.transform_with_tables(source, target, mesh, strategy, servers)
         print(text)
         return 0
 
@@ -102,12 +103,42 @@ def _transform_command() -> click.Command:
         callback=transform,
         help=(
             "Transform the checkpoint SOURCE to another mesh: "
-            "write one file per rank to the folder TARGET."
+            "write one file per rank to the folder TARGET. With --servers, tables of parameter "
+            "servers get files for that number of servers."
         ),
         params=[
             click.Argument(["source"], metavar="SOURCE"),
             click.Argument(["target"], metavar="TARGET"),
             *_mesh_options(),
+            click.Option(
+                ["--servers"],
+                type=int,
+                metavar="N",
+                help="The new number of parameter servers. Default: as they were saved.",
+            ),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+
+
+def _export_command() -> click.Command:
+    def export(source: str, target: str, state: bool) -> int:
+        with _name_refused_file():
+            text = _load_runtime_module().export_tables(source, target, state)
+        print(text)
+        return 0
+
+    return click.Command(
+        "export",
+        callback=export,
+        help=(
+            "Write the tables of parameter servers to one safetensors file: NAME and NAME.ids of "
+            "rows, NAME of dense weights."
+        ),
+        params=[
+            click.Argument(["source"], metavar="SOURCE"),
+            click.Argument(["target"], metavar="FILE"),
+            click.Option(["--state"], is_flag=True, help="Also write the optimizers' state."),
         ],
         context_settings=dict(CONTEXT_SETTINGS),
     )
@@ -116,7 +147,9 @@ def _transform_command() -> click.Command:
 def _strategy_command() -> click.Command:
     def convert_strategy(file: str, to: str) -> int:
         with _name_refused_file():
-            text = _load_runtime_module().convert_layout_file(file, to)
+            text = _load_runtime_module("pdrun.parallel.checkpoint.describe").convert_layout_file(
+                file, to
+            )
         sys.stdout.write(text)
         return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,21 @@ def format_ranks(numbers: list[int]) -> str:
     )
 
 
-def transform_and_report(source: str, target: str, mesh: str, strategy: str) -> str:
-    """Transform a checkpoint for another mesh, and return a table of the result."""
+def transform_and_report(
+    source: str,
+    target: str,
+    mesh: str,
+    strategy: str,
+    add_files: Callable[[Path], None] | None = None,
+) -> str:
+    """
+    Transform a checkpoint for another mesh, and return a table of the result.
+
+    Args:
+        add_files: see `transform_checkpoint`.
+    """
     placement = placement_for(mesh, strategy)
-    done = transform_checkpoint(Path(source), Path(target), placement)
+    done = transform_checkpoint(Path(source), Path(target), placement, add_files)
     rows = [("rank", "bytes", "from the files of ranks")]
     rows += [
         (str(rank), f"{count:,}", format_ranks(done.needed[rank]))

@@ -136,6 +136,8 @@ class SafetensorsFile:
             raise ConfigError(f"has no {escape_text(name)}", where=str(self.path))
         dtype, shape, offset = self.entries[name]
         out = torch.empty(shape, dtype=dtype)
+        if not out.numel():
+            return out
         with open_regular(self.path) as file:
             file.seek(self._start + offset)
             if file.readinto(byte_view(out)) != out.numel() * out.element_size():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,7 +234,12 @@ class TransformResult:
     needed: dict[int, list[int]]
 
 
-def transform_checkpoint(source: Path, target: Path, placement: Placement) -> TransformResult:
+def transform_checkpoint(
+    source: Path,
+    target: Path,
+    placement: Placement,
+    add_files: Callable[[Path], None] | None = None,
+) -> TransformResult:
     """
     Write a checkpoint for another mesh; one part of one tensor is in memory at a time.
 
@@ -242,6 +247,7 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
         source: a checkpoint, or a folder whose newest one is taken.
         target: the folder in which the new one appears, under the same name, when it is complete.
         placement: the new ranks, and the weights on them.
+        add_files: writes more files to the new checkpoint's folder, before it appears.
 
     Raises:
         ConfigError: there is no complete checkpoint, or it belongs to another model.
@@ -267,6 +273,8 @@ def transform_checkpoint(source: Path, target: Path, placement: Placement) -> Tr
     try:
         for rank, own in dealt.items():
             storage.write_rank(hidden, rank, _read_pieces(reader, own))
+        if add_files is not None:
+            add_files(hidden)
         names = [f"rank-{rank:05d}.json" for rank in dealt]
         storage.write_json(
             hidden / "run.json",

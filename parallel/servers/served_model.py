@@ -23,11 +23,9 @@ from torch import nn
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.servers.client import ServerClient, connect
 from pdrun.parallel.servers.embedding import LookupFunction, RowLookup, ServedEmbedding
-from pdrun.parallel.servers.settings import Mode, ServedWeights, Servers
+from pdrun.parallel.servers.settings import SERVED_FOLDER, Mode, ServedWeights, Servers
 
 PARALLELIZE = "pdrun.parallelize"
-SERVED_FOLDER = "served"
-"""Folder of the servers' files in a checkpoint."""
 PLACEHOLDER = "pdrun_no_local_weight"
 
 

@@ -22,6 +22,8 @@ MAX_TABLES = 4096
 MAX_NAME_CHARS = 256
 MAX_DIM = 65536
 MAX_ELEMENTS = 1 << 40
+SERVED_FOLDER = "served"
+"""Folder of the servers' files in a checkpoint."""
 ServedKind = Literal["rows", "dense"]
 
 

@@ -58,7 +58,7 @@ class StepClocks:
             self._ended[worker] = max(step, min(self._ended.values(), default=-1))
 
     def forget_workers(self) -> None:
-        """Wait for nobody until it has joined again: this server has lost what it knew."""
+        """Wait for no worker that has not joined again: this server has lost what it knew."""
         self._ended.clear()
 
     def missing_workers(self, step: int) -> list[int]:

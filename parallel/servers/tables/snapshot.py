@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ def write_tables(store: TableStore, folder: Path, step: Any) -> None:
         shapes[name] = (tensor.dtype, tuple(tensor.shape))
         tensors.append((name, tensor))
 
-    name = file_name(store.server)
     with store.paused() as tables:
         described = []
         for table in tables:
@@ -70,18 +70,35 @@ def write_tables(store: TableStore, folder: Path, step: Any) -> None:
             "updates": store.updates,
             "requests": store.export_requests(),
         }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_file(folder / f"{name}.safetensors", shapes, tensors)
-            part = folder / f"{name}.json.part"
-            with open(part, "w", encoding="utf-8") as file:
-                json.dump(plain, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / f"{name}.json")
-        except OSError as error:
-            what = f"server {store.server} cannot write its tables: {error.strerror}"
-            raise ConfigError(what, where=str(folder)) from None
+        write_server(folder, store.server, plain, shapes, tensors)
+
+
+def write_server(
+    folder: Path,
+    server: int,
+    plain: dict[str, Any],
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """
+    Write the two files of a server; the JSON file appears when both are complete.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    name = file_name(server)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / f"{name}.safetensors", shapes, tensors)
+        part = folder / f"{name}.json.part"
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(plain, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(folder / f"{name}.json")
+    except OSError as error:
+        what = f"the tables of server {server} cannot be written: {error.strerror}"
+        raise ConfigError(what, where=str(folder)) from None
 
 
 def file_name(server: int) -> str:
@@ -137,14 +154,14 @@ def read_tables(store: TableStore, folder: Path) -> int:
     Raises:
         ConfigError: the checkpoint is not complete, or has another table of that name.
     """
-    plains = _read_plains(folder)
+    plains = read_plains(folder)
     step = plains[0]["step"]
     with store.paused() as tables:
         for table in tables:
             label = table.spec.name
             entries = [
                 (path, entry)
-                for path, plain in zip(_list_files(folder), plains, strict=True)
+                for path, plain in zip(list_files(folder), plains, strict=True)
                 for entry in plain["tables"]
                 if entry["spec"]["name"] == label
             ]
@@ -179,13 +196,20 @@ def read_tables(store: TableStore, folder: Path) -> int:
     return int(step)
 
 
-def _list_files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
+    """Return the JSON files of all servers in a folder."""
     return sorted(folder.glob(f"{FILE_PREFIX}*.json"))
 
 
-def _read_plains(folder: Path) -> list[dict[str, Any]]:
+def read_plains(folder: Path) -> list[dict[str, Any]]:
+    """
+    Return what the JSON files of all servers contain, in the order of `list_files`.
+
+    Raises:
+        ConfigError: it is not a complete checkpoint.
+    """
     try:
-        plains = [json.loads(path.read_bytes()) for path in _list_files(folder)]
+        plains = [json.loads(path.read_bytes()) for path in list_files(folder)]
         is_complete = bool(plains) and all(
             plain["format"] == SNAPSHOT_FORMAT and plain["servers"] == len(plains)
             for plain in plains

@@ -5,7 +5,7 @@ The arguments of `parallelize`: checks without a process group, and the settings
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
-from pdrun.parallel.interfaces import Cutter, PipelineCutter, SequenceCutter
+from pdrun.parallel.context_parallel.context import ContextParallel
+from pdrun.parallel.interfaces import (
+    CallCutter,
+    Cutter,
+    PipelineCutter,
+    SequenceCutter,
+    SequencePipeline,
+    StagedCutter,
+)
 from pdrun.parallel.model.weights import parse_bucket_policy
 from pdrun.parallel.servers.settings import Servers, check_served
 from pdrun.parallel.training.loss import ForwardFunction, LossFunction
@@ -184,6 +192,41 @@ def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
         raise UsageError(
             what, where=PARALLELIZE, hint="leave it out: dropout is then placed by row and element"
         )
+
+
+def sequence_slices_of(arguments: Arguments) -> int:
+    """Return the parts in which a pipeline gets each sequence; 1: sequences are not sliced."""
+    pipeline = arguments.pipeline
+    return pipeline.slice_count if isinstance(pipeline, SequencePipeline) else 1
+
+
+def slice_sequences(arguments: Arguments, mesh: Mesh) -> Arguments:
+    """
+    Return the arguments with a context that slices sequences, if the pipeline does that.
+
+    Raises:
+        UsageError: another option cannot be combined with slices.
+    """
+    pipeline = arguments.pipeline
+    if not isinstance(pipeline, SequencePipeline) or sequence_slices_of(arguments) == 1:
+        return arguments
+    strategy = arguments.strategy
+    refused = {
+        f"mesh={mesh}": mesh.cp > 1,
+        "strategy=pdrun.Operators": isinstance(strategy, (StagedCutter, CallCutter)),
+        "native_dropout=True": arguments.native_dropout,
+        "compile=": arguments.compile,
+    }
+    for name, given in refused.items():
+        if given:
+            what = f"{name} is not supported with {pipeline.slice_count} slices of sequences"
+            raise UsageError(what, where=PARALLELIZE, hint='schedule="1f1b", which slices nothing')
+    context = arguments.context or ContextParallel()
+    if not isinstance(context, ContextParallel):
+        what = f"slices of sequences need a pdrun.ContextParallel, got {type(context).__name__}"
+        raise UsageError(what, where=PARALLELIZE, hint="leave context= out")
+    context = context.sliced(pipeline.slice_count)
+    return replace(arguments, context=context, pipeline=pipeline.with_sequences(context))
 
 
 def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Settings:

@@ -16,6 +16,7 @@ from pdrun.parallel.training.state import SequenceSlicer
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import MeshGroups
     from pdrun.parallel.comm.mesh import Mesh
+    from pdrun.parallel.context_parallel.context import ContextParallel
     from pdrun.parallel.pipeline.split import StageSplit
     from pdrun.parallel.training.driver import Driver
     from pdrun.parallel.training.loss import ForwardFunction
@@ -127,4 +128,23 @@ class StageSplitter(Protocol):
 
     def split(self, model: nn.Module, axes: MeshGroups, sample: Any) -> StageSplit:
         """Return the stage of each module of a full model."""
+        ...
+
+
+@runtime_checkable
+class SequencePipeline(Protocol):
+    """A pipeline that can slice sequences."""
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step."""
+        ...
+
+    @property
+    def slice_count(self) -> int:
+        """Parts of each sequence; 1: sequences are not sliced."""
+        ...
+
+    def with_sequences(self, context: ContextParallel) -> PipelineCutter:
+        """Return the same with the context that slices sequences."""
         ...

@@ -24,6 +24,8 @@ from pdrun.parallel.arguments import (
     build_settings,
     check_arguments,
     check_mesh,
+    sequence_slices_of,
+    slice_sequences,
 )
 from pdrun.parallel.auto.inputs import (
     ParallelChoices,
@@ -249,6 +251,7 @@ def parallelize(
     torch_compat.destroy_unused_groups()
     devices, arguments = _choose_mesh(arguments, job.world_size)
     check_mesh(arguments, devices, job.world_size)
+    arguments = slice_sequences(arguments, devices)
     settings = build_settings(arguments, devices, torch.device(job.device))
     slicing = _parse_slicing(arguments, devices)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
@@ -261,7 +264,9 @@ def parallelize(
     ):
         prepared = prepare_model(arguments, devices, settings, job, agreement, seconds)
         begin_partitioning()
-        cuts = PartitionSpec(arguments.strategy, arguments.pipeline, context, sample, forward)
+        cuts = PartitionSpec(
+            arguments.strategy, arguments.pipeline, arguments.context, sample, forward
+        )
         partitioned = apply_partitioning(model, prepared.weights, prepared.place, cuts)
         searched = describe_searched_plan(arguments.strategy, partitioned.model)
         if searched:
@@ -411,7 +416,8 @@ def _build_state(
             arguments.forward,
             find_own_loss(arguments.model),
             is_split=mesh.row_parts * settings.accumulate > 1,
-            checks_form=mesh.size == mesh.row_parts * mesh.pp,
+            checks_form=mesh.size == mesh.row_parts * mesh.pp
+            and sequence_slices_of(arguments) == 1,
         ),
         StepRNG(arguments.seed, arguments.native_dropout),
         slicing,

@@ -18,7 +18,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
-from pdrun.parallel.arguments import LOCAL_NORMS, Arguments
+from pdrun.parallel.arguments import LOCAL_NORMS, Arguments, sequence_slices_of
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.rank_groups import RankGroups, make_rank_groups
@@ -89,7 +89,7 @@ def prepare_model(
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     param_hooks.check_hooks(weights, [0] * len(weights), PARALLELIZE)
-    check_experts(model, mesh.cp)
+    check_experts(model, mesh.cp * sequence_slices_of(arguments))
     described = describe_model(model, weights), describe_routers(model)
     agreement.check_equal(chain(*described, describe_optimizer(optimizer)))
     axes = _build_axes(job, mesh, device, seconds)

@@ -151,7 +151,7 @@ def parse_plan(value: Any, where: str = "plan") -> PlanFile:
     pipeline = value.get("pipeline")
     if pipeline is not None:
         pipeline = _read_object(value, "pipeline", where)
-        known = ("microbatches", "schedule", "stages", "chunks", "shared")
+        known = ("microbatches", "schedule", "stages", "chunks", "slices", "shared")
         for name in pipeline:
             if name not in known:
                 what = f"pipeline has the unknown key {name!r}"

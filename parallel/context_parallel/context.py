@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ from pdrun.parallel.context_parallel.library_models import (
 )
 from pdrun.parallel.context_parallel.mixers import check_mixers
 from pdrun.parallel.context_parallel.sequences import API_NAME, ShardedSequences
+from pdrun.parallel.context_parallel.slices import SlicedSequences, check_sliceable
 from pdrun.parallel.data.batch_structure import flatten_columns
 from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
 from pdrun.parallel.rng.shard_region import sharded_sequence
@@ -71,6 +72,7 @@ class ContextParallel:
     _bound: WeakKeyDictionary[MeshGroups, ShardedSequences] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
+    _slices: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
@@ -84,8 +86,34 @@ class ContextParallel:
             what = f"tables={self.tables!r} is no dict"
             raise UsageError(what, where=API_NAME, hint='{"places.weight": 0}: the dim of the rows')
 
+    def sliced(self, count: int) -> ContextParallel:
+        """
+        Return the same for sequences that pass a pipeline in slices, one after the other.
+
+        Raises:
+            UsageError: ``count`` is below 1.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            what = f"slices must be an integer of at least 1, got {count!r}"
+            raise UsageError(what, where="pdrun.Pipeline")
+        found = replace(self)
+        object.__setattr__(found, "_slices", count)
+        return found
+
+    def slice_batch(self, batch: Any, axes: MeshGroups) -> list[Any]:
+        """Return the slices of a batch, first positions first."""
+        sequences = self.sequences(axes)
+        assert isinstance(sequences, SlicedSequences)
+        found = []
+        for index in range(sequences.part_count):
+            sequences.part_index = index
+            found.append(self._cut_batch(batch, sequences))
+        return found
+
     def sequences(self, axes: MeshGroups) -> ShardedSequences:
         """Return how sequences are sharded over the ranks of a run."""
+        if axes not in self._bound and self._slices > 1:
+            self._bound[axes] = SlicedSequences(axes, self._slices, self.elsewhere)
         if axes not in self._bound:
             ulysses = axes["cp"].size if self.ulysses == -1 else self.ulysses
             self._bound[axes] = ShardedSequences(axes, ulysses, self.order, self.elsewhere)
@@ -100,9 +128,11 @@ class ContextParallel:
                 that mixes positions without attention.
         """
         sequences = self.sequences(axes)
-        if sequences.axis.size > 1:
+        if sequences.part_count > 1:
             if not self.elsewhere:
                 check_mixers(model)
+            if self._slices > 1:
+                check_sliceable(model)
             use_torch_attention(model)
             hook_positions(model, lambda: _current, bool(self.tables))
         for pattern, dim in self.tables.items():
@@ -131,8 +161,9 @@ class ContextParallel:
             UsageError: the batch has no sequence, or sequences of different lengths.
         """
         sequences = self.sequences(axes)
-        if sequences.axis.size == 1:
-            return batch
+        return batch if sequences.axis.size == 1 else self._cut_batch(batch, sequences)
+
+    def _cut_batch(self, batch: Any, sequences: ShardedSequences) -> Any:
         leaves, rebuild = flatten_columns(batch)
         dims = _sequence_dims(batch, leaves, self.dims)
         lengths = {
@@ -147,7 +178,7 @@ class ContextParallel:
             )
         sequences.set_length(lengths.pop())
         pairs = zip(leaves, dims, strict=True)
-        cut = [leaf if dim is None else sequences.take_positions(leaf, dim) for leaf, dim in pairs]
+        cut = [leaf if dim is None else sequences.take_part(leaf, dim) for leaf, dim in pairs]
         return rebuild(cut)
 
     def join(self, x: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
@@ -175,7 +206,7 @@ class ContextParallel:
         global _current
         sequences = self.sequences(axes)
         before = _current
-        if before is sequences or sequences.axis.size == 1:
+        if before is sequences or not sequences.is_active:
             yield
             return
         attention = functional.scaled_dot_product_attention

@@ -152,7 +152,7 @@ def _check_shapes(
 
 
 @dataclass
-class _RunningOutput:
+class RunningOutput:
     """Output and lse over the keys seen so far, in the wide type."""
 
     out: torch.Tensor
@@ -183,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         plan: RingPlan,
     ) -> torch.Tensor:
         kind = block_attention.accumulate_dtype(q.dtype)
-        found = _RunningOutput(
+        found = RunningOutput(
             q.new_zeros(*q.shape[:3], v.shape[3], dtype=kind),
             q.new_full(q.shape[:3], float("-inf"), dtype=kind),
         )

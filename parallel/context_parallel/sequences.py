@@ -67,13 +67,17 @@ class ShardedSequences:
         assert ring is not None and group is not None  # both hold this rank
         self.ring = ring
         self.ulysses = group
+        self.part_count = degree
+        """Parts of each sequence."""
+        self.part_index = self.axis.index
+        """The part that is computed here."""
         self.length = 0
         self.calls = 0
         self._replacement: tuple[AttentionFunction, AttentionFunction] | None = None
         self.positions_by_rank: tuple[Ranges, ...] = ()
-        """Positions of each rank along cp, by index."""
+        """Positions of each part, by index."""
         self.sizes: list[int] = []
-        """Number of positions of each rank."""
+        """Number of positions of each part."""
         self.tables: list[tuple[nn.Module, str, str]] = []
         """Modules whose attribute gives this rank's rows, and the name of the table."""
 
@@ -94,13 +98,11 @@ class ShardedSequences:
                 raise UsageError(what, where=API_NAME, hint="leave that module out of the strategy")
         if length == self.length:
             return
-        positions = tuple(self._positions_of(length, index) for index in range(self.axis.size))
+        positions = tuple(self._positions_of(length, index) for index in range(self.part_count))
         sizes = [count_positions(ranges) for ranges in positions]
         if min(sizes) == 0:
-            what = (
-                f"sequences of {length} positions are too short for {self.axis.size} ranks along cp"
-            )
-            raise UsageError(what, where=API_NAME, hint="a smaller cp, or longer sequences")
+            what = f"sequences of {length} positions are too short for {self._describe_parts()}"
+            raise UsageError(what, where=API_NAME, hint="fewer, or longer sequences")
         self.length = length
         self.positions_by_rank = positions
         self.sizes = sizes
@@ -108,7 +110,15 @@ class ShardedSequences:
     @property
     def own_positions(self) -> Ranges:
         """This rank's positions."""
-        return self.positions_by_rank[self.axis.index]
+        return self.positions_by_rank[self.part_index]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether what is computed now is a part of sequences."""
+        return self.part_count > 1
+
+    def _describe_parts(self) -> str:
+        return f"{self.part_count} ranks along cp"
 
     def _positions_of(self, length: int, index: int) -> Ranges:
         """Return the positions of a rank along cp."""
@@ -127,6 +137,10 @@ class ShardedSequences:
     def take_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's positions of a tensor that has all of them along a dim."""
         return torch.cat([x.narrow(dim, low, high - low) for low, high in self.own_positions], dim)
+
+    def take_part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's positions of a tensor of the batch."""
+        return self.take_positions(x, dim)
 
     def gather_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """

@@ -206,8 +206,12 @@ def check_experts(model: nn.Module, sequence_parts: int) -> None:
         if not isinstance(module, MoE):
             continue
         if module.capacity is not None and sequence_parts > 1:
-            what = f"{name}: capacity is not supported with cp: it counts the tokens of a sequence"
-            raise UsageError(what, where=MOE_API, hint="leave capacity out, or use tp for cp")
+            what = (
+                f"{name}: capacity is not supported with parts of sequences: it counts their tokens"
+            )
+            raise UsageError(
+                what, where=MOE_API, hint="leave capacity out, or use tp for cp, and no slices"
+            )
         is_loss = module.balance is not None and module.balance.kind == "loss"
         if is_loss and not module.router.weight.requires_grad:
             what = f'{name}: its router is frozen: Balance("loss") would change nothing'

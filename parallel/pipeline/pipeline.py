@@ -6,19 +6,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
+from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.pipeline.p2p import PIPELINE_AXIS, P2PLinks
 from pdrun.parallel.pipeline.runner import PipelineRunner
-from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make_schedule
+from pdrun.parallel.pipeline.schedules.builders import (
+    DEFAULT_CHUNKS,
+    DEFAULT_SLICES,
+    SLICED,
+    make_schedule,
+)
 from pdrun.parallel.pipeline.schedules.schedule import API_NAME, PipelineSchedule, parse_schedule
 from pdrun.parallel.pipeline.schedules.validate import connected_ranks, validate_schedule
+from pdrun.parallel.pipeline.sequence_slices import SequenceSlices
 from pdrun.parallel.pipeline.split import BALANCE_HINT, StageSplit, split_model
 from pdrun.parallel.pipeline.stage import GraphModel, PipelineStages
 
@@ -30,16 +37,20 @@ class Pipeline:
 
     Attributes:
         microbatches: parts of this rank's part of a batch; the rows need not divide evenly.
-        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or a schedule (see
-            `parse_schedule`).
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "seqpipe",
+            "seqvpp", "seqsmartvpp", or a schedule (see `parse_schedule`).
         stages: {glob of modules: stage}; default: by ``balance``.
-        chunks: stages per rank; default: 2 for "interleaved" and "zero-bubble-v", 1 for others.
+        chunks: stages per rank; default: 2 for "interleaved", "zero-bubble-v", "seqvpp" and
+            "seqsmartvpp", 1 for others.
         balance: "layers", "parameters", "flops" (needs ``sample=`` of parallelize) or {glob: cost}.
         shared: globs of weights that the last stage uses in addition to the stage of their module
             (an embedding that is also the output layer by ``h @ self.embedding.weight.T``), or
             {glob: stages}. Weights tied by assignment are found.
         dynamic: describe every micro-batch to the next stage, for models with data-dependent
             branches.
+        slices: parts of each sequence, which pass the stages one after the other under "seqpipe",
+            "seqvpp" and "seqsmartvpp" (2), for models whose attention is torch's and causal.
+            ``context=`` of parallelize tells how sequences are sliced.
     """
 
     microbatches: int
@@ -49,9 +60,12 @@ class Pipeline:
     balance: str | Mapping[str, float] = "layers"
     shared: Sequence[str] | Mapping[str, Sequence[int]] = ()
     dynamic: bool = False
+    slices: int | None = None
+    _sequences: ContextParallel | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
+        counts = {"microbatches": self.microbatches, "chunks": self.chunks, "slices": self.slices}
+        for name, value in counts.items():
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
@@ -91,6 +105,19 @@ class Pipeline:
         if not isinstance(self.dynamic, bool):
             raise UsageError(f"dynamic must be a bool, got {self.dynamic!r}", where=API_NAME)
 
+    @property
+    def slice_count(self) -> int:
+        """Parts of each sequence; 1: sequences are not sliced."""
+        if self.slices is not None:
+            return self.slices
+        return DEFAULT_SLICES if self.schedule in SLICED else 1
+
+    def with_sequences(self, context: ContextParallel) -> Pipeline:
+        """Return the same with the context that slices sequences."""
+        found = replace(self)
+        object.__setattr__(found, "_sequences", context)
+        return found
+
     def plan(self, ranks: int) -> PipelineSchedule:
         """
         Return the schedule for a number of ranks along pp.
@@ -109,7 +136,7 @@ class Pipeline:
             )
             if named:
                 return self._named_schedule(self.schedule, ranks)
-        found = parse_schedule(self.schedule)
+        found = parse_schedule(self.schedule, slices=self.slice_count)
         validate_schedule(found)
         counts = {
             "pp": (ranks, found.rank_count),
@@ -127,11 +154,12 @@ class Pipeline:
         return found
 
     def _named_schedule(self, name: str, ranks: int) -> PipelineSchedule:
-        found = make_schedule(name, ranks, self.microbatches, self.chunks)
-        if self.microbatches < ranks and name != "gpipe":
+        found = make_schedule(name, ranks, self.microbatches, self.chunks, self.slices)
+        if found.piece_count < ranks and name != "gpipe":
+            sliced = f" times slices={found.slices}" if found.slices > 1 else ""
             raise UsageError(
-                f"microbatches={self.microbatches} is less than pp={ranks}: in {name} every stage"
-                " works on a different micro-batch",
+                f"microbatches={self.microbatches}{sliced} is less than pp={ranks}: in {name} every"
+                " stage works on a different micro-batch",
                 where=API_NAME,
                 hint=f'microbatches={ranks} or more, or schedule="gpipe"',
             )
@@ -168,6 +196,9 @@ class Pipeline:
         )
         if graph:
             graph.enter(stages)
-        return model, PipelineRunner(
-            schedule, stages, P2PLinks(axes, connected_ranks(schedule)), self.dynamic, full
-        )
+        links = P2PLinks(axes, connected_ranks(schedule))
+        slicer = None
+        if schedule.slices > 1:
+            assert self._sequences is not None  # `parallelize` sets it
+            slicer = SequenceSlices(self._sequences, axes)
+        return model, PipelineRunner(schedule, stages, links, self.dynamic, full, slicer)

@@ -7,6 +7,7 @@ The target of a micro-batch is part of its batch, on every rank, so it always me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from pdrun.parallel.pipeline.exchange import MicroBatchState, Received, StageExc
 from pdrun.parallel.pipeline.metadata import API_NAME, BoundaryRecord
 from pdrun.parallel.pipeline.p2p import P2PLinks
 from pdrun.parallel.pipeline.schedules.schedule import PipelineSchedule, StageAction
+from pdrun.parallel.pipeline.sequence_slices import SequenceSlices
 from pdrun.parallel.pipeline.skips import trace_forward
 from pdrun.parallel.pipeline.stage import PipelineStages, StageForward
 from pdrun.parallel.torch_compat import widest_float
@@ -40,6 +42,7 @@ class PipelineRunner:
         links: to the other ranks.
         dynamic: describe every micro-batch to the next stage, for data-dependent branches.
         full: a copy of the full model without memory, to find what passes over stages.
+        slicer: slices sequences; None: each micro-batch is one piece.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PipelineRunner:
         links: P2PLinks,
         dynamic: bool = False,
         full: nn.Module | None = None,
+        slicer: SequenceSlices | None = None,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -74,6 +78,7 @@ class PipelineRunner:
         self._live: dict[tuple[int, int], MicroBatchState] = {}
         self._batches: list[Any] = []
         self._untraced = full
+        self._slicer = slicer
 
     @property
     def splits_backward(self) -> bool:
@@ -122,8 +127,9 @@ class PipelineRunner:
             count = self.schedule.microbatch_count
             what = f"the schedule has {count} micro-batches, got {len(micros)}"
             raise UsageError(what, where=API_NAME)
-        self._begin_step(step, micros)
+        slices = self.schedule.slices
         sums = torch.zeros(len(micros), 2, dtype=widest_float(step.device), device=step.device)
+        micros = self._begin_step(step, micros, self._slicer)
         done: dict[tuple[int, bool], int] = {}
         for place, action in enumerate(self._actions):
             for soon in self._actions[
@@ -133,11 +139,13 @@ class PipelineRunner:
             if action.kind == "F":
                 loss = self._run_forward(step, action, micros[action.micro])
                 if loss is not None:
-                    sums[action.micro] = torch.stack(loss).to(sums.dtype)
+                    sums[action.micro // slices] += torch.stack(loss).to(sums.dtype)
             else:
                 ends = action.kind != "I"
                 count = done[action.stage, ends] = done.get((action.stage, ends), 0) + 1
                 self._run_backward(step, action, count == 1, count == len(micros))
+        if self._slicer is not None:
+            self._slicer.end_step(step.objective.is_mean)
         sums = self.exchange.send_losses(sums)
         self.exchange.links.wait_sends()
         return sums
@@ -148,7 +156,7 @@ class PipelineRunner:
         """Run forwards only, without gradients; see `Driver.evaluate_microbatches`."""
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
-            self._begin_step(step, micros)
+            micros = self._begin_step(step, micros)
             for stage in sorted(self._own_stages):
                 for micro in micros:
                     action = StageAction(stage, "F", micro.position)
@@ -163,14 +171,23 @@ class PipelineRunner:
         self.exchange.links.wait_sends()
         return found
 
-    def _begin_step(self, step: StepContext, micros: Sequence[MicroBatch]) -> None:
+    def _begin_step(
+        self,
+        step: StepContext,
+        micros: Sequence[MicroBatch],
+        slicer: SequenceSlices | None = None,
+    ) -> Sequence[MicroBatch]:
+        """Return the pieces of a step: its micro-batches, or their slices."""
         self._live.clear()
         self._borrowed_grads.clear()
         self._batches = [step.prepare_batch(micro.batch) for micro in micros]
         if self._untraced is not None:
             self._trace_model(step, self._untraced.train(step.model.training))
             self._untraced = None
+        if slicer is not None:
+            micros, self._batches = slicer.begin_step(micros, self._batches)
         self.exchange.begin_step(self._batches, step.model.training)
+        return micros
 
     def _trace_model(self, step: StepContext, full: nn.Module) -> None:
         """Find what passes over stages, in the first step."""
@@ -226,7 +243,10 @@ class PipelineRunner:
         if record is not None:
             for one, tensor in zip(record.sent, inputs, strict=True):
                 tensor.requires_grad_(one.needs_grad)
-        part = self._own_stages.index(action.stage)
+        chunk = self._own_stages.index(action.stage)
+        place = action.micro % self.schedule.slices if judge else 0
+        # each slice draws its own random numbers; dropout depends on positions only
+        part = chunk + place * len(self._own_stages)
         calls = record.dropout_calls if record else 0
         # code before this stage's part of forward may have drawn random numbers for placeholders
         again = partial(
@@ -242,10 +262,12 @@ class PipelineRunner:
             self.stages, action.stage, batch, record, inputs, again if record else lambda: None
         )
         last = action.stage == self.schedule.stage_count - 1
-        weights = step.engine.forward(part, micro.position)
+        weights = step.engine.forward(chunk, micro.position)
         split = self.schedule.splits_backward and torch.is_grad_enabled()
+        sliced = self._slicer.computing(action) if self._slicer and judge else nullcontext()
         with (
             weights,
+            sliced,
             step.forward_context(micro, part, calls),
             split_backward.splitting_backward(split),
         ):
@@ -283,11 +305,13 @@ class PipelineRunner:
         grads: list[torch.Tensor | None] = (
             [None] if work.sent_record is None else [*self.exchange.take_received(action)[1]]
         )
+        sliced = nullcontext() if self._slicer is None else self._slicer.computing(action)
         if action.kind == "I" or any(
             self._chunk_by_weight[weight] != chunk
             for weight in self.stages.trained_weights[action.stage]
         ):
-            self._backward_input(step, action, work, roots, grads)
+            with sliced:
+                self._backward_input(step, action, work, roots, grads)
             self.exchange.send_gradients(action, work)
             if action.kind == "B":
                 self._backward_weights(step, action, work, first, last)
@@ -295,8 +319,12 @@ class PipelineRunner:
         with step.engine.backward(chunk, action.micro, action == self._last_backward[action.stage]):
             step.engine.begin_gradients(first=first, last=last, chunk=chunk)
             extra = self._pop_borrowed(chunk) if last else {}
-            if roots or extra:
-                step.run_backward([*roots, *extra], [*grads, *extra.values()])
+            with sliced:
+                keys, key_grads = self._later_gradients(action)
+                if roots or extra or keys:
+                    step.run_backward(
+                        [*roots, *extra, *keys], [*grads, *extra.values(), *key_grads]
+                    )
             self.exchange.send_gradients(action, work)
             step.engine.end_gradients()
         del self._live[action.stage, action.micro]
@@ -312,7 +340,12 @@ class PipelineRunner:
         """Run the backward for the input, and keep the remaining work for the weights."""
         if work.sent_record is None and step.loss_scale is not None:
             roots = [root * step.loss_scale.value for root in roots]
+        keys, key_grads = self._later_gradients(action)
+        roots, grads = [*roots, *keys], [*grads, *key_grads]
         inputs = [x for x in work.inputs if x.requires_grad]
+        if self._slicer is not None:
+            cache, index = self._slicer.cache_of(action)
+            inputs += cache.earlier_leaves(index)
         weights = list(dict.fromkeys(self.stages.trained_weights[action.stage]))
         chunk = self._own_stages.index(action.stage)
         last = action == self._last_backward[action.stage]
@@ -324,7 +357,15 @@ class PipelineRunner:
                     roots, grads, inputs, weights, self.schedule.splits_backward
                 )
             for x, grad in zip(inputs, found, strict=True):
-                x.grad = grad
+                # keys and values have gradients of several slices
+                x.grad = grad if x.grad is None or grad is None else x.grad + grad
+
+    def _later_gradients(self, action: StageAction) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return keys and values that later slices have used, and their gradients from there."""
+        if self._slicer is None:
+            return [], []
+        cache, index = self._slicer.cache_of(action)
+        return cache.roots(index)
 
     def _backward_weights(
         self, step: StepContext, action: StageAction, work: MicroBatchState, first: bool, last: bool

@@ -23,8 +23,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.pipeline import flops
-from pdrun.parallel.pipeline.balance import API_NAME, split_by_cost, split_evenly
+from pdrun.parallel.pipeline.balance import API_NAME, count_flops, split_by_cost, split_evenly
 from pdrun.parallel.pipeline.call_order import find_weight_reads, sort_by_call
 
 Globs = Mapping[str, int]
@@ -265,7 +264,7 @@ def _unit_costs(
     model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float], sample: Any
 ) -> dict[str, float]:
     if balance == "flops":
-        return flops.count_flops(model, names, sample)
+        return count_flops(model, names, sample)
     sizes = {
         name: float(sum(param.numel() for param in model.get_submodule(name).parameters()))
         for name in names

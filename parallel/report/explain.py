@@ -18,7 +18,7 @@ from pdrun.parallel.model.weights import MIB, Weight, tied_names
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.pipeline.runner import PipelineRunner
-from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS
+from pdrun.parallel.pipeline.schedules.builders import ANY_CHUNKS, DEFAULT_CHUNKS
 from pdrun.parallel.report import memory
 from pdrun.parallel.report.placement import weight_layouts
 from pdrun.parallel.report.traffic import describe_traffic
@@ -214,8 +214,10 @@ def _describe_pipeline(state: RunState, has_operators: bool) -> dict[str, Any] |
         "schedule": schedule.name if schedule.name in DEFAULT_CHUNKS else str(schedule),
         "stages": dict(split.unit_stages),
     }
-    if schedule.name == "interleaved":
+    if schedule.name in ANY_CHUNKS:
         found["chunks"] = schedule.stage_count // schedule.rank_count
+    if schedule.slices > 1:
+        found["slices"] = schedule.slices
     if split.loose_weights and not has_operators:
         found["shared"] = {name: list(stages) for name, stages in split.loose_weights.items()}
     return found

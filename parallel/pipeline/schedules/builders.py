@@ -11,9 +11,15 @@ The usual pipeline schedules, for any number of ranks, micro-batches and chunks.
                     (Qi et al. 2023, 2401.10241, ZB-H1)
     zero-bubble-v   the same with two chunks per rank, in a V
                     (Qi et al. 2024, 2405.15362, ZB-V)
+    seqpipe         1f1b over slices of sequences: the keys and values of earlier slices stay on
+                    their stage, backwards run from the last slice to the first
+                    (Sun et al. 2024, 2406.03488, Seq1F1B)
+    seqvpp          the same with several chunks per rank
+    seqsmartvpp     the same with fewer forwards ahead of the first backward, so fewer live
+                    activations
 
-All but the last follow from counts. The last is made by a list scheduler: at each time step every
-free rank takes the most urgent action that is ready and that its memory allows.
+All but zero-bubble-v follow from counts. That one is made by a list scheduler: at each time step
+every free rank takes the most urgent action that is ready and that its memory allows.
 """
 
 from __future__ import annotations
@@ -32,11 +38,25 @@ from pdrun.parallel.pipeline.schedules.schedule import (
 
 MINDSPORE_NAMES = {"zero_bubble": "zero-bubble", "zero_bubble_v": "zero-bubble-v"}
 """Schedules that MindSpore spells in another way."""
-DEFAULT_CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
+DEFAULT_CHUNKS = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zero-bubble": 1,
+    "zero-bubble-v": 2,
+    "seqpipe": 1,
+    "seqvpp": 2,
+    "seqsmartvpp": 2,
+}
+SLICED = ("seqpipe", "seqvpp", "seqsmartvpp")
+"""Schedules over slices of sequences."""
+DEFAULT_SLICES = 2
+ANY_CHUNKS = ("interleaved", "seqvpp", "seqsmartvpp")
+"""Schedules that take any number of chunks."""
 
 
 def make_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, slices: int | None = None
 ) -> PipelineSchedule:
     """
     Return a schedule by its name.
@@ -45,10 +65,11 @@ def make_schedule(
         name: one of `DEFAULT_CHUNKS`, also as MindSpore spells it.
         ranks: along pp.
         chunks: stages per rank; default: see `DEFAULT_CHUNKS`.
+        slices: parts of each sequence; default: `DEFAULT_SLICES` for `SLICED`, 1 for others.
 
     Raises:
-        UsageError: an unknown name, or chunks that it does not support; `pdrun.Pipeline` checks the
-            rest.
+        UsageError: an unknown name, or chunks, slices or ranks that it does not support;
+            `pdrun.Pipeline` checks the rest.
     """
     name = MINDSPORE_NAMES.get(name, name)
     if name not in DEFAULT_CHUNKS:
@@ -58,19 +79,31 @@ def make_schedule(
             hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
         )
     chunks = DEFAULT_CHUNKS[name] if chunks is None else chunks
-    if (name != "interleaved" and chunks != DEFAULT_CHUNKS[name]) or chunks < 1:
+    if (name not in ANY_CHUNKS and chunks != DEFAULT_CHUNKS[name]) or chunks < 1:
         what = f"chunks={chunks}, and {name} has {DEFAULT_CHUNKS[name]} a rank"
         raise UsageError(
-            what, where=API_NAME, hint='schedule="interleaved" takes any number of chunks'
+            what, where=API_NAME, hint=f"{', '.join(ANY_CHUNKS)} take any number of chunks"
         )
+    count = (DEFAULT_SLICES if name in SLICED else 1) if slices is None else slices
+    if count > 1 and name not in SLICED:
+        what = f"slices={count}, and {name} does not slice sequences"
+        raise UsageError(what, where=API_NAME, hint=f"schedule= one of {', '.join(SLICED)}")
+    if name == "seqsmartvpp" and ranks % 2:
+        what = f"seqsmartvpp needs an even number of ranks along pp, got {ranks}"
+        raise UsageError(what, where=API_NAME, hint='schedule="seqvpp" takes any number')
     rows: Callable[[int, int], list[list[StageAction]]] = {
         "gpipe": build_gpipe,
         "1f1b": build_1f1b,
         "zero-bubble": build_zero_bubble,
         "zero-bubble-v": build_zero_bubble_v,
         "interleaved": lambda ranks, microbatches: build_interleaved(ranks, microbatches, chunks),
+        "seqpipe": lambda ranks, microbatches: build_sliced(ranks, microbatches, chunks, count, 1),
+        "seqvpp": lambda ranks, microbatches: build_sliced(ranks, microbatches, chunks, count, 2),
+        "seqsmartvpp": lambda ranks, microbatches: build_sliced(
+            ranks, microbatches, chunks, count, 1
+        ),
     }[name]
-    return PipelineSchedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)))
+    return PipelineSchedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)), count)
 
 
 def build_gpipe(ranks: int, microbatches: int) -> list[list[StageAction]]:
@@ -119,6 +152,43 @@ def build_interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[S
             order(rank, "F", range(chunks)),
             order(rank, "B", range(chunks)[::-1]),
             (chunks - 1) * longest + 2 * (ranks - 1 - rank),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def build_sliced(
+    ranks: int, microbatches: int, chunks: int, slices: int, lead: int
+) -> list[list[StageAction]]:
+    """
+    Return each rank's actions on pieces (micro-batch * slices + slice), with stage
+    ``c * ranks + r`` as chunk c of rank r.
+
+    Micro-batches pass the chunks in the smallest groups with as many pieces as ranks, if there are
+    so many.
+
+    Args:
+        lead: forwards that a rank is ahead of the next one.
+    """
+    count = max(1, microbatches // -(-ranks // slices))
+    bounds = [microbatches * i // count for i in range(count + 1)]
+    groups = [range(low, high) for low, high in pairwise(bounds)]
+    longest = max(len(group) for group in groups)
+
+    def order(rank: int, kind: ActionKind, turn: range, inner: range) -> list[StageAction]:
+        return [
+            StageAction(c * ranks + rank, kind, m * slices + s)
+            for group in groups
+            for c in turn
+            for m in group
+            for s in inner
+        ]
+
+    return [
+        _alternate_actions(
+            order(rank, "F", range(chunks), range(slices)),
+            order(rank, "B", range(chunks)[::-1], range(slices)[::-1]),
+            (chunks - 1) * longest * slices + slices - 1 + lead * (ranks - 1 - rank),
         )
         for rank in range(ranks)
     ]

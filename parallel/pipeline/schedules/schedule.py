@@ -45,10 +45,13 @@ class PipelineSchedule:
     Attributes:
         name: of the schedule, as given by the user.
         rows: each rank's actions.
+        slices: parts of the sequences of a micro-batch; the ``micro`` of an action is then a piece,
+            ``micro-batch * slices + slice``.
     """
 
     name: str
     rows: tuple[tuple[StageAction, ...], ...]
+    slices: int = 1
 
     @property
     def rank_count(self) -> int:
@@ -61,9 +64,14 @@ class PipelineSchedule:
         return 1 + max((action.stage for row in self.rows for action in row), default=-1)
 
     @property
+    def piece_count(self) -> int:
+        """Number of pieces: micro-batches times slices of their sequences."""
+        return 1 + max((action.micro for row in self.rows for action in row), default=-1)
+
+    @property
     def microbatch_count(self) -> int:
         """Number of micro-batches."""
-        return 1 + max((action.micro for row in self.rows for action in row), default=-1)
+        return -(-self.piece_count // self.slices)
 
     @property
     def splits_backward(self) -> bool:
@@ -88,7 +96,9 @@ class PipelineSchedule:
 
 
 def parse_schedule(
-    value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom"
+    value: str | Sequence[Sequence[str | tuple[int, str, int]]],
+    name: str = "custom",
+    slices: int = 1,
 ) -> PipelineSchedule:
     """
     Return the schedule that a user wrote.
@@ -96,6 +106,7 @@ def parse_schedule(
     Args:
         value: one line of actions per rank, ``"0F0 0F1 0B0 0B1"``; or one list per rank, of
             ``"0F0"`` or ``(0, "F", 0)``.
+        slices: of the sequences of a micro-batch; see `PipelineSchedule`.
 
     Raises:
         UsageError: an invalid action, with its rank and position. `validate_schedule` checks the
@@ -116,7 +127,7 @@ def parse_schedule(
             where=API_NAME,
             hint='write one line per rank, such as "0F0 0B0"',
         )
-    return PipelineSchedule(name, tuple(rows))
+    return PipelineSchedule(name, tuple(rows), slices)
 
 
 def _parse_action(value: str | tuple[int, str, int], rank: int, place: int) -> StageAction:

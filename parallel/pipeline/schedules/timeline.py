@@ -118,7 +118,7 @@ def draw_schedule(schedule: PipelineSchedule, costs: ActionCosts | None = None) 
     Draw a schedule: one line per rank, time to the right, a dot for each unit of waiting.
 
     A backward is drawn over its full length (``B3 -``). With several chunks per rank, letters
-    distinguish them: ``Fa3``.
+    distinguish them: ``Fa3``. With slices, ``F3.1`` is slice 1 of micro-batch 3.
     """
     costs = costs or ActionCosts()
     found = simulate_schedule(schedule, costs)
@@ -140,4 +140,5 @@ def _action_label(schedule: PipelineSchedule, action: StageAction) -> str:
     """Return an action's name on its rank, with a letter for the chunk if there are several."""
     mine: Sequence[int] = schedule.stages_of(schedule.stage_ranks[action.stage])
     chunk = chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else ""
-    return f"{action.kind}{chunk}{action.micro}"
+    micro, piece = divmod(action.micro, schedule.slices)
+    return f"{action.kind}{chunk}{micro}" + (f".{piece}" if schedule.slices > 1 else "")

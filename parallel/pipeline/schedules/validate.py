@@ -75,7 +75,7 @@ def _find_incomplete(schedule: PipelineSchedule) -> list[str]:
     counts = Counter(action for row in schedule.rows for action in row)
     found += [f"{action} is listed {count} times" for action, count in counts.items() if count > 1]
     for stage in range(schedule.stage_count):
-        for micro in range(schedule.microbatch_count):
+        for micro in range(schedule.piece_count):
             kinds = "".join(kind for kind in KINDS if StageAction(stage, kind, micro) in counts)
             if kinds not in ("FB", "FIW"):
                 what = f"has {' and '.join(kinds) or 'nothing'}, not F and B or F, I and W"
@@ -92,7 +92,23 @@ def _find_disordered(schedule: PipelineSchedule) -> list[str]:
             first = StageAction(action.stage, "I" if action.kind == "W" else "F", action.micro)
             if at[first] > at[action]:
                 found.append(f"rank {rank} has {action} before {first}")
+            other = _other_slice(action, schedule.slices)
+            if other is not None and at.get(other, -1) > at[action]:
+                found.append(f"rank {rank} has {action} before {other}, another slice of its rows")
     return found
+
+
+def _other_slice(action: StageAction, slices: int) -> StageAction | None:
+    """
+    Return the action of the neighbour slice that must precede: forwards see the keys of earlier
+    slices, backwards get the gradients of later ones.
+    """
+    place = action.micro % slices
+    if action.kind == "F":
+        return action._replace(micro=action.micro - 1) if place else None
+    if action.kind == "W":
+        return None
+    return action._replace(micro=action.micro + 1) if place < slices - 1 else None
 
 
 def _peak_live(row: tuple[StageAction, ...]) -> int:

@@ -14,6 +14,7 @@ FINER = "tests/parallel/operators/test_finer_mesh.py"
 MATRIX = "tests/parallel/layouts/test_device_matrix.py"
 SPLIT = "tests/parallel/pipeline/test_split.py"
 SCHEDULES = "tests/parallel/pipeline/test_schedules_on_ranks.py"
+SLICES = "tests/parallel/pipeline/test_sequence_slices.py"
 HIGH = "tests/parallel/operators/test_matmul_grid.py"
 LEVELS = "tests/parallel/test_transparency.py"
 AXES = "tests/parallel/test_model_axes.py"
@@ -89,6 +90,10 @@ PROOFS: dict[str, dict[str, str]] = {
         "::test_every_schedule_equals_one_process",
         '`scheduler="zero_bubble_v"`': "tests/parallel/pipeline/test_schedules.py"
         "::test_names_of_mindspore",
+        '`scheduler="seqpipe"`, `seq_split_num`': f"{SLICES}"
+        "::test_every_schedule_equals_one_process",
+        '`scheduler="seqvpp"`, `"seqsmartvpp"`': f"{SLICES}"
+        "::test_every_schedule_equals_one_process",
         "shared parameters, `sync_pipeline_shared_parameters`": "tests/parallel/pipeline"
         "/test_known_faults.py::test_tied_weights_stay_equal_bit_by_bit",
         "`PipelineGradReducer`": EXAMPLE,

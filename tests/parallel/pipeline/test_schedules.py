@@ -176,8 +176,8 @@ def test_unknown_schedules(name: str, chunks: int | None, told: str) -> None:
 def test_names_of_mindspore() -> None:
     for name, ours in (("zero_bubble_v", "zero-bubble-v"), ("zero_bubble", "zero-bubble")):
         assert make_schedule(name, 2, 4) == make_schedule(ours, 2, 4)
-    with pytest.raises(UsageError, match="there is no schedule 'seqpipe'"):
-        make_schedule("seqpipe", 2, 4)
+    with pytest.raises(UsageError, match="there is no schedule 'seqmodel'"):
+        make_schedule("seqmodel", 2, 4)
 
 
 # ---- partition --------------------------------------------------------------

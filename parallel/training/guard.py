@@ -22,6 +22,7 @@ from torch.nn import functional
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.watchdog import find_user_frame
 from pdrun.parallel.model import param_hooks, sync_batchnorm
+from pdrun.parallel.model.digest import CHUNK_ELEMENTS, digest_values
 from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.zero.engine import Engine
 
@@ -49,6 +50,10 @@ class ConsistencyGuard:
         self._own_hooks = [after for _, after in self._hooks]
         self.torn_checkpoint = ""
         """A checkpoint that may have been loaded only in part."""
+        self._states = 0
+        """States remembered so far."""
+        self._digests: list[int] = []
+        """Of the weights that are copies, after some steps."""
         self.remember_state()
 
     def remember_state(self) -> None:
@@ -57,6 +62,16 @@ class ConsistencyGuard:
         self._versions = [weight.param._version for weight in self._engine.copied_weights]
         self._memory = [weight.param.data_ptr() for weight in self._engine.fixed_weights]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        self._states += 1
+        # a write through .data has no version; one that comes back is seen without a pass over the
+        # weights in each step
+        is_read = self._states & (self._states - 1) == 0
+        self._digests = self._digest_copies() if is_read else []
+
+    def _digest_copies(self) -> list[int]:
+        """Return a digest of the first elements of each weight that is a copy."""
+        firsts = (weight.param.detach().flatten() for weight in self._engine.copied_weights)
+        return digest_values([flat[:CHUNK_ELEMENTS] for flat in firsts if not flat.is_meta])
 
     def check_unchanged(self) -> None:
         """
@@ -72,8 +87,15 @@ class ConsistencyGuard:
         if found != self._hooks:
             param_hooks.check_hooks(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
-        for weight, version in zip(self._engine.copied_weights, self._versions, strict=True):
-            if weight.param._version != version:
+        copies = self._engine.copied_weights
+        found_digests = self._digest_copies() if self._digests else []
+        written = [
+            weight.name
+            for weight, old, new in zip(copies, self._digests, found_digests, strict=False)
+            if old != new
+        ]
+        for weight, version in zip(copies, self._versions, strict=True):
+            if weight.param._version != version or weight.name in written:
                 what = f"{weight.name} was changed in place: the optimizer trains another tensor, "
                 what += "which would overwrite it"
                 raise UsageError(

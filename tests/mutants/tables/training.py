@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "weights that are copies may change",
         f"{TRAINING}guard.py",
-        "            if weight.param._version != version:",
+        "            if weight.param._version != version or weight.name in written:",
         "            if False:",
         f"{GUARD}a_weight_that_is_a_copy_may_not_change",
     ),

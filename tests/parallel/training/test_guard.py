@@ -45,8 +45,21 @@ def test_a_weight_that_is_a_copy_may_not_change(guard: ConsistencyGuard, model: 
     guard.check_unchanged()
 
 
+def test_a_write_through_data_that_comes_back_is_refused(
+    guard: ConsistencyGuard, model: nn.Linear
+) -> None:
+    """It has no version: the values are compared after steps 1, 2, 4, 8 and so on."""
+    guard.check_unchanged()
+    guard.remember_state()
+    model.weight.data.mul_(2.0)
+    with pytest.raises(UsageError, match="weight was changed in place"):
+        guard.check_unchanged()
+    guard.remember_state()
+    guard.check_unchanged()
+
+
 def test_a_weight_may_not_be_given_other_memory(guard: ConsistencyGuard, model: nn.Linear) -> None:
-    model.weight.data = torch.ones(2, 2)
+    model.weight.data = model.weight.data.clone()
     with pytest.raises(UsageError, match=r"weight was given other memory \(param.data = ...\)"):
         guard.check_unchanged()
     guard.remember_state()

@@ -11,6 +11,7 @@ when ten events are added.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -34,11 +35,14 @@ MIXES = {
         *(("warning", 0.05), ("left", 0.005), ("joined", 0.005)),
     ),
 }
-"""Kind of event -> its share of the log."""
+"""Kind of event -> its share of the log. A worker exits at most once per generation."""
+MIXES["failed workers"] = (("exited", 0.5), ("warning", 0.5))
 
 
-def write_log(path: Path, nodes: int, events: int, mix: tuple[tuple[str, float], ...]) -> None:
-    """Write an event log with a restart every 200,000 events."""
+def write_log(
+    path: Path, nodes: int, events: int, mix: tuple[tuple[str, float], ...], generations: int
+) -> None:
+    """Write an event log with so many generations of the same length."""
     draw = random.Random(1)
     kinds = [kind for kind, _ in mix]
     shares = [share for _, share in mix]
@@ -58,7 +62,8 @@ def write_log(path: Path, nodes: int, events: int, mix: tuple[tuple[str, float],
             add("joined", node=f"n{node}", workers=WORKERS, host=f"n{node}", pid=4000 + node)
         generation = 0
         while count < events:
-            if count >= 200_000 * generation:
+            if count >= events // generations * generation and generation < generations:
+                ranks = draw.sample(range(nodes * WORKERS), nodes * WORKERS)
                 placed = [[f"n{node}", node * WORKERS, WORKERS] for node in range(nodes)]
                 add("assigned", generation=generation, restarts=generation, nodes=placed)
                 add("started", generation=generation)
@@ -69,7 +74,10 @@ def write_log(path: Path, nodes: int, events: int, mix: tuple[tuple[str, float],
                 case "progress":
                     add(kind, generation=generation, step=count, saved=7, rank=node, most=count)
                 case "exited":
-                    rank = node * WORKERS + draw.randrange(WORKERS)
+                    if not ranks:
+                        continue
+                    rank = ranks.pop()
+                    node = rank // WORKERS
                     add(
                         kind,
                         generation=generation,
@@ -77,7 +85,7 @@ def write_log(path: Path, nodes: int, events: int, mix: tuple[tuple[str, float],
                         node=f"n{node}",
                         code=1,
                         how="exit",
-                        cause="exit code 1",
+                        cause='RuntimeError: expected "x"',
                     )
                 case "warning":
                     add(kind, text=f"rank {node} is slower than the others")
@@ -107,9 +115,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder
-        for name, mix in MIXES.items():
+        for name, generations in itertools.product(MIXES, (5, 1)):
             path = Path(folder, "events.jsonl")
-            write_log(path, options.nodes, options.events, mix)
+            write_log(path, options.nodes, options.events, MIXES[name], generations)
             job = registry.make_job_record(
                 "big-1", "big", events=str(path), log_dir=folder, made=time.time()
             )
@@ -134,7 +142,8 @@ def main() -> None:
             update = measure(follow, options.rounds)
             size = path.stat().st_size >> 20
             print(
-                f"{name:<13} {size:>4} MB   command {whole[0]:.2f} s (CPU {whole[1]:.2f})   "
+                f"{name:<14} {generations} generation(s) {size:>4} MB   "
+                f"command {whole[0]:.2f} s (CPU {whole[1]:.2f})   "
                 f"replay and screen {replay[0]:.2f} s (CPU {replay[1]:.2f})   "
                 f"follow {update[0]:.3f} s (CPU {update[1]:.3f})",
                 flush=True,

@@ -2,38 +2,48 @@
 Lines of an event log that are superseded by later ones: unread until their effect is needed.
 
 Of the progress of a job, the states of a node and the exits of a rank only the last line counts.
-A large log has a million lines, so most of them are not even split here.
+A large log has a million lines, so most of them are not even split here: regular expressions find
+those that count, a block at a time.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 MAX_WARNINGS = 1000
 """Warnings that a status keeps: the newest ones."""
 _PREFIX = b'{"kind": "'
-_HEAD_BYTES = len(_PREFIX) + 4
-"""Start of a line that tells the kinds of events apart."""
-_JOINED = _PREFIX + b"joined"
 _PROGRESS = b"\n" + _PREFIX + b"progress"
-_USAGE = b"\n" + _PREFIX + b"usage"
-_UNREAD = re.compile(rb'\n(?!\{"kind": "(?:prog|susp|reco|exit|refu|usag))')
-"""Ends where a line begins that is not one of the frequent kinds, which are deferred unread."""
-_NODES_OR_EXITS = re.compile(rb'\n\{"kind": "(?:susp|reco|join|lost|left|stan|exit)')
-_EXITS = re.compile(rb'\n\{"kind": "exit')
+_EXIT = b"\n" + _PREFIX + b"exit"
+_FREQUENT = rb"prog|susp|reco|exit|refu"
+_MEMBERS = rb"join|lost|left|stan"
+_TEXTS = rb"warn|hang"
+_NODES = rb"susp|reco|" + _MEMBERS
 
 
-def _find_heads(*kinds: str) -> frozenset[bytes]:
-    return frozenset(_PREFIX + kind[:4].encode() for kind in kinds)
+def _compile(kinds: bytes, rest: bytes = b"") -> re.Pattern[bytes]:
+    return re.compile(rb'\n(?=\{"kind": "(?:' + kinds + rb")" + rest + rb")")
 
 
-_MEMBER_HEADS = _find_heads("joined", "lost", "left", "standby")
-_NODE_HEADS = _MEMBER_HEADS | _find_heads("suspect", "recovered")
-_EXIT_HEADS = _find_heads("exited")
-_TEXT_HEADS = _find_heads("warning", "hang")
+def _compile_others(kinds: bytes) -> re.Pattern[bytes]:
+    return re.compile(rb'\n(?!\{"kind": "(?:' + kinds + rb"))")
+
+
+_RARE_LINE = _compile_others(_FREQUENT)
+_UNDEFERRED_LINE = _compile_others(b"|".join((_FREQUENT, _MEMBERS, _TEXTS)))
+_MEMBER_OR_TEXT = re.compile(rb'\{"kind": "(?:' + _MEMBERS + b"|" + _TEXTS + rb")")
+
+_NODE = rb'[a-z]*"(?:, "time": [^,\n]*, "node": "([^"\\\n]*)")?'
+_RANK = rb'[a-z]*"(?:, "time": [^,\n]*, "generation": \d+, "rank": (\d+), "node": "[^"])?'
+"""Both groups are empty if the line has another form: it must be read to know what it concerns."""
+_LINE = re.compile(rb"(.*)")
+NODE_LINES = re.compile(_compile(_NODES, _NODE).pattern + _LINE.pattern)
+_JOIN_LINES = re.compile(_compile(b"join", _NODE).pattern + _LINE.pattern)
+_OTHER_MEMBER_NAMES = _compile(b"lost|left|stan", _NODE)
+_EXIT_LINES = re.compile(_compile(b"exit", _RANK).pattern + _LINE.pattern)
+_TEXT_LINES = re.compile(_compile(_TEXTS).pattern + _LINE.pattern)
 
 
 class LogBlock(NamedTuple):
@@ -42,10 +52,30 @@ class LogBlock(NamedTuple):
     data: bytes
     start: int
     end: int
+    is_mixed: bool
+    """Whether nodes join or leave in it, or it has warnings."""
 
     def split_lines(self) -> list[bytes]:
         """Return the lines."""
         return self.data[self.start + 1 : self.end].split(b"\n")
+
+    def has_exits(self) -> bool:
+        """Return whether a worker exits in it; much faster than a search for the lines."""
+        return self.data.find(_EXIT, self.start, self.end) >= 0
+
+    def find_lines(self, pattern: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
+        """Return the name, or rank, and the line of each match."""
+        return pattern.findall(self.data, self.start, self.end)
+
+
+class LastLines(NamedTuple):
+    """The lines that are not superseded."""
+
+    lines: list[bytes]
+    exits: list[bytes]
+    """Those of the kind ``exited``."""
+    unclear: list[bytes]
+    """Lines whose node or rank is not known. If any of them is an event, all lines must be read."""
 
 
 class DeferredLines:
@@ -53,9 +83,10 @@ class DeferredLines:
 
     def __init__(self) -> None:
         self._blocks: list[LogBlock] = []
-        self._members: list[bytes] = []
-        """Lines with which a node may appear for the first time."""
-        self._texts: deque[bytes] = deque(maxlen=MAX_WARNINGS)
+        self._joins: dict[bytes, bytes] = {}
+        """Node -> its last line of the kind ``joined``; the others do not have its workers."""
+        self._members: set[bytes] = set()
+        """Nodes that may appear for the first time."""
         self._has_nodes = self._has_exits = True
 
     def __bool__(self) -> bool:
@@ -73,26 +104,28 @@ class DeferredLines:
             the first and last index of the line that cannot be deferred; two equal ones: there is
             none.
         """
-        for match in _UNREAD.finditer(block, start):
-            first = match.end()
-            head = block[first : first + _HEAD_BYTES]
-            is_member = head in _MEMBER_HEADS
-            end = block.find(b"\n", first)
-            if end < 0:
-                end = len(block)
-            if is_member:
-                self._members.append(block[first:end])
-            elif head in _TEXT_HEADS:
-                self._texts.append(block[first:end])
-            else:
-                self._add_block(block, start, first - 1)
-                return first, end
-        self._add_block(block, start, len(block))
+        position, is_mixed, pattern = start, False, _RARE_LINE
+        while match := pattern.search(block, position):
+            position = match.end()
+            if not is_mixed and _MEMBER_OR_TEXT.match(block, position):
+                is_mixed, pattern = True, _UNDEFERRED_LINE
+                continue
+            end = block.find(b"\n", position)
+            self._add_block(LogBlock(block, start, position - 1, is_mixed))
+            return position, end if end >= 0 else len(block)
+        self._add_block(LogBlock(block, start, len(block), is_mixed))
         return len(block), len(block)
 
-    def _add_block(self, block: bytes, start: int, end: int) -> None:
-        if end > start:
-            self._blocks.append(LogBlock(block, start, end))
+    def _add_block(self, block: LogBlock) -> None:
+        if block.end <= block.start:
+            return
+        self._blocks.append(block)
+        if block.is_mixed:
+            joins = dict(block.find_lines(_JOIN_LINES))
+            self._joins.update(joins)
+            self._members.update(joins)
+            names = _OTHER_MEMBER_NAMES.findall(block.data, block.start, block.end)
+            self._members.update(names)
 
     def drop_exits(self) -> None:
         """Forget the exits: a new generation begins."""
@@ -102,9 +135,20 @@ class DeferredLines:
         """Forget the states of nodes: later lines set them."""
         self._has_nodes = False
 
+    def drop_lines(self, dropped: Collection[bytes]) -> None:
+        """Forget lines that are no events, wherever they are."""
+        blocks, self._blocks = self._blocks, []
+        self._joins, self._members = {}, set()
+        for block in blocks:
+            if any(block.data.find(line, block.start, block.end) >= 0 for line in dropped):
+                kept = [b"", *(line for line in block.split_lines() if line not in dropped)]
+                data = b"\n".join(kept)
+                block = LogBlock(data, 0, len(data), block.is_mixed)
+            self._add_block(block)
+
     def member_names(self) -> set[bytes]:
         """Return the names of the nodes that may appear for the first time in these lines."""
-        return set(_find_names(self._members))
+        return self._members
 
     def all_lines(self) -> list[bytes]:
         """Return all lines, in order."""
@@ -112,9 +156,9 @@ class DeferredLines:
 
     def last_lines(
         self, superseded: Collection[bytes] = (), known: Iterable[bytes] = ()
-    ) -> list[bytes] | None:
+    ) -> LastLines:
         """
-        Return the lines that are not superseded; None: not certain, because a line is damaged.
+        Return the lines that are not superseded.
 
         Args:
             superseded: nodes whose state later lines set.
@@ -122,72 +166,57 @@ class DeferredLines:
         """
         nodes: dict[bytes, bytes] = {}
         exits: list[dict[bytes, bytes]] = []
-        missing = self.member_names().union(known) if self._has_nodes else set()
+        unclear: list[bytes] = []
+        missing = self._members.union(known) if self._has_nodes else set()
         missing.difference_update(superseded)
-        # The newest lines first: those before the last one of each node are not even split.
+        # The newest lines first: those before the last one of each node are not looked at.
         for block in reversed(self._blocks):
-            wanted = _NODES_OR_EXITS if missing else _EXITS if self._has_exits else None
-            if wanted is None:
+            if not missing and not self._has_exits:
                 break
-            if wanted.search(block.data, block.start, block.end):
-                of_nodes, of_ranks = self._select_lines(block)
-                exits.append(of_ranks)
-                if missing:
-                    for name, line in of_nodes.items():
-                        nodes.setdefault(name, line)
-                    missing.difference_update(of_nodes)
-        found = []
+            if missing:
+                of_nodes = _take_last(block.find_lines(NODE_LINES), unclear)
+                missing.difference_update(of_nodes)
+                for name in of_nodes.keys() - nodes.keys():
+                    nodes[name] = of_nodes[name]
+            if self._has_exits and block.has_exits():
+                exits.append(_take_last(block.find_lines(_EXIT_LINES), unclear))
+        lines = []
         if self._has_nodes:
-            joins = [line for line in self._members if line.startswith(_JOINED)]
-            # The last line of the kind joined of each node: the others do not have its workers.
-            joined = dict(zip(_find_names(joins), joins, strict=True))
             for name, last in nodes.items():
-                if name.endswith(b"\\") or not name:  # an escaped quote, or a cut line
-                    return None
                 if name in superseded:
                     continue
-                join = joined.get(name, last)
-                if join is not last:
-                    found.append(join)
-                found.append(last)
+                join = self._joins.get(name, last)
+                if join != last:
+                    lines.append(join)
+                lines.append(last)
         last_exits: dict[bytes, bytes] = {}
         for of_ranks in reversed(exits):
             last_exits.update(of_ranks)
-        if b"" in last_exits:
-            return None
-        found += last_exits.values()
-        found += self._find_last(_PROGRESS)
-        found += self._find_last(_USAGE)
-        found += self._texts
-        return found
+        lines += self._find_progress()
+        lines += self._find_texts()
+        return LastLines(lines, [*last_exits.values()], unclear)
 
-    def _select_lines(self, block: LogBlock) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
-        """Return the last line of each node and rank in a block; an empty rank is not certain."""
-        of_nodes: list[bytes] = []
-        of_ranks: list[bytes] = []
-        adders = dict.fromkeys(_NODE_HEADS, of_nodes.append) if self._has_nodes else {}
-        if self._has_exits:
-            adders |= dict.fromkeys(_EXIT_HEADS, of_ranks.append)
-        find_adder = adders.get
-        for line in block.split_lines():
-            if add := find_adder(line[:_HEAD_BYTES]):
-                add(line)
-        exits = {}
-        for line in of_ranks:
-            rank, _, rest = line.partition(b', "rank": ')[2].partition(b",")
-            if not rest.startswith(b' "node": "') or rest.startswith(b' "node": ""'):
-                rank = b""  # the node of an earlier line counts
-            exits[rank] = line
-        return dict(zip(_find_names(of_nodes), of_nodes, strict=True)), exits
-
-    def _find_last(self, head: bytes) -> Iterator[bytes]:
-        """Yield the last line of a kind, if there is one."""
-        for data, start, end in reversed(self._blocks):
-            if (found := data.rfind(head, start, end)) >= 0:
+    def _find_progress(self) -> Iterator[bytes]:
+        for data, start, end, _ in reversed(self._blocks):
+            if (found := data.rfind(_PROGRESS, start, end)) >= 0:
                 last = data.find(b"\n", found + 1, end)
                 yield data[found + 1 : end if last < 0 else last]
                 return
 
+    def _find_texts(self) -> list[bytes]:
+        texts: list[bytes] = []
+        for block in reversed(self._blocks):
+            if len(texts) >= MAX_WARNINGS:
+                break
+            if block.is_mixed:
+                texts[:0] = _TEXT_LINES.findall(block.data, block.start, block.end)
+        return texts[-MAX_WARNINGS:]
 
-def _find_names(lines: Collection[bytes]) -> list[bytes]:
-    return [line.partition(b', "node": "')[2].partition(b'"')[0] for line in lines]
+
+def _take_last(found: list[tuple[bytes, bytes]], unclear: list[bytes]) -> dict[bytes, bytes]:
+    """Return the last line of each name or rank; lines without one are added to ``unclear``."""
+    last = dict(found)
+    if b"" in last:
+        unclear += [line for name, line in found if not name]
+        del last[b""]
+    return last

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pdrun.ui.job_status import RankStatus
 
 MAX_RANKS = 1 << 20
 """Ranks of a generation. An event with more is damaged."""
+_EXIT = re.compile(
+    r'\{"kind": "exited", "time": (?:0|[1-9]\d{0,14})(?:\.\d{1,9})?'
+    r', "generation": (?:0|[1-9]\d{0,8}), "rank": (0|[1-9]\d{0,8}), "node": "([^"\\\x00-\x1f]+)"'
+    r', "code": (0|-?[1-9]\d{0,8}), "how": "([a-z_]*)"'
+    r', "cause": "([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"\}$',
+    re.MULTILINE | re.ASCII,
+)
+"""An exit as `pdrun.eventlog` writes it."""
+make_rank = partial(tuple.__new__, RankStatus)
+"""Make a RankStatus of a tuple, without a call in Python."""
 
 
 def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
@@ -72,6 +85,45 @@ def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
         for name, (mean, _, most, rank, _) in data.items()
         if mean is not None
     }
+
+
+def read_exits(lines: list[bytes]) -> tuple[list[RankStatus], list[bytes]]:
+    """
+    Return the exits in lines, and the lines that must be parsed: they have another form.
+
+    A hundred thousand workers may have failed: one regular expression reads them all.
+    """
+    rows: list[tuple[str, ...]] = []
+    others: list[bytes] = []
+    try:
+        rows = _EXIT.findall(b"\n".join(lines).decode("ascii"))
+    except UnicodeDecodeError:
+        pass
+    if len(rows) < len(lines):
+        rows = []
+        for line in lines:
+            if match := _EXIT.match(line.decode("ascii", "replace")):
+                rows.append(match.groups())
+            else:
+                others.append(line)
+    try:
+        return _make_exits(rows), others
+    except ValueError:  # an escape that is none
+        return [], lines
+
+
+def _make_exits(rows: list[tuple[str, ...]]) -> list[RankStatus]:
+    if not rows:
+        return []
+    ranks, nodes, codes, hows, causes = zip(*rows, strict=True)
+    texts = {cause: json.loads(f'"{cause}"') for cause in set(causes) if "\\" in cause}
+    states = [
+        "done" if code == "0" else "stopped" if how == "stopped" else "failed"
+        for code, how in zip(codes, hows, strict=True)
+    ]
+    plain_causes = [texts.get(cause, cause) for cause in causes] if texts else causes
+    fields = zip(map(int, ranks), nodes, states, map(int, codes), plain_causes, strict=True)
+    return list(map(make_rank, fields))
 
 
 def _read_exit(data: Mapping[str, Any]) -> RankStatus:

@@ -13,18 +13,19 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
 from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines
-from pdrun.ui.event_fields import read_fields
+from pdrun.ui.event_fields import make_rank, read_exits, read_fields
 from pdrun.ui.job_status import JobStatus, RankStatus
 from pdrun.ui.node_table import NodeTable
 
-MAX_DEFERRED_BYTES = 1 << 26
+MAX_DEFERRED_BYTES = 1 << 27
 """Bytes of lines that are deferred before the last ones of each are parsed."""
+MAX_DAMAGED_ROUNDS = 8
+"""Times that damaged lines are taken out of deferred ones before all of these are parsed."""
 ReplayedEvent = tuple[str, float, Any]
 """Kind, time, and the fields of the kind."""
 _MEMBER_KINDS = ("joined", "lost", "left", "standby")
@@ -113,10 +114,14 @@ class StatusReplay:
         """Return the status after all lines so far; the same object if nothing has changed."""
         self._apply_deferred()
         if self._status is None:
+            running = self._running_ranks()
+            ranks = {**running, **self._exits}
+            if len(ranks) > len(running):  # exits of ranks that the log does not place
+                ranks = dict(sorted(ranks.items()))
             self._status = replace(
                 self._facts,
                 nodes=self._nodes.snapshot(),
-                ranks={**self._running_ranks(), **self._exits},
+                ranks=ranks,
                 warnings=tuple(self._warnings),
             )
         return self._status
@@ -124,7 +129,6 @@ class StatusReplay:
     def _running_ranks(self) -> dict[int, RankStatus]:
         if self._running is None:
             # Without a call in Python for each: there may be a hundred thousand.
-            make_rank = partial(tuple.__new__, RankStatus)
             self._running = {}
             for name, first, workers in self._assigned:
                 ranks = range(first, first + workers)
@@ -182,20 +186,35 @@ class StatusReplay:
 
     def _apply_lines(self, lines: DeferredLines, superseded: Collection[bytes]) -> None:
         known = (name.encode("utf-8", "surrogatepass") for name in self._nodes)
-        last = lines.last_lines(superseded, known)
-        found = None if last is None else _read_lines(last)
-        if found is None or not self._are_independent(found):
-            # One of them is damaged, so what it seemed to supersede counts.
-            found = _read_lines(lines.all_lines())
+        exits, events = self._read_last_lines(lines, superseded, set(known))
+        if events is None:
+            exits, events = [], _read_lines(lines.all_lines())
         self._status = None
-        for event in found:
-            if event is None:
-                continue
-            kind, when, fields = event
-            if kind == "exited" and fields.node:  # most of them, in a large job that fails
-                self._exits[fields.rank] = fields
-            else:
-                self._apply(kind, when, fields)
+        self._exits.update((exit.rank, exit) for exit in exits)
+        for event in events:
+            if event is not None:
+                self._apply(*event)
+
+    def _read_last_lines(
+        self, lines: DeferredLines, superseded: Collection[bytes], known: Collection[bytes]
+    ) -> tuple[list[RankStatus], list[ReplayedEvent | None] | None]:
+        """Return the exits and events that are not superseded; None: all lines must be read."""
+        for _ in range(MAX_DAMAGED_ROUNDS):
+            last = lines.last_lines(superseded, known)
+            exits, others = read_exits(last.exits)
+            texts = others + last.lines
+            events = _read_lines(texts)
+            damaged = {line for line, event in zip(texts, events, strict=True) if event is None}
+            if last.unclear:
+                for line, event in zip(last.unclear, _read_lines(last.unclear), strict=True):
+                    if event is not None:
+                        return [], None
+                    damaged.add(line)
+            if not damaged:
+                return exits, events if self._are_independent(events) else None
+            # What they seemed to supersede counts.
+            lines.drop_lines(damaged)
+        return [], None
 
     def _are_independent(self, events: Iterable[ReplayedEvent | None]) -> bool:
         """Return whether events have the same effect without those that they supersede."""

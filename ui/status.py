@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from heapq import nsmallest
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pdrun.text import escape_text, plural
@@ -152,7 +152,7 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
         nodes = f"{nodes}: {'; '.join(parts)}"
     rows.append(("nodes", nodes))
     if status.ranks:
-        rank_states = Counter(rank.state for rank in status.ranks.values())
+        rank_states = Counter(map(attrgetter("state"), status.ranks.values()))
         rows.append(("ranks", f"{len(status.ranks)}: {_format_counts(rank_states)}"))
     return rows
 
@@ -204,7 +204,8 @@ def warning_lines(status: JobStatus) -> list[str]:
 def failed_lines(status: JobStatus) -> list[str]:
     """Return a line per failed rank, at most MAX_LISTED_FAILURES, and one that counts the rest."""
     failed = [rank for rank in status.ranks.values() if rank.state == "failed"]
-    lines = [_failed_text(rank) for rank in nsmallest(MAX_LISTED_FAILURES, failed)]
+    failed.sort()
+    lines = [_failed_text(rank) for rank in failed[:MAX_LISTED_FAILURES]]
     if len(failed) > MAX_LISTED_FAILURES:
         lines.append(f"and {len(failed) - MAX_LISTED_FAILURES} more")
     return lines

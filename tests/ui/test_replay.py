@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.eventlog import LogEvent
-from pdrun.ui import event_reader, replay
+from pdrun.ui import deferred_lines, event_reader, replay
 from pdrun.ui.deferred_lines import MAX_WARNINGS, LogBlock
 from pdrun.ui.event_fields import MAX_RANKS
 from pdrun.ui.event_reader import EventLogReader
@@ -43,7 +44,7 @@ EVENTS = st.one_of(
         node=NODES,
         code=SMALL,
         how=st.sampled_from(["exit", "stopped"]),
-        cause=st.just("c"),
+        cause=st.sampled_from(["c", 'a "b"', "\\", "\u00e9\U0001f600\n"]),
     ),
     st.builds(line, st.just("progress"), generation=SMALL, step=SMALL, saved=SMALL),
     st.builds(
@@ -81,6 +82,16 @@ EVENTS = st.one_of(
             b'{"time": 1.0, "kind": "lost", "node": "n1"}',
             b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 1, "node": "n0"}',
             b'{"kind": "exited", "time": 1.0, "rank": 2, "code": 3}',
+            b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 1, "node": "n0"'
+            b', "code": 1, "how": "exit", "cause": "\\x"}',
+            b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 1, "node": "n0"'
+            b', "code": 1, "how": "exit", "cause": "\x01"}',
+            b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 01, "node": "n0"'
+            b', "code": 1, "how": "exit", "cause": ""}',
+            b'{"kind": "exited", "time": 1.0, "generation": 0, "rank": 2, "node": "n1"'
+            b', "code": 4, "how": "exit", "cause": "", "more": 1}',
+            b'{"kind": "suspect", "time": 1.0, "node": "n0", "silent": ',
+            b'{"kind": "susp{"kind": "recovered", "time": 1.0, "node": "n0"}',
             b'{"kind": "joined", "time": 1.0, "node": "n2", "workers": {}}',
             b'{"kind": "assigned", "time": 1.0, "generation": 1, "nodes": [["n0", 0]]}',
             b'{"kind": "refused", "time": 1.0, "node": "n0"}',
@@ -108,25 +119,51 @@ def test_deferring_changes_no_status(lines: list[bytes]) -> None:
     assert [*in_blocks.make_status().ranks] == [*one_by_one.make_status().ranks]
 
 
-def test_blocks_before_the_last_states_of_all_nodes_are_not_split(
+def test_blocks_before_the_last_states_of_all_nodes_are_not_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    split: list[LogBlock] = []
-    split_lines = LogBlock.split_lines
-    monkeypatch.setattr(
-        LogBlock, "split_lines", lambda block: split.append(block) or split_lines(block)
-    )
+    searched: list[LogBlock] = []
+    find_lines = LogBlock.find_lines
+
+    def note_block(block: LogBlock, pattern: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
+        if pattern is deferred_lines.NODE_LINES:
+            searched.append(block)
+        return find_lines(block, pattern)
+
+    monkeypatch.setattr(LogBlock, "find_lines", note_block)
     follower = StatusReplay()
     follower.feed_lines([line("joined", node=f"n{i}", workers=1) for i in range(3)])
     for _ in range(100):
         follower.feed_lines([line("suspect", node=f"n{i}") for i in range(3)])
     assert {node.state for node in follower.make_status().nodes.values()} == {"suspect"}
-    assert len(split) == 1
+    assert len(searched) == 1
     follower.feed_lines([line("recovered", node="n1")])  # nodes that are known by then
     for _ in range(100):
         follower.feed_lines([line("suspect", node="n0"), line("recovered", node="n2")])
     nodes = follower.make_status().nodes
     assert [nodes[f"n{i}"].state for i in range(3)] == ["suspect", "joined", "joined"]
+
+
+def test_damaged_lines_do_not_make_all_others_be_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line("joined", node=f"n{i}", workers=1) for i in range(3)]
+    lines += [line("suspect", node=f"n{i % 3}") for i in range(300)]
+    lines += [
+        line("exited", generation=0, rank=i, node="n0", code=3, how="exit", cause="")
+        for i in range(300)
+    ]
+    for cut in (line("recovered", node="n1"), line("left", node="n2"), lines[-1]):
+        lines.append(cut[:-1])  # its writer was killed
+        lines.append(cut[:-14] + line("warning", text="the scheduler was restarted"))
+    lines.append(b'{"kind": "joined", "time": 1.0, "no')
+    parsed: list[bytes] = []
+    read_lines = replay._read_lines
+    monkeypatch.setattr(
+        replay, "_read_lines", lambda lines: parsed.extend(lines) or read_lines(lines)
+    )
+    status = replay_lines(text.decode() for text in lines)
+    assert {node.state for node in status.nodes.values()} == {"suspect"}
+    assert len(status.ranks) == 300 and status.ranks[299].code == 3
+    assert len(parsed) < 40, len(parsed)
 
 
 def generations(nodes: int, count: int, placed: int) -> list[bytes]:

@@ -43,8 +43,13 @@ setup_python() {
     shift
     [[ -x $PDRUN_PYTHON ]] || python3 -m venv "$PDRUN_VENV"
     # torch comes first and with its version: another package's open range could pull a build with CUDA, gigabytes large.
-    "$PDRUN_PYTHON" -c 'import torch' 2>/dev/null || quietly "$PDRUN_PYTHON" -m pip install "torch==${PDRUN_TORCH:-2.13.0}" numpy
-    quietly "$PDRUN_PYTHON" -m pip install -e "$what" "$@"
+    # pip would compile 13,000 modules in one process, most of which nobody imports: what is not compiled here is when it is
+    # first imported.
+    if ! "$PDRUN_PYTHON" -c 'import torch' 2>/dev/null; then
+        quietly "$PDRUN_PYTHON" -m pip install --no-compile "torch==${PDRUN_TORCH:-2.13.0}" numpy
+        quietly "$PDRUN_PYTHON" -m compileall -q -j 0 "$PDRUN_VENV"/lib/python3*/site-packages/{torch,sympy} || true
+    fi
+    quietly "$PDRUN_PYTHON" -m pip install --no-compile -e "$what" "$@"
 }
 
 # Show the output of a command only when it fails.

@@ -63,7 +63,7 @@ def _load_served(state: RunState, folder: Path, barrier: RankBarrier) -> None:
     if state.context.rank == 0:
         barrier.report("served", error_of(lambda: served.load(folder)))
     barrier.wait_for("served", [0])
-    served.pull_weights()
+    served.reload_weights()
 
 
 def load_checkpoint(state: RunState, folder: Path) -> None:

@@ -28,9 +28,11 @@ from pdrun.parallel.servers.links import (
     TablesInProcess,
     WorkerIdentity,
 )
+from pdrun.parallel.servers.row_cache import CacheQuestions, RowCache
 from pdrun.parallel.servers.settings import (
     MAX_DIM,
     MAX_NAME_CHARS,
+    Mode,
     ServedWeights,
     TableSpec,
     parse_mode,
@@ -43,6 +45,7 @@ RETURN_SECONDS = 60.0
 ASSIGNED_ROWS = 1 << 16
 """Rows of one frame of first values."""
 DEFAULT_SCALE = 0.05
+ASYNC = Mode("async")
 
 
 @dataclass
@@ -51,6 +54,7 @@ class _Table:
 
     spec: TableSpec
     numbers: list[int]
+    cache: RowCache | None = None
 
 
 class ServerClient:
@@ -60,14 +64,24 @@ class ServerClient:
     Args:
         links: one per server.
         worker: rank of this worker; rank 0 sends first values.
+        mode: decides how long rows of a cache are used; a mode that waits less is safe, too.
     """
 
-    def __init__(self, links: Sequence[ServerLink], worker: int, *, is_local: bool) -> None:
+    def __init__(
+        self,
+        links: Sequence[ServerLink],
+        worker: int,
+        *,
+        is_local: bool,
+        mode: Mode = ASYNC,
+    ) -> None:
+        self._mode = mode
         self._links = list(links)
         self._worker = worker
         self.is_local = is_local
         """Whether the tables are in this process."""
         self._tables: dict[str, _Table] = {}
+        self._questions = CacheQuestions(self._links)
         self.step = 0
         """Number of the step that the next `clock` ends."""
 
@@ -90,6 +104,7 @@ class ServerClient:
         scale: float = DEFAULT_SCALE,
         seed: int = 0,
         values: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """
         Add a table of rows. Every worker does so, with the same arguments.
@@ -101,6 +116,7 @@ class ServerClient:
             admit: a row is stored when its id has had this many gradients.
             scale: new rows are uniform in ``[-scale, scale]``, by seed, table and id.
             values: ``[size, dim]``: first values instead; those of rank 0 count.
+            device: of the cache, and of the rows that `rows` returns if there is one.
         """
         where = f"served table {name}"
         if served.kind != "rows":
@@ -121,6 +137,10 @@ class ServerClient:
             what = f"values have the shape {tuple(values.shape)}, not {(size, dim)}"
             raise UsageError(what, where=where)
         table = self._declare_table(replace(spec, is_assigned=values is not None))
+        if served.cache:
+            place = torch.device(device)
+            table.cache = RowCache(served.cache, dim, self._mode, place)
+            self._questions.add_cache(table.cache)
         if values is not None and self._worker == 0:
             flat = _to_host(values)
             for first in range(0, size, ASSIGNED_ROWS):
@@ -153,6 +173,7 @@ class ServerClient:
             self._open_table(table)
 
     def _declare_table(self, spec: TableSpec) -> _Table:
+        self._questions.take_answers(self.step)
         name = spec.name
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or "|" in name:
             what = f"must be a name of 1 to {MAX_NAME_CHARS} characters without |, got {name!r}"
@@ -187,6 +208,11 @@ class ServerClient:
         """
         table = self._find_table(name, "rows")
         ids = _check_ids(table.spec, ids)
+        if table.cache is not None:
+            return self._cached_rows(table, table.cache, ids)
+        return self._fetch_rows(table, ids)
+
+    def _fetch_rows(self, table: _Table, ids: torch.Tensor) -> torch.Tensor:
         dim = table.spec.dim
         if len(self._links) == 1:
             link = self._links[0]
@@ -203,6 +229,43 @@ class ServerClient:
             assert isinstance(found, torch.Tensor)
             out.index_copy_(0, mine, found)
         return out
+
+    def prefetch(self, name: str, ids: torch.Tensor) -> None:
+        """
+        Ask for the rows of ids, and return at once: a later `rows` finds them in the cache.
+
+        Raises:
+            UsageError: the table has no cache.
+        """
+        table = self._find_table(name, "rows")
+        if table.cache is None:
+            hint = f"use pdrun.rows(..., cache={len(ids)})"
+            raise UsageError("has no cache", where=f"served table {name}", hint=hint)
+        self._questions.take_answers(self.step)
+        self._ask(table, table.cache, torch.unique(_check_ids(table.spec, ids)))
+
+    def _cached_rows(self, table: _Table, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows on the cache's device; ask the servers for those that may have changed."""
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        self._questions.take_answers(self.step)
+        self._ask(table, cache, unique)
+        self._questions.take_answers(self.step)
+        found = cache.take_rows(unique, self.step)
+        if found is None:  # the cache is too small for them
+            return self._fetch_rows(table, ids).to(cache.device)
+        return found.index_select(0, inverse.to(cache.device))
+
+    def _ask(self, table: _Table, cache: RowCache, ids: torch.Tensor) -> None:
+        """Ask the servers of unique ids for what has changed."""
+        ids = ids[cache.find_stale(ids, self.step)]
+        for server, mine in self._split_ids(table, ids):
+            part = _take(ids, mine)
+            if len(part):
+                self._questions.ask(cache, server, table.numbers[server], part)
+
+    def clear_caches(self) -> None:
+        """Forget the rows of all caches: tables have been loaded."""
+        self._questions.clear_caches()
 
     def push_rows(
         self,
@@ -230,6 +293,9 @@ class ServerClient:
             what = f"gradients have the shape {tuple(grads.shape)}, not "
             raise UsageError(f"{what}{(len(ids), table.spec.dim)}", where=f"served table {name}")
         ids, grads = sum_repeated(ids, grads)
+        self._questions.take_answers(self.step)
+        if table.cache is not None:
+            table.cache.expire_rows(ids)
         push = PushHeader(self.step, part, divisor)
         parts = self._split_ids(table, ids, every=True)
         for server, mine in parts:
@@ -270,6 +336,7 @@ class ServerClient:
         if flat.dtype != torch.float32 or len(flat) != table.spec.size or flat.is_cuda:
             what = f"out must have {table.spec.size} elements of fp32 on the host"
             raise UsageError(what, where=f"served weight {name}")
+        self._questions.take_answers(self.step)
         for piece, server, first, last in self._iter_pieces(table):
             self._links[server].begin_piece(table.numbers[server], piece, flat[first:last])
         self._finish_all()
@@ -283,6 +350,7 @@ class ServerClient:
             what = f"the gradient has {len(flat)} elements, the weight {table.spec.size}"
             raise UsageError(what, where=f"served weight {name}")
         push = PushHeader(self.step, part, divisor)
+        self._questions.take_answers(self.step)
         for piece, server, first, last in self._iter_pieces(table):
             self._links[server].begin_push(
                 table.numbers[server], push, flat[first:last], piece=piece
@@ -348,6 +416,7 @@ class ServerClient:
             ConfigError: it is no complete checkpoint, or a table differs.
         """
         self._order_all(Op.RESTORE, folder=str(Path(folder).absolute()))
+        self.clear_caches()
 
     def _order_all(
         self,
@@ -358,11 +427,12 @@ class ServerClient:
         folder: str = "",
         later: str = "",
     ) -> list[int]:
+        self._questions.take_answers(self.step)
         self._finish_all()
         for server, link in enumerate(self._links):
             number = table.numbers[server] if table is not None else 0
             link.begin_order(op, table=number, step=step, folder=folder, later=later)
-        return [number for link in self._links if isinstance(number := link.finish(), int)]
+        return [found for link in self._links if isinstance(found := link.finish(), int)]
 
     def _finish_all(self) -> None:
         for link in self._links:
@@ -391,7 +461,7 @@ def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerCl
         raise UsageError(f"timeout must be 0 to 86400 s, got {timeout!r}", where="pdrun.servers")
     directory = find_directory(timeout)
     if directory is None:
-        return ServerClient([TablesInProcess(parsed)], 0, is_local=True)
+        return ServerClient([TablesInProcess(parsed)], 0, is_local=True, mode=parsed)
     # in sync mode a lost server ends the generation
     patience = 0.0 if parsed.name == "sync" else min(timeout, RETURN_SECONDS)
     identity = WorkerIdentity(
@@ -401,7 +471,7 @@ def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerCl
         RemoteLink(server, directory.key, identity, _addresses_of(directory, server))
         for server in range(directory.servers)
     ]
-    return ServerClient(links, directory.rank, is_local=False)
+    return ServerClient(links, directory.rank, is_local=False, mode=parsed)
 
 
 def _addresses_of(directory: ServerDirectory, server: int) -> Callable[[], list[str]]:

@@ -65,6 +65,19 @@ class ServedEmbedding(nn.Module):
             hint="pass the model to pdrun.parallelize with servers=pdrun.Servers({...})",
         )
 
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """
+        Ask the servers for rows that a later forward needs, and return at once.
+
+        Needs ``pdrun.rows(..., cache=N)``. Call it for the ids of the next batch, between forward
+        and backward of the present one: the servers answer meanwhile.
+        """
+        lookup = self.__dict__.get("forward")
+        if not isinstance(lookup, LookupFunction):
+            what = "belongs to no run"
+            raise UsageError(what, where=f"pdrun.ServedEmbedding {self.name}")
+        lookup.prefetch(ids)
+
     def extra_repr(self) -> str:
         """Return the settings, for print(model)."""
         return f"{self.name!r}, dim={self.dim}, rows={self.rows}"
@@ -122,6 +135,10 @@ class LookupFunction:
             found = (host_ids == self._padding).nonzero()
             place = int(found[0, 0]) if len(found) else None
         return functional.embedding(inverse, rows, place)
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Ask for the rows of ids; see `ServedEmbedding.prefetch`."""
+        self._client.prefetch(self._table, ids.detach().reshape(-1).to("cpu", torch.int64))
 
     def __deepcopy__(self, memo: Any) -> LookupFunction:
         """A copy of the model, as `Run.verify` makes one, reads the same table."""

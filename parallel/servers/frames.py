@@ -43,10 +43,11 @@ class Op(enum.IntEnum):
     OPEN = 13
     RESTORE = 14
     BYE = 15
+    ROWS_SINCE = 16
 
 
 _JSON_OPS = frozenset({Op.HELLO, Op.DECLARE, Op.SNAPSHOT, Op.RESTORE, Op.REFUSE, Op.STATS})
-_ID_OPS = frozenset({Op.ROWS, Op.PUSH_ROWS, Op.ASSIGN_ROWS})
+_ID_OPS = frozenset({Op.ROWS, Op.PUSH_ROWS, Op.ASSIGN_ROWS, Op.ROWS_SINCE})
 _KNOWN = frozenset(int(op) for op in Op)
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -30,10 +30,11 @@ from pdrun.parallel.servers.frames import (
 )
 from pdrun.parallel.servers.settings import Mode, TableSpec
 from pdrun.parallel.servers.tables import snapshot
-from pdrun.parallel.servers.tables.store import TableStore
+from pdrun.parallel.servers.tables.store import ChangedRows, TableStore
 
 MAX_OPEN_REQUESTS = 64
 RETRY_SECONDS = 0.05
+Reply: TypeAlias = torch.Tensor | ChangedRows | int
 REPLY_MARGIN_SECONDS = 10.0
 """A server's own limit of a wait ends first, since it knows who is missing."""
 
@@ -50,12 +51,19 @@ class PushHeader:
 class ServerLink(Protocol):
     """The tables of one server, as a worker uses them."""
 
+    returns: int
+    """Times that the connection was made again; a server may have gone back to earlier values."""
+
     def declare_table(self, spec: TableSpec) -> int:
         """Make a table, or check that it is the same; return its number at this server."""
         ...
 
     def begin_rows(self, table: int, ids: torch.Tensor, dim: int) -> None:
         """Ask for rows."""
+        ...
+
+    def begin_changed(self, table: int, ids: torch.Tensor, since: torch.Tensor, dim: int) -> None:
+        """Ask for the rows that have changed since these versions."""
         ...
 
     def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
@@ -91,8 +99,8 @@ class ServerLink(Protocol):
         """
         ...
 
-    def finish(self) -> torch.Tensor | int:
-        """Wait for the oldest reply: rows, or a number."""
+    def finish(self) -> Reply:
+        """Wait for the oldest reply: rows, what has changed, or a number."""
         ...
 
     def finish_all(self) -> None:
@@ -108,8 +116,9 @@ class TablesInProcess:
     """The tables of this process: a program without servers."""
 
     def __init__(self, mode: Mode) -> None:
+        self.returns = 0
         self.store = TableStore(mode)
-        self._results: deque[torch.Tensor | int] = deque()
+        self._results: deque[Reply] = deque()
         self._request = 0
 
     def declare_table(self, spec: TableSpec) -> int:
@@ -119,6 +128,10 @@ class TablesInProcess:
     def begin_rows(self, table: int, ids: torch.Tensor, dim: int) -> None:
         """See `ServerLink.begin_rows`."""
         self._results.append(self.store.read_rows(table, ids))
+
+    def begin_changed(self, table: int, ids: torch.Tensor, since: torch.Tensor, dim: int) -> None:
+        """See `ServerLink.begin_changed`."""
+        self._results.append(self.store.read_changed(table, ids, since))
 
     def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
         """See `ServerLink.begin_piece`."""
@@ -172,7 +185,7 @@ class TablesInProcess:
                 result = snapshot.read_tables(self.store, Path(folder))
         self._results.append(result)
 
-    def finish(self) -> torch.Tensor | int:
+    def finish(self) -> Reply:
         """See `ServerLink.finish`."""
         return self._results.popleft()
 
@@ -229,9 +242,10 @@ class RemoteLink:
         self._client = secrets.token_hex(16)
         self._request = 0
         self._open: deque[_OpenRequest] = deque()
-        self._results: deque[torch.Tensor | int] = deque()
+        self._results: deque[Reply] = deque()
         self._specs: list[TableSpec] = []
         self._ended_step = -1
+        self.returns = 0
         self._channel = self._open_channel()
 
     # ---- requests -----------------------------------------------------------
@@ -248,6 +262,11 @@ class RemoteLink:
         """See `ServerLink.begin_rows`."""
         frame = Frame(Op.ROWS, table, count=len(ids))
         self._begin(frame, byte_view(ids), dim=dim, keep=ids)
+
+    def begin_changed(self, table: int, ids: torch.Tensor, since: torch.Tensor, dim: int) -> None:
+        """See `ServerLink.begin_changed`."""
+        frame = Frame(Op.ROWS_SINCE, table, count=len(ids))
+        self._begin(frame, byte_view(ids), byte_view(since), dim=dim, keep=(ids, since))
 
     def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
         """See `ServerLink.begin_piece`."""
@@ -313,7 +332,7 @@ class RemoteLink:
 
     # ---- replies ------------------------------------------------------------
 
-    def finish(self) -> torch.Tensor | int:
+    def finish(self) -> Reply:
         """See `ServerLink.finish`."""
         if self._results:
             return self._results.popleft()
@@ -330,14 +349,14 @@ class RemoteLink:
         assert isinstance(result, int)
         return result
 
-    def _receive_reply(self) -> torch.Tensor | int:
+    def _receive_reply(self) -> Reply:
         while True:
             try:
                 return self._read_reply(self._open[0])
             except (OSError, FrameError) as error:
                 self._recover(error)
 
-    def _read_reply(self, request: _OpenRequest) -> torch.Tensor | int:
+    def _read_reply(self, request: _OpenRequest) -> Reply:
         channel = self._channel
         frame = channel.receive_header()
         if frame is None:
@@ -349,12 +368,23 @@ class RemoteLink:
             raise _make_error(decode_json(data), self._server)
         if frame.op != request.frame.op or frame.request != request.frame.request:
             raise FrameError("the server has answered another request")
-        result: torch.Tensor | int = frame.place
+        result: Reply = frame.place
         if frame.op == Op.ROWS:
             count = request.frame.count
             if frame.length != count * request.dim * 4:
                 raise FrameError("the server has sent another number of rows")
             result = channel.receive_tensor(torch.empty(count, request.dim))
+        elif frame.op == Op.ROWS_SINCE:
+            if frame.length != frame.count * (8 + request.dim * 4):
+                raise FrameError("the server has sent another number of rows")
+            places = channel.receive_tensor(torch.empty(frame.count, dtype=torch.int64))
+            if (
+                len(places)
+                and not 0 <= int(places.min()) <= int(places.max()) < request.frame.count
+            ):
+                raise FrameError("the server has sent rows that were not asked for")
+            rows = channel.receive_tensor(torch.empty(frame.count, request.dim))
+            result = ChangedRows(places, rows, frame.step)
         elif frame.op == Op.PULL and request.out is not None:
             if frame.length != request.out.numel() * 4:
                 raise FrameError("the server has sent a piece of another size")
@@ -420,6 +450,7 @@ class RemoteLink:
                 for request in waiting:
                     self._channel.send_frame(request.frame, *request.parts[:-1])
                 self._open.extend(waiting)
+                self.returns += 1
                 return
             except (OSError, FrameError, PeerLost) as again:
                 self._open = deque(waiting)

@@ -220,12 +220,19 @@ class ServedModel:
                         admit=module.admit,
                         scale=module.scale,
                         seed=seed,
+                        device=self._device,
                     )
             else:
                 weight = weights[id(module)]
                 dim, padding = weight.shape[1], module.padding_idx
                 client.add_rows(
-                    table, served, dim=dim, size=weight.shape[0], scale=0.0, values=weight
+                    table,
+                    served,
+                    dim=dim,
+                    size=weight.shape[0],
+                    scale=0.0,
+                    values=weight,
+                    device=self._device,
                 )
             known.add(table)
             lookup = LookupFunction(client, table, dim, self._device, self._record, padding)
@@ -281,6 +288,11 @@ class ServedModel:
             for dense in self._dense:
                 values = self.client.pull(dense.name).view(dense.leaf.shape)
                 dense.leaf.copy_(values)
+
+    def reload_weights(self) -> None:
+        """Give the leaves the servers' values after these were loaded."""
+        self.client.clear_caches()
+        self.pull_weights()
 
     # ---- between steps ------------------------------------------------------
 

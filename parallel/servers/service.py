@@ -315,6 +315,13 @@ class _Session:
             "divisor": frame.divisor,
         }
         match frame.op:
+            case Op.ROWS_SINCE:
+                if len(values) != 2 * frame.count:
+                    raise FrameError("each id must have a version")
+                found = store.read_changed(frame.table, ids, values.view(torch.int64))
+                reply.count, reply.step = len(found.places), found.version
+                self._channel.send_frame(reply, byte_view(found.places), byte_view(found.rows))
+                return
             case Op.PUSH_ROWS:
                 grads = _shape_rows(store, frame, values)
                 store.push_rows(frame.table, ids, grads, **push)

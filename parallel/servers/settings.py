@@ -98,19 +98,27 @@ class ServedWeights:
 
     kind: ServedKind
     optimizer: OptimizerSettings
+    cache: int = 0
+    """Most rows in the memory of a worker's device; 0: none."""
 
 
-def rows(optimizer: str = "sgd", lr: float = 0.01, **options: Any) -> ServedWeights:
+def rows(
+    optimizer: str = "sgd", lr: float = 0.01, *, cache: int = 0, **options: Any
+) -> ServedWeights:
     """
     Serve embedding tables by rows: a step moves only the rows that it looks up.
 
     Args:
         optimizer: sgd, momentum, adagrad, lazy_adam or ftrl. Only rows with a gradient change.
         lr: learning rate.
+        cache: most rows that a worker keeps on its device; 0: none. It asks the servers only for
+            those that have changed.
         options: of that optimizer: momentum; betas and eps; weight_decay; l1, l2, accumulator.
     """
     settings = make_optimizer(optimizer, lr, options, ROW_OPTIMIZERS, "pdrun.rows")
-    return ServedWeights("rows", settings)
+    if type(cache) is not int or not 0 <= cache < 1 << 40:
+        raise UsageError(f"cache must be a number of rows, got {cache!r}", where="pdrun.rows")
+    return ServedWeights("rows", settings, cache)
 
 
 def dense(optimizer: str = "sgd", lr: float = 0.01, **options: Any) -> ServedWeights:

@@ -33,7 +33,7 @@ from pdrun.parallel.training.guard import ConsistencyGuard, refuse_loose_batch_n
 from pdrun.parallel.training.loss import Objective
 from pdrun.parallel.training.rank_agreement import DataLink, RankAgreement
 from pdrun.parallel.zero.engine import Engine
-from pdrun.parallel.zero.offload import ActivationOffload, Offload
+from pdrun.parallel.zero.offload import ActivationOffload, HostModules, Offload
 from pdrun.parallel.zero.precision import LossScale
 from pdrun.parallel.zero.settings import Settings
 
@@ -76,8 +76,8 @@ class StepServers(Protocol):
         """Return copies of the dense weights, by name."""
         ...
 
-    def pull_weights(self) -> None:
-        """Give the model the servers' values."""
+    def reload_weights(self) -> None:
+        """Give the model the servers' values after these were loaded."""
         ...
 
     def save(self, folder: Path, later: Path) -> None:
@@ -134,6 +134,8 @@ class RunState:
     offload: Offload = field(default_factory=Offload)
     activation_offload: ActivationOffload | None = None
     """Moves activations to the host; None if ``offload`` does not include them."""
+    host_modules: HostModules | None = None
+    """The modules that are computed on the host."""
     allows_local_norms: bool = False
     """Whether statistics of a batch may be those of the rows of one rank."""
     served: StepServers | None = None

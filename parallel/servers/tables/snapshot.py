@@ -176,6 +176,8 @@ def read_tables(store: TableStore, folder: Path) -> int:
                 if theirs != ours:
                     what = f"table {label} has {field} {theirs} there and {ours} here"
                     raise ConfigError(what, where=str(folder))
+            if table.rows is not None:
+                table.rows.clear()
             for path, entry in entries:
                 file = SafetensorsFile(path.with_suffix(".safetensors"))
                 if table.rows is not None:

@@ -42,6 +42,17 @@ class _StoredTable:
     """Whether its first values are here."""
 
 
+@dataclass(frozen=True)
+class ChangedRows:
+    """The answer to a cache's question."""
+
+    places: torch.Tensor
+    """Of the ids whose rows have changed."""
+    rows: torch.Tensor
+    version: int
+    """Of the table."""
+
+
 @dataclass
 class _Contribution:
     """A gradient of one worker and micro-batch that waits for the end of its step."""
@@ -239,6 +250,18 @@ class TableStore:
             except (IndexError, RuntimeError):  # torch found an id that is out of range
                 rows.check_ids(ids, sorted_ids=False)
                 raise
+
+    def read_changed(self, number: int, ids: torch.Tensor, since: torch.Tensor) -> ChangedRows:
+        """
+        Return the rows of ids that have changed since a version; for a worker's cache.
+
+        Raises:
+            UsageError: an id is out of range.
+        """
+        table, rows = self._row_table(number)
+        rows.check_ids(ids, sorted_ids=False)
+        with table.lock:
+            return ChangedRows(*rows.read_changed(ids, since), rows.version)
 
     def read_piece(
         self, number: int, piece: int, make_buffer: Callable[[int], torch.Tensor] = torch.empty

@@ -43,6 +43,7 @@ class RowTable:
 
     def __init__(self, spec: TableSpec, servers: int) -> None:
         self.spec = spec
+        self._servers = servers
         self._limit = -(-spec.keep // servers)
         is_small = 0 < spec.size <= DIRECT_IDS
         self._checks_reads = not is_small and spec.size > 0
@@ -57,9 +58,14 @@ class RowTable:
         self._ids = torch.empty(0, dtype=torch.int64)
         self._values = torch.empty(0, spec.dim)
         self._states = [torch.empty(0, spec.dim) for _ in range(count_states(spec.optimizer))]
-        self._used_at = torch.empty(0, dtype=torch.int64)
+        self._changed_at = torch.empty(0, dtype=torch.int64)
+        """Version at which each row was changed last."""
         self.step = 0
         """Updates so far."""
+        self.version = 0
+        """Changes so far; unlike the number of updates it never goes back."""
+        self._oldest = 0
+        """Before this version all rows may have been others."""
 
     def check_ids(self, ids: torch.Tensor, *, sorted_ids: bool) -> None:
         """
@@ -95,9 +101,30 @@ class RowTable:
             found[there] = self._values.index_select(0, slots.index_select(0, there))
         return found
 
+    def read_changed(
+        self, ids: torch.Tensor, since: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of ids whose rows have changed since these versions, and the rows."""
+        slots = self._index.find_slots(ids).long()
+        # after an eviction a row has its first value again
+        changed = torch.full((len(ids),), bool(self._limit))
+        stored = slots >= 0
+        changed[stored] = self._changed_at[slots[stored]] > since[stored]
+        # a version of another process of this server is above all of this one
+        changed |= (since < self._oldest) | (since > self.version)
+        places = changed.nonzero().squeeze(1)
+        return places, self.read_rows(ids.index_select(0, places))
+
+    def clear(self) -> None:
+        """Forget all rows; the versions go on."""
+        version = self.version + 1
+        self.__init__(self.spec, self._servers)  # type: ignore[misc]
+        self.version = self._oldest = version
+
     def update_rows(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
         """Update the rows of sorted, unique ids; the gradients may be changed."""
         self.step += 1
+        self.version += 1
         slots = self._index.find_slots(ids)
         if len(ids) and int(slots.min()) < 0:
             ids, grads, slots = self._store_missing(ids, grads, slots)
@@ -113,20 +140,21 @@ class RowTable:
             self._values.index_copy_(0, slots.long(), weight)
             for state, new in zip(self._states, states, strict=True):
                 state.index_copy_(0, slots.long(), new)
-        if self._limit:
-            self._used_at.index_fill_(0, slots.long(), self.step)
-            if self.count > self._limit:
-                self._evict_rows()
+        self._changed_at.index_fill_(0, slots.long(), self.version)
+        if self._limit and self.count > self._limit:
+            self._evict_rows()
 
     def assign_rows(
         self, ids: torch.Tensor, values: torch.Tensor, states: Sequence[torch.Tensor] = ()
     ) -> None:
         """Store rows with these values, and states if given."""
+        self.version += 1
         missing = ids[self._index.find_slots(ids) < 0]
         if len(missing):
             self._append_rows(missing)
         slots = self._index.find_slots(ids).long()
         self._values.index_copy_(0, slots, values)
+        self._changed_at.index_fill_(0, slots, self.version)
         for state, new in zip(self._states, states, strict=False):
             state.index_copy_(0, slots, new)
 
@@ -136,8 +164,7 @@ class RowTable:
         """Take over what `export_rows` has returned; the table is empty, and keeps the tensors."""
         self._ids, self._values, self._states = ids, values, list(states)
         self.count = len(ids)
-        if self._limit:
-            self._used_at = torch.zeros(len(ids), dtype=torch.int64)
+        self._changed_at = torch.zeros(len(ids), dtype=torch.int64)
         self._index.replace_ids(ids)
 
     def export_rows(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -189,17 +216,16 @@ class RowTable:
         self._values[first : self.count] = first_rows(self.spec, ids)
         for index, state in enumerate(self._states):
             state[first : self.count] = first_state(self.spec.optimizer, index)
-        if self._limit:
-            self._used_at = _grow(self._used_at, self.count, 0)
-            self._used_at[first : self.count] = self.step
+        self._changed_at = _grow(self._changed_at, self.count, 0)
+        self._changed_at[first : self.count] = self.version
         self._index.add_ids(ids, first)
 
     def _evict_rows(self) -> None:
         """Keep the rows that were updated last."""
         left = self._limit - self._limit // EVICTED_SHARE
-        order = self._used_at[: self.count].argsort(descending=True, stable=True)
+        order = self._changed_at[: self.count].argsort(descending=True, stable=True)
         slots = order[:left].sort().values
-        for tensor in (self._ids, self._values, self._used_at, *self._states):
+        for tensor in (self._ids, self._values, self._changed_at, *self._states):
             tensor[:left] = tensor.index_select(0, slots)
         self.count = left
         self._index.replace_ids(self._ids[:left])

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.k8s.operator.loop import OperatorLoop
+from pdrun.launcher.stdlib_only import process_tree
 from tests.lib import netns_hosts as hosts
 from tests.lib import slurm_cluster as slurm
-from tests.lib.kube.cluster import KubeCluster
-from tests.lib.kube.operator import install_operator, run_operator
-from tests.lib.kube.server import find_programs
 from tests.lib.netns_hosts import Hosts
 from tests.lib.slurm_cluster import Slurm
 
@@ -63,6 +60,16 @@ class Run:
                     f" stderr\n{self.err[-3000:]}"
                 )
             time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class JumpHost:
+    """An sshd through which others are reached."""
+
+    process: subprocess.Popen[bytes]
+    config: Path
+    """Of ssh, for the option ``-F``."""
+    log: Path
 
 
 @dataclass
@@ -118,6 +125,65 @@ class Cluster:
             ["pgrep", "-P", str(run.process.pid)], text=True, capture_output=True
         )
         return int(found.stdout.split()[0])
+
+    @contextlib.contextmanager
+    def firewall(self, *accepted: str, verdict: str = "reject with tcp reset") -> Iterator[None]:
+        """
+        Let ssh, answers and what is accepted pass on h1 and h2, for the block.
+
+        Args:
+            accepted: ports of TCP.
+            verdict: of nft, for the rest.
+        """
+        rules = "".join(f"tcp dport {ports} accept\n" for ports in ("22", *accepted))
+        table = (
+            "table inet pdrun_test {\nchain in { type filter hook input priority 0;\n"
+            "ct state established,related accept\niif lo accept\nmeta l4proto != tcp accept\n"
+            f"{rules}{verdict}\n}}\n}}"
+        )
+        spaces = [f"{self.hosts.tag}-{name}" for name in ("h1", "h2")]
+        for space in spaces:
+            hosts.run("ip", "netns", "exec", space, "nft", table)
+        try:
+            yield
+        finally:
+            for space in spaces:
+                delete = ("nft", "delete table inet pdrun_test")
+                hosts.run("ip", "netns", "exec", space, *delete, check=False)
+
+    @contextlib.contextmanager
+    def jump_host(self, *reached: str, limits: str = "200:30:400") -> Iterator[JumpHost]:
+        """
+        Run a second sshd on h1, through which ssh reaches some hosts.
+
+        Args:
+            reached: their names.
+            limits: its MaxStartups.
+        """
+        config = (self.hosts.folder / "sshd_config").read_text()
+        config = config.replace("Port 22\n", "Port 2200\n").replace("200:30:400", limits)
+        (self.folder / "jump_config").write_text(config)
+        log = self.folder / "jump.log"
+        start = ["/usr/sbin/sshd", "-D", "-f", f"{self.folder}/jump_config", "-E", str(log)]
+        client = self.folder / "ssh_config"
+        options = f"Port 2200\nHostName {self.hosts.address('h1')}\nStrictHostKeyChecking no\n"
+        options += "UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+        client.write_text(f"Host bastion\n{options}Host {' '.join(reached)}\nProxyJump bastion\n")
+        process = subprocess.Popen([*self.hosts.enter("h1"), *start])
+        try:
+            until(lambda: log.exists() and "listening" in log.read_text(), "the jump host listens")
+            yield JumpHost(process, client, log)
+        finally:
+            process.terminate()
+            process.wait(20)
+
+    def end_jump_host(self, jump: JumpHost) -> None:
+        """Kill the jump host's sshd and all connections through it."""
+        root = process_tree.find_process(jump.process.pid)
+        assert root is not None
+        # nsenter waits for it as its parent
+        for served in reversed([*process_tree.descendants([root])][1:]):
+            process_tree.kill_process(served)
 
     def nothing_left(self, timeout: float = 15.0, but: Sequence[str] = ()) -> None:
         """Wait until no process of any job is left on any host."""
@@ -189,31 +255,3 @@ def slurmed(three: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
     made = Slurm(three, folder)
     made.up()
     return made
-
-
-@pytest.fixture(scope="session")
-def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeCluster]:
-    """A real API server with a kubelet for tests; skips where its programs are missing."""
-    find_programs()
-    made = KubeCluster(tmp_path_factory.mktemp("kube"))
-    try:
-        made.server.start()
-        made.kubelet.start()
-        yield made
-    finally:
-        made.kubelet.stop()
-        made.server.stop()
-
-
-@pytest.fixture(scope="session")
-def installed(kube: KubeCluster) -> KubeCluster:
-    """The cluster with the operator's definition and roles."""
-    install_operator(kube)
-    return kube
-
-
-@pytest.fixture
-def operator(installed: KubeCluster) -> Iterator[OperatorLoop]:
-    """A running operator, with the rights of its role."""
-    with run_operator(installed) as loop:
-        yield loop

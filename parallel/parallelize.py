@@ -185,7 +185,8 @@ def parallelize(
         native_dropout: use torch's generators for dropout: faster on GPUs, equal for equal slices
             only.
         offload: "optimizer", "activations", "all" or a `pdrun.Offload`: what is kept on the host,
-            or in files.
+            or in files. ``{"emb": "host"}``: modules that are computed on the host, where their
+            weights, gradients and optimizer state are.
         init: for weights made inside `pdrun.empty_init`: initialises a module's own parameters;
             default: its reset_parameters.
         servers: which weights are on parameter servers, with their optimizers; the others are
@@ -342,7 +343,12 @@ def _describe_arguments(
         "dataset_strategy": slicing,
         "native_dropout": arguments.native_dropout,
         "sync_batchnorm": arguments.sync_batchnorm,
-        "offload": (offload.optimizer, offload.activations, offload.least),
+        "offload": (
+            offload.optimizer,
+            offload.activations,
+            offload.least,
+            offload.module_globs,
+        ),
         "servers": repr(arguments.servers),
     }
 
@@ -390,6 +396,7 @@ def _build_state(
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     defers = partitioned.driver.splits_backward
+    prepared.on_host.wrap_forwards(device)
     compiled = compile_modules(partitioned.model, arguments.compile, defers)
     recomputed = apply_recompute(partitioned.model, recompute, prepared.place.axes)
     recomputed += _recompute_operators(arguments, partitioned.model, compiled, recomputed)
@@ -433,6 +440,7 @@ def _build_state(
         compiled_modules=compiled,
         offload=offload,
         activation_offload=saver,
+        host_modules=prepared.on_host,
         allows_local_norms=arguments.sync_batchnorm == LOCAL_NORMS,
     )
 

@@ -6,7 +6,7 @@ rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -30,6 +30,7 @@ from pdrun.parallel.model.meta_init import move_model
 from pdrun.parallel.model.weights import Weight, check_module_ids, collect_weights
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.rank_agreement import RankAgreement, describe_model, describe_optimizer
+from pdrun.parallel.zero.offload import HostModules, parse_offload
 from pdrun.parallel.zero.optimizer import build_optimizer
 from pdrun.parallel.zero.settings import PARALLELIZE, Settings
 
@@ -52,6 +53,7 @@ class PreparedModel:
     place: RankGroups
     is_empty: bool
     """Whether some weights have no memory yet."""
+    on_host: HostModules
 
 
 def prepare_model(
@@ -74,7 +76,9 @@ def prepare_model(
     model = arguments.model
     ranks = mesh.row_parts * mesh.cp
     device = torch.device(job.device)
-    is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm)
+    _check_model(model)
+    on_host = _find_host_modules(arguments)
+    is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm, on_host.modules)
     if arguments.sync_batchnorm == LOCAL_NORMS and ranks > 1 and job.rank == 0:
         _report_local_norms(model)
     precision = settings.precision
@@ -96,7 +100,7 @@ def prepare_model(
     place = make_rank_groups(mesh, axes, settings.shard_group, settings.level)
     sync_batchnorm.set_batch_axis(place.axes[mesh.data_axes])
     _broadcast_values(model, weights, place.job)
-    return PreparedModel(weights, optimizer, names, members, place, is_empty)
+    return PreparedModel(weights, optimizer, names, members, place, is_empty, on_host)
 
 
 def store_of(job: Context) -> Any:
@@ -136,6 +140,30 @@ def claim_model(model: Any) -> Iterator[Callable[[], None]]:
     model._pdrun = "model already belongs to a run"
 
 
+def _find_host_modules(arguments: Arguments) -> HostModules:
+    """
+    Return the modules that are computed on the host.
+
+    Raises:
+        UsageError: another option cannot be combined with them.
+    """
+    found = HostModules(arguments.model, parse_offload(arguments.offload).module_globs)
+    if not found.names:
+        return found
+    empty = [param for each in found.modules for param in each.parameters() if param.is_meta]
+    refused = {
+        "strategy=": arguments.strategy is not None,
+        "pipeline=": arguments.pipeline is not None,
+        "compile=": bool(arguments.compile),
+        "weights made inside pdrun.empty_init()": bool(empty),
+    }
+    for name, given in refused.items():
+        if given:
+            what = f"{found.names[0]} is on the host, which {name} does not support"
+            raise UsageError(what, where="offload", hint="use one of both")
+    return found
+
+
 def _report_local_norms(model: nn.Module) -> None:
     count = sum(map(sync_batchnorm.is_kept_local, model.modules()))
     print(
@@ -147,18 +175,19 @@ def _report_local_norms(model: nn.Module) -> None:
     )
 
 
-def _move_model(model: nn.Module, device: torch.device, world: int, sync_norms: bool | str) -> bool:
+def _move_model(
+    model: nn.Module,
+    device: torch.device,
+    world: int,
+    sync_norms: bool | str,
+    on_host: Sequence[nn.Module],
+) -> bool:
     """
     Move the model to its device; refuse modules whose result would depend on the number of ranks.
 
     Return whether some of its weights have no memory yet.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}", where=PARALLELIZE
-        )
-    _check_unwrapped(model)
-    empty = move_model(model, device)
+    empty = move_model(model, device, on_host)
     if sync_norms == LOCAL_NORMS:
         sync_batchnorm.keep_local(model)
     elif sync_norms:
@@ -200,8 +229,12 @@ def _check_forwards(model: nn.Module) -> None:
             )
 
 
-def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model, or a part of one, that another wrapper makes parallel."""
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is no model, and a model of which another wrapper makes a part parallel."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}", where=PARALLELIZE
+        )
     for name, module in model.named_modules():
         found = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
         if found:

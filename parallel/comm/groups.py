@@ -96,6 +96,13 @@ class MeshGroups:
             self._views[grid] = view
         return self._views[grid]
 
+    def on_device(self, device: torch.device) -> MeshGroups:
+        """Return the same groups for tensors on another device."""
+        view = MeshGroups(self.grid, self.rank, device, self.watchdog)
+        view.state = self.state
+        view._process_groups = self._process_groups
+        return view
+
     def make_subgroup(self, name: str, indices: tuple[int, ...]) -> AxisGroup | None:
         """
         Return the group of the ranks with some indices along an axis; None if this rank is not one

@@ -11,7 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
+import torch.distributed as dist
+
+from pdrun.errors import ConfigError
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
@@ -59,6 +64,24 @@ class RankGroups:
     loss_ranks: list[int]
     _sums: dict[str, ShardedGroup] = field(default_factory=dict)
     _shared: dict[tuple[int, ...], ShardedGroup] = field(default_factory=dict)
+
+    @cached_property
+    def host(self) -> ShardedGroup:
+        """
+        The data axes without shards, for tensors on the host.
+
+        Raises:
+            ConfigError: the job's process group has no collectives for them.
+        """
+        is_away = self.job.world > 1 and self.axes.device.type != "cpu"
+        if is_away and "gloo" not in str(dist.get_backend_config()):
+            raise ConfigError(
+                "modules on the host need a process group with gloo beside"
+                f" {dist.get_backend_config()}",
+                where="offload",
+                hint='init_process_group("cpu:gloo,cuda:nccl"), or leave it to pdrun.init()',
+            )
+        return ShardedGroup(self.axes.on_device(torch.device("cpu"))[self.mesh.data_axes])
 
     @property
     def data(self) -> ShardedGroup:

@@ -67,9 +67,12 @@ def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
-def move_model(model: nn.Module, device: torch.device) -> bool:
+def move_model(model: nn.Module, device: torch.device, on_host: Sequence[nn.Module] = ()) -> bool:
     """
     Move what has memory to a device; return whether some parameter has none.
+
+    Args:
+        on_host: modules that stay on the host.
 
     Raises:
         UsageError: a buffer is on the meta device, so its value is unknown.
@@ -83,16 +86,18 @@ def move_model(model: nn.Module, device: torch.device) -> bool:
             )
     _expand_buffers(model)
     empty = any(param.device.type == "meta" for param in model.parameters())
-    if not empty:
+    if not empty and not on_host:
         model.to(device)
         return False
+    staying = {id(part) for outer in on_host for part in outer.modules()}
     for module in model.modules():
+        place = torch.device("cpu") if id(module) in staying else device
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(device)
+            module._buffers[key] = buffer.to(place)
         for param in module.parameters(recurse=False):
             if param.device.type != "meta":
-                param.data = param.data.to(device)
-    return True
+                param.data = param.data.to(place)
+    return empty
 
 
 class WeightInitializer:

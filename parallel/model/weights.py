@@ -31,6 +31,8 @@ FIRST_BUCKET_BYTES = MIB
 UNLIMITED_BYTES = 1 << 60
 """At level 3 a bucket has all weights of a unit, which is gathered as a whole."""
 ANY_INDEX = -1
+HOST_MARK = "_pdrun_on_host"
+"""Attribute of parameters whose module is computed on the host."""
 
 
 @dataclass(eq=False)
@@ -75,7 +77,19 @@ class Weight:
     @property
     def bucket_key(self) -> tuple[Any, ...]:
         """Properties that all weights of a bucket share, in addition to their type."""
-        return self.sum_axes, self.stages, self.chunk, self.keep_dtype, self.is_expert
+        return (
+            self.sum_axes,
+            self.stages,
+            self.chunk,
+            self.keep_dtype,
+            self.is_expert,
+            self.is_on_host,
+        )
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is on the host, where its module computes."""
+        return getattr(self.param, HOST_MARK, False)
 
     @property
     def is_expert(self) -> bool:

@@ -230,6 +230,7 @@ def explain_run(state: RunState, batch: Any = None) -> str:
         *_describe_levels(state, plan),
         *_describe_model_axes(state, plan),
         *_describe_modules(state, plan),
+        *_describe_host(state),
         _describe_exactness(state),
     ]
     if state.objective.is_mean:
@@ -317,6 +318,15 @@ def _describe_model_axes(state: RunState, plan: RunPlan) -> list[str]:
     for name, stages in plan.shared.items():
         lines.append(f"shared by stages {', '.join(map(str, stages))}: {name}")
     return lines
+
+
+def _describe_host(state: RunState) -> list[str]:
+    """Return which modules are computed on the host, and how much they have there."""
+    found = state.host_modules
+    if found is None or not found.names:
+        return []
+    size = sum(weight.nbytes for weight in state.engine.weights if weight.is_on_host)
+    return [f"computed on the host: {', '.join(found.names)} ({size / MIB:.1f} MiB of weights)"]
 
 
 def _describe_exactness(state: RunState) -> str:

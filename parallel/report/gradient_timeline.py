@@ -11,9 +11,15 @@ from torch import nn
 from pdrun.parallel.zero.bucket_order import MAX_SUMS_IN_FLIGHT
 
 if TYPE_CHECKING:
+    from pdrun.parallel.model.weights import Weight
     from pdrun.parallel.report.storage_counter import StorageCounter
     from pdrun.parallel.training.state import RunState
     from pdrun.parallel.zero.gradients import GradientBucket
+
+
+def is_away(state: RunState, weight: Weight) -> bool:
+    """Whether a weight and its gradient are on the host, and not on the device."""
+    return weight.is_on_host and state.device.type != "cpu"
 
 
 def resident_gradient_bytes(state: RunState) -> int:
@@ -23,6 +29,8 @@ def resident_gradient_bytes(state: RunState) -> int:
     """
     found = 0
     for bucket in state.engine.gradient_buckets:
+        if is_away(state, bucket.weights[0]):
+            continue
         size = bucket.layout.numel * bucket.dtype.itemsize
         if bucket.comm.shards == 1:
             found += size

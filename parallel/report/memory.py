@@ -19,7 +19,11 @@ from torch.utils import _pytree as pytree
 from pdrun.parallel.data.batch_slicing import count_rows, slice_rows, take_rows
 from pdrun.parallel.model.recompute import apply_recompute
 from pdrun.parallel.report.compiled_units import emulate_compiled
-from pdrun.parallel.report.gradient_timeline import GradientTimeline, resident_gradient_bytes
+from pdrun.parallel.report.gradient_timeline import (
+    GradientTimeline,
+    is_away,
+    resident_gradient_bytes,
+)
 from pdrun.parallel.report.model_copies import meta_copy
 from pdrun.parallel.report.storage_counter import StorageCounter
 from pdrun.parallel.zero.offload import PREFETCH_TENSORS
@@ -187,7 +191,7 @@ def estimate_memory(state: RunState, batch: Any = None) -> MemoryEstimate:
     kept = sum(
         w.numel * policy.weight_dtype(w.dtype, w.keep_dtype).itemsize
         for w in engine.weights
-        if w.name not in cut
+        if w.name not in cut and not is_away(state, w)
     )
     resident = [
         part.full.numel() * part.full.element_size()
@@ -239,6 +243,8 @@ def _gradient_bytes(state: RunState) -> int:
     on_way: list[int] = []
     policy = state.settings.precision
     for part in state.engine.gradient_buckets:
+        if is_away(state, part.weights[0]):
+            continue
         size = part.layout.numel * part.dtype.itemsize
         waiting = max(
             waiting,

@@ -28,7 +28,10 @@ def reference_copy(state: RunState) -> nn.Module:
     def value_of(weight: WeightInfo | Weight, param: nn.Parameter) -> nn.Parameter:
         dtype = state.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
         return param_hooks.copy_hooks(
-            param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.is_trained)
+            param,
+            nn.Parameter(
+                full[weight.name].to(device=state.device, dtype=dtype, copy=True), weight.is_trained
+            ),
         )
 
     if state.original_model is not None:
@@ -46,7 +49,7 @@ def reference_copy(state: RunState) -> nn.Module:
         memo[id(weight.param)] = value_of(weight, weight.param)
     made = copy.deepcopy(state.model, memo)
     unwrap_forwards(made)
-    return made
+    return made.to(state.device)  # buffers of modules on the host, too
 
 
 def meta_copy(state: RunState, fake: Any) -> nn.Module:

@@ -259,7 +259,7 @@ class Engine(WeightBuckets):
             grad for weight in self.unsynced_weights if (grad := weight.param.grad) is not None
         ]
         for tensor in [*totals, *loose]:
-            tensor.div_(divisor)
+            tensor.div_(_move_value(divisor, tensor))
         norm = None
         if self.settings.clip or self.settings.norm:
             pairs = list(zip(self.gradient_buckets, totals, strict=True))
@@ -268,7 +268,7 @@ class Engine(WeightBuckets):
             factor = clip_factor(norm, self.settings.clip)
             if factor.device.type != "cpu" or not bool(factor == 1):
                 for tensor in [*totals, *loose]:
-                    tensor.mul_(factor.to(tensor.dtype))
+                    tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
                 if factor.device.type != "cpu" or not bool(torch.isfinite(factor)):
                     # 0 times nan would stay and make every later norm nan
                     for part in self.gradient_buckets:
@@ -444,6 +444,11 @@ def _gathered_backward(
     gatherer.begin_backward(chunk, micro, last, for_input)
     yield
     gatherer.end_backward()
+
+
+def _move_value(value: torch.Tensor | float, tensor: torch.Tensor) -> torch.Tensor | float:
+    """Return a value on the device of a tensor."""
+    return value.to(tensor.device) if isinstance(value, torch.Tensor) else value
 
 
 def _cast_like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,9 @@ def iter_full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     sharded = {weight.index for bucket in buckets for weight in bucket.weights}
     device = engine.data_group.device
     rest = {
-        weight.index: engine.masters.get(weight.index, weight.param).detach().to(device)
+        weight.index: engine.masters.get(weight.index, weight.param)
+        .detach()
+        .to(engine.place.host.device if weight.is_on_host else device)
         for weight in engine.weights
         if weight.index not in sharded
     }

@@ -42,6 +42,15 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     return torch.stack([norm.to(wide) for norm in norms]).square().sum()
 
 
+def _sum_squares(tensors: Sequence[torch.Tensor], exact: bool, like: torch.Tensor) -> torch.Tensor:
+    """Return the `square_sum` of tensors on the device or on the host, in the place of ``like``."""
+    by_place: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_place.setdefault(tensor.device, []).append(tensor)
+    found = [square_sum(some, exact).to(like) for some in by_place.values()]
+    return sum(found[1:], start=found[0]) if found else torch.zeros_like(like)
+
+
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """
     Return the factor that clips gradients of this norm, at most 1 (as
@@ -79,7 +88,7 @@ def global_norm(
             ]
             if some:
                 mine = [tensor for part, total in some for tensor in _counted_parts(part, total)]
-                found = square_sum(mine, exact) if mine else torch.zeros_like(square)
+                found = _sum_squares(mine, exact, square)
                 if shared:
                     group = place.groups_of(is_expert).sharded
                     found = group.sum_small(found, "the norm", shards_only=True).wait()
@@ -90,7 +99,7 @@ def global_norm(
             for weight in alone
             if weight.counts_in_norm and (grad := weight.param.grad) is not None
         ]
-        found = square_sum(loose, exact) if loose else torch.zeros_like(square)
+        found = _sum_squares(loose, exact, square)
         square += place.data.sum_small(found, "the norm of the layerwise weights").wait()
     total: torch.Tensor = place.dense.parts.sum_small(square, "the norm over the model axes").wait()
     if place.experts is not None:

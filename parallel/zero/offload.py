@@ -1,6 +1,6 @@
 """
 Offloading: masters and optimizer state on the host, optimizer state in files, activations on the
-host.
+host, and modules that are computed there.
 
 *Optimizer.* Masters and state are on the host, and the optimizer runs there. Gradients are copied
 to the host, new weights back. At level 3 the master is a rank's only copy of its weights: these are
@@ -12,20 +12,33 @@ writes out what does not fit into memory.
 *Activations.* What autograd saves is copied to the host, and back before it is needed: when one
 tensor is used, those that were saved before it are already being copied. Copies run beside the
 computation if the device has streams.
+
+*Modules.* The weights of a module, their gradients and optimizer state are on the host, where the
+module computes: its inputs are copied there, and its outputs back. Gradients are summed over the
+ranks on the host, too.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.model.forward_wrapper import Forward, wrap_forward
+from pdrun.parallel.model.recompute import match_modules
+from pdrun.parallel.model.weights import HOST_MARK
 
+HOST = torch.device("cpu")
 PREFETCH_TENSORS = 2
 """Tensors that are fetched while one is used."""
 
@@ -40,14 +53,28 @@ class Offload:
         disk: folder for files with the optimizer's state; each rank makes its own in it.
         activations: what autograd saves on the host.
         least: bytes below which an activation stays.
+        modules: a glob or globs of modules that are computed on the host, with their weights,
+            gradients and optimizer state.
     """
 
     optimizer: bool = False
     disk: str | Path | None = None
     activations: bool = False
     least: int = 1 << 20
+    modules: str | Sequence[str] = ()
+
+    @property
+    def module_globs(self) -> tuple[str, ...]:
+        """The globs of ``modules``."""
+        return (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
 
     def __post_init__(self) -> None:
+        globs = self.module_globs if isinstance(self.modules, Sequence) else (None,)
+        if not all(isinstance(glob, str) for glob in globs):
+            raise UsageError(
+                f"modules must be a glob or a list of globs, got {self.modules!r}",
+                where="pdrun.Offload",
+            )
         if self.disk is not None and not self.optimizer:
             raise UsageError(
                 "disk= is for the optimizer's state and requires optimizer=True",
@@ -57,8 +84,8 @@ class Offload:
 
 def parse_offload(value: Any) -> Offload:
     """
-    Return the meaning of a user's ``offload``: None, "optimizer", "activations", "all" or an
-    Offload.
+    Return the meaning of a user's ``offload``: None, "optimizer", "activations", "all", an Offload,
+    or a dict from globs of modules to "host".
     """
     if value is None:
         return Offload()
@@ -66,8 +93,81 @@ def parse_offload(value: Any) -> Offload:
         return Offload(optimizer=value != "activations", activations=value != "optimizer")
     if isinstance(value, Offload):
         return value
-    what = f"offload must be 'optimizer', 'activations', 'all' or a pdrun.Offload, got {value!r}"
-    raise UsageError(what, where="pdrun.parallelize")
+    if isinstance(value, Mapping) and value and all(place == "host" for place in value.values()):
+        return Offload(modules=tuple(value))
+    what = "offload must be 'optimizer', 'activations', 'all', a pdrun.Offload or a dict of"
+    what += f" modules, got {value!r}"
+    raise UsageError(what, where="pdrun.parallelize", hint='offload={"emb": "host"}')
+
+
+# ---- modules on the host -----------------------------------------------------
+
+
+class HostModules:
+    """
+    The modules of a model that are computed on the host.
+
+    Args:
+        model: the full model, before it is moved to its device.
+        globs: of the modules.
+
+    Attributes:
+        names: of the modules.
+        copied_bytes: of inputs and outputs that were given to the host, and back.
+
+    Raises:
+        UsageError: a glob matches no module, a weight is used elsewhere too, or a module
+            normalises by batches.
+    """
+
+    def __init__(self, model: nn.Module, globs: Sequence[str]) -> None:
+        self.names = match_modules(model, globs, "offload") if globs else []
+        self.modules = [model.get_submodule(name) for name in self.names]
+        self.copied_bytes = 0
+        inside = {id(part) for module in self.modules for part in module.modules()}
+        mine = {
+            id(param): f"{name}.{own}"
+            for name, module in zip(self.names, self.modules, strict=True)
+            for own, param in module.named_parameters()
+        }
+        for holder, module in model.named_modules():
+            if id(module) in inside:
+                if isinstance(module, _BatchNorm):
+                    what = f"{holder} has statistics of a batch, which are not kept on the host"
+                    raise UsageError(what, where="offload", hint="leave it on the device")
+                continue
+            for own, param in module.named_parameters(recurse=False):
+                if id(param) in mine:
+                    other = f"{holder}.{own}" if holder else own
+                    what = f"{mine[id(param)]} is on the host, and is tied to {other}, which is not"
+                    raise UsageError(what, where="offload", hint="name both modules, or none")
+        for module in self.modules:
+            for param in module.parameters():
+                setattr(param, HOST_MARK, True)
+
+    def wrap_forwards(self, device: torch.device) -> None:
+        """Have the modules take inputs from a device, and return outputs to it."""
+        for module in self.modules:
+            wrap_forward(module, partial(self._wrap, module, device))
+
+    def _wrap(self, module: nn.Module, device: torch.device, forward: Forward) -> Forward:
+        def copy_to(place: torch.device) -> Callable[[Any], Any]:
+            def copy(leaf: Any) -> Any:
+                if not isinstance(leaf, torch.Tensor):
+                    return leaf
+                self.copied_bytes += leaf.numel() * leaf.element_size()
+                return leaf.to(place)
+
+            return copy
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            held = next(module.parameters(), None)
+            # copies of the model for proofs are on the device as a whole
+            home = HOST if held is None else held.device
+            args, kwargs = pytree.tree_map(copy_to(home), (args, kwargs))
+            return pytree.tree_map(copy_to(device), forward(*args, **kwargs))
+
+        return run
 
 
 # ---- optimizer state in files -----------------------------------------------

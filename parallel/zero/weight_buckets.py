@@ -72,7 +72,7 @@ class WeightBuckets:
             for weight in synced
             if settings.level
             and weight.nbytes >= settings.threshold
-            and not (weight.needs_full or weight.opts_out)
+            and not (weight.needs_full or weight.opts_out or weight.is_on_host)
             and not (weight.is_expert and self.place.groups_of(True).sharded.shards == 1)
         ]
         if settings.level < 3:
@@ -88,7 +88,8 @@ class WeightBuckets:
             for group in make_buckets([w for w in in_unit if not w.is_trained], settings.fusion):
                 by_unit[name].append(self._add_sharded_bucket(group, name, trained=False))
         for group in make_buckets([w for w in unsharded if w.is_trained], settings.fusion):
-            self._add_gradient_bucket(group, self._groups_of(group).whole)
+            whole = self.place.host if group[0].is_on_host else self._groups_of(group).whole
+            self._add_gradient_bucket(group, whole)
         for weight in self.weights:
             if weight not in set(sharded):
                 self._cast_weight(weight)
@@ -140,12 +141,11 @@ class WeightBuckets:
         """Give the model a copy of an unsharded weight in the type of the policy."""
         self._fill([weight])
         compute = self.settings.precision.weight_dtype(weight.dtype, weight.keep_dtype)
-        if compute != weight.dtype or (
-            weight.is_trained and self.settings.master_device not in (None, self.data_group.device)
-        ):
+        here = self.place.host.device if weight.is_on_host else self.data_group.device
+        home = self.settings.master_device or here
+        if compute != weight.dtype or (weight.is_trained and home != here):
             wide = weight.param.detach()
             if weight.is_trained:
-                home = self.settings.master_device or self.data_group.device
                 self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
             weight.param.data = wide.to(compute, copy=True)
 

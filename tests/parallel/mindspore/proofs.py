@@ -140,6 +140,8 @@ PROOFS: dict[str, dict[str, str]] = {
         "::test_inputs_are_kept_as_parts",
         "`Cell.offload`, `memory_offload`": f"{MEMORY}::test_activations_really_go",
         "optimizer on the host": f"{MEMORY}::test_offloading_changes_no_bit",
+        '`Primitive.set_device("CPU")`: an operator or cell on the host': "tests/parallel/zero"
+        "/test_host_modules.py::test_a_module_on_the_host_changes_no_bit",
         "`comm_fusion`, `set_comm_fusion(id)`": f"{OPTIMIZER}"
         "::test_modules_with_one_number_share_a_bucket",
     },

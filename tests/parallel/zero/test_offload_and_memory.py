@@ -85,7 +85,7 @@ def test_activations_really_go(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("value", ["disk", 3, True])
 def test_wrong_offload(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"'optimizer', 'activations', 'all' or a pdrun\.Offload"):
+    with pytest.raises(UsageError, match=r"'optimizer', 'activations', 'all', a pdrun\.Offload"):
         offload.parse_offload(value)
     with pytest.raises(UsageError, match="requires optimizer=True"):
         offload.Offload(disk="x")

@@ -246,7 +246,10 @@ class RemoteLink:
         self._specs: list[TableSpec] = []
         self._ended_step = -1
         self.returns = 0
-        self._channel = self._open_channel()
+        try:
+            self._channel = self._open_channel()
+        except (OSError, FrameError) as error:
+            raise self._lost_error(error) from None
 
     # ---- requests -----------------------------------------------------------
 
@@ -419,7 +422,11 @@ class RemoteLink:
             channel.send_frame(frame, encode_json(hello))
             self._channel = channel
             self._open.appendleft(_OpenRequest(frame, ()))
-            self._read_reply(self._open[0])
+            try:
+                self._read_reply(self._open[0])
+            except BaseException:
+                channel.close()
+                raise
             return channel
         raise problem or PeerLost(f"parameter server {self._server} has no address")
 
@@ -455,10 +462,11 @@ class RemoteLink:
             except (OSError, FrameError, PeerLost) as again:
                 self._open = deque(waiting)
                 error = again
-        raise PeerLost(
-            f"parameter server {self._server} is lost: {error}",
-            hint="the job's log has the reason",
-        ) from None
+        raise self._lost_error(error) from None
+
+    def _lost_error(self, error: Exception) -> PeerLost:
+        what = f"parameter server {self._server} is lost: {error}"
+        return PeerLost(what, hint="the job's log has the reason")
 
     def close(self) -> None:
         """See `ServerLink.close`."""

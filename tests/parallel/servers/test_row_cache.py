@@ -1,4 +1,4 @@
-"""The cache of rows: the same values as without one, fewer bytes, and rows that are fetched ahead."""
+"""The cache of rows: the same values as without one, fewer bytes, rows fetched ahead."""
 
 from __future__ import annotations
 

@@ -20,6 +20,12 @@ class StepChoice:
     rows: int
     """Of one pass on a data rank."""
     schedule: str | None = None
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: the same number on all."""
+
+    def layers_of(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each stage of a model."""
+        return self.stage_layers or (layers // self.pp,) * self.pp
 
     @property
     def options(self) -> dict[str, object]:

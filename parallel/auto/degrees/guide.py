@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pdrun.parallel.auto.degrees.outer import OuterResult, PricedChoice
+from pdrun.parallel.auto.degrees.result import OuterResult, PricedChoice
 from pdrun.parallel.auto.search.missing_rules import describe_missing_rules
 
 GIB = 2**30
@@ -85,12 +85,15 @@ def _row(result: OuterResult, one: PricedChoice) -> str:
         peak = result.request.topology.device.rate_of("fp32").peak
     flops = result.flops * (1 + BACKWARD_FLOPS) * result.request.rows
     share = flops / (cost.total * result.request.devices * peak)
+    layers = ""
+    if choice.stage_layers:
+        layers = f"; layers {'+'.join(map(str, choice.stage_layers))}"
     micro = f"{choice.microbatches} x {choice.rows} rows"
     return (
         f"{_format_ms(cost.total)} {share:5.0%} {_format_gib(cost.peak):>7}"
         f"  {choice.pp:3} {choice.dp:3} {choice.tp:3}"
         f"  {level:8} {choice.recompute or 'none':10} {micro:17}"
-        f" {choice.schedule or '-':12} {cost.bound_by}"
+        f" {choice.schedule or '-':12} {cost.bound_by}{layers}"
     )
 
 

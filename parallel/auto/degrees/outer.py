@@ -7,20 +7,19 @@ layers. Every candidate is then arithmetic. A candidate that is not chosen has a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from pdrun.errors import UsageError
-from pdrun.parallel.auto.choose import EXACT, choose_plan
-from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
+from pdrun.parallel.auto.choose import choose_plan
+from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import RowScaler
-from pdrun.parallel.auto.degrees.memory import TrainingBytes
+from pdrun.parallel.auto.degrees.pass_costs import PassCost, count_model_flops, price_parts
+from pdrun.parallel.auto.degrees.result import PLAN_API, OuterResult, PlanRequest, PricedChoice
 from pdrun.parallel.auto.degrees.step_costs import (
     CHUNKS,
-    PassCost,
+    balance_stages,
     cost_step,
-    count_model_flops,
-    price_parts,
 )
 from pdrun.parallel.auto.prices import PriceList
 from pdrun.parallel.auto.search.missing_rules import (
@@ -29,10 +28,8 @@ from pdrun.parallel.auto.search.missing_rules import (
     find_missing_rules,
 )
 from pdrun.parallel.auto.search.problem import SearchProblem
-from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.layouts.grid import Grid
 
-PLAN_API = "pdrun.plan_of"
 MAX_ROWS_OF_MANY = 8
 """Rows of one of several passes, up to which a candidate is considered."""
 LEVELS: tuple[tuple[int, str | None], ...] = (
@@ -43,90 +40,6 @@ LEVELS: tuple[tuple[int, str | None], ...] = (
     (3, "step"),
 )
 DEGREE_NAMES = ("pp", "dp", "tp")
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """
-    What is to be planned.
-
-    Attributes:
-        devices: of the job.
-        rows: of a batch over all devices.
-        memory: bytes of a device that a run can use.
-        kinds: bytes per element of a weight.
-        itemsize: bytes of an element of an activation.
-        fixed: degrees, "level" and "microbatches" that are given.
-        recompute: whether recomputation is considered.
-        gather: see `pdrun.Operators`.
-        search: see `pdrun.Auto`.
-    """
-
-    devices: int
-    rows: int
-    topology: Topology
-    memory: int
-    kinds: TrainingBytes = field(default_factory=TrainingBytes)
-    itemsize: int = 4
-    fixed: Mapping[str, int] = field(default_factory=dict)
-    recompute: bool = True
-    gather: bool = True
-    search: str = EXACT
-
-
-@dataclass(frozen=True)
-class PricedChoice:
-    """A candidate with its price."""
-
-    choice: StepChoice
-    cost: StepCost
-
-
-@dataclass
-class OuterResult:
-    """
-    All candidates.
-
-    Attributes:
-        fitting: those that fit into the memory, the fastest first.
-        too_large: those that do not, the smallest first.
-        refused: reason by degrees, for what cannot be.
-        solves: searches of operators.
-        flops: of a forward pass over one row.
-        missing: operators without a rule, which every rank of tensor axes computes in full.
-    """
-
-    request: PlanRequest
-    fitting: list[PricedChoice] = field(default_factory=list)
-    too_large: list[PricedChoice] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    solves: int = 0
-    flops: float = 0.0
-    missing: list[MissingRule] = field(default_factory=list)
-
-    @property
-    def chosen(self) -> PricedChoice:
-        """
-        The fastest candidate that fits.
-
-        Raises:
-            UsageError: none fits; names the least memory that one needs.
-        """
-        if self.fitting:
-            return self.fitting[0]
-        if not self.too_large:
-            reasons = "; ".join(f"{name}: {why}" for name, why in list(self.refused.items())[:4])
-            raise UsageError(f"no plan is possible: {reasons}", where=PLAN_API)
-        least = self.too_large[0]
-        parts = ", ".join(
-            f"{name} {value / 2**30:.1f}" for name, value in least.cost.memory.items()
-        )
-        what = (
-            f"no plan fits into {self.request.memory / 2**30:.1f} GiB: the smallest needs"
-            f" {least.cost.peak / 2**30:.1f} GiB ({parts})"
-        )
-        hint = "use more devices, fewer rows per batch, or offload="
-        raise UsageError(what, where=PLAN_API, hint=hint)
 
 
 def search_degrees(scaler: RowScaler, request: PlanRequest) -> OuterResult:
@@ -157,12 +70,11 @@ class _OuterSearch:
         self.result = OuterResult(request)
         self._passes: dict[tuple[int, int], PassCost] = {}
         self._missing: dict[int, list[MissingRule]] = {}
+        self._balanced: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def run(self) -> OuterResult:
         """Price all candidates."""
-        for choice in self._list_choices():
-            if not self._can_split(choice):
-                continue
+        for choice in self._balance_choices(self._list_choices()):
             cost = cost_step(
                 choice,
                 self._pass_cost(choice.tp, choice.rows),
@@ -180,6 +92,46 @@ class _OuterSearch:
         self._note_missing_rules()
         return self.result
 
+    def _balance_choices(self, choices: Iterable[StepChoice]) -> Iterator[StepChoice]:
+        """Yield choices that can be, and those whose stages have other numbers of layers."""
+        for choice in choices:
+            if not self._can_split(choice):
+                continue
+            if not self._divides(choice.pp):
+                yield replace(choice, stage_layers=self._balance(choice))
+                continue
+            yield choice
+            if choice.pp > 1 and self._has_names() and choice.schedule != "interleaved":
+                balanced = self._balance(choice)
+                if len(set(balanced)) > 1:
+                    yield replace(choice, stage_layers=balanced)
+
+    def _balance(self, choice: StepChoice) -> tuple[int, ...]:
+        key = choice.pp, choice.tp, choice.rows, choice.recompute
+        if key not in self._balanced:
+            cost = self._pass_cost(choice.tp, choice.rows)
+            self._balanced[key] = balance_stages(choice, cost, self.request.topology)
+        return self._balanced[key]
+
+    def _divides(self, pp: int) -> bool:
+        return pp == 1 or self.scaler.layers % pp == 0
+
+    def _has_names(self) -> bool:
+        return len(self.request.layer_names) == self.scaler.layers > 0
+
+    def _check_stages(self, pp: int) -> str:
+        """Return why a model cannot have a number of stages; empty if it can."""
+        layers = self.scaler.layers
+        if pp == 1:
+            return ""
+        if not layers:
+            return "the model has no equal layers"
+        if pp > layers:
+            return f"the model has {layers} equal layers"
+        if layers % pp and not self._has_names():
+            return f"{layers} equal layers do not divide into {pp} stages"
+        return ""
+
     def _refuse(self, name: str, why: str) -> None:
         self.result.refused.setdefault(name, why)
 
@@ -187,8 +139,7 @@ class _OuterSearch:
         """Yield what is possible; note a reason for what is not."""
         request = self.request
         for pp in self._degrees("pp", request.devices):
-            if pp > 1 and (not self.scaler.layers or self.scaler.layers % pp):
-                why = f"{self.scaler.layers} equal layers do not divide into {pp} stages"
+            if why := self._check_stages(pp):
                 self._refuse(f"pp={pp}", why)
                 continue
             for tp in self._degrees("tp", request.devices // pp):

@@ -11,7 +11,8 @@ Nothing is computed. The weights of the model can be on the meta device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import RowScaler
 from pdrun.parallel.auto.degrees.guide import describe_result
 from pdrun.parallel.auto.degrees.memory import TrainingBytes
-from pdrun.parallel.auto.degrees.outer import PLAN_API, OuterResult, PlanRequest, search_degrees
+from pdrun.parallel.auto.degrees.outer import search_degrees
+from pdrun.parallel.auto.degrees.result import PLAN_API, OuterResult, PlanRequest
 from pdrun.parallel.auto.degrees.step_costs import CHUNKS
 from pdrun.parallel.auto.plan_entries import describe_operators, describe_stored
 from pdrun.parallel.auto.plan_file import PLAN_FORMAT, PlanFile, parse_plan
@@ -42,6 +44,7 @@ from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.graph.sample_call import capture_call
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.pipeline.split import split_model
 from pdrun.parallel.training.loss import ForwardFunction
 
 ADAM_STATE_BYTES = 8.0
@@ -107,7 +110,7 @@ class PlanReport:
             "predicted": {"seconds": chosen.cost.total, "bytes": chosen.cost.peak},
             "mesh": mesh,
             "options": choice.options,
-            "pipeline": _describe_pipeline(choice),
+            "pipeline": _describe_pipeline(choice, self.result.request.layer_names),
             "operators": None,
             "stored": {},
             "gather_results": self._auto.gather,
@@ -138,7 +141,7 @@ class PlanReport:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def _describe_pipeline(choice: StepChoice) -> dict[str, Any] | None:
+def _describe_pipeline(choice: StepChoice, layers: Sequence[str]) -> dict[str, Any] | None:
     """Return the arguments of `pdrun.Pipeline`; None without stages."""
     if choice.pp == 1:
         return None
@@ -146,7 +149,27 @@ def _describe_pipeline(choice: StepChoice) -> dict[str, Any] | None:
     found: dict[str, Any] = {"microbatches": choice.microbatches, "schedule": schedule}
     if CHUNKS[schedule] > 1:
         found["chunks"] = CHUNKS[schedule]
+    if choice.stage_layers:
+        starts = accumulate(choice.stage_layers[:-1])  # what is behind a layer is on its stage
+        found["stages"] = {layers[at]: stage for stage, at in enumerate(starts, 1)}
+        found["stages"] = {layers[0]: 0, **found["stages"]}
     return found
+
+
+def find_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the members of a model's only outermost list of modules; empty if it has several."""
+    try:
+        units = split_model(model, 1).unit_stages
+    except UsageError:
+        return ()
+    lists = {
+        name.rpartition(".")[0]: type(model.get_submodule(name.rpartition(".")[0]))
+        for name in units
+    }
+    parents = [name for name, kind in lists.items() if issubclass(kind, nn.ModuleList)]
+    if len(parents) != 1:
+        return ()
+    return tuple(name for name in units if name.rpartition(".")[0] == parents[0])
 
 
 def plan_of(
@@ -211,6 +234,7 @@ def plan_of(
         recompute,
         gather,
         check_search(search),
+        find_layers(model),
     )
 
     def export(count: int) -> OperatorGraph:

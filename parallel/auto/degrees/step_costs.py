@@ -8,24 +8,13 @@ not fit beside computation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
-from pdrun.parallel.auto.degrees.condense import COPY, HEAD, LAYER, TAIL
-from pdrun.parallel.auto.degrees.memory import (
-    FLOAT_BYTES,
-    SavedTensor,
-    TrainingBytes,
-    resident_bytes,
-    result_elements,
-    saved_bytes,
-    shard_share,
-)
-from pdrun.parallel.auto.flops import count_products
-from pdrun.parallel.auto.prices import PriceList, price_plan
+from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
+from pdrun.parallel.auto.degrees.memory import FLOAT_BYTES, TrainingBytes, resident_bytes
+from pdrun.parallel.auto.degrees.pass_costs import PartCost, PassCost
 from pdrun.parallel.auto.topology import Topology
-from pdrun.parallel.operators.plan import OperatorPlan
 
 LOSS_PASSES = 5
 """Times that a cross entropy reads or writes its logits."""
@@ -34,187 +23,100 @@ BUBBLE_SHARES = {"1f1b": 1.0, "interleaved": 0.5, "zero-bubble": 1 / 3}
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 
 
-@dataclass(frozen=True)
-class PartCost:
-    """
-    One pass over the head, over one layer, or over the tail, on one device.
-
-    Attributes:
-        forward, backward: seconds of computation.
-        moves: seconds of collectives of tensor axes, forward and backward.
-        sums: seconds of gradient sums over tensor axes, once per step.
-        saved: bytes that autograd keeps.
-        elements: of the weights.
-        transient: bytes of the largest operator.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    moves: tuple[float, float] = (0.0, 0.0)
-    sums: float = 0.0
-    saved: int = 0
-    elements: int = 0
-    transient: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Computation and moves of a pass."""
-        return self.forward + self.backward + sum(self.moves)
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """
-    One pass over the model.
-
-    Attributes:
-        parts: head, one layer, and tail.
-        layers: number of layers.
-        boundary: bytes of what a layer sends to the next, on a device.
-        shared: elements of weights that head and tail share.
-        logits: elements of the results on a device.
-    """
-
-    parts: dict[str, PartCost]
-    layers: int
-    boundary: int
-    shared: int
-    logits: int
-
-
-def price_parts(
-    prices: PriceList,
-    plan: OperatorPlan,
-    parts: Sequence[str],
-    layers: int,
-    saved: Sequence[SavedTensor],
-) -> PassCost:
-    """Return the cost of a pass, by part."""
-    graph = plan.graph
-    price = price_plan(prices, plan)
-    kept = saved_bytes(plan, saved)
-    names = (HEAD, LAYER, TAIL)
-    places: dict[str, list[int]] = {name: [] for name in (*names, COPY)}
-    for position, part in enumerate(parts):
-        places[part].append(position)
-    uses: dict[int, set[str]] = {}
-    for position, operator in enumerate(graph.operators):
-        for index in operator.inputs:
-            if graph.tensors[index].kind == "param":
-                uses.setdefault(index, set()).add(parts[position])
-    local = {
-        index: int(
-            shard_share(plan, plan.weights[index], graph.shape_of(index))
-            * math.prod(graph.shape_of(index))
-        )
-        for index in uses
-    }
-    found = {}
-    for name in names:
-        own = places[name]
-        moves = [price.moves[place] for place in own]
-        if name == TAIL or (name == HEAD and not layers):
-            moves.append(price.moves[-1])
-        weights = [index for index, used in uses.items() if name in used]
-        found[name] = PartCost(
-            math.fsum(price.compute[place][0] for place in own),
-            math.fsum(price.compute[place][1] for place in own),
-            (math.fsum(move[0] for move in moves), math.fsum(move[1] for move in moves)),
-            math.fsum(price.weights[index] for index in weights),
-            sum(kept[place] for place in own),
-            sum(local[index] for index in weights),
-            max((_operator_bytes(plan, place) for place in own), default=0),
-        )
-    shared = sum(local[index] for index, used in uses.items() if {HEAD, TAIL} <= used)
-    return PassCost(found, layers, _boundary_bytes(plan, places), shared, result_elements(plan))
-
-
-def _operator_bytes(plan: OperatorPlan, position: int) -> int:
-    """Return the bytes of the results of an operator on a device."""
-    graph, sharding = plan.graph, plan.shardings[position]
-    return sum(
-        int(
-            shard_share(plan, sharding.output_layout(slot, len(shape)), shape)
-            * graph.tensors[index].nbytes
-        )
-        for slot, index in enumerate(graph.operators[position].outputs)
-        for shape in [graph.shape_of(index)]
-    )
-
-
-def _boundary_bytes(plan: OperatorPlan, places: dict[str, list[int]]) -> int:
-    """Return the bytes of what the layer in the middle reads from the one before."""
-    graph = plan.graph
-    inside = set(places[LAYER])
-    producers = graph.tensor_producers()
-    read = {
-        index
-        for place in inside
-        for index in graph.operators[place].inputs
-        if producers.get(index) in places[COPY] and graph.tensors[index].requires_grad
-    }
-    return sum(
-        int(
-            shard_share(plan, plan.source_layout(index), graph.shape_of(index))
-            * graph.tensors[index].nbytes
-        )
-        for index in read
-    )
-
-
-def count_model_flops(plan: OperatorPlan, parts: Sequence[str], layers: int) -> float:
-    """Return the FLOPs of a forward pass over the full model."""
-    total = 0.0
-    graph = plan.graph
-    for place, operator in enumerate(graph.operators):
-        ins, outs = (
-            [graph.shape_of(index) for index in indices]
-            for indices in (operator.inputs, operator.outputs)
-        )
-        product = count_products(operator, ins, outs)
-        if product is not None and parts[place] != COPY:
-            total += product.flops * (layers if parts[place] == LAYER else 1)
-    return total
-
-
 def cost_step(
     choice: StepChoice, cost: PassCost, kinds: TrainingBytes, topology: Topology, itemsize: int
 ) -> StepCost:
     """Return the seconds and bytes of a step."""
-    head, layer, tail = (cost.parts[name] for name in (HEAD, LAYER, TAIL))
-    per_stage = cost.layers // choice.pp
+    layer = cost.parts[LAYER]
     count = choice.microbatches
-    again = choice.recompute is not None
-    bandwidth = topology.device.bandwidth
-    loss = LOSS_PASSES * cost.logits * FLOAT_BYTES / bandwidth
-    compute_layers = per_stage * (layer.forward * (2 if again else 1) + layer.backward)
-    move_layers = per_stage * (layer.moves[0] * (2 if again else 1) + layer.moves[1])
-    ends_compute = [head.forward + head.backward, tail.forward + tail.backward + loss]
-    ends_moves = [sum(head.moves), sum(tail.moves)]
-    if choice.pp == 1:
-        compute, moves = compute_layers + sum(ends_compute), move_layers + sum(ends_moves)
-        elements = per_stage * layer.elements + head.elements + tail.elements - cost.shared
-    else:
-        end = max((0, 1), key=lambda place: ends_compute[place] + ends_moves[place])
-        compute, moves = compute_layers + ends_compute[end], move_layers + ends_moves[end]
-        elements = per_stage * layer.elements + max(head.elements, tail.elements)
-    seconds = {"compute": count * compute, "tensor axes": count * moves}
-    seconds["tensor axes"] += per_stage * layer.sums + head.sums + tail.sums
+    stages = [_cost_stage(choice, cost, place, topology) for place in range(choice.pp)]
+    busiest = max(stages, key=lambda one: one.compute + one.moves)
+    seconds = {"compute": count * busiest.compute, "tensor axes": count * busiest.moves}
+    seconds["tensor axes"] += busiest.sums
     if choice.pp > 1:
         schedule = choice.schedule or "1f1b"
         stride = choice.tp * choice.dp
         send = topology.link_seconds(stride, 2, 2 * cost.boundary) * 2 * CHUNKS[schedule]
         seconds["stages"] = count * send
-        bubble = (choice.pp - 1) * BUBBLE_SHARES[schedule]
-        seconds["bubble"] = bubble * (compute + moves + send)
-    backward = count * (compute - per_stage * layer.forward)
+        # while a micro-batch is on the other stages, the busiest one waits for its first or last
+        others = math.fsum(one.compute + one.moves for one in stages if one is not busiest)
+        seconds["bubble"] = BUBBLE_SHARES[schedule] * (others + (choice.pp - 1) * send)
+    elements = max(one.elements for one in stages)
+    backward = count * (busiest.compute - busiest.layers * layer.forward)
     seconds["data axes"] = _data_axis_seconds(
-        choice, elements, kinds, topology, count * compute, backward
+        choice, elements, kinds, topology, count * busiest.compute, backward
     )
     own = elements / choice.dp if choice.level else elements
     traffic = 2 * kinds.state + 2 * kinds.master + kinds.weight + kinds.gradient
-    seconds["optimizer"] = own * traffic / bandwidth
-    return StepCost(seconds, _step_memory(choice, cost, kinds, elements, itemsize))
+    seconds["optimizer"] = own * traffic / topology.device.bandwidth
+    memories = [_stage_memory(choice, cost, kinds, one, itemsize) for one in stages]
+    return StepCost(seconds, max(memories, key=lambda memory: sum(memory.values())))
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """
+    One pass over a stage, on one device.
+
+    Attributes:
+        place: of the stage, from 0.
+        compute, moves: seconds, forward and backward.
+        sums: seconds of gradient sums over tensor axes, once per step.
+        elements: of its weights.
+    """
+
+    place: int
+    layers: int
+    compute: float
+    moves: float
+    sums: float
+    elements: int
+
+
+def _cost_stage(choice: StepChoice, cost: PassCost, place: int, topology: Topology) -> StageCost:
+    """Return the cost of a stage: its layers, and head or tail at an end of the model."""
+    layer = cost.parts[LAYER]
+    layers = choice.layers_of(cost.layers)[place]
+    passes = 1 if choice.recompute is None else 2
+    compute = layers * (layer.forward * passes + layer.backward)
+    moves = layers * (layer.moves[0] * passes + layer.moves[1])
+    sums, elements = layers * layer.sums, layers * layer.elements
+    for part in _ends_of(choice, cost, place):
+        compute += part.forward + part.backward
+        moves += sum(part.moves)
+        sums += part.sums
+        elements += part.elements
+    if place == choice.pp - 1:
+        compute += LOSS_PASSES * cost.logits * FLOAT_BYTES / topology.device.bandwidth
+    if choice.pp == 1:
+        elements -= cost.shared
+    return StageCost(place, layers, compute, moves, sums, elements)
+
+
+def _ends_of(choice: StepChoice, cost: PassCost, place: int) -> list[PartCost]:
+    """Return head and tail, as far as a stage has them."""
+    ends = [cost.parts[HEAD]] * (place == 0)
+    return ends + [cost.parts[TAIL]] * (place == choice.pp - 1)
+
+
+def balance_stages(choice: StepChoice, cost: PassCost, topology: Topology) -> tuple[int, ...]:
+    """
+    Return the layers of each stage for which the busiest stage has least to do.
+
+    Each stage has a layer. Layers are equal, so each further one is best on the stage that is
+    cheapest with it; of equal ones, on the first.
+    """
+    layer = cost.parts[LAYER]
+    own = layer.seconds + (layer.forward + layer.moves[0]) * (choice.recompute is not None)
+    bare = replace(choice, stage_layers=(0,) * choice.pp)
+    stages = [_cost_stage(bare, cost, place, topology) for place in range(choice.pp)]
+    seconds = [one.compute + one.moves + own for one in stages]
+    counts = [1] * choice.pp
+    for _ in range(cost.layers - choice.pp):
+        place = min(range(choice.pp), key=lambda at: seconds[at])
+        counts[place] += 1
+        seconds[place] += own
+    return tuple(counts)
 
 
 def _data_axis_seconds(
@@ -258,34 +160,35 @@ def _exposed(seconds: float, beside: float, topology: Topology) -> float:
     return seconds - hidden
 
 
-def _step_memory(
-    choice: StepChoice, cost: PassCost, kinds: TrainingBytes, elements: int, itemsize: int
+def _stage_memory(
+    choice: StepChoice, cost: PassCost, kinds: TrainingBytes, stage: StageCost, itemsize: int
 ) -> dict[str, int]:
-    """Return the bytes of the fullest stage."""
-    head, layer, tail = (cost.parts[name] for name in (HEAD, LAYER, TAIL))
-    per_stage = cost.layers // choice.pp
-    root = elements - per_stage * layer.elements
+    """Return the bytes on a device of a stage."""
+    layer = cost.parts[LAYER]
+    ends = _ends_of(choice, cost, stage.place)
     memory = resident_bytes(
-        elements,
+        stage.elements,
         2 * layer.elements,
         kinds,
         choice.level,
         choice.dp,
         choice.gather == "step",
         choice.microbatches > 1,
-        root,
+        stage.elements - stage.layers * layer.elements,
     )
-    layers = per_stage * layer.saved
-    transient = 2 * max(head.transient, layer.transient, tail.transient)
+    layers = stage.layers * layer.saved
+    transient = 2 * max(part.transient for part in (layer, *ends))
     if choice.recompute is not None:
-        layers = per_stage * cost.boundary
+        layers = stage.layers * cost.boundary
         transient += layer.saved
-    logits = cost.logits * (itemsize + FLOAT_BYTES)
-    if choice.pp == 1:
-        activations = head.saved + layers + tail.saved + logits
-    else:
-        live = min(choice.pp, choice.microbatches)
+    live = 1
+    if choice.pp > 1:
+        live = min(choice.pp - stage.place, choice.microbatches)
         if choice.schedule == "interleaved":
             live += choice.pp // 2
-        activations = max(live * (head.saved + layers), layers + tail.saved + logits)
+        elif choice.schedule == "zero-bubble":
+            live = min(choice.pp, choice.microbatches)
+    activations = live * (layers + sum(part.saved for part in ends))
+    if stage.place == choice.pp - 1:
+        activations += cost.logits * (itemsize + FLOAT_BYTES)
     return {**memory, "activations": activations + transient}

@@ -131,9 +131,9 @@ def save_plan(path: str, topology: str, degrees: dict[str, int], **options: Any)
         run.plan.save(path)
 
 
-def load_plan(path: str, *, as_mesh: bool = True) -> dict[str, Any]:
+def load_plan(path: str, *, as_mesh: bool = True, layers: int = 2) -> dict[str, Any]:
     """Make a run from a plan file, verify it, and return its plan."""
-    run = make_run(mesh=path if as_mesh else None, strategy=path)
+    run = make_run(mesh=path if as_mesh else None, strategy=path, layers=layers)
     run.verify([batch_of_tokens()])
     return dict(json.loads(run.plan.to_json()))
 

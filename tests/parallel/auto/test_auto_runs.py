@@ -13,6 +13,7 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES
+from pdrun.parallel.auto.degrees.planner import plan_of
 from pdrun.parallel.auto.measure import MEASURED_STEPS, WARMUP_STEPS, check_measurable
 from tests.lib.rank_pool import RankError
 from tests.lib.tiers import thorough
@@ -139,6 +140,24 @@ def test_plan_of_another_world_and_with_stages(worlds: Any, tmp_path: Path) -> N
     loaded = worlds(4).run(rank_runs.load_plan, path)
     assert loaded[0]["pipeline"] == saved["pipeline"]
     assert loaded[0]["operators"] == saved["operators"]
+
+
+def test_stages_with_other_numbers_of_layers_run(worlds: Any, tmp_path: Path) -> None:
+    """Three layers on two stages; the head is on the second, which has one layer."""
+    path = tmp_path / "plan.json"
+    report = plan_of(
+        rank_runs.small_decoder(3),
+        rank_runs.batch_of_tokens(),
+        devices=2,
+        topology=rank_runs.TOPOLOGIES["free"],
+        fixed={"pp": 2, "tp": 1, "microbatches": 2},
+        gather=False,
+    )
+    assert report.choice.stage_layers == (2, 1)
+    report.save(path)
+    found = worlds(2).run(rank_runs.load_plan, str(path), layers=3)
+    stages = found[0]["pipeline"]["stages"]
+    assert [stages[f"layers.{at}"] for at in range(3)] == [0, 0, 1]
 
 
 def test_errors_of_plan_files(worlds: Any, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from pdrun.parallel.auto.auto import Auto, _take_part, cast_graph
 from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
 from pdrun.parallel.auto.degrees.memory import TrainingBytes, list_saved_tensors, resident_bytes
+from pdrun.parallel.auto.degrees.pass_costs import PartCost, PassCost
 from pdrun.parallel.auto.degrees.planner import PlanReport, plan_of
-from pdrun.parallel.auto.degrees.step_costs import PartCost, PassCost, cost_step
+from pdrun.parallel.auto.degrees.step_costs import balance_stages, cost_step
 from pdrun.parallel.auto.plan_file import parse_plan
 from pdrun.parallel.layouts.grid import Grid
 from tests.lib.tiers import thorough
@@ -49,7 +52,7 @@ def test_best_candidate_fits_and_is_the_fastest() -> None:
     assert all(one.cost.peak <= 400 * 2**20 for one in result.fitting)
     assert all(one.cost.peak > 400 * 2**20 for one in result.too_large)
     text = str(report)
-    assert text.startswith("4 devices, 0.4 GiB each, 8 rows per step; topology h100x8, a guess")
+    assert text.startswith("4 devices, 0.39 GiB each, 8 rows per step; topology h100x8, a guess")
     assert f"{len(result.fitting)} fit, {len(result.too_large)} need more memory" in text
     assert "with tensor parallel:" in text or "without tensor parallel:" in text
 
@@ -111,6 +114,41 @@ def test_bubble_is_the_closed_form(schedule: str, bubble: float) -> None:
     assert cost.seconds["compute"] == pytest.approx(8 * 12)
     share = cost.seconds["bubble"] / (cost.seconds["compute"] + cost.seconds["bubble"] / bubble)
     assert share == pytest.approx(bubble / 9)
+
+
+@pytest.mark.parametrize(("pp", "recompute"), [(3, None), (4, "full"), (7, None)])
+@pytest.mark.parametrize(("head", "tail"), [(0.5, 9.0), (20.0, 1.0), (3.0, 3.0)])
+def test_busiest_stage_has_the_least_possible(
+    pp: int, recompute: str | None, head: float, tail: float
+) -> None:
+    layer = PartCost(1.0, 2.0, moves=(0.5, 0.0))
+    parts = {HEAD: PartCost(head), LAYER: layer, TAIL: PartCost(0.0, tail)}
+    cost = PassCost(parts, 7, 0, 0, 0)
+    choice = StepChoice(pp, 1, 1, 0, None, recompute, 8, 1, "1f1b")
+    topology = make_topology(1e12)
+    own = 3.5 if recompute is None else 5.0
+
+    def busiest(counts: tuple[int, ...]) -> float:
+        ends = [head, *[0.0] * (pp - 2), tail]
+        return max(own * count + end for count, end in zip(counts, ends, strict=True))
+
+    counts = balance_stages(choice, cost, topology)
+    every = [one for one in product(range(1, 8), repeat=pp) if sum(one) == 7]
+    assert busiest(counts) == pytest.approx(min(map(busiest, every)))
+    step = cost_step(replace(choice, stage_layers=counts), cost, TrainingBytes(), topology, 4)
+    assert step.seconds["compute"] + step.seconds["tensor axes"] == pytest.approx(
+        8 * busiest(counts)
+    )
+
+
+def test_layers_that_do_not_divide_become_uneven_stages() -> None:
+    report = plan_decoder(devices=4, rows=16, layers=6, fixed={"tp": 1, "pp": 4})
+    assert report.choice.stage_layers == (1, 2, 2, 1)
+    pipeline = report.to_plain()["pipeline"]
+    assert pipeline["stages"] == {"layers.0": 0, "layers.1": 1, "layers.3": 2, "layers.5": 3}
+    assert "; layers 1+2+2+1" in str(report)
+    with pytest.raises(UsageError, match="pp=8: the model has 6 equal layers"):
+        _ = plan_decoder(devices=8, rows=16, layers=6, fixed={"tp": 1, "pp": 8}).choice
 
 
 @pytest.mark.thorough

@@ -35,11 +35,13 @@ from pdrun.parallel.layouts.steps import (
     RedistributionPlan,
 )
 from pdrun.parallel.layouts.view import View
+from pdrun.parallel.torch_compat import untraced
 
 API_NAME = "redistribute"
 _cached_plan = lru_cache(maxsize=4096)(plan_redistribution)
 
 
+@untraced  # traced, the planner itself would be compiled with each layer: seconds, and graph breaks
 def redistribute(
     x: torch.Tensor,
     source: L | View,

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.ports import free_port as free_port
+
 
 @dataclass
 class Job:
@@ -63,7 +65,7 @@ class Job:
                     f"{pattern!r} not seen\n--- stdout\n{self.out[-3000:]}\n---"
                     f" stderr\n{self.err[-3000:]}"
                 )
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def signal(self, number: int) -> float:
         """Send a signal to the pdrun process alone; return the time."""
@@ -169,12 +171,3 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         if job.process.poll() is None:
             job.process.send_signal(signal.SIGKILL)
             job.process.wait(20)
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib import script_forks
+from tests.lib.ports import free_port as free_port
 
 torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -42,13 +44,6 @@ def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
         if not name.startswith(LAUNCHERS) and name not in SINGLE
     }
     return {**kept, "OMP_NUM_THREADS": "1", **(more or {})}
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago, for programs that take nothing else."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write(folder: Path, body: str) -> Path:
@@ -92,17 +87,45 @@ def reports(text: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda told: int(told["rank"]))
 
 
-def finish(
-    process: subprocess.Popen[str] | script_forks.ForkedScript, timeout: float = 60.0
-) -> tuple[int | None, str, str]:
+Worker = subprocess.Popen[str] | script_forks.ForkedScript
+Ended = tuple[int | None, str, str]
+"""Exit code, output and errors."""
+MOMENT_SECONDS = 1.0
+"""For the output of a process that has ended while another one was waited for."""
+
+
+def finish(process: Worker, timeout: float = 60.0) -> Ended:
     """
     Wait for a process; return its exit code and output. One that does not end is killed and fails
     the test.
     """
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"did not end in {timeout} s:\n{out}\n{err}")
-    return process.returncode, out, err
+    return finish_all([process], timeout)[0]
+
+
+def finish_all(processes: Sequence[Worker], timeout: float = 60.0) -> list[Ended]:
+    """
+    Wait for processes that belong together; return exit code and output of each.
+
+    If one does not end in time, all that still run are killed, and the test fails with what every
+    one of them said: the cause is rarely in the output of the one that waits.
+    """
+    deadline = time.monotonic() + timeout
+    ended: dict[int, Ended] = {}
+    for place, process in enumerate(processes):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, err = process.communicate(timeout=max(MOMENT_SECONDS, deadline - time.monotonic()))
+            ended[place] = process.returncode, out, err
+    late = [place for place in range(len(processes)) if place not in ended]
+    for place in late:
+        processes[place].kill()
+    for place in late:
+        out, err = processes[place].communicate()
+        ended[place] = None, out, err
+    found = [ended[place] for place in range(len(processes))]
+    if late:
+        told = [
+            f"process {place}: {'killed' if code is None else f'exit code {code}'}\n{out}\n{err}"
+            for place, (code, out, err) in enumerate(found)
+        ]
+        pytest.fail(f"did not end in {timeout} s: {late}\n" + "\n".join(told))
+    return found

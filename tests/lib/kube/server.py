@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.kube.api import ApiClient
+from tests.lib.ports import free_port
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 START_SECONDS = 120.0
@@ -38,12 +38,6 @@ def find_programs() -> Path:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("pods need root: each has a host name and /etc/hosts of its own")
     return folder
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class KubeServer:

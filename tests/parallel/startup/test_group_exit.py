@@ -145,12 +145,12 @@ report(ctx, before=before, after=after, refused=refused)
 
 @torch
 def test_close_joins_the_threads_of_all_groups(tmp_path: Path) -> None:
-    from tests.lib.worker_processes import finish, fork, free_port, reports
+    from tests.lib.worker_processes import finish_all, fork, free_port, reports
     from tests.parallel.startup.test_init import worker_environ
 
     port = free_port()
     workers = [fork(tmp_path, TRAINS, worker_environ(rank, 2, port)) for rank in range(2)]
-    ended = [finish(worker) for worker in workers]
+    ended = finish_all(workers)
     assert [code for code, _, _ in ended] == [0, 0], ended
     for one in reports("".join(out for _, out, _ in ended)):
         assert one["before"] > 0

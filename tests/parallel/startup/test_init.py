@@ -10,7 +10,17 @@ import pytest
 
 from pdrun.worker_env import WorkerEnv
 from tests.lib.tiers import by_tier
-from tests.lib.worker_processes import clean, finish, fork, free_port, reports, start, torch, write
+from tests.lib.worker_processes import (
+    clean,
+    finish,
+    finish_all,
+    fork,
+    free_port,
+    reports,
+    start,
+    torch,
+    write,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -46,7 +56,7 @@ def worker_environ(rank: int, world: int, port: int) -> dict[str, str]:
 def test_under_pdrun(tmp_path: Path) -> None:
     port = free_port()
     workers = [fork(tmp_path, SUM, worker_environ(rank, 2, port)) for rank in range(2)]
-    ended = [finish(worker) for worker in workers]
+    ended = finish_all(workers)
     assert [code for code, _, _ in ended] == [0, 0], ended
     message = reports("".join(out for _, out, _ in ended))
     assert [(one["rank"], one["main"], one["local_rank"]) for one in message] == [
@@ -95,7 +105,7 @@ report(ctx, seen=seen)
             fork(tmp_path, body.replace("SLOW", slow), worker_environ(rank, 2, port))
             for rank in range(2)
         ]
-        ended = [finish(worker) for worker in workers]
+        ended = finish_all(workers)
         assert [code for code, _, _ in ended] == [0, 0], ended
         message = reports(ended[int(slow)][1])
         assert message[0]["seen"] == [False], "the other one had left"
@@ -175,7 +185,7 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
     body = SUM + "ctx.close(); ctx = pdrun.init(); dist.barrier(); report(ctx, second=True)"
     scheduler = fork(tmp_path, body, {**shared, "PDRUN_ROLE": "scheduler"})
     workers = [fork(tmp_path, body, {**shared, "PDRUN_ROLE": "worker"}) for _ in range(2)]
-    ended = [finish(process) for process in (*workers, scheduler)]
+    ended = finish_all([*workers, scheduler])
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     assert "REPORT" not in ended[2][1]  # the scheduler never reaches the script's own lines
     message = reports("".join(out for _, out, _ in ended))
@@ -200,7 +210,7 @@ def test_dynamic_cluster_by_mindspores_names_ends_with_the_failing_code(tmp_path
         fork(tmp_path, body, {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)})
         for rank in range(2)
     ]
-    codes = [finish(process)[0] for process in (*workers, scheduler)]
+    codes = [code for code, _, _ in finish_all([*workers, scheduler])]
     assert codes == [7, -15, 7]
 
 
@@ -382,7 +392,7 @@ time.sleep(30)
 """
     workers = [fork(tmp_path, body, worker_environ(rank, 2, port)) for rank in range(2)]
     try:
-        code, _, err = finish(workers[0], 25)
+        code, _, err = finish(workers[0])
         assert code == 1
         assert "Timed out" in err or "timeout" in err.lower()
     finally:

@@ -13,7 +13,7 @@ from pdrun.errors import ConfigError
 from pdrun.launcher.ranktables.files import wait_for_table
 from pdrun.parallel.startup.rank_table import describe_rank, join_by_table
 from tests.lib.tiers import thorough
-from tests.lib.worker_processes import finish, fork, free_port, reports
+from tests.lib.worker_processes import finish_all, fork, free_port, reports
 
 pytestmark = pytest.mark.torch
 
@@ -67,7 +67,7 @@ def start_ranks(folder: Path, environ: dict[str, str], world: int) -> list[Any]:
 @pytest.mark.parametrize("name", [thorough("RANK_TABLE_FILE"), "MINDSPORE_HCCL_CONFIG_PATH"])
 def test_processes_of_a_table_form_one_world(tmp_path: Path, name: str) -> None:
     table = write_table(tmp_path, {"127.0.0.1": [1, 0]})
-    ended = [finish(process) for process in start_ranks(tmp_path, {name: table}, 2)]
+    ended = finish_all(start_ranks(tmp_path, {name: table}, 2))
     assert [code for code, _, _ in ended] == [0, 0], ended
     found = reports("".join(out for _, out, _ in ended))
     assert {(one["rank"], one["local_rank"], one["sum"]) for one in found} == {
@@ -84,7 +84,7 @@ def test_the_named_scheduler_wins(tmp_path: Path) -> None:
         "RANK_TABLE_FILE": write_table(tmp_path, {"192.0.2.1": [0], "192.0.2.2": [1]}),
         "PDRUN_SCHEDULER": f"127.0.0.1:{port}",
     }
-    ended = [finish(process) for process in start_ranks(tmp_path, environ, 2)]
+    ended = finish_all(start_ranks(tmp_path, environ, 2))
     assert [code for code, _, _ in ended] == [0, 0], ended
     found = reports("".join(out for _, out, _ in ended))
     assert {(one["rank"], one["node_rank"], one["nodes"]) for one in found} == {

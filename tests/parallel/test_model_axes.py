@@ -92,6 +92,13 @@ def cases() -> list[Any]:
     return found
 
 
+def cover_tensor_axes() -> list[Any]:
+    """Return the cases; by default a cover of pairs of those that have more than a data axis."""
+    pure = [drawn for drawn in cases() if drawn[1]["tp"] == 1]  # test_transparency.py has these
+    cut = [drawn for drawn in cases() if drawn[1]["tp"] > 1]
+    return [*tiers.cover_pairs(cut, features_of), *(tiers.thorough(drawn) for drawn in pure)]
+
+
 def features_of(drawn: Any) -> list[Any]:
     """Return what the product distinguishes in a case; how many ranks an axis has it does not."""
     case, degrees = drawn
@@ -99,7 +106,7 @@ def features_of(drawn: Any) -> list[Any]:
     return [*axes, case.level, case.accumulate, case.recompute, case.dropout, case.clip]
 
 
-@pytest.mark.parametrize("drawn", tiers.cover_pairs(cases(), features_of), ids=str)
+@pytest.mark.parametrize("drawn", cover_tensor_axes(), ids=str)
 def test_tensor_axes_compute_what_one_process_does(drawn: Any, worlds: Worlds) -> None:
     check(*drawn, worlds)
 
@@ -179,7 +186,7 @@ def test_all_ranks_leave_the_same_steps_out(worlds: Worlds) -> None:
             Case(4, 3, accumulate=2, tied=True, dropout=True, recompute="full"),
             {"pp": 2, "dp": 2, "tp": 1},
         ),
-        (
+        tiers.thorough(  # tests/parallel/pipeline/test_sharded_weights.py has these
             Case(4, 3, accumulate=3, clip=0.3, more=(("gather", "pass"),)),
             {"pp": 2, "dp": 2, "tp": 1},
         ),

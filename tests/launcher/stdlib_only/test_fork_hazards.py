@@ -73,10 +73,10 @@ def test_seeds_that_a_script_sets_count_as_ever(bench: Bench, script: Path) -> N
 )
 def test_thread_counts_are_the_workers_own(bench: Bench, script: Path, threads: str) -> None:
     script.write_text("""
-import os, threading, torch, numpy, ctypes
+import os, threading, time, torch, numpy, ctypes
 seen = []
 threading.Thread(target=lambda: seen.append(torch.get_num_threads())).start()
-while not seen: pass
+while not seen: time.sleep(0.001)
 lines = open('/proc/self/maps').read().split()
 path = next(word for word in lines if 'openblas' in word)
 blas = ctypes.CDLL(path).scipy_openblas_get_num_threads64_()

@@ -55,6 +55,7 @@ def identity(bench: Bench) -> str:
     return IDENTITY.replace("MODULES", ", ".join(bench.modules))
 
 
+@pytest.mark.parametrize("bench", ["cold", thorough("warm")], indirect=True)
 def test_the_process_itself(bench: Bench, script: Path) -> None:
     script.write_text(identity(bench))
     cpu = min(os.sched_getaffinity(0))
@@ -87,8 +88,8 @@ def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
 @pytest.mark.parametrize(
     ("bench", "target"),
     [
-        ("cold", "alone"),
         ("warm", "pkg.inner"),
+        thorough("cold", "alone"),
         thorough("warm", "pkg"),
         thorough("cold", "pkg.inner"),
         thorough("cold", "pkg"),

@@ -34,8 +34,8 @@ BOUND = 400.0
 """Seconds: compilers take their time, all the more where others work too."""
 DROPS = Task(p=0.2, tied=True, clip=0.3)
 CASES = [
-    (DROPS, Place(dp=2, tp=2, level=3, accumulate=2)),
-    thorough(DROPS, Place(dp=2, level=3, accumulate=2)),
+    thorough(DROPS, Place(dp=2, tp=2, level=3, accumulate=2)),
+    (DROPS, Place(dp=2, level=3, accumulate=2)),
     thorough(Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
     thorough(DROPS, Place(tp=2, copies=2)),
     thorough(DROPS, Place(tp=2)),
@@ -43,7 +43,8 @@ CASES = [
     thorough(Task(), Place(tp=2, kind="sequence", copies=2)),
     thorough(Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
     thorough(Task(), Place(tp=2, kind="2d")),
-    (DROPS, Place(tp=2, kind="2d", copies=2)),
+    (Task(layers=1), Place(tp=2, kind="2d", copies=2)),
+    thorough(DROPS, Place(tp=2, kind="2d", copies=2)),
     thorough(Task(), Place(tp=4, kind="2d")),
     (Task(), Place(tp=2, kind="operators")),
     (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),

@@ -43,7 +43,10 @@ CUTS = {"tied": "tied", "masked": "masked", "row": "row", "loose": "loose", "inp
 # ---- the numbers of one process ---------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", tiers.mark_all_but(2, SCHEDULES))
+@pytest.mark.parametrize(
+    "schedule",
+    [name if name == "interleaved" else tiers.thorough(name) for name in SCHEDULES],
+)
 def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
     """In double precision; the other schedules are those of the kinds of models."""
     check(worlds, Case(tp=2, cut="words", double=True, more=(("schedule", schedule),)))
@@ -67,14 +70,16 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None
 @pytest.mark.parametrize(
     "case",
     [
-        Case(
-            "tied",
-            pp=2,
-            dp=2,
-            tp=2,
-            cut="tied",
-            rows=(16, 15),
-            run=(("optimizer_level", 2), ("recompute", "full")),
+        tiers.thorough(  # `test_compositions` has its axes, level and recomputation
+            Case(
+                "tied",
+                pp=2,
+                dp=2,
+                tp=2,
+                cut="tied",
+                rows=(16, 15),
+                run=(("optimizer_level", 2), ("recompute", "full")),
+            )
         ),
         tiers.thorough(
             Case(

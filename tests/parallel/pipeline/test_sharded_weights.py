@@ -227,8 +227,9 @@ def test_the_closed_form_of_the_other_levels(worlds: Any, level: int) -> None:
 # ---- what is in memory ------------------------------------------------------
 
 
-@GATHERS
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "gather"), alternating([(name,) for name in SCHEDULES], "step", "pass")
+)
 def test_as_much_is_gathered_at_once_as_is_predicted(
     worlds: Any, schedule: str, gather: str
 ) -> None:

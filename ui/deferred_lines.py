@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
+
+from pdrun.ui.event_fields import ExitFields, find_exits
 
 MAX_WARNINGS = 1000
 """Warnings that a status keeps: the newest ones."""
@@ -40,8 +43,7 @@ _RANK = rb'[a-z]*"(?:, "time": [^,\n]*, "generation": \d+, "rank": (\d+), "node"
 """Both groups are empty if the line has another form: it must be read to know what it concerns."""
 _LINE = re.compile(rb"(.*)")
 NODE_LINES = re.compile(_compile(_NODES, _NODE).pattern + _LINE.pattern)
-_JOIN_LINES = re.compile(_compile(b"join", _NODE).pattern + _LINE.pattern)
-_OTHER_MEMBER_NAMES = _compile(b"lost|left|stan", _NODE)
+_MEMBER_LINES = re.compile(_compile(rb"(join)|lost|left|stan", _NODE).pattern + _LINE.pattern)
 _EXIT_LINES = re.compile(_compile(b"exit", _RANK).pattern + _LINE.pattern)
 _TEXT_LINES = re.compile(_compile(_TEXTS).pattern + _LINE.pattern)
 
@@ -59,9 +61,24 @@ class LogBlock(NamedTuple):
         """Return the lines."""
         return self.data[self.start + 1 : self.end].split(b"\n")
 
-    def has_exits(self) -> bool:
-        """Return whether a worker exits in it; much faster than a search for the lines."""
-        return self.data.find(_EXIT, self.start, self.end) >= 0
+    def count_exits(self) -> int:
+        """Return the number of lines about exits; much faster than a search for the lines."""
+        return self.data.count(_EXIT, self.start, self.end)
+
+    def find_exits(self, count: int, unclear: list[bytes]) -> dict[str, ExitFields | bytes]:
+        """
+        Return the last exit of each rank; lines whose rank is not certain are added to ``unclear``.
+
+        Args:
+            count: as of `count_exits`.
+        """
+        rows = find_exits(self.data[self.start : self.end])
+        if len(rows) == count:
+            return dict(zip(map(itemgetter(0), rows), rows, strict=True))
+        lines = _take_last(self.find_lines(_EXIT_LINES), unclear)
+        return {
+            rank.decode("ascii"): next(iter(find_exits(line)), line) for rank, line in lines.items()
+        }
 
     def find_lines(self, pattern: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
         """Return the name, or rank, and the line of each match."""
@@ -72,8 +89,8 @@ class LastLines(NamedTuple):
     """The lines that are not superseded."""
 
     lines: list[bytes]
-    exits: list[bytes]
-    """Those of the kind ``exited``."""
+    exits: list[ExitFields]
+    """The exits that `find_exits` has read."""
     unclear: list[bytes]
     """Lines whose node or rank is not known. If any of them is an event, all lines must be read."""
 
@@ -121,11 +138,10 @@ class DeferredLines:
             return
         self._blocks.append(block)
         if block.is_mixed:
-            joins = dict(block.find_lines(_JOIN_LINES))
-            self._joins.update(joins)
-            self._members.update(joins)
-            names = _OTHER_MEMBER_NAMES.findall(block.data, block.start, block.end)
-            self._members.update(names)
+            for is_join, name, line in _MEMBER_LINES.findall(block.data, block.start, block.end):
+                self._members.add(name)
+                if is_join:
+                    self._joins[name] = line
 
     def drop_exits(self) -> None:
         """Forget the exits: a new generation begins."""
@@ -165,7 +181,7 @@ class DeferredLines:
             known: nodes of earlier lines.
         """
         nodes: dict[bytes, bytes] = {}
-        exits: list[dict[bytes, bytes]] = []
+        exits: list[dict[str, ExitFields | bytes]] = []
         unclear: list[bytes] = []
         missing = self._members.union(known) if self._has_nodes else set()
         missing.difference_update(superseded)
@@ -178,8 +194,8 @@ class DeferredLines:
                 missing.difference_update(of_nodes)
                 for name in of_nodes.keys() - nodes.keys():
                     nodes[name] = of_nodes[name]
-            if self._has_exits and block.has_exits():
-                exits.append(_take_last(block.find_lines(_EXIT_LINES), unclear))
+            if self._has_exits and (count := block.count_exits()):
+                exits.append(block.find_exits(count, unclear))
         lines = []
         if self._has_nodes:
             for name, last in nodes.items():
@@ -189,12 +205,18 @@ class DeferredLines:
                 if join != last:
                     lines.append(join)
                 lines.append(last)
-        last_exits: dict[bytes, bytes] = {}
+        last_exits: dict[str, ExitFields | bytes] = {}
         for of_ranks in reversed(exits):
             last_exits.update(of_ranks)
+        rows = []
+        for found in last_exits.values():
+            if isinstance(found, bytes):
+                lines.append(found)
+            else:
+                rows.append(found)
         lines += self._find_progress()
         lines += self._find_texts()
-        return LastLines(lines, [*last_exits.values()], unclear)
+        return LastLines(lines, rows, unclear)
 
     def _find_progress(self) -> Iterator[bytes]:
         for data, start, end, _ in reversed(self._blocks):

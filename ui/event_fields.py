@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ _EXIT = re.compile(
     re.MULTILINE | re.ASCII,
 )
 """An exit as `pdrun.eventlog` writes it."""
+ExitFields = tuple[str, str, str, str, str]
+"""Rank, node, code, kind of exit and cause of an exit, as they are in the line."""
 make_rank = partial(tuple.__new__, RankStatus)
 """Make a RankStatus of a tuple, without a call in Python."""
 
@@ -87,36 +89,27 @@ def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
     }
 
 
-def read_exits(lines: list[bytes]) -> tuple[list[RankStatus], list[bytes]]:
+def find_exits(block: bytes) -> list[ExitFields]:
     """
-    Return the exits in lines, and the lines that must be parsed: they have another form.
+    Return the exits in lines that `pdrun.eventlog` has written.
 
     A hundred thousand workers may have failed: one regular expression reads them all.
     """
-    rows: list[tuple[str, ...]] = []
-    others: list[bytes] = []
     try:
-        rows = _EXIT.findall(b"\n".join(lines).decode("ascii"))
+        return _EXIT.findall(block.decode("ascii"))
     except UnicodeDecodeError:
-        pass
-    if len(rows) < len(lines):
-        rows = []
-        for line in lines:
-            if match := _EXIT.match(line.decode("ascii", "replace")):
-                rows.append(match.groups())
-            else:
-                others.append(line)
-    try:
-        return _make_exits(rows), others
-    except ValueError:  # an escape that is none
-        return [], lines
+        return []
 
 
-def _make_exits(rows: list[tuple[str, ...]]) -> list[RankStatus]:
+def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
+    """Return the ranks that have exited; None: a cause has an escape that is none."""
     if not rows:
         return []
     ranks, nodes, codes, hows, causes = zip(*rows, strict=True)
-    texts = {cause: json.loads(f'"{cause}"') for cause in set(causes) if "\\" in cause}
+    try:
+        texts = {cause: json.loads(f'"{cause}"') for cause in set(causes) if "\\" in cause}
+    except ValueError:
+        return None
     states = [
         "done" if code == "0" else "stopped" if how == "stopped" else "failed"
         for code, how in zip(codes, hows, strict=True)

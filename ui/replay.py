@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
 from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines
-from pdrun.ui.event_fields import make_rank, read_exits, read_fields
+from pdrun.ui.event_fields import make_exits, make_rank, read_fields
 from pdrun.ui.job_status import JobStatus, RankStatus
 from pdrun.ui.node_table import NodeTable
 
@@ -201,10 +201,13 @@ class StatusReplay:
         """Return the exits and events that are not superseded; None: all lines must be read."""
         for _ in range(MAX_DAMAGED_ROUNDS):
             last = lines.last_lines(superseded, known)
-            exits, others = read_exits(last.exits)
-            texts = others + last.lines
-            events = _read_lines(texts)
-            damaged = {line for line, event in zip(texts, events, strict=True) if event is None}
+            exits = make_exits(last.exits)
+            if exits is None:
+                return [], None
+            events = _read_lines(last.lines)
+            damaged = {
+                line for line, event in zip(last.lines, events, strict=True) if event is None
+            }
             if last.unclear:
                 for line, event in zip(last.unclear, _read_lines(last.unclear), strict=True):
                     if event is not None:

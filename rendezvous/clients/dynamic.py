@@ -9,8 +9,12 @@ rendezvous at a scheduler and get ranks.
 
 MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_SERVER_NUM, MS_NODE_ID,
 MS_TOPO_TIMEOUT, MS_ENABLE_RECOVERY with MS_RECOVERY_PATH) are read, too. Each worker is a node with
-one worker. This file reads the environment; `pdrun.rendezvous.clients.member` and `server_member`
-join.
+one worker.
+
+With PDRUN_RECOVERY=1 or MS_ENABLE_RECOVERY=1 everywhere, a worker that is lost can come back: the
+others start again in place and wait for a process with its name.
+
+This file reads the environment; `pdrun.rendezvous.clients.member` and `server_member` join.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+MAX_RECOVERIES = 1_000_000
+"""Restarts of a cluster with recovery, which has no limit but that on repeated failures."""
 Role = Literal["scheduler", "server", "worker"]
 _PDRUN_VARIABLES = ("PDRUN_ROLE", "PDRUN_WORKERS")
 """
@@ -85,6 +91,16 @@ class DynamicSpec:
     """
     servers: int = 0
     """Number of processes with the role server (PDRUN_SERVERS or MS_SERVER_NUM)."""
+    recovers: bool = False
+    """
+    Whether workers that are lost or fail may come back (PDRUN_RECOVERY or MS_ENABLE_RECOVERY);
+    never with servers, whose tables would be lost.
+    """
+
+    @property
+    def max_restarts(self) -> int:
+        """Restarts of the workers after losses and failures."""
+        return MAX_RECOVERIES if self.recovers else 0
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
@@ -161,6 +177,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
         float(timeout or 600),
         environ.get("PDRUN_JOURNAL") or _find_recovery_journal(environ, role, job),
         servers or 0,
+        _read_recovery(environ) and not servers,
     )
 
 
@@ -184,6 +201,7 @@ def run_scheduler(
         job=spec.job,
         run=f"{spec.job}-{secrets.token_hex(4)}",
         nodes=spec.workers + spec.servers,
+        max_restarts=spec.max_restarts,
         start_timeout=spec.timeout,
         grace=grace,
         host=socket.gethostname(),
@@ -245,10 +263,13 @@ def join_cluster(
         spec.scheduler,
         secret or find_secret()[0],
         job=spec.job,
-        name=spec.name,
+        # one that comes back must have the name of the lost one
+        name=spec.name
+        or (f"worker-{spec.rank}" if spec.recovers and spec.rank is not None else ""),
         rank=spec.rank,
         timeout=spec.timeout,
         show_line=show_line,
+        recovers=spec.recovers,
     )
     for unit, variable, expected, found in (
         ("worker", "PDRUN_WORKERS", spec.workers, member.world_size),
@@ -321,12 +342,22 @@ def _read_mindspore_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
     )
 
 
+def _read_recovery(environ: Mapping[str, str]) -> bool:
+    """Return whether workers may come back."""
+
+    def read(variable: str) -> bool | None:
+        text = environ.get(variable) or None
+        if text not in (None, "0", "1"):
+            raise ConfigError(f"must be 0 or 1, got {text!r}", where=variable)
+        return None if text is None else text == "1"
+
+    names = "PDRUN_RECOVERY", "MS_ENABLE_RECOVERY"
+    return bool(_merge_values("recovery", read(names[0]), read(names[1]), *names))
+
+
 def _find_recovery_journal(environ: Mapping[str, str], role: Role, job: str) -> str:
     """Return the journal in the folder MS_RECOVERY_PATH, if MS_ENABLE_RECOVERY is 1."""
-    enabled = environ.get("MS_ENABLE_RECOVERY") or "0"
-    if enabled not in ("0", "1"):
-        raise ConfigError(f"must be 0 or 1, got {enabled!r}", where="MS_ENABLE_RECOVERY")
-    if enabled == "0" or role != "scheduler":
+    if (environ.get("MS_ENABLE_RECOVERY") or "0") == "0" or role != "scheduler":
         return ""
     folder = environ.get("MS_RECOVERY_PATH")
     if not folder:

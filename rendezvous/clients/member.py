@@ -26,6 +26,7 @@ from typing import Any
 from pdrun import async_writer
 from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import AuthenticationError, ConfigError, PdrunError, PeerLost, RendezvousError
+from pdrun.rendezvous.clients.program_start import ProgramStart
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
@@ -63,6 +64,7 @@ def join_scheduler(
     rank: int | None = None,
     timeout: float = 600.0,
     show_line: Callable[[str], None] | None = None,
+    recovers: bool = False,
 ) -> DynamicMember:
     """
     Join the job at ``scheduler`` and wait until all nodes have joined.
@@ -71,6 +73,7 @@ def join_scheduler(
         name: of this worker, unique in the job; empty: made from host name and process id.
         rank: the requested rank.
         timeout: seconds to reach the scheduler, which has another limit for the joins.
+        recovers: start this process again in place if the job starts its workers again.
 
     Raises:
         RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave
@@ -116,6 +119,7 @@ def join_scheduler(
         store_socket=store if assign.first_rank == 0 else None,
         _link=link,
         _show_line=show_line,
+        _program=ProgramStart() if recovers else None,
     )
 
 
@@ -145,6 +149,8 @@ class DynamicMember:
     """On rank 0: the listening socket of `master`, for the store. The caller owns it."""
     _link: ZmqLink
     _show_line: Callable[[str], None]
+    _program: ProgramStart | None = None
+    """Starts this process again; None: a restart ends it."""
     _outcome: Cause | None = None
     _is_finished: bool = False
     _outgoing: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
@@ -177,7 +183,9 @@ class DynamicMember:
         ):
             self._outgoing.put(message)
         self._wake_thread()
-        self._thread.join(LEAVE_SECONDS + 2 * LINGER_SECONDS)
+        patience = LEAVE_SECONDS + 2 * LINGER_SECONDS
+        # with recovery until the job is over, or starts again
+        self._thread.join(patience if self._program is None else None)
 
     # At the end of the process
     # -------------------------
@@ -232,7 +240,7 @@ class DynamicMember:
         while not self._outgoing.empty():
             message = self._outgoing.get()
             if message is None:
-                self._leave_job()
+                self._end_or_start_again()
                 return False
             self._link.send(message)
         for message in self._link.poll():
@@ -243,6 +251,44 @@ class DynamicMember:
                 self._end_process(f"job stopped: {message.reason}", signal.SIGTERM, 5.0)
                 return False
         return True
+
+    # Starting again
+    # --------------
+
+    def _end_or_start_again(self) -> None:
+        """After the last message of a worker: leave, or start again if the others do."""
+        if self._program is not None and self._is_awaited():
+            self._start_again()
+        self._leave_job()
+
+    def _is_awaited(self) -> bool:
+        """Wait until the job is over or its workers start again; return whether they do."""
+        while True:
+            due = self._link.deadline()
+            wait = 0.5 if due is None else max(0.0, due - time.monotonic())
+            wait_readable(self._link.fileno(), wait=wait)
+            for message in self._link.poll():
+                if isinstance(message, Verdict | Refuse):
+                    return False
+                if isinstance(message, Waiting | Assign):
+                    return True
+
+    def _report_and_start_again(self) -> None:
+        """Report the end of a main thread that does not end, and start again if the others do."""
+        self._is_finished = True
+        outcome = self._outcome or Cause("stopped", 137, signal.SIGKILL)
+        self._link.send(WorkerExit(self.generation, self.rank, outcome))
+        self._link.send(Finished(self.generation))
+        self._end_or_start_again()
+
+    def _start_again(self) -> None:
+        """Leave, and replace this process by a new run of its program; does not return."""
+        assert self._program is not None
+        with contextlib.suppress(PdrunError):
+            self._leave_job(LINGER_SECONDS)
+        self._link.close(LINGER_SECONDS)
+        async_writer.flush_messages(LINGER_SECONDS)
+        self._program.start_again()
 
     def _leave_job(self, patience: float = LEAVE_SECONDS) -> None:
         """
@@ -303,9 +349,12 @@ class DynamicMember:
                 continue
             if message is None:
                 with contextlib.suppress(PdrunError):
-                    self._leave_job()
+                    self._end_or_start_again()
                 return
             self._link.send(message)
+        if self._program is not None and not self._is_finished:
+            with contextlib.suppress(PdrunError):
+                self._report_and_start_again()
         os.kill(self._pid, signal.SIGKILL)
 
 

@@ -26,8 +26,10 @@ from pdrun.disk import BackgroundCall, open_below
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.journal.format import (
     MAGIC,
+    MAX_JOURNAL_BYTES,
     JournalHeader,
     JournalHistory,
+    damage_error,
     encode_frame,
     is_blank,
     parse_journal,
@@ -155,6 +157,8 @@ def reopen_journal(path: Path) -> tuple[Journal, JournalHistory]:
             f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)
         ) from None
     try:
+        if (size := os.fstat(fd).st_size) > MAX_JOURNAL_BYTES:
+            raise damage_error(path, MAX_JOURNAL_BYTES, f"it has {size:,} bytes")
         with open(os.dup(fd), "rb") as file:  # not by its name, which may change
             file.seek(0)
             parsed = parse_journal(path, file.read())

@@ -28,6 +28,8 @@ from pdrun.rendezvous.protocol.messages import Envelope
 
 MAGIC = b"pdrun journal 1\n"
 MAX_PAYLOAD_BYTES = 4 * Envelope.LIMIT
+MAX_JOURNAL_BYTES = 1 << 31
+"""A longer file, which may be sparse, is damaged. It is not read into memory."""
 _FRAME_HEAD = struct.Struct(">III")
 _JSON_ENCODER = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 

@@ -77,7 +77,8 @@ def main() -> int:
         scheduler = _start_scheduler(order)
     except Exception as error:  # the agent shows any error to the user
         ours = process_setup.resource_limit_error(error, "the scheduler", MIN_OPEN_FILES) or error
-        _send_answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
+        text = str(ours) or type(ours).__name__
+        _send_answer({"error": text, "code": getattr(ours, "exit_code", 70)})
         return 1
     _send_answer({"endpoint": str(scheduler.address)})
     scheduler.transport.watch_fd(0)

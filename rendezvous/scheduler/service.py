@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdrun.clock import Clock, SystemClock
+from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE
 from pdrun.eventlog import LogEvent
 from pdrun.rendezvous.journal.recovery import Recovery, begin_job
 from pdrun.rendezvous.membership.machine import IllegalEvent
+from pdrun.rendezvous.membership.transitions import FutureGeneration
 from pdrun.rendezvous.protocol.codec import CodecError
 from pdrun.rendezvous.protocol.events import (
     Action,
@@ -209,14 +211,23 @@ class Service:
             state.hello = body
         try:
             self._step_machine(MessageReceived(item.peer, envelope.body))
+        except FutureGeneration as error:
+            if self._recovery.is_resumed:
+                # What this scheduler did before it died was in the journal first.
+                why = (
+                    f"the scheduler's journal has lost its end, so the job cannot continue: {error}"
+                )
+                self._refuse_peer(item.peer, why, EXIT_UNAVAILABLE)
+            else:
+                self._refuse_peer(item.peer, str(error))
         except IllegalEvent as error:
             self._refuse_peer(item.peer, str(error))
         return None
 
-    def _refuse_peer(self, peer: Peer, why: str) -> None:
+    def _refuse_peer(self, peer: Peer, why: str, code: int = EXIT_SOFTWARE) -> None:
         """A connection violated the protocol: refuse and close it. The machine treats it as cut."""
         self._warn_limited(f"a connection was refused: {why}")
-        self._pending_actions += [SendMessage(peer, Refuse(70, why)), ClosePeer(peer)]
+        self._pending_actions += [SendMessage(peer, Refuse(code, why)), ClosePeer(peer)]
         self._ignored_peers.add(peer)
         self._step_machine(PeerDisconnected(peer))
 

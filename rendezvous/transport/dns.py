@@ -14,6 +14,8 @@ from pdrun.endpoint import Endpoint
 
 PROBE_SECONDS = 2.0
 """Time for a host to answer a connection."""
+REFUSED_TEXT = "connections are refused"
+NO_ANSWER_TEXT = "it does not answer"
 
 
 class NameLookup:
@@ -26,8 +28,13 @@ class NameLookup:
         self._thread: threading.Thread | None = None
         self.fault = ""
         """Why the name cannot be resolved, by the last answer; empty: no answer yet, or it can."""
-        self.is_refused = False
+        self.failure = ""
+        """What the last connection to the host met; empty: it was accepted, or there was none."""
+
+    @property
+    def is_refused(self) -> bool:
         """Whether the host refused a connection, by the last answer."""
+        return self.failure == REFUSED_TEXT
 
     def start_lookup(self) -> None:
         """Start a look-up without waiting for the answer."""
@@ -39,18 +46,25 @@ class NameLookup:
 
     def _resolve_name(self) -> None:
         self.fault = name_fault(self._endpoint.host)
-        self.is_refused = not self.fault and refuses_connections(self._endpoint)
+        self.failure = "" if self.fault else connection_failure(self._endpoint)
 
 
 def refuses_connections(endpoint: Endpoint) -> bool:
     """Return whether the host answers that no process listens; False: it accepts, or is silent."""
+    return connection_failure(endpoint) == REFUSED_TEXT
+
+
+def connection_failure(endpoint: Endpoint) -> str:
+    """Return what a connection to an endpoint meets; empty: it is accepted."""
     try:
         socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS).close()
     except ConnectionRefusedError:
-        return True
-    except (OSError, UnicodeError):
-        return False
-    return False
+        return REFUSED_TEXT
+    except TimeoutError:
+        return NO_ANSWER_TEXT
+    except (OSError, UnicodeError) as error:
+        return (getattr(error, "strerror", None) or str(error)).lower()
+    return ""
 
 
 def name_fault(host: str) -> str:

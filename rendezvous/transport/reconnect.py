@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
+from pdrun.rendezvous.transport.dns import REFUSED_TEXT
 from pdrun.rendezvous.transport.timeouts import (
     HANDSHAKE_SECONDS,
     MAX_ROUND_TRIP_SECONDS,
@@ -100,6 +101,7 @@ class ReconnectPolicy:
         """Time since which no process listens at the port."""
         self._refused_since: float | None = None
         """Time since which the host refuses connections."""
+        self._failure = ""
         self.is_through_relay = False
         """Whether the other side is a relay."""
 
@@ -151,13 +153,15 @@ class ReconnectPolicy:
         """
         return bool(lease) and now - self._certain_at > lease
 
-    def on_no_listener(self, now: float, *, is_refused: bool = False) -> None:
+    def on_no_listener(self, now: float, failure: str = "") -> None:
         """
         No process listens or can be reached. Refused handshakes before that do not count any more.
 
-        ``is_refused``: the host itself has answered that no process listens.
+        ``failure``: what a connection met (`pdrun.rendezvous.transport.dns`), if that is known.
+        REFUSED_TEXT: the host itself has answered that no process listens.
         """
-        if not is_refused:
+        self._failure = failure
+        if failure != REFUSED_TEXT:
             self._refused_since = None
         elif self._refused_since is None:
             self._refused_since = now
@@ -260,6 +264,19 @@ class ReconnectPolicy:
             return "lost the relay through which this node reaches the scheduler (pdrun relay)"
         return "lost the scheduler behind the relay"
 
+    @property
+    def absence_text(self) -> str:
+        """What the last attempt to connect has met, if no process listens or can be reached."""
+        if self._hint and self._failure == REFUSED_TEXT:  # the hint says what listens
+            return REFUSED_TEXT
+        if self._failure == REFUSED_TEXT:
+            return NO_LISTENER_TEXT
+        return self._failure or UNREACHED_TEXT
+
+    def _describe_failure(self) -> str:
+        is_known = self.no_listener_since is not None and self._failure
+        return f": {self._failure}" if is_known else ""
+
     def check_start(self, fault: str, now: float) -> None:
         """
         Judge the absence of a scheduler before the first Welcome.
@@ -287,14 +304,15 @@ class ReconnectPolicy:
             )
         if now - self._began_at > self._start_timeout:
             raise RendezvousError(
-                fault or f"no scheduler there within {self._start_timeout:g} s",
+                fault
+                or f"no scheduler there within {self._start_timeout:g} s{self._describe_failure()}",
                 where=where,
                 hint=self._hint or _hint_at_address(self._endpoint.host),
             )
         if self.no_listener_since is not None:
             hint = f"; {self._hint}" if self._hint and not fault else ""
             self.report_status(
-                f"waiting for the scheduler at {where}: {fault or NO_LISTENER_TEXT}{hint}", now
+                f"waiting for the scheduler at {where}: {fault or self.absence_text}{hint}", now
             )
 
     def check_spec(self, now: float) -> None:
@@ -332,4 +350,5 @@ def _hint_at_address(host: str) -> str:
 
 
 NO_LISTENER_TEXT = "no process listens there yet"
+UNREACHED_TEXT = "it is not reached yet"
 SILENT_LISTENER_TEXT = "a process accepts connections there but sends nothing"

@@ -33,7 +33,6 @@ from pdrun.rendezvous.protocol.messages import (
 )
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.transport.reconnect import (
-    NO_LISTENER_TEXT,
     SILENT_LISTENER_TEXT,
     ReconnectPolicy,
 )
@@ -348,7 +347,8 @@ class ZmqLink:
         """Why the scheduler does not answer, as far as known."""
         if self._connector.name_fault:
             return self._connector.name_fault
-        return NO_LISTENER_TEXT if self.is_port_closed else SILENT_LISTENER_TEXT
+        policy = self._reconnect_policy
+        return policy.absence_text if self.is_port_closed else SILENT_LISTENER_TEXT
 
     @property
     def is_port_closed(self) -> bool:

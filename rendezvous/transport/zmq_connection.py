@@ -329,7 +329,7 @@ class Connector:
         self.connection = None
 
     def _on_no_listener(self, event: ConnectionEvent, now: float) -> None:
-        self._policy.on_no_listener(now, is_refused=self._name_lookup.is_refused)
+        self._policy.on_no_listener(now, self._name_lookup.failure)
         self._name_lookup.start_lookup()
         if self.is_known:
             wait = RETRY_WELCOMED_SECONDS

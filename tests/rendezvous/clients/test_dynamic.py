@@ -149,7 +149,10 @@ me = dynamic.join_cluster(spec)
 store = me.store_socket.getsockname()[1] if me.store_socket else 0
 print(me.rank, me.world_size, me.local_rank, me.local_world_size, me.master, store, flush=True)
 how = os.environ.get(f"TEST_RANK_{me.rank}", os.environ.get("TEST_ALL", ""))
-exec({"": "", "boom": "raise ValueError('boom')", "exit": "sys.exit(7)", "sleep": "time.sleep(60)",
+again = os.environ.get("TEST_FILE", "") + "-again"
+exec({"": "", "once": "if not os.path.exists(again): open(again, 'w').close(); raise ValueError('once')",
+      "chdir": "os.chdir('/'); os.environ['PDRUN_WORKERS'] = '9'; time.sleep(60) if not me.generation else None",
+      "boom": "raise ValueError('boom')", "exit": "sys.exit(7)", "sleep": "time.sleep(60)",
       "stubborn": "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)",
       "wait": "while not os.path.exists(os.environ['TEST_FILE']): time.sleep(0.05)",
       "tidy": "import signal; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"}[how])
@@ -305,6 +308,76 @@ def test_pdrun_scheduler_serves_and_recovers_a_cluster_of_mindspores_variables(
         process.communicate(timeout=30)
     assert [process.returncode for process in (*workers, again)] == [0, 0, 0]
     assert not (folder / "dynamic.journal").exists()
+
+
+RECOVERY = {
+    "ours": {"PDRUN_RECOVERY": "1"},
+    "theirs": {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "recovery"},
+}
+
+
+@pytest.mark.parametrize("names", RECOVERY)
+def test_a_lost_worker_comes_back_under_its_name(run: Run, tmp_path: Path, names: str) -> None:
+    """The others start again in place, as they were started; a new process takes the lost rank."""
+    recovery = dict(RECOVERY[names])
+    if names == "theirs":
+        recovery["MS_RECOVERY_PATH"] = str(tmp_path / "recovery")
+    scheduler = run("scheduler", **recovery)
+    ids = [{"PDRUN_WORKER_ID": "a"}, {"PDRUN_NODE_RANK": "1"}]
+    if names == "theirs":
+        ids = [{"MS_NODE_ID": "0"}, {"MS_NODE_ID": "1"}]
+    kept, lost = (run("worker", TEST_ALL="chdir", **recovery, **each) for each in ids)
+    for number, worker in enumerate((kept, lost)):
+        assert worker.stdout is not None
+        assert worker.stdout.readline().startswith(f"{number} 2 ")
+    before = kept.pid
+    lost.kill()
+    back = run("worker", TEST_ALL="chdir", **recovery, **ids[1])
+    assert back.communicate(timeout=30)[0].startswith("1 2 ")
+    out, err = kept.communicate(timeout=30)  # whose second run is in its first folder again
+    assert out.startswith("0 2 ") and kept.pid == before
+    assert "job stopped: worker of rank 1, " in err
+    _, log = scheduler.communicate(timeout=30)
+    assert [process.returncode for process in (kept, back, scheduler)] == [0, 0, 0], log
+
+
+def test_a_worker_that_fails_starts_again(run: Run, tmp_path: Path) -> None:
+    """So do one that has ended well, and one with a handler of SIGTERM, which runs before."""
+    recovery = {"PDRUN_RECOVERY": "1", "TEST_FILE": str(tmp_path / "file")}
+    scheduler = run("scheduler", **recovery)
+    failing = run("worker", TEST_ALL="once", PDRUN_NODE_RANK="0", **recovery)
+    handler = (
+        "import signal; signal.signal(15, lambda *_: (print('tidy', flush=True), sys.exit(3)))"
+    )
+    waits = f"{handler}; time.sleep(60) if not me.generation else None"
+    peer = run(
+        "worker",
+        command=("-c", SCRIPT.replace('"stubborn"', f'"waits": {waits!r}, "stubborn"')),
+        TEST_ALL="waits",
+        PDRUN_NODE_RANK="1",
+        **recovery,
+    )
+    out, err = failing.communicate(timeout=30)
+    assert [line[:4] for line in out.splitlines()] == ["0 2 ", "0 2 "]
+    assert "ValueError: once" in err
+    assert [line[:4] for line in peer.communicate(timeout=30)[0].splitlines()] == [
+        "1 2 ",
+        "tidy",
+        "1 2 ",
+    ]
+    _, log = scheduler.communicate(timeout=30)
+    assert [process.returncode for process in (failing, peer, scheduler)] == [0, 0, 0], log
+
+
+def test_failures_in_a_row_end_a_cluster_with_recovery(run: Run) -> None:
+    scheduler = run("scheduler", PDRUN_RECOVERY="1")
+    workers = [run("worker", TEST_RANK_0="boom", PDRUN_RECOVERY="1") for _ in range(2)]
+    for worker in workers:
+        worker.communicate(timeout=60)
+        assert worker.returncode
+    _, log = scheduler.communicate(timeout=30)
+    assert scheduler.returncode == 1
+    assert re.search(r"not restarted: the same failure \d times in a row", log)
 
 
 def test_one_that_ignores_sigterm_is_killed_after_the_grace(run: Run) -> None:

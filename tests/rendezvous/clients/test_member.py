@@ -79,6 +79,8 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicM
                 name="w",
                 host="h",
                 address="127.0.0.1",
+                servers=0,
+                server_key=b"",
                 store_socket=None,
                 _link=link,
                 _show_line=lambda text: None,

@@ -320,6 +320,16 @@ def test_a_folder_in_the_journals_place_is_the_users_mistake(tmp_path: Path) -> 
         adopt_run_name(config(run="made-up"), tmp_path)
 
 
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    written(path, [])
+    os.truncate(path, 1 << 40)
+    with pytest.raises(
+        RendezvousError, match=r"damaged at byte \d+: it has 1,099,511,627,776 bytes"
+    ):
+        reopen_journal(path)
+
+
 def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "j"
     written(path, [[MessageReceived("p", m.Ready(0))]])

@@ -178,7 +178,7 @@ def test_a_scheduler_that_somebody_else_restarts_may_be_refused_for_long() -> No
     policy.on_disconnect(10.0)
     for tenth in range(100, 650):
         policy.on_turn(tenth / 10)
-        policy.on_no_listener(tenth / 10, is_refused=True)
+        policy.on_no_listener(tenth / 10, reconnect.REFUSED_TEXT)
         policy.check_lost(welcome, tenth / 10)
 
 

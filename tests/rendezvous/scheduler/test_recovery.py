@@ -332,6 +332,25 @@ def test_a_damaged_journal_ends_the_waiting_with_its_place(
             connect(child.endpoint)
 
 
+def test_a_journal_that_has_lost_its_end_ends_the_job(
+    scheduler: Start_, secret: Secret, tmp_path: Path
+) -> None:
+    """An older copy, or one that a full disk has cut, knows less than the nodes."""
+    child = scheduler(journal=tmp_path / "j")
+    with agents(child.endpoint, secret, "job", "job") as pair:
+        pair[0].join("n0")
+        pair[0].expect(Waiting)
+        older = (tmp_path / "j").read_bytes()
+        pair[1].join("n1")
+        start_all(*pair)
+        kill(child)
+        until(lambda: child.returncode is not None, "it is dead")
+        (tmp_path / "j").write_bytes(older)
+        revived(child, *pair)
+        refusal = expect(Refuse, pair[0], *pair)
+        assert refusal.code == 69 and "the scheduler's journal has lost its end" in refusal.reason
+
+
 def connect(endpoint: Endpoint) -> None:
     import socket
 

@@ -7,6 +7,7 @@ import pytest
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
+from pdrun.rendezvous.transport.dns import REFUSED_TEXT
 from pdrun.rendezvous.transport.reconnect import RECHECK_SECONDS, ReconnectPolicy
 
 
@@ -87,7 +88,7 @@ def test_the_reason_of_a_loss_is_what_the_attempts_have_met(
     with pytest.raises(RendezvousError) as caught:
         for second in range(101, 130):
             policy.on_turn(float(second))
-            policy.on_no_listener(float(second), is_refused=is_refused)
+            policy.on_no_listener(float(second), REFUSED_TEXT if is_refused else "")
             if connected:
                 policy.on_connected(float(second))
             policy.check_lost(welcome, float(second))
@@ -96,3 +97,26 @@ def test_the_reason_of_a_loss_is_what_the_attempts_have_met(
         f"lost the scheduler at 10.0.0.1:1{seen}: waiting 15 s more for its return;"
         " the workers continue"
     )
+
+
+@pytest.mark.parametrize(
+    ("failure", "hint", "text"),
+    [
+        (REFUSED_TEXT, "", "no process listens there yet"),
+        (REFUSED_TEXT, "the scheduler listens there", "connections are refused; the scheduler"),
+        ("it does not answer", "a firewall", "it does not answer; a firewall"),
+        ("no route to host", "", "no route to host"),
+        ("", "", "it is not reached yet"),
+    ],
+)
+def test_while_no_scheduler_is_reached_the_line_says_what_was_seen(
+    failure: str, hint: str, text: str
+) -> None:
+    lines: list[str] = []
+    policy = ReconnectPolicy(Endpoint("h1", 29400), 10.0, lines.append, 0.0, hint)
+    policy.on_no_listener(1.0, failure)
+    policy.check_start("", 2.0)
+    assert lines == [line for line in lines if f"at h1:29400: {text}" in line] != []
+    with pytest.raises(RendezvousError) as caught:
+        policy.check_start("", 10.5)
+    assert (f"within 10 s: {failure}" in str(caught.value)) == bool(failure)

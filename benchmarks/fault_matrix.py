@@ -11,15 +11,18 @@ codes, workers of the next generation, an event of the log. Tests without such a
 simulator) have their result only. ``--record`` keeps the results of files of tests, and runs only
 those that it does not have yet.
 
-The tests on namespace hosts need root and skip elsewhere.
+The tests on namespace hosts need root and skip elsewhere. SIGINT and SIGTERM end the tests that
+run, and take their hosts away.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 FIGURES_VARIABLE = "PYTEST_PDRUN_FIGURES"
 """File to which the plugin, this module, writes figures."""
+TEARDOWN_SECONDS = 90.0
+"""For tests that were interrupted: they take their hosts away."""
 RESULTS = ("passed", "skipped", "failed")
 
 
@@ -64,6 +69,15 @@ def read_rows(page: str) -> Iterator[MatrixRow]:
             )
         elif not cells:
             columns = []
+
+
+def expand_numbers(text: str) -> set[str]:
+    """Return the numbers of a list such as ``1,3`` or ``54 - 56, 60``."""
+    found: set[str] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        found |= {str(number) for number in range(int(first), int(last if dash else first) + 1)}
+    return found
 
 
 def parse_tests(cell: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -109,18 +123,52 @@ def run_tests(
     env = {**os.environ, FIGURES_VARIABLE: str(file), "PYTHONPATH": str(Path(__file__).parent)}
     if is_thorough:
         env["PYTEST_PDRUN_THOROUGH"] = "1"
+    # A session of its own: Ctrl-C reaches the tests once, from `stop_tests`.
+    process = subprocess.Popen(
+        [*command, "-p", "fault_matrix", path, *words],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        subprocess.run(
-            [*command, "-p", "fault_matrix", path, *words],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            timeout=limit,
-            check=False,
-        )
+        process.wait(limit)
     except subprocess.TimeoutExpired:
         print(f"{path}: not done in {limit:g} s", file=sys.stderr)
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    finally:
+        stop_tests(process)
+        text = file.read_text() if file.exists() else ""
+        file.unlink(missing_ok=True)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def stop_tests(process: subprocess.Popen[bytes]) -> None:
+    """End tests that still run, so that they take their hosts away; remove those that are left."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(TEARDOWN_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # a guardian takes the hosts of tests/chaos away
+        process.wait()
+    remove_namespaces(process.pid)
+
+
+def remove_namespaces(pid: int) -> None:
+    """Remove the hosts of `tests/lib/netns_hosts.py` that a process of pytest left."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    for line in found.stdout.splitlines():
+        name = line.partition(" ")[0]
+        if not name.startswith(f"pdt{pid}-"):
+            continue
+        left = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+        )
+        for one in left.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(one), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 def describe(figures: list[dict[str, Any]]) -> str:
@@ -147,12 +195,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for a file of tests")
     parser.add_argument("--record", type=Path, help="file that keeps the results")
     options = parser.parse_args()
-    wanted = set(filter(None, options.rows.split(",")))
-    rows = [
-        row
-        for row in read_rows(PAGE.read_text())
-        if not wanted or wanted & set(re.split(r"[ ,-]+", row.number))
-    ]
+    # An interruption ends the tests as an exception would.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        wanted = expand_numbers(options.rows)
+    except ValueError:
+        parser.error(f"--rows must be numbers such as 1,3,54-56, got {options.rows!r}")
+    every_row = list(read_rows(PAGE.read_text()))
+    if unknown := wanted.difference(*(expand_numbers(row.number) for row in every_row)):
+        parser.error(f"--rows has numbers that {PAGE.name} does not have: {sorted(unknown)}")
+    rows = [row for row in every_row if not wanted or wanted & expand_numbers(row.number)]
     files: dict[str, set[str]] = {}
     for row in rows:
         for path, names in row.tests:
@@ -227,6 +280,7 @@ def pytest_configure(config: Any) -> None:
     """Watch the acts and waits of the tests on hosts, and of those of the command."""
     from tests.chaos.host import Host
     from tests.chaos.jobs import Bed, NodeJob
+    from tests.e2e.clusters.conftest import Cluster, Run
     from tests.e2e.conftest import Job
 
     signals = (2, 9, 11, 15, 19)
@@ -238,6 +292,11 @@ def pytest_configure(config: Any) -> None:
     _note_fault(Host, "link", lambda host, up: not up)
     for job in (NodeJob, Job):
         _note_fault(job, "signal", lambda job, number: number in signals)
+    for name in ("firewall", "end_jump_host"):
+        _note_fault(Cluster, name)
+    _note_effect(Run, "expect", lambda run, text, *_, **__: f"{text[:40]!r} after")
+    _note_effect(Run, "wait", lambda *_, **__: "ended after")
+    _note_effect(Cluster, "nothing_left", lambda *_, **__: "nothing left after")
     _note_effect(Bed, "codes", lambda *_, **__: "all ended after")
     _note_effect(Bed, "clean", lambda *_, **__: "nothing left after")
     _note_effect(Bed, "event", lambda bed, kind, *_, **__: f"{kind} after")
@@ -257,4 +316,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

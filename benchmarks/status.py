@@ -1,7 +1,7 @@
 """
 How long `pdrun status` takes for a large job: 12,500 nodes, 100,000 workers, a million events.
 
-    python benchmarks/status.py [--nodes N] [--events N] [--rounds N]
+    python benchmarks/status.py [--nodes N] [--events N] [--rounds N] [--mixes NAME ...]
 
 The log has restarts of the job, silent nodes, failed workers, progress and warnings. Measured are
 the whole command (start of Python, log, screen), a replay in this process, and what a follower does
@@ -112,10 +112,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=12_500)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixes", nargs="*", default=[*MIXES], choices=[*MIXES])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder
-        for name, generations in itertools.product(MIXES, (5, 1)):
+        for name, generations in itertools.product(options.mixes, (5, 1)):
             path = Path(folder, "events.jsonl")
             write_log(path, options.nodes, options.events, MIXES[name], generations)
             job = registry.make_job_record(

@@ -232,9 +232,19 @@ def explain_failure(
             "the sshd of a jump host accepts few logins at the same time (MaxStartups): use a"
             " smaller --ssh-window, or see its log",
         )
+    subject = ""
+    if jump and is_behind_proxy(stderr) and not re.search("forwarding failed|open failed", low):
+        # The connection ended before the host itself was tried.
+        subject = f"its jump host, {jump}: "
+        if not re.search(r"[\s,]", jump):  # neither a command nor several hosts
+            login = shlex.join([*ssh, jump])
+            batch = shlex.join([*ssh, "-o", "BatchMode=yes", jump])
+            key = jump.rpartition("@")[2]
     for pattern, what, hint in _FAILURES:
         if re.search(pattern, low):
-            return f"{what} ({last})", hint.format(ssh=login, batch=batch, key=key)
+            lines = [line for line in stderr.splitlines() if re.search(pattern, line.lower())]
+            seen = _last_line(lines[0]) if subject and lines else last
+            return f"{subject}{what} ({seen})", hint.format(ssh=login, batch=batch, key=key)
     return f"ssh failed ({last or 'no message'})", f"try: {batch} true"
 
 

@@ -222,7 +222,9 @@ class HostConnector:
         remote = self.plan.spec.reach
         stderr = self._stderr_of(connection)
         jump = ""
-        if code == ssh_command.SSH_FAILED and ssh_command.is_dropped_login(stderr):
+        if code == ssh_command.SSH_FAILED and (
+            ssh_command.is_dropped_login(stderr) or ssh_command.is_behind_proxy(stderr)
+        ):
             jump = find_jump_host(remote.ssh, remote.ssh_opts, connection.launch.host)
         return ssh_command.explain_failure(
             connection.launch.host,

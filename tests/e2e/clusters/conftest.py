@@ -169,19 +169,18 @@ class Cluster:
         options = f"Port 2200\nHostName {self.hosts.address('h1')}\nStrictHostKeyChecking no\n"
         options += "UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
         client.write_text(f"Host bastion\n{options}Host {' '.join(reached)}\nProxyJump bastion\n")
-        process = subprocess.Popen([*self.hosts.enter("h1"), *start])
+        made = JumpHost(subprocess.Popen([*self.hosts.enter("h1"), *start]), client, log)
         try:
             until(lambda: log.exists() and "listening" in log.read_text(), "the jump host listens")
-            yield JumpHost(process, client, log)
+            yield made
         finally:
-            process.terminate()
-            process.wait(20)
+            self.end_jump_host(made)
+            made.process.wait(20)
 
     def end_jump_host(self, jump: JumpHost) -> None:
         """Kill the jump host's sshd and all connections through it."""
         root = process_tree.find_process(jump.process.pid)
-        assert root is not None
-        # nsenter waits for it as its parent
+        assert root is not None  # nsenter, which waits for its child
         for served in reversed([*process_tree.descendants([root])][1:]):
             process_tree.kill_process(served)
 

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.clusters.conftest import Cluster
-from tests.lib.netns_hosts import run
+from tests.lib.tiers import thorough
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 
 PORTS = "21000-21010"
 SHOW_PORT = "import os; print('port', os.environ['MASTER_PORT'], flush=True)\n"
+WAIT = "import time; print('here', flush=True); time.sleep(1000)\n"
 
 
-@contextlib.contextmanager
-def firewall(cluster: Cluster, *accepted: str) -> Iterator[None]:
-    """On h1 and h2: ssh and answers pass, and what is accepted; the rest is refused."""
-    rules = "".join(f"tcp dport {ports} accept\n" for ports in ("22", *accepted))
-    table = (
-        "table inet pdrun_test {\nchain in { type filter hook input priority 0;\n"
-        "ct state established,related accept\niif lo accept\nmeta l4proto != tcp accept\n"
-        f"{rules}reject with tcp reset\n}}\n}}"
-    )
-    spaces = [f"{cluster.hosts.tag}-{name}" for name in ("h1", "h2")]
-    for space in spaces:
-        run("ip", "netns", "exec", space, "nft", table)
-    try:
-        yield
-    finally:
-        for space in spaces:
-            run("ip", "netns", "exec", space, "nft", "delete table inet pdrun_test", check=False)
-
-
-def test_a_firewall_that_passes_ssh_only_is_named(cluster: Cluster) -> None:
-    with firewall(cluster):
+@pytest.mark.parametrize("verdict", ["drop", thorough("reject with tcp reset"), thorough("reject")])
+def test_a_firewall_that_passes_ssh_only_is_named(cluster: Cluster, verdict: str) -> None:
+    with cluster.firewall(verdict=verdict):
         job = cluster.start("pdrun", "--hosts", "h1,h2", cluster.script(SHOW_PORT))
         job.expect("so a firewall between the hosts blocks the port")
         job.expect("--port-range LOW-HIGH")
@@ -48,8 +27,25 @@ def test_a_firewall_that_passes_ssh_only_is_named(cluster: Cluster) -> None:
         assert job.wait() == 130
 
 
+@pytest.mark.parametrize("verdict", [thorough("drop"), "reject with tcp reset"])
+def test_behind_a_firewall_the_wait_ends_with_the_start_timeout(
+    cluster: Cluster, verdict: str
+) -> None:
+    with cluster.firewall(verdict=verdict):
+        job = cluster.start(
+            "pdrun", "--hosts", "h1,h2", "--start-timeout", "8s", cluster.script(SHOW_PORT)
+        )
+        assert job.wait() == 69
+        assert "missing: node rank 1" in job.err and "Traceback" not in job.err
+        seen = "it does not answer" if verdict == "drop" else "connections are refused"
+        assert f"no scheduler there within 8 s: {seen}" in job.err
+        assert "no process listens" not in job.err
+        assert "a firewall between the hosts blocks the port" in job.err
+        cluster.nothing_left()
+
+
 def test_a_port_range_passes_a_firewall(cluster: Cluster) -> None:
-    with firewall(cluster, PORTS):
+    with cluster.firewall(PORTS):
         script = cluster.script(SHOW_PORT)
         code, out, err = cluster.run("pdrun", "--hosts", "h1,h2", "--port-range", PORTS, script)
     assert code == 0, err
@@ -58,25 +54,45 @@ def test_a_port_range_passes_a_firewall(cluster: Cluster) -> None:
     assert ports <= set(range(21000, 21011))
 
 
+def test_a_firewall_raised_while_the_job_runs_changes_nothing(cluster: Cluster) -> None:
+    """Answers pass it, and so do connections that are open."""
+    job = cluster.start("pdrun", "--hosts", "h1,h2", cluster.script(WAIT))
+    job.expect("h2:1| here")
+    with cluster.firewall(verdict="drop"):
+        os.kill(cluster.inside(job), signal.SIGINT)
+        assert job.wait() == 130
+        cluster.nothing_left()
+
+
 def test_a_jump_host_that_drops_logins(cluster: Cluster) -> None:
     """Its sshd drops every login above one in progress; pdrun repeats them."""
-    folder = cluster.folder
-    config = (cluster.hosts.folder / "sshd_config").read_text()
-    config = config.replace("Port 22\n", "Port 2200\n").replace("200:30:400", "1:100:1")
-    (folder / "jump_config").write_text(config)
-    start = ["/usr/sbin/sshd", "-D", "-f", str(folder / "jump_config"), "-E", f"{folder}/jump.log"]
-    jump = subprocess.Popen([*cluster.hosts.enter("h1"), *start])
-    try:
-        hosts = cluster.hosts
-        ssh = folder / "ssh_config"
-        jump_options = f"Port 2200\nHostName {hosts.address('h1')}\nStrictHostKeyChecking no\n"
-        jump_options += "UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-        ssh.write_text(f"Host bastion\n{jump_options}Host h2 h3\nProxyJump bastion\n")
+    with cluster.jump_host("h2", "h3", limits="1:100:1") as jump:
         script = cluster.script("print('here', flush=True)\n")
-        code, out, err = cluster.run("pdrun", "--hosts", "h2,h3", "--ssh-opts", f"-F {ssh}", script)
-    finally:
-        jump.terminate()
-        jump.wait(20)
-    assert code == 0, err
-    assert out.count("here") == 2
-    assert "MaxStartups" in Path(f"{folder}/jump.log").read_text()
+        options = ("--ssh-opts", f"-F {jump.config}")
+        code, out, err = cluster.run("pdrun", "--hosts", "h2,h3", *options, script)
+        assert code == 0, err
+        assert out.count("here") == 2
+        assert "MaxStartups" in jump.log.read_text()
+
+
+def test_a_jump_host_that_ends_ends_the_job_everywhere(cluster: Cluster) -> None:
+    with cluster.jump_host("h2", "h3") as jump:
+        options = ("--ssh-opts", f"-F {jump.config}")
+        job = cluster.start("pdrun", "--hosts", "h2,h3", *options, cluster.script(WAIT))
+        job.expect("h3:1| here")
+        job.expect("h2:0| here")
+        cluster.end_jump_host(jump)
+        assert job.wait(60) == 69
+        cluster.nothing_left()
+        assert "h2" in job.err and "h3" in job.err and "Traceback" not in job.err
+
+
+def test_a_jump_host_that_refuses_is_named_and_nothing_starts(cluster: Cluster) -> None:
+    with cluster.jump_host("h3") as jump:
+        cluster.end_jump_host(jump)
+        options = ("--ssh-opts", f"-F {jump.config}")
+        code, out, err = cluster.run("pdrun", "--hosts", "h1,h3", *options, cluster.script(WAIT))
+    assert (code, out) == (69, ""), err
+    assert "h3: its jump host, bastion: its ssh port is closed (ssh: connect to host" in err
+    assert "Connection refused" in err
+    cluster.nothing_left()

@@ -258,6 +258,41 @@ def test_hints_have_the_command_that_reaches_the_host(
     assert hint in sshcommand.explain_failure(host, code, said, "python", ("ssh", "-i", "k"))[1]
 
 
+THROUGH = "Connection closed by UNKNOWN port 65535"
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "hint"),
+    [
+        (
+            f"ssh: connect to host b port 22: Connection refused\r\n{THROUGH}",
+            "its jump host, me@b: its ssh port is closed (ssh: connect to host b",
+            "",
+        ),
+        (
+            f"ssh: Could not resolve hostname b: Name or service not known\n{THROUGH}",
+            "its jump host, me@b: its name cannot be resolved (ssh: Could not",
+            "",
+        ),
+        (
+            f"me@b: Permission denied (publickey).\n{THROUGH}",
+            "its jump host, me@b: it refuses the key (me@b: Permission denied",
+            "ssh -o BatchMode=yes me@b true",
+        ),
+        (
+            "channel 0: open failed: connect failed: Connection refused\n"
+            f"stdio forwarding failed\n{THROUGH}",
+            "its ssh port is closed",
+            "",
+        ),
+        ("x: Permission denied (publickey).", "it refuses the key (x: Per", "BatchMode=yes x true"),
+    ],
+)
+def test_a_failure_on_the_way_is_that_of_the_jump_host(said: str, what: str, hint: str) -> None:
+    found = sshcommand.explain_failure(Host("x"), 255, said, "python", jump="me@b")
+    assert found[0].startswith(what) and hint in found[1]
+
+
 def test_not_more_connections_at_once_than_the_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

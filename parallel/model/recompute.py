@@ -18,8 +18,8 @@ The dict has the keys ``modules`` (a glob or globs; default: units, or none with
 MindSpore's names, whose defaults are True and False, and ``operators`` (a glob or globs of names
 that `run.model.explain()` prints).
 
-Caches of keys and values are off (`caches`). Dropout masks are the same: see
-`pdrun.parallel.rng.step_rng`.
+Caches of keys and values are off, and empty ones left out (`caches`). Dropout masks are the same:
+see `pdrun.parallel.rng.step_rng`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import FIXED_AXES
 from pdrun.parallel.layouts.layout import shard_range
-from pdrun.parallel.model.caches import is_cache, turn_off_caches
+from pdrun.parallel.model.caches import is_cache, leave_out_caches, turn_off_caches
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
 
@@ -261,6 +261,8 @@ def _wrap_checkpoint(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if any(map(is_cache, (*args, *kwargs.values()))):
+            args, kwargs = leave_out_caches(forward, args, kwargs)
         if any(map(is_cache, (*args, *kwargs.values()))):
             raise UsageError(
                 "a cache of keys and values is given to a module that is recomputed, and would be"

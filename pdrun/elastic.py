@@ -102,6 +102,8 @@ class _WorkerReporter:
         self.next_sample_at = 0.0
         self.next_look_at = 0.0
         """Monotonic time of the next look for a request of a trace."""
+        self.starts_trace_at = 0.0
+        """Monotonic time at which a trace that was asked for starts."""
         self.trace: Any = None
         """The trace that runs."""
         self.numbers: dict[str, Any] = {}
@@ -172,7 +174,11 @@ class _WorkerReporter:
                 import importlib
 
                 module: Any = importlib.import_module(TRACE_MODULE)
-                self.trace = module.start_trace(request, self.rank)
+                found = module.start_trace(request, self.rank)
+                if isinstance(found, float):  # all ranks start at the same time
+                    self.next_look_at = self.starts_trace_at = now + found
+                else:
+                    self.trace = found
         return self.trace is not None
 
     def flush_reports(self) -> None:
@@ -301,7 +307,7 @@ def sample_step(
         worker.send_report()
     if not is_last and worker.run_trace(now):
         return now  # each of its steps counts
-    return due
+    return min(due, worker.starts_trace_at) if worker.starts_trace_at > now else due
 
 
 def pause(is_paused: bool) -> str:

@@ -1,18 +1,22 @@
 """
 The trace of some steps of this worker, which `pdrun trace` asks for: torch's profiler.
 
-The request is a file beside the agent's socket: ``{"id": "9f3c", "steps": 3}``. The answer is
-``trace-9f3c-RANK.json`` there, a Chrome trace, or ``trace-9f3c-RANK.error``.
+The request is a file beside the agent's socket: ``{"id": "9f3c", "steps": 3, "at": 0}``; ``at`` is
+the wall clock before which no rank starts. The answer is ``trace-9f3c-RANK.json`` there, a Chrome
+trace, or ``trace-9f3c-RANK.error``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 MAX_STEPS = 1_000
+MAX_WAIT_SECONDS = 60.0
+"""Longest time from a request to its start; clocks may differ."""
 
 _handled: set[str] = set()
 """Requests that this worker has answered, or answers now."""
@@ -63,16 +67,24 @@ class StepTrace:
         return False
 
 
-def start_trace(request: str, rank: str) -> StepTrace | None:
-    """Start the trace of a request; None: it was answered, or cannot be."""
+def start_trace(request: str, rank: str) -> StepTrace | float | None:
+    """
+    Start the trace of a request.
+
+    Returns:
+        None: it was answered, or cannot be; a number: seconds until it may start.
+    """
     path = Path(request)
     try:
         data = json.loads(path.read_text())
         name, steps = str(data["id"]), int(data["steps"])
+        wait = float(data.get("at", 0.0)) - time.time()
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if name in _handled or not name.isalnum() or not 0 < steps <= MAX_STEPS:
         return None
+    if 0 < wait <= MAX_WAIT_SECONDS:
+        return wait
     _handled.add(name)
     answer = path.with_name(f"trace-{name}-{rank}.json")
     torch = sys.modules.get("torch")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Shell, free_port
 
 LOOP = """
 import os, time
@@ -158,3 +158,43 @@ def test_quitting_ends_the_job(shell: Shell) -> None:
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 130, out
     assert "went on" not in out
+
+
+@pytest.mark.torch
+@pytest.mark.thorough  # tests/launcher/jobs/views/test_trace.py has the parts
+def test_a_trace_of_two_hosts(shell: Shell) -> None:
+    """The second agent has another TMPDIR: as on another host, its workers are found there only."""
+    scheduler = f"127.0.0.1:{free_port()}"
+    there = shell.folder / "there"
+    there.mkdir()
+    (shell.folder / "traced.py").write_text(LOOP.format(imports="import torch"))
+    jobs = []
+    for rank, env in ((0, {}), (1, {"TMPDIR": str(there), "XDG_RUNTIME_DIR": str(there)})):
+        command = [sys.executable, "-m", "pdrun", "--nodes", "2", "--devices", "1"]
+        command += ["--scheduler", scheduler, "--node-rank", str(rank), "--node-name", f"n{rank}"]
+        jobs.append(
+            subprocess.Popen(
+                [*command, "traced.py"],
+                cwd=shell.folder,
+                env={**shell.env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    connect = f"env TMPDIR={there} XDG_RUNTIME_DIR={there} NODE={{node}}"
+    try:
+        assert jobs[0].stdout is not None
+        while "at 1" not in (line := jobs[0].stdout.readline()):
+            assert line, "the job has ended"
+        done = ask(shell, "trace", "traced", "--steps", "2", "-o", "t.json", "--connect", connect)
+    finally:
+        (shell.folder / "stop").touch()
+        texts = [job.communicate(timeout=60)[0] for job in jobs]
+    assert done.returncode == 0, done.stderr
+    assert "trace of 2 of 2 ranks" in done.stderr
+    events = json.loads((shell.folder / "t.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert {"rank 0", "rank 1"} <= names
+    assert [job.returncode for job in jobs] == [0, 0], texts

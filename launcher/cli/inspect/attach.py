@@ -63,18 +63,32 @@ def attach_command() -> click.Command:
 def trace_command() -> click.Command:
     """Return ``pdrun trace``."""
 
-    def trace(job: str | None, steps: int, output: str, timeout: str) -> int:
-        from pdrun.launcher.jobs.views.trace import write_trace
+    def trace(
+        job: str | None,
+        steps: int,
+        output: str,
+        timeout: str,
+        all: bool,
+        connect: str,
+        part: str,
+    ) -> int:
+        from pdrun.launcher.jobs.views.trace import serve_trace_part, write_trace
 
-        return write_trace(job, steps, output, parsers.parse_duration(timeout, "--timeout"))
+        if part:
+            return serve_trace_part(part)
+        seconds = parsers.parse_duration(timeout, "--timeout")
+        if connect and "{node}" not in connect:
+            hint = "for example --connect 'kubectl exec --stdin {node} --'"
+            raise UsageError("must contain {node}", where="--connect", hint=hint)
+        return write_trace(job, steps, output, seconds, connect=connect if all or connect else None)
 
     return click.Command(
         "trace",
         callback=trace,
         help=(
-            "Profile the next steps of the running job, or of JOB, in all its workers on this host,"
-            " and write one file for https://ui.perfetto.dev. The loop must use pdrun.progress or"
-            " a pdrun.Run."
+            "Profile the next steps of the running job, or of JOB, in all its workers on this host"
+            " (--all: on all nodes), and write one file for https://ui.perfetto.dev. The loop must"
+            " use pdrun.progress or a pdrun.Run."
         ),
         params=[
             click.Argument(
@@ -93,6 +107,14 @@ def trace_command() -> click.Command:
                 show_default=True,
                 help="Longest wait.",
             ),
+            click.Option(["--all"], is_flag=True, help="Also workers of other nodes, over ssh."),
+            click.Option(
+                ["--connect"],
+                metavar="COMMAND",
+                default="",
+                help="In place of ssh: 'kubectl exec --stdin {node} --'.",
+            ),
+            click.Option(["--part"], default="", hidden=True),
         ],
         context_settings=dict(CONTEXT_SETTINGS),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdrun.errors import DeadlineExceeded, UsageError
-from pdrun.launcher.jobs.views import attach, trace
+from pdrun.launcher.jobs.views import attach, trace, trace_parts
 from pdrun.launcher.jobs.views.local_workers import LocalWorker
 
 BASE = 1_790_000_000_000_000_000
@@ -166,3 +167,137 @@ def test_targets(text: str | None, found: tuple[str | None, str]) -> None:
 def test_a_target_that_is_none() -> None:
     with pytest.raises(UsageError, match="JOB:RANKS"):
         attach.split_target("train:x")
+
+
+# ---- other nodes ------------------------------------------------------------
+
+
+def test_a_name_from_the_log_is_no_option_and_no_code_for_ssh() -> None:
+    command = trace_parts.make_command("node1", "train-1", trace_parts.DEFAULT_CONNECT)
+    assert command[:-1] == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "node1"]
+    assert command[-1].endswith("-m pdrun trace --part train-1"), "one word: a shell there splits"
+    for name in ("-oProxyCommand=x", "a;b", "", "a b", "$(x)"):
+        with pytest.raises(ValueError, match="no name of a host"):
+            trace_parts.make_command(name, "train-1", "ssh {node}")
+    words = trace_parts.make_command("pod-1", "train-1", "kubectl exec -i {node} --")
+    assert words[:5] == ["kubectl", "exec", "-i", "pod-1", "--"] and words[-1] == "train-1"
+
+
+PART = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.launcher.jobs.views.test_trace import answer_part
+answer_part(Path({folder!r}), {ahead})
+"""
+
+
+def answer_part(folder: Path, ahead: float) -> None:
+    """Stands for `pdrun trace --part` on a host whose clock is ahead, with workers 2 and 3."""
+    import os
+    import sys
+
+    real = time.time
+    time.time = lambda: real() + ahead
+    workers = [LocalWorker(rank, os.getpid(), folder) for rank in (2, 3)]
+
+    def work() -> None:
+        request = folder / "trace.json"
+        while not request.exists():
+            time.sleep(0.01)
+        data = json.loads(request.read_text())
+        begin = round((data["at"]) * 1e9)  # on its own clock
+        (folder / f"trace-{data['id']}-2.json").write_text(json.dumps(chrome(2, begin)))
+        (folder / f"trace-{data['id']}-3.error").write_text("another profiler\nruns")
+
+    threading.Thread(target=work, daemon=True).start()
+    trace_parts.serve_part(workers, sys.stdin.buffer, sys.stdout.buffer)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A job with ranks 0 and 1 on node a (here) and 2 and 3 on node b; returns its connection."""
+    events = tmp_path / "events.jsonl"
+    nodes = [["a", 0, 2], ["b", 2, 2]]
+    lines: list[dict[str, Any]] = [
+        {"kind": "created", "time": 1.0, "job": "j", "run": "train-1", "nodes": 2},
+        {"kind": "joined", "time": 1.0, "node": "a", "workers": 2},
+        {"kind": "joined", "time": 1.0, "node": "b", "workers": 2},
+        {"kind": "assigned", "time": 1.0, "generation": 0, "restarts": 0, "nodes": nodes},
+        {"kind": "started", "time": 1.0, "generation": 0},
+    ]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = SimpleNamespace(run="train-1", events=str(events))
+    monkeypatch.setattr(trace, "choose_running", lambda name: record)
+    monkeypatch.setattr(trace, "START_DELAY_SECONDS", 0.2)
+    (tmp_path / "there").mkdir()
+
+    def connect(code: str) -> str:
+        script = tmp_path / "part.py"
+        script.write_text(code)
+        return f"{sys.executable} {script} {{node}}"
+
+    return connect
+
+
+def test_traces_of_another_node_are_on_this_clock(
+    job: Callable[..., Path],
+    elsewhere: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = trace.choose_running(None)
+    job(
+        *[
+            lambda stem, rank: stem.with_suffix(".json").write_text(
+                json.dumps(chrome(int(rank), round(time.time() * 1e9)))
+            )
+        ]
+        * 2
+    )
+    monkeypatch.setattr(trace, "choose_running", lambda name: record)
+    root = str(Path(__file__).resolve().parents[4])
+    code = PART.format(root=root, folder=str(tmp_path / "there"), ahead=1000.0)
+    assert trace.write_trace(None, 2, "t.json", 20.0, connect=elsewhere(code)) == 0
+    err = capsys.readouterr().err
+    assert "trace of 3 of 4 ranks" in err and "no trace of ranks 3: rank 3: another profiler" in err
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    at = {event["name"]: event["ts"] for event in events if event["name"].startswith("op")}
+    # the other node is 1,000 s ahead: its ranks are within a second of the others all the same
+    assert set(at) == {"op0", "op1", "op2"}
+    assert abs(at["op2"] - at["op0"]) < 2e6
+
+
+def test_a_node_that_cannot_be_reached_is_named(
+    job: Callable[..., Path],
+    elsewhere: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = trace.choose_running(None)
+    job(good, good)
+    monkeypatch.setattr(trace, "choose_running", lambda name: record)
+    connect = elsewhere("import sys; sys.exit('Permission denied (publickey)')")
+    assert trace.write_trace(None, 2, "t.json", 20.0, connect=connect) == 0
+    err = capsys.readouterr().err
+    assert "trace of 2 of 4 ranks" in err
+    assert "no trace of b: Permission denied (publickey)" in err
+    monkeypatch.setattr(trace, "find_workers", lambda run: [])
+    with pytest.raises(DeadlineExceeded, match="a: Permission denied"):
+        trace.write_trace(None, 2, "t.json", 5.0, connect=connect)
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(
+    job: Callable[..., Path],
+    elsewhere: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = trace.choose_running(None)
+    job(good, good)
+    monkeypatch.setattr(trace, "choose_running", lambda name: record)
+    monkeypatch.setattr(trace_parts, "START_SECONDS", 0.5)
+    connect = elsewhere("import time; time.sleep(600)")
+    assert trace.write_trace(None, 2, "t.json", 1.0, connect=connect) == 0
+    assert "no trace of b: no answer in 0 s" in capsys.readouterr().err

@@ -122,9 +122,13 @@ class DyingApi(KubernetesApi):
 def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
     installed: KubeCluster,
 ) -> None:
-    for count in range(6):
-        name = f"killed-{count}"
-        installed.pdrun("submit", *OPTIONS, "--nodes", "2", "--name", name, "train.py", "wait")
+    overlay = installed.folder / "nowhere.yaml"
+    overlay.write_text("spec: {nodeSelector: {gpu: none}}\n")  # what is in the pods is no matter
+    words = (*OPTIONS, "--nodes", "2", "--pod", str(overlay))
+    names = [f"killed-{count}" for count in range(6)]
+    for count, name in enumerate(names):
+        done = installed.pdrun("submit", *words, "--name", name, "train.py")
+        assert done.returncode == 0, done.stderr
         dying = make_api(installed, DyingApi)
         assert isinstance(dying, DyingApi)
         dying.writes_left = count
@@ -138,7 +142,7 @@ def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
             pods = list(pods_of(installed, name).values())
             loop.reconcile_job(read(installed, name), pods)
         assert sorted(pods_of(installed, name)) == [f"{name}-0", f"{name}-1"]
-        installed.kubectl("delete", "pdj", name, "--wait=false")
+    installed.kubectl("delete", "pdj", *names, "--wait=false")
 
 
 def test_scale_while_training_goes_on(installed: KubeCluster, operator: OperatorLoop) -> None:

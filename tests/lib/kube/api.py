@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 import ssl
+import threading
 import urllib.error
-import urllib.request
 from typing import Any
 
 Item = dict[str, Any]
@@ -13,7 +15,7 @@ Item = dict[str, Any]
 
 class ApiClient:
     """
-    A client without caches.
+    A client without caches, for any number of threads.
 
     Raises:
         urllib.error.HTTPError: a method's request was refused.
@@ -21,6 +23,8 @@ class ApiClient:
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
+        self._host = url.removeprefix("https://")
+        self._local = threading.local()
         self._context = ssl.create_default_context()
         self._context.check_hostname = False
         self._context.verify_mode = ssl.CERT_NONE
@@ -44,7 +48,32 @@ class ApiClient:
 
     def _send(self, method: str, path: str, data: bytes | None, kind: str) -> bytes:
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=20, context=self._context) as answer:
-            content: bytes = answer.read()
+        status, reason, answered, content = self._exchange(method, path, data, headers)
+        if status >= 400:
+            body = io.BytesIO(content)
+            raise urllib.error.HTTPError(self._url + path, status, reason, answered, body)
         return content
+
+    def _exchange(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, str, http.client.HTTPMessage, bytes]:
+        """
+        Send a request over this thread's connection: a handshake costs more than an answer, and a
+        kubelet asks ten times a second. One that the server has closed meanwhile is made again.
+        """
+        is_used = hasattr(self._local, "connection")
+        if not is_used:
+            self._local.connection = http.client.HTTPSConnection(
+                self._host, timeout=20, context=self._context
+            )
+        connection: http.client.HTTPSConnection = self._local.connection
+        try:
+            connection.request(method, path, data, headers)
+            with connection.getresponse() as answer:
+                return answer.status, answer.reason, answer.headers, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            del self._local.connection
+            if is_used and isinstance(error, (ConnectionError, http.client.BadStatusLine)):
+                return self._exchange(method, path, data, headers)
+            raise urllib.error.URLError(error) from error

@@ -279,6 +279,7 @@ def parallelize(
             served.connect_servers(seed, seconds)
             state.served = served
     run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
+    run.predicted = choices.predicted
     measured = read_request()
     if measured is not None:
         measure_steps(measured, run.step, sample, torch.device(job.device))

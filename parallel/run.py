@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from statistics import median
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
 
 from pdrun import elastic
 from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.auto.plan_file import StepPrediction
 from pdrun.parallel.checkpoint.export import export_weights, load_weights
 from pdrun.parallel.checkpoint.load import agree_on_checkpoint, load_checkpoint
 from pdrun.parallel.checkpoint.save import PendingSave, save_checkpoint
@@ -38,6 +42,9 @@ from pdrun.parallel.training.step import (
     train_batch,
 )
 from pdrun.parallel.zero.full_tensors import weights_by_name
+
+TIMED_STEPS = 32
+"""Steps whose median `Run.explain` prints."""
 
 
 class Run:
@@ -75,6 +82,10 @@ class Run:
         self._report_at = 0.0
         """Monotonic time from which a step is reported to pdrun."""
         self._last_metrics: Metrics | None = None
+        self.predicted: StepPrediction | None = None
+        """What the search of the plan has predicted for a step; None without a search."""
+        self._step_ended: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
 
     @property
     def steps(self) -> int:
@@ -116,12 +127,23 @@ class Run:
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
         metrics = train_batch(self.state, batch, self._call_watchers)
+        self._time_step(metrics)
         self._last_metrics = metrics
         if monotonic() >= self._report_at:
             self._report_step(metrics)
         for call in self.on_step:
             call(self, metrics)
         return metrics
+
+    def _time_step(self, metrics: Metrics) -> None:
+        """Note the seconds since the step before: a device runs behind, the ends keep its pace."""
+        ended = perf_counter()
+        if self._step_ended is not None:
+            metrics.seconds = ended - self._step_ended
+            self._step_seconds.append(metrics.seconds)
+        self._step_ended = ended
+        if self.predicted is not None:
+            metrics.predicted_seconds = self.predicted.seconds
 
     def _report_step(self, metrics: Metrics) -> None:
         """Report a step to pdrun; the first time also make sure that the last one is reported."""
@@ -216,7 +238,10 @@ class Run:
     @property
     def plan(self) -> RunPlan:
         """The placement of everything, as plain data: ``run.plan.save("plan.json")``."""
-        return build_plan(self.state)
+        found = build_plan(self.state)
+        if self.predicted is None:
+            return found
+        return replace(found, predicted=asdict(self.predicted))
 
     def explain(self, batch: Any = None) -> str:
         """
@@ -226,7 +251,11 @@ class Run:
             batch: as for `step`; with it, activations are counted too, by running a micro-batch on
                 fake tensors.
         """
-        return explain_run(self.state, batch)
+        text = explain_run(self.state, batch)
+        if self.predicted is None:
+            return text
+        measured = median(self._step_seconds) if self._step_seconds else None
+        return f"{text}\n{self.predicted.describe(measured)}"
 
     def memory(self, batch: Any = None) -> MemoryEstimate:
         """Return the bytes of a step on this rank's device, by kind; see `explain`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, pl
 from pdrun.parallel.auto.measure import check_measurable, read_request
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
 from pdrun.parallel.auto.plan_entries import describe_operators
-from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, read_plan
+from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, StepPrediction, read_plan
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.startup.init import PLAN_VARIABLE
@@ -50,6 +50,8 @@ class ParallelChoices:
     copies: Any = 1
     gather: Any = None
     recompute: Any = None
+    predicted: StepPrediction | None = None
+    """What the search of a plan has predicted for a step."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,22 @@ def _take_plan(choices: ParallelChoices, plan: PlanFile, world: int) -> Parallel
     for name in OPTION_NAMES:
         if name in plan.options and getattr(choices, name) == defaults[name]:
             found[name] = _read_option(name, plan.options[name])
+    if not _is_changed(choices, defaults):
+        found["predicted"] = plan.predict_step(world)
     if found.get("pipeline", choices.pipeline) is not None:
         found.pop("accumulate", None)
     if mesh.row_parts * mesh.cp == 1:
         found.pop("shard_group", None)
     return replace(choices, **found)
+
+
+def _is_changed(choices: ParallelChoices, defaults: Mapping[str, Any]) -> bool:
+    """Return whether a call sets anything that a plan has, so that the plan is another one."""
+    given = {name: getattr(choices, name) for name in defaults}
+    for name in ("mesh", "strategy"):
+        if isinstance(given[name], str):
+            given[name] = None
+    return given != dict(defaults)
 
 
 def _read_option(name: str, value: Any) -> Any:
@@ -171,6 +184,8 @@ def _search_mesh(choices: ParallelChoices, call: PlannedCall, world: int) -> Par
     plan = report.plan_file()
     found = _take_plan(replace(choices, strategy=None, mesh=None), plan, world)
     strategy = auto if found.mesh.tp > 1 else None
+    if choices.gather is None and choices.recompute is None:  # the search chooses them
+        found = replace(found, predicted=plan.predict_step(world))
     return replace(found, strategy=strategy)
 
 

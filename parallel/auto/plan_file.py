@@ -37,6 +37,33 @@ OPTION_NAMES = ("optimizer_level", "shard_group", "accumulate", "copies", "gathe
 
 
 @dataclass(frozen=True)
+class StepPrediction:
+    """
+    What a search has predicted for a step.
+
+    Attributes:
+        seconds: of a step.
+        devices, rows: for which the prediction is.
+        topology: name of the topology, with "a guess" if it is one.
+    """
+
+    seconds: float
+    devices: int
+    rows: int
+    topology: str
+
+    def describe(self, measured: float | None) -> str:
+        """Return the prediction beside the median of the measured steps."""
+        text = (
+            f"step of {self.rows} rows: predicted {self.seconds * 1e3:,.2f} ms on {self.topology}"
+        )
+        if measured is None:
+            return f"{text}; no step is measured yet"
+        ratio = measured / self.seconds
+        return f"{text}, measured {measured * 1e3:,.2f} ms, {ratio:,.2f} times that"
+
+
+@dataclass(frozen=True)
 class PlanFile:
     """
     The part of a plan file from which a run is made.
@@ -47,6 +74,7 @@ class PlanFile:
         gather_results: see `pdrun.Operators`.
         options: arguments of `parallelize`.
         pipeline: arguments of `pdrun.Pipeline`, or None.
+        predicted: of a searched plan.
         where: the file, for errors.
     """
 
@@ -57,6 +85,12 @@ class PlanFile:
     options: Mapping[str, Any] = field(default_factory=dict)
     pipeline: Mapping[str, Any] | None = None
     where: str = "plan"
+    predicted: StepPrediction | None = None
+
+    def predict_step(self, world: int) -> StepPrediction | None:
+        """Return what was predicted for a number of devices."""
+        found = self.predicted
+        return found if found is not None and found.devices == world else None
 
     def make_mesh(self, world: int) -> Mesh:
         """
@@ -163,7 +197,22 @@ def parse_plan(value: Any, where: str = "plan") -> PlanFile:
     if not isinstance(gather, bool):
         raise ConfigError(f"gather_results must be true or false, got {gather!r}", where=where)
     stored = _read_object(value, "stored", where)
-    return PlanFile(mesh, operators, stored, gather, options, pipeline, where)
+    predicted = _read_prediction(value, where)
+    return PlanFile(mesh, operators, stored, gather, options, pipeline, where, predicted)
+
+
+def _read_prediction(value: Mapping[str, Any], where: str) -> StepPrediction | None:
+    """Return the prediction of a plan; None if it has none, or not for what."""
+    if value.get("predicted") is None:
+        return None
+    found = _read_object(value, "predicted", where)
+    if not isinstance(found.get("devices"), int) or not isinstance(found.get("rows"), int):
+        return None
+    seconds = found.get("seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        what = f"predicted: seconds must be above 0, got {seconds!r}"
+        raise ConfigError(what, where=where)
+    return StepPrediction(seconds, found["devices"], found["rows"], str(found.get("topology")))
 
 
 def _read_object(value: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

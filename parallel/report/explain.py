@@ -80,6 +80,8 @@ class RunPlan:
     """Weights that are stored in another layout than their first use needs."""
     gather_results: bool
     """See `pdrun.Operators`."""
+    predicted: dict[str, Any] | None = None
+    """Seconds of a step, if a search has chosen the plan, and for what they are predicted."""
     operator_plan: OperatorPlan | None = field(default=None, repr=False, compare=False)
     """That of all operators, in full; not in the file."""
 
@@ -163,7 +165,7 @@ def build_plan(state: RunState) -> RunPlan:
         operators,
         stored,
         gather_results,
-        None if engine is None else engine.first_plan,
+        operator_plan=None if engine is None else engine.first_plan,
     )
 
 

@@ -36,6 +36,10 @@ class Metrics:
         Updates of other workers on the parameter servers between this worker's fetch and its push;
         0 without servers and in sync mode.
         """
+        self.seconds: float | None = None
+        """Seconds since the end of the step before, with all that was between; None at first."""
+        self.predicted_seconds: float | None = None
+        """Seconds of a step that the search of the plan has predicted; None without a search."""
         self._totals: Any = totals
         self._norm: Any = norm
         self._loads: Any = loads

@@ -100,17 +100,24 @@ class PlanReport:
         """
         chosen = self.result.chosen if not place else self.result.fitting[place]
         choice = chosen.choice
+        request = self.result.request
         mesh = {"pp": choice.pp, "dp": choice.dp, "cp": 1, "tp": choice.tp}
         plain: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "made": {
                 "pdrun": pdrun.__version__,
-                "topology": self.result.request.topology.digest(),
+                "topology": request.topology.digest(),
             },
-            "predicted": {"seconds": chosen.cost.total, "bytes": chosen.cost.peak},
+            "predicted": {
+                "seconds": chosen.cost.total,
+                "bytes": chosen.cost.peak,
+                "devices": request.devices,
+                "rows": request.rows,
+                "topology": request.topology.name + ", a guess" * request.topology.is_guess,
+            },
             "mesh": mesh,
             "options": choice.options,
-            "pipeline": _describe_pipeline(choice, self.result.request.layer_names),
+            "pipeline": _describe_pipeline(choice, request.layer_names),
             "operators": None,
             "stored": {},
             "gather_results": self._auto.gather,

@@ -186,8 +186,6 @@ def _stage_memory(
         live = min(choice.pp - stage.place, choice.microbatches)
         if choice.schedule == "interleaved":
             live += choice.pp // 2
-        elif choice.schedule == "zero-bubble":
-            live = min(choice.pp, choice.microbatches)
     activations = live * (layers + sum(part.saved for part in ends))
     if stage.place == choice.pp - 1:
         activations += cost.logits * (itemsize + FLOAT_BYTES)

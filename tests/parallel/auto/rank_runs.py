@@ -135,6 +135,7 @@ def load_plan(path: str, *, as_mesh: bool = True, layers: int = 2) -> dict[str, 
     """Make a run from a plan file, verify it, and return its plan."""
     run = make_run(mesh=path if as_mesh else None, strategy=path, layers=layers)
     run.verify([batch_of_tokens()])
+    assert "predicted" not in run.explain().splitlines()[-1] or run.predicted is not None
     return dict(json.loads(run.plan.to_json()))
 
 
@@ -158,7 +159,16 @@ def auto_mesh() -> str:
     strategy = Auto(gather=False, topology=TOPOLOGIES["node"])
     run = make_run(mesh="auto", strategy=strategy)
     run.verify([batch_of_tokens()])
-    run.step(batch_of_tokens())
+    assert run.explain().endswith("ms on test; no step is measured yet")
+    first, second = run.step(batch_of_tokens()), run.step(batch_of_tokens())
+    assert first.seconds is None
+    assert second.seconds is not None
+    predicted = run.predicted
+    assert predicted is not None
+    assert first.predicted_seconds == second.predicted_seconds == predicted.seconds
+    last = run.explain().splitlines()[-1]
+    assert last.startswith("step of 4 rows: predicted ")
+    assert f"measured {second.seconds * 1e3:,.2f} ms, " in last
     return run.plan.to_json()
 
 

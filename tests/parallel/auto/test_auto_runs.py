@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdrun.errors import UsageError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES
 from pdrun.parallel.auto.degrees.planner import plan_of
+from pdrun.parallel.auto.inputs import ParallelChoices, _take_plan
 from pdrun.parallel.auto.measure import MEASURED_STEPS, WARMUP_STEPS, check_measurable
+from pdrun.parallel.auto.plan_file import parse_plan
 from tests.lib.rank_pool import RankError
 from tests.lib.tiers import thorough
 from tests.parallel.auto import rank_runs
@@ -156,6 +158,8 @@ def test_stages_with_other_numbers_of_layers_run(worlds: Any, tmp_path: Path) ->
     assert report.choice.stage_layers == (2, 1)
     report.save(path)
     found = worlds(2).run(rank_runs.load_plan, str(path), layers=3)
+    assert found[0]["predicted"]["seconds"] == report.result.chosen.cost.total
+    assert found[0]["predicted"]["rows"] == 4
     stages = found[0]["pipeline"]["stages"]
     assert [stages[f"layers.{at}"] for at in range(3)] == [0, 0, 1]
 
@@ -195,8 +199,27 @@ def test_unknown_search_is_refused(worlds: Any) -> None:
 def test_auto_mesh_chooses_degrees_and_savers(worlds: Any) -> None:
     plans = worlds(2).run(rank_runs.auto_mesh)
     assert plans[0] == plans[1]
-    mesh = json.loads(plans[0])["mesh"]
+    plan = json.loads(plans[0])
+    mesh = plan["mesh"]
     assert mesh["pp"] * mesh["dp"] * mesh["tp"] == 2
+    assert (plan["predicted"]["devices"], plan["predicted"]["rows"]) == (2, 4)
+
+
+def test_a_prediction_is_for_its_own_plan_and_devices() -> None:
+    predicted = {"seconds": 0.5, "devices": 2, "rows": 8, "topology": "cpu, a guess", "bytes": 9}
+    value = {"format": 1, "mesh": {"dp": 2}, "predicted": predicted}
+    plan = parse_plan(value)
+    found = plan.predict_step(2)
+    assert found is not None
+    assert found.describe(0.75) == (
+        "step of 8 rows: predicted 500.00 ms on cpu, a guess, measured 750.00 ms, 1.50 times that"
+    )
+    assert plan.predict_step(4) is None
+    assert _take_plan(ParallelChoices(mesh="p.json"), plan, 2).predicted == found
+    assert _take_plan(ParallelChoices(recompute="full"), plan, 2).predicted is None
+    assert parse_plan({**value, "predicted": {"seconds": 0.5}}).predicted is None
+    with pytest.raises(ConfigError, match="predicted: seconds must be above 0, got 0"):
+        parse_plan({**value, "predicted": {**predicted, "seconds": 0}})
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "tp": 2}, thorough({"pp": 2, "dp": 2, "tp": 2})])

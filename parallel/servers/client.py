@@ -505,7 +505,9 @@ def _check_ids(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
         UsageError: they are not whole numbers, or out of range.
     """
     if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu":
-        return ids.detach().reshape(-1).contiguous()
+        if ids.dim() == 1 and ids.is_contiguous():
+            return ids
+        return ids.reshape(-1).contiguous()
     where = f"served table {spec.name}"
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise UsageError("ids must be a tensor of whole numbers", where=where)

@@ -326,7 +326,7 @@ class _Session:
                 grads = _shape_rows(store, frame, values)
                 store.push_rows(frame.table, ids, grads, **push)
             case Op.PULL:
-                piece = store.read_piece(frame.table, frame.place, self._make_scratch)
+                piece = store.read_piece(frame.table, frame.place)
                 self._channel.send_frame(reply, byte_view(piece))
                 return
             case Op.PUSH:

@@ -81,7 +81,8 @@ def write_server(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """
-    Write the two files of a server; the JSON file appears when both are complete.
+    Write the two files of a server. Earlier ones are replaced when both are complete; the JSON file
+    is missing meanwhile, so two that do not belong together are never read.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -89,12 +90,15 @@ def write_server(
     name = file_name(server)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / f"{name}.safetensors", shapes, tensors)
+        new = folder / f"{name}.new"
+        write_file(new, shapes, tensors)
         part = folder / f"{name}.json.part"
         with open(part, "w", encoding="utf-8") as file:
             json.dump(plain, file)
             file.flush()
             os.fsync(file.fileno())
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        new.replace(folder / f"{name}.safetensors")
         part.replace(folder / f"{name}.json")
     except OSError as error:
         what = f"the tables of server {server} cannot be written: {error.strerror}"

@@ -263,20 +263,17 @@ class TableStore:
         with table.lock:
             return ChangedRows(*rows.read_changed(ids, since), rows.version)
 
-    def read_piece(
-        self, number: int, piece: int, make_buffer: Callable[[int], torch.Tensor] = torch.empty
-    ) -> torch.Tensor:
+    def read_piece(self, number: int, piece: int) -> torch.Tensor:
         """
-        Return a copy of a piece of a dense weight.
+        Return the values of a piece of a dense weight: the memory of the table, not a copy.
 
-        Args:
-            make_buffer: returns the memory for so many elements.
+        In sync mode nothing changes before the worker that reads ends its step. In the other modes
+        a part of the piece may be newer than the rest, as may one piece be than another.
         """
         table, dense = self._dense_table(number)
         with table.lock:
             dense.check_piece(piece)
-            values = dense.read_piece(piece)
-            return make_buffer(len(values)).copy_(values)
+            return dense.read_piece(piece)
 
     # ---- pushes -------------------------------------------------------------
 

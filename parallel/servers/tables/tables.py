@@ -18,6 +18,8 @@ from pdrun.parallel.servers.tables.index import DIRECT_IDS, SlotArray, SlotLists
 from pdrun.parallel.servers.tables.optimizers import apply_update, count_states, first_state
 
 FIRST_ROWS = 1024
+BLOCK_ELEMENTS = 1 << 16
+"""Elements of rows that are updated at a time."""
 EVICTED_SHARE = 8
 """Divisor: a full table drops this share of its rows, those updated longest ago."""
 
@@ -130,17 +132,19 @@ class RowTable:
             ids, grads, slots = self._store_missing(ids, grads, slots)
         if not len(ids):
             return
-        spec = self.spec.optimizer
-        if spec.name == "sgd" and not spec.weight_decay:
-            self._values.index_add_(0, slots, grads, alpha=-spec.lr)
-        else:
-            weight = self._values.index_select(0, slots)
-            states = [state.index_select(0, slots) for state in self._states]
-            apply_update(spec, weight, grads, states, self.step)
-            self._values.index_copy_(0, slots.long(), weight)
+        slots = slots.long()
+        # a block is read, updated and written while it is in the processor's cache
+        block = max(1, BLOCK_ELEMENTS // (16 * self.spec.dim)) * 16
+        for first in range(0, len(ids), block):
+            places = slots[first : first + block]
+            weight = self._values.index_select(0, places)
+            states = [state.index_select(0, places) for state in self._states]
+            part = grads[first : first + block]
+            apply_update(self.spec.optimizer, weight, part, states, self.step)
+            self._values.index_copy_(0, places, weight)
             for state, new in zip(self._states, states, strict=True):
-                state.index_copy_(0, slots.long(), new)
-        self._changed_at.index_fill_(0, slots.long(), self.version)
+                state.index_copy_(0, places, new)
+        self._changed_at.index_fill_(0, slots, self.version)
         if self._limit and self.count > self._limit:
             self._evict_rows()
 

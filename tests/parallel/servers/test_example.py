@@ -9,17 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.worker_processes import clean
+from tests.lib.worker_processes import clean, run_program
 
 ROOT = Path(__file__).parents[3]
-EXAMPLE = str(ROOT / "examples/train_recommender.py")
+EXAMPLE = ROOT / "examples/train_recommender.py"
 SMALL = ("--rows", "6000", "--ids", "3000", "--batch", "500", "--epochs", "2")
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-def train(folder: Path, *command: str) -> list[str]:
-    """Run the example; return the losses of its epochs."""
+def read_losses(text: str) -> list[float]:
+    """Return the losses of the example's epochs."""
+    return [float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.]+)", text)]
+
+
+def run_job(folder: Path, *command: str) -> str:
+    """Run a command in a folder; return its output."""
     done = subprocess.run(
         [sys.executable, *command],
         env=clean(),
@@ -29,13 +34,13 @@ def train(folder: Path, *command: str) -> list[str]:
         cwd=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return re.findall(r"epoch \d: loss ([0-9.]+)", done.stdout)
+    return done.stdout
 
 
 def test_the_recommender_has_one_loss_with_and_without_servers(tmp_path: Path) -> None:
-    want = train(tmp_path, EXAMPLE, *SMALL)
+    want = read_losses(run_program(tmp_path, EXAMPLE, *SMALL))
     assert len(want) == 2
     job = ("-m", "pdrun", "--no-files", "--servers", "2", "--devices", "2", "--backend", "cpu")
-    got = train(tmp_path, *job, EXAMPLE, *SMALL, "--folder", str(tmp_path / "saved"))
-    assert [float(loss) for loss in got] == pytest.approx([float(loss) for loss in want], abs=2e-4)
+    text = run_job(tmp_path, *job, str(EXAMPLE), *SMALL, "--folder", str(tmp_path / "saved"))
+    assert read_losses(text) == pytest.approx(want, abs=2e-4)
     assert (tmp_path / "saved" / "step-00000024" / "served" / "server-00001.json").exists()

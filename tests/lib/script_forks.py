@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,20 @@ MAX_REQUEST_BYTES = 1 << 17
 class ForkedScript:
     """A running script, with what the tests use of `subprocess.Popen`."""
 
-    def __init__(self, server: socket.socket, path: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        server: socket.socket,
+        path: Path,
+        environ: Mapping[str, str],
+        words: Sequence[str],
+        folder: Path,
+    ) -> None:
         pipes = [os.pipe() for _ in range(3)]
-        request = {"path": str(path), "cwd": str(path.parent), "environ": dict(environ)}
+        request = {
+            "argv": [str(path), *words],
+            "cwd": str(folder),
+            "environ": dict(environ),
+        }
         text = json.dumps(request).encode()
         assert len(text) < MAX_REQUEST_BYTES, "a request has one packet"
         socket.send_fds(server, [text], [write for _, write in pipes])
@@ -91,9 +102,11 @@ def _start_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return here, process
 
 
-def start_forked(path: Path, environ: Mapping[str, str]) -> ForkedScript:
-    """Run a script in its folder, with an environment."""
-    return ForkedScript(_start_server()[0], path, environ)
+def start_forked(
+    path: Path, environ: Mapping[str, str], words: Sequence[str] = (), folder: Path | None = None
+) -> ForkedScript:
+    """Run a script with an environment and arguments, in a folder (its own by default)."""
+    return ForkedScript(_start_server()[0], path, environ, words, folder or path.parent)
 
 
 def _serve(server: socket.socket) -> dict[str, Any]:
@@ -129,11 +142,13 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
-    sys.argv, sys.path[0] = [request["path"]], request["cwd"]
+    sys.argv = request["argv"]
+    path = sys.argv[0]
+    sys.path[0] = str(Path(path).parent)
     main = types.ModuleType("__main__")
-    main.__file__ = request["path"]
+    main.__file__ = path
     sys.modules["__main__"] = main
-    code = compile(Path(request["path"]).read_bytes(), request["path"], "exec")
+    code = compile(Path(path).read_bytes(), path, "exec")
     exec(code, vars(main))  # noqa: S102
 
 

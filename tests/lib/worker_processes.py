@@ -79,6 +79,14 @@ def fork(
     return script_forks.start_forked(write(folder, body), clean(environ))
 
 
+def run_program(folder: Path, program: Path, *words: str, timeout: float = 170.0) -> str:
+    """Run ``python PROGRAM WORDS`` in a folder, as `fork` does; return its output."""
+    process = script_forks.start_forked(program, clean(), words, folder)
+    code, out, err = finish(process, timeout)
+    assert code == 0, out + err
+    return out
+
+
 def reports(text: str) -> list[dict[str, Any]]:
     """Return what the workers reported, by rank."""
     found = [

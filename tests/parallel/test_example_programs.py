@@ -13,7 +13,7 @@ import pytest
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
 from tests.lib.tiers import is_thorough
-from tests.lib.worker_processes import clean
+from tests.lib.worker_processes import clean, run_program
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/train_gpt_parallel.py")
@@ -57,7 +57,7 @@ def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) ->
     Slices are equal: 6 on one process, 2 x 3; between them a run stops and goes on from its
     checkpoint.
     """
-    want = losses(run(GPT, *SMALL, "--accumulate", "6", "--verify"))
+    want = losses(run_program(tmp_path, Path(GPT), *SMALL, "--accumulate", "6", "--verify"))
     assert len(want) == 3
     job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2"]
     folder = str(tmp_path / "checkpoints")
@@ -114,11 +114,12 @@ def test_digits_are_classified() -> None:
     assert float(text.partition("right: ")[2].split()[0]) > 90
 
 
-def test_weights_sharded_by_hand_train_as_whole_ones() -> None:
-    script = str(ROOT / "examples/manual_parallel.py")
+def test_weights_sharded_by_hand_train_as_whole_ones(tmp_path: Path) -> None:
+    script = ROOT / "examples/manual_parallel.py"
+    job = ("-m", "pdrun", "--devices", "3", "--backend", "cpu", "--no-files")
     losses = [
-        re.findall(r"step \d+: loss (\d\.\d{4})", run(*command, script))
-        for command in ((), ("-m", "pdrun", "--devices", "3", "--backend", "cpu", "--no-files"))
+        re.findall(r"step \d+: loss (\d\.\d{4})", text)
+        for text in (run_program(tmp_path, script), run(*job, str(script)))
     ]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
@@ -183,13 +184,14 @@ def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)
 
 
-def test_experts_have_the_same_losses_on_two_ranks() -> None:
-    program = str(ROOT / "examples/train_moe.py")
+def test_experts_have_the_same_losses_on_two_ranks(tmp_path: Path) -> None:
+    program = ROOT / "examples/train_moe.py"
+    job = ("-m", "pdrun", "--devices", "2", "--backend", "cpu")
     found = [
         re.findall(r"step +\d+/3  loss (\d\.\d{5})  busiest (\d\.\d\d)", text)
         for text in (
-            run(program, "--steps", "3"),
-            run("-m", "pdrun", "--devices", "2", "--backend", "cpu", program, "--steps", "3"),
+            run_program(tmp_path, program, "--steps", "3"),
+            run(*job, str(program), "--steps", "3"),
         )
     ]
     assert len(found[0]) == 3

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.lib.tiers import by_tier
-from tests.lib.worker_processes import clean, torch
+from tests.lib.worker_processes import run_program, torch
 
 pytestmark = pytest.mark.torch
 
@@ -93,17 +90,10 @@ def test_no_worker_aborts_after_its_last_line(tmp_path: Path) -> None:
     script.write_text(PARENT)
     ends = by_tier(["keeps groups", "leaves work"], list(ENDS))
     runs = by_tier(len(ends), 500)
-    ended = subprocess.run(
-        [sys.executable, str(script), str(runs), json.dumps(ends)],
-        env={**clean(), "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=300 + runs * 20,
-        check=False,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, ended.stderr[-2000:]
+    words = (str(runs), json.dumps(ends))
+    out = run_program(tmp_path, script, *words, timeout=300.0 + runs * 20)
+    lines = [line for line in out.splitlines() if line.startswith("FOUND ")]
+    assert lines, out
     found = Counter((how, code) for how, code in json.loads(lines[0].removeprefix("FOUND ")))
     wrong = {f"{how}: {code}": times for (how, code), times in found.items() if ENDS[how] != code}
     assert not wrong, found

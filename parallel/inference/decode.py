@@ -8,6 +8,7 @@ the full sequence for every token.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,23 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel.inference.encoder_decoder import (
+    EncoderDecoderSession,
+    EncoderInputs,
+    is_encoder_decoder,
+)
 from pdrun.parallel.inference.prompts import PADDING_ID, Prompts
 from pdrun.parallel.inference.sampling import Sampling
+from pdrun.parallel.torch_compat import exclude_untraced
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """The argument of forward for a cache, in newer and older versions of transformers."""
 END_CHECK_TOKENS = 8
 """Tokens between two looks at whether all rows have ended: each waits for the device."""
+CPU_BACKEND = "inductor"
+"""The backend of torch.compile on CPUs."""
+DecodeStep = Callable[[nn.Module, torch.Tensor, dict[str, Any]], torch.Tensor]
+"""`compute_last`, compiled."""
 
 
 class GenerationSession(Protocol):
@@ -36,24 +47,31 @@ class GenerationSession(Protocol):
         """Return the logits after one more token ``[rows]``."""
 
 
-SessionFactory = Callable[[nn.Module, Prompts, int, torch.device], GenerationSession]
-"""From a model, prompts, the number of places and the device."""
+class SessionFactory(Protocol):
+    """Makes the session of some prompts."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        places: int,
+        device: torch.device,
+        inputs: EncoderInputs,
+    ) -> GenerationSession:
+        """
+        Return it.
+
+        Args:
+            places: of the caches.
+            inputs: of an encoder, one row per prompt; empty without one.
+        """
 
 
 def find_session(model: nn.Module) -> SessionFactory:
-    """
-    Return how a model generates.
-
-    Raises:
-        UsageError: it is an encoder and a decoder.
-    """
+    """Return how a model generates."""
+    if is_encoder_decoder(model):
+        return EncoderDecoderSession
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"{type(model).__name__} has an encoder and a decoder",
-            where="pdrun.infer",
-            hint="pass a decoder: pdrun.infer does not generate from an encoder's output yet",
-        )
     if find_cache_argument(model) and callable(getattr(config, "get_text_config", None)):
         return CachedSession
     return RecomputedSession
@@ -84,7 +102,13 @@ class CachedSession:
     """A model of transformers with a static cache; prompts are padded on the left."""
 
     def __init__(
-        self, model: nn.Module, prompts: Prompts, places: int, device: torch.device
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        places: int,
+        device: torch.device,
+        inputs: EncoderInputs,
+        step: DecodeStep | None = None,
     ) -> None:
         from transformers import StaticCache  # the model comes from there
 
@@ -105,6 +129,7 @@ class CachedSession:
             **({"logits_to_keep": 1} if "logits_to_keep" in arguments else {}),
         }
         self._takes_positions = "position_ids" in arguments
+        self._step = step
 
     def start(self) -> torch.Tensor:
         """Return the logits ``[rows, vocabulary]`` after the prompts."""
@@ -112,15 +137,49 @@ class CachedSession:
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits after one more token ``[rows]``."""
-        return self._compute(tokens[:, None])
+        if self._step is None:
+            return self._compute(tokens[:, None])
+        given = self._arguments(1)
+        if "position_ids" in given:
+            given["position_ids"] = given["position_ids"].clone()  # of the same strides each time
+        return self._step(self.model, tokens[:, None].clone(), given)
 
     def _compute(self, ids: torch.Tensor) -> torch.Tensor:
-        stop = self._at + ids.shape[1]
-        given = dict(self._fixed)
+        return compute_last(self.model, ids, self._arguments(ids.shape[1]))
+
+    def _arguments(self, columns: int) -> dict[str, Any]:
+        """Return the model's arguments for the next columns, beside their ids."""
+        stop = self._at + columns
+        given = {**self._fixed, "attention_mask": self._mask}
         if self._takes_positions:
             given["position_ids"] = self._positions[:, self._at : stop]
         self._at = stop
-        return logits_of(self.model(input_ids=ids, attention_mask=self._mask, **given))[:, -1]
+        return given
+
+
+def compute_last(model: nn.Module, ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Return the logits of the last column."""
+    return logits_of(model(input_ids=ids, **given))[:, -1]
+
+
+def compile_session(session: SessionFactory, model: nn.Module) -> SessionFactory:
+    """
+    Return sessions whose decode step is compiled: once per number of rows and places.
+
+    Raises:
+        UsageError: the model has no cache of fixed shape.
+    """
+    if session is not CachedSession:
+        raise UsageError(
+            f"compile=True is not supported for {type(model).__name__}",
+            where="pdrun.infer",
+            hint="it needs a causal model of transformers, whose caches have a fixed shape",
+        )
+    exclude_untraced()
+    mode = "reduce-overhead" if next(model.parameters()).is_cuda else None
+    options: dict[str, Any] = {"mode": mode} if mode else {"backend": CPU_BACKEND}
+    step: DecodeStep = torch.compile(compute_last, dynamic=False, **options)
+    return functools.partial(CachedSession, step=step)
 
 
 class RecomputedSession:
@@ -130,7 +189,12 @@ class RecomputedSession:
     """
 
     def __init__(
-        self, model: nn.Module, prompts: Prompts, places: int, device: torch.device
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        places: int,
+        device: torch.device,
+        inputs: EncoderInputs,
     ) -> None:
         self.model = model
         self._ids = torch.full((len(prompts.ids), places), PADDING_ID, device=device)
@@ -174,6 +238,7 @@ def generate_rows(
     sampling: Sampling,
     eos: tuple[int, ...],
     share: Callable[[torch.Tensor], torch.Tensor],
+    agree: Callable[[torch.Tensor], torch.Tensor] = lambda ended: ended,
 ) -> GeneratedRows:
     """
     Generate up to ``new`` tokens of each row.
@@ -181,7 +246,8 @@ def generate_rows(
     Args:
         rows: indices among all prompts of the call.
         eos: tokens that end a row.
-        share: gives ranks that compute the same rows the first one's tokens.
+        share: gives ranks that compute the same rows the tokens of one of them.
+        agree: gives whether rows of all ranks that must compute together have ended.
     """
     chosen: list[torch.Tensor] = []
     logits = session.start()
@@ -194,10 +260,11 @@ def generate_rows(
         chosen.append(tokens)
         if eos:
             ended |= torch.isin(tokens, ends)
-            if (position + 1) % END_CHECK_TOKENS == 0 and bool(ended.all()):
+            if (position + 1) % END_CHECK_TOKENS == 0 and bool(agree(ended.all())):
                 break
         if position + 1 < new:
             logits = session.advance(tokens)
+    bad = share(bad.long()).bool()
     found = torch.stack(chosen, 1).tolist()
     return GeneratedRows([_until_end(row, eos) for row in found], bad.tolist())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +16,24 @@ from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.checkpoint.rank_barrier import RankBarrier
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh, solve_mesh
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, Mesh, solve_mesh
 from pdrun.parallel.comm.watchdog import start_watchdog
+from pdrun.parallel.experts.adapters import find_adapter
+from pdrun.parallel.experts.fused import is_fused
+from pdrun.parallel.experts.moe import MoE
+from pdrun.parallel.experts.style import experts
 from pdrun.parallel.inference.decode import find_session
 from pdrun.parallel.inference.inference_model import INFER, InferenceModel
 from pdrun.parallel.inference.load import load_weights
 from pdrun.parallel.inference.sources import open_source
+from pdrun.parallel.inference.stages import take_stage
 from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.model.meta_init import move_model
 from pdrun.parallel.prepare import claim_model, store_of
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.tensor import Strategy, strategy_for
+from pdrun.parallel.tensor.style import ModuleStyle
 from pdrun.parallel.training.rank_agreement import PARALLELIZE, RankAgreement
 
 TIMEOUT_SECONDS = 600.0
@@ -44,6 +51,7 @@ def infer(
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
+    compile: bool = False,
 ) -> InferenceModel:
     """
     Prepare a model for inference. Every rank of the job calls this with the same arguments.
@@ -52,20 +60,25 @@ def infer(
         model: from ids ``[rows, length]`` to logits, or a causal model of transformers. Made inside
             `pdrun.empty_init` it has no memory until its shards are read. It is changed: it is in
             eval mode, without gradients, and has this rank's shards.
-        mesh: dp divides the prompts, tensor axes the weights; default: all devices on dp.
-        strategy: shards the weights over the tensor axes; default: `pdrun.strategy_for` the model.
+        mesh: dp divides the prompts, tensor axes the weights, pp the layers, and ep prompts and
+            experts; default: all devices on dp.
+        strategy: shards the weights over the tensor axes and ep; default: `pdrun.strategy_for` the
+            model, and its experts over ep and the tensor axes.
         weights: a folder of `Run.save` (of any mesh; the newest step, or one step), a safetensors
             file, or a folder of such files with their index. None: rank 0's values.
         dtype: of floating-point weights; default: as they are in the model.
         max_length: tokens that a prompt and its new tokens may have together; default:
             ``max_position_embeddings`` of the model's configuration.
         timeout: seconds that a collective may take.
+        compile: compile the step of a token: with CUDA graphs on CUDA.
 
     Raises:
         UsageError: an argument is wrong, or ranks differ.
         ConfigError: weights are missing or damaged, or are those of another model.
     """
     _check_arguments(model, strategy, dtype, max_length, timeout)
+    if type(compile) is not bool:
+        raise UsageError(f"compile must be True or False, got {compile!r}", where=INFER)
     job = init_process()
     torch_compat.destroy_unused_groups()
     devices = mesh or solve_mesh(job.world_size, {"dp": -1})
@@ -79,6 +92,7 @@ def infer(
         "weights": None if weights is None else str(weights),
         "dtype": str(dtype),
         "max_length": max_length,
+        "compile": compile,
     }
     hint = "every rank calls it with the same arguments and model"
     agreement.check_equal(described.items(), where=INFER, hint=hint)
@@ -97,10 +111,20 @@ def infer(
         if weights is None:
             _broadcast(model, axes)
         model = _cut(model, strategy, devices, axes)
+        if devices.pp > 1:
+            take_stage(model, axes)
         if weights is not None:
-            _load(model, Path(weights), device, dtype, job, timeout)
+            _load(model, original, Path(weights), device, dtype, job, timeout)
         return InferenceModel(
-            model, original, devices, axes, agreement, session, max_length, strategy
+            model,
+            original,
+            devices,
+            axes,
+            agreement,
+            session,
+            max_length,
+            strategy,
+            is_compiled=compile,
         )
 
 
@@ -137,13 +161,12 @@ def _check_mesh(devices: Any, world: int) -> None:
     if devices.size != world:
         what = f"{devices} needs {devices.size} devices, the job has {world}"
         raise UsageError(what, where=INFER)
-    for axis in (STAGE_AXIS, "cp", EXPERT_AXIS):
-        if devices.degree(axis) > 1:
-            raise UsageError(
-                f"{devices}: inference does not use the axis {axis}",
-                where=INFER,
-                hint="divide weights over tp, and prompts over dp",
-            )
+    if devices.cp > 1:
+        raise UsageError(
+            f"{devices}: inference does not use the axis cp",
+            where=INFER,
+            hint="divide weights over tp or pp, and prompts over dp",
+        )
 
 
 @contextmanager
@@ -164,8 +187,12 @@ def _make_axes(devices: Mesh, job: Context, device: torch.device, seconds: float
     if job.world_size > 1:
         torch_compat.set_timeout(seconds)
     axes = MeshGroups(devices.grid, job.rank, device, watchdog)
-    for names in (*((name,) for name in devices.grid.names), devices.tensor_axes):
-        axes[names]
+    names = devices.grid.names
+    not_dp = tuple(name for name in names if name != "dp")
+    experts = tuple(name for name in names if name in (EXPERT_AXIS, *devices.tensor_axes))
+    each = tuple((name,) for name in names)
+    for group in (*each, devices.tensor_axes, devices.row_axes, experts, not_dp):
+        axes[group]
     return axes
 
 
@@ -186,14 +213,40 @@ def _broadcast(model: nn.Module, axes: MeshGroups) -> None:
 
 
 def _cut(model: nn.Module, strategy: Strategy | None, devices: Mesh, axes: MeshGroups) -> nn.Module:
-    tensor = tuple(axis for axis in devices.tensor_axes if devices.degree(axis) > 1)
-    if strategy is None and tensor:
-        strategy = strategy_for(model, axis=tensor[0] if len(tensor) == 1 else tensor)
+    if strategy is None:
+        strategy = _choose_strategy(model, devices)
     return model if strategy is None else strategy.apply(model, axes)
+
+
+def _choose_strategy(model: nn.Module, devices: Mesh) -> Strategy | None:
+    """Return the strategy of a model, and its experts over ep and the tensor axes."""
+    tensor = tuple(axis for axis in devices.tensor_axes if devices.degree(axis) > 1)
+    rules: dict[str, ModuleStyle] = {}
+    if tensor:
+        rules |= strategy_for(model, axis=tensor[0] if len(tensor) == 1 else tensor).rules
+    names = devices.grid.names
+    wanted = tuple(name for name in names if name in tensor or name == EXPERT_AXIS)
+    wanted = tuple(name for name in wanted if devices.degree(name) > 1)
+    has_experts = False
+    for name, module in model.named_modules():
+        if not wanted or not (isinstance(module, MoE) or is_fused(module)):
+            continue
+        has_experts = True
+        count = find_adapter(name, module, None).count_experts(module)
+        parts = math.prod(devices.degree(axis) for axis in wanted)
+        # too few experts for all of these ranks: each of a tensor group has all of its experts
+        over = wanted if count % parts == 0 or not tensor else wanted[: devices.ep > 1]
+        if over:
+            rules[name] = experts(over)
+    if devices.ep > 1 and not has_experts:
+        what = f"{devices}: {type(model).__name__} has no experts to cut over ep"
+        raise UsageError(what, where=INFER, hint="use dp, or pass a strategy with experts('ep')")
+    return Strategy(rules) if rules else None
 
 
 def _load(
     model: nn.Module,
+    original: nn.Module,
     path: Path,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -213,7 +266,7 @@ def _load(
     try:
         source = open_source(path)
         place = source.place
-        spare = load_weights(model, source, device, dtype)
+        spare = load_weights(model, source, device, dtype, original)
     except PdrunError as error:
         failure = error
     except OSError as error:

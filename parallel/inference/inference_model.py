@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,18 +12,27 @@ from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.comm.groups import MeshGroups
-from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.inference.decode import (
     CachedSession,
     GeneratedRows,
     SessionFactory,
+    compile_session,
     generate_rows,
+)
+from pdrun.parallel.inference.encoder_decoder import (
+    EncoderDecoderSession,
+    digest_inputs,
+    parse_inputs,
+    probe_inputs,
+    rows_of_inputs,
 )
 from pdrun.parallel.inference.prompts import Prompts, check_prompts, parse_prompts
 from pdrun.parallel.inference.reference import GenerationComparison, compare_with_full
 from pdrun.parallel.inference.sampling import GENERATE, Sampling
-from pdrun.parallel.model.shards import shard_of
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.model.shards import Ranges, shard_of
 from pdrun.parallel.tensor import Strategy
 from pdrun.parallel.training.rank_agreement import RankAgreement
 
@@ -52,6 +61,22 @@ class InferenceMemory:
         return self.weights + self.buffers + self.cache
 
 
+@dataclass(frozen=True)
+class WeightLayout:
+    """
+    The part of a weight that a rank has.
+
+    Attributes:
+        shape: of the full weight.
+        layout: the axes that cut each dim.
+        ranges: for each dim the (low, high) ranges of this rank.
+    """
+
+    shape: tuple[int, ...]
+    layout: L
+    ranges: tuple[Ranges, ...]
+
+
 class InferenceModel:
     """
     The result of `pdrun.infer`.
@@ -74,20 +99,27 @@ class InferenceModel:
         session: SessionFactory,
         max_length: int | None,
         strategy: Strategy | None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.axes = axes
         self._original = original
         self._agreement = agreement
+        if is_compiled:
+            session = compile_session(session, model)
         self._session = session
         self._strategy = strategy
         self._tensor = axes[mesh.tensor_axes]
         config = getattr(model, "config", None)
         positions = getattr(config, "max_position_embeddings", None)
+        positions = positions or getattr(config, "max_target_positions", None)
         self.max_length = max_length if max_length is not None else positions
+        self._stages = axes[STAGE_AXIS]
+        self._rows = axes[mesh.row_axes]
         with torch.inference_mode():
-            probe = session(model, Prompts(((0,),), 1), 1, axes.device)
+            probe = session(model, Prompts(((0,),), 1), 1, axes.device, probe_inputs(model))
             axes.reset_counts()
             self.vocabulary = int(probe.start().shape[-1])
         self._per_token = {key: (count.calls, count.nbytes) for key, count in axes.counts.items()}
@@ -108,6 +140,7 @@ class InferenceModel:
         seed: int = 0,
         eos: int | Sequence[int] | None = None,
         cache: int | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> list[list[int]]:
         """
         Return the new tokens of each prompt, on every rank. Every rank calls this with the same
@@ -125,6 +158,8 @@ class InferenceModel:
             seed: of the random numbers.
             eos: a token that ends a row, or several; it is part of the result.
             cache: places of the caches; default: as many as needed.
+            inputs: of the encoder of a model that has one: tensors with a row for each prompt, such
+                as ``{"input_features": ...}``; ``ids`` are the decoder's.
 
         Raises:
             UsageError: an argument is wrong, a prompt is empty, too long or not in the vocabulary,
@@ -133,6 +168,7 @@ class InferenceModel:
             PeerLost: another rank was lost.
         """
         prompts = parse_prompts(ids)
+        encoder_inputs = parse_inputs(self.model, inputs, prompts)
         sampling = Sampling(temperature, top_k, top_p, seed)
         ends = _parse_ends(eos, self.vocabulary)
         places = check_prompts(prompts, max_new_tokens, self.vocabulary, self.max_length, cache)
@@ -142,30 +178,58 @@ class InferenceModel:
             **asdict(sampling),
             "eos": ends,
             "cache": cache,
+            "inputs": digest_inputs(encoder_inputs),
         }
         self._agreement.check_equal(call.items(), where=GENERATE, hint=SAME_CALL_HINT)
-        rows = self.axes["dp"]
-        mine = prompts.part_for(rows.index, rows.size)
+        mine = prompts.part_for(self._rows.index, self._rows.size)
         made = GeneratedRows([], [])
-        if mine.ids:
+        # ranks that have the experts of others compute with them, if need be without own rows
+        computed = mine
+        if not mine.ids and self.mesh.ep > 1:
+            computed = replace(prompts, ids=prompts.ids[:1])
+        if computed.ids:
             with torch.inference_mode():
-                session = self._session(self.model, mine, places, self.axes.device)
+                own_inputs = rows_of_inputs(encoder_inputs, computed.rows)
+                session = self._session(self.model, computed, places, self.axes.device, own_inputs)
                 made = generate_rows(
-                    session, mine.rows, max_new_tokens, sampling, ends, self._tensor.broadcast
+                    session,
+                    computed.rows,
+                    max_new_tokens,
+                    sampling,
+                    ends,
+                    self._share_tokens,
+                    self._agree_end,
                 )
+        if not mine.ids:
+            made = GeneratedRows([], [])
         return _check_finite(self._join_rows(made))
 
+    def _share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the last stage's first rank, on all ranks with the same rows."""
+        tokens = self._tensor.broadcast(tokens)
+        return self._stages.broadcast(tokens, self._stages.size - 1)
+
+    def _agree_end(self, ended: torch.Tensor) -> torch.Tensor:
+        if self.mesh.ep == 1:
+            return ended
+        return self.axes[EXPERT_AXIS].all_reduce(ended.long(), "min")
+
     def _join_rows(self, made: GeneratedRows) -> GeneratedRows:
-        """Return what all ranks of dp generated, in the order of the prompts."""
+        """Return what all ranks with other rows generated, in the order of the prompts."""
         content = torch.frombuffer(bytearray(json.dumps(asdict(made)).encode()), dtype=torch.uint8)
-        parts = ShardedGroup(self.axes["dp"]).gather_bytes(content, "the tokens of generate")
+        parts = ShardedGroup(self._rows).gather_bytes(content, "the tokens of generate")
         found = [GeneratedRows(**json.loads(bytes(part.tolist()))) for part in parts]
         return GeneratedRows(
             [tokens for part in found for tokens in part.tokens],
             [bad for part in found for bad in part.not_finite],
         )
 
-    def verify(self, ids: Any, max_new_tokens: int = 8) -> GenerationComparison:
+    def verify(
+        self,
+        ids: Any,
+        max_new_tokens: int = 8,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> GenerationComparison:
         """
         Compare logits and greedy tokens with those of the full model in one process. Every rank
         calls this, and needs memory for the full model.
@@ -174,12 +238,31 @@ class InferenceModel:
             ConfigError: they differ by more than rounding.
         """
         prompts = parse_prompts(ids)
-        tokens = self.generate(ids, max_new_tokens)
+        encoder_inputs = parse_inputs(self.model, inputs, prompts)
+        tokens = self.generate(ids, max_new_tokens, inputs=inputs)
         places = check_prompts(prompts, max_new_tokens, self.vocabulary, self.max_length, None)
         with torch.inference_mode():
             return compare_with_full(
-                self.model, self._original, self._tensor, self._session, prompts, places, tokens
+                self.model,
+                self._original,
+                self.axes,
+                self._session,
+                prompts,
+                places,
+                tokens,
+                encoder_inputs,
             )
+
+    def layout(self) -> dict[str, WeightLayout]:
+        """
+        Return which part of each weight this rank has, by the weight's name. A weight of another
+        stage is missing.
+        """
+        found = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            shard = shard_of(param)
+            found[name] = WeightLayout(shard.shape, shard.layout, shard.ranges)
+        return found
 
     def memory(self, rows: int = 1, length: int | None = None) -> InferenceMemory:
         """
@@ -190,7 +273,7 @@ class InferenceModel:
             length: places of the caches; default: ``max_length``.
         """
         places = length or self.max_length or 0
-        mine = -(-rows // self.mesh.dp)
+        mine = -(-rows // self._rows.size)
         cache = sum(
             nbytes * (places if window is None else min(places, window))
             for nbytes, window in self._layers
@@ -206,7 +289,8 @@ class InferenceModel:
         memory = self.memory(length=1)
         cut = [param for param in self.model.parameters() if not shard_of(param).is_full]
         lines = [
-            f"{self.mesh}: prompts over dp, weights over {', '.join(self.mesh.tensor_axes)}",
+            f"{self.mesh}: prompts over {', '.join(self.mesh.row_axes) or 'dp'}, weights over"
+            f" {', '.join(self.mesh.tensor_axes)}",
             f"weights: {memory.weights:,} bytes on this rank, {len(cut)} of"
             f" {len(list(self.model.parameters()))} cut",
         ]
@@ -222,7 +306,7 @@ class InferenceModel:
 
 def _cache_layers(probe: Any) -> Iterator[tuple[int, int | None]]:
     """Yield the bytes of a row and place of each layer's cache, and the layer's window."""
-    if isinstance(probe, CachedSession):
+    if isinstance(probe, (CachedSession, EncoderDecoderSession)):
         for layer in probe.cache.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:

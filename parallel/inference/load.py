@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import ConfigError
+from pdrun.parallel.inference.expert_files import SplitExpertsSource
 from pdrun.parallel.inference.sources import WeightSource
 from pdrun.parallel.model.shards import Shard, full_shard, set_shard, shard_of
 from pdrun.text import escape_text
@@ -32,13 +33,18 @@ class _Target:
 
 
 def load_weights(
-    model: nn.Module, source: WeightSource, device: torch.device, dtype: torch.dtype | None
+    model: nn.Module,
+    source: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    original: nn.Module | None = None,
 ) -> list[str]:
     """
     Fill this rank's shards from a source.
 
     Args:
         model: cut; weights can be on the meta device.
+        original: the full model, if this rank has not all of its weights.
         dtype: of floating-point weights; None: the model's.
 
     Returns:
@@ -47,14 +53,17 @@ def load_weights(
     Raises:
         ConfigError: a tensor is missing, or has another shape or kind of type.
     """
-    targets = _match_names(model, source)
+    names = list(_all_names(model))
+    all_names = names if original is None else list(_all_names(original))
+    source = SplitExpertsSource(source, [name for tied in all_names for name in tied])
+    targets = _match_names(model, source, names, all_names)
     _check_shapes(targets, source)
     with torch.no_grad():
         for target in targets:
             _fill(target, source, device, dtype)
     used = {target.stored for target in targets}
     prefix = _base_prefix(model)
-    spare = [_variants(name, prefix) for found in _all_names(model) for name in found]
+    spare = [_variants(name, prefix) for tied in all_names for name in tied]
     known = used.union(*spare) if spare else used
     return sorted(set(source.names()) - known)
 
@@ -65,8 +74,10 @@ def _all_names(model: nn.Module) -> Iterator[list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     yield from names.values()
-    saved = model.state_dict(keep_vars=True)
-    yield from ([name] for name, _ in model.named_buffers() if name in saved)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield [f"{prefix}.{key}" if prefix else key]
 
 
 def _base_prefix(model: nn.Module) -> str:
@@ -81,14 +92,26 @@ def _variants(name: str, prefix: str) -> list[str]:
     return [name, name[len(prefix) :] if name.startswith(prefix) else prefix + name]
 
 
-def _match_names(model: nn.Module, source: WeightSource) -> list[_Target]:
+def _match_names(
+    model: nn.Module, source: WeightSource, all_own: list[list[str]], all_names: list[list[str]]
+) -> list[_Target]:
+    """
+    Return where each weight comes from.
+
+    Args:
+        all_own: the names of each of this rank's weights.
+        all_names: of those of the full model.
+    """
     stored = set(source.names())
     prefix = _base_prefix(model)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    tied = {name: names for names in all_names for name in names}
     targets = []
     missing = []
-    for names in _all_names(model):
-        candidates = [variant for name in names for variant in _variants(name, prefix)]
+    for names in all_own:
+        # a stage may have one of two weights that are tied in the full model
+        known = [*names, *(name for name in tied.get(names[0], ()) if name not in names)]
+        candidates = [variant for name in known for variant in _variants(name, prefix)]
         hit = next((name for name in candidates if name in stored), None)
         if hit is None:
             missing.append(names[0])

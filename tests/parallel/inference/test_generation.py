@@ -11,9 +11,17 @@ import torch
 import pdrun
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.comm import mesh
+from pdrun.parallel.inference import decode
 from pdrun.parallel.inference.infer import infer
 from pdrun.parallel.inference.inference_model import InferenceModel
-from tests.lib.causal_models import POSITIONS, WORDS, build_causal, prompts
+from tests.lib.causal_models import (
+    POSITIONS,
+    WORDS,
+    build_causal,
+    encoder_inputs,
+    prompts,
+    prompts_for,
+)
 from tests.lib.decoder_model import build, strategy
 from tests.lib.rank_pool import Worlds
 from tests.lib.tiers import thorough
@@ -37,32 +45,104 @@ def serve(kind: str, degrees: dict[str, int], **options: Any) -> InferenceModel:
 def generate_twice(kind: str, degrees: dict[str, int]) -> tuple[Any, Any]:
     torch.manual_seed(os.getpid())  # ranks' own seeds do not matter
     served = serve(kind, degrees)
-    greedy = served.generate(prompts(), 9)
-    return greedy, served.generate(torch.tensor([prompts()[0]] * 5), 9, **SAMPLED)
+    ids = prompts_for(kind)
+    greedy = served.generate(ids, 9, inputs=encoder_inputs(kind))
+    same = torch.tensor([ids[0]] * 5)
+    return greedy, served.generate(same, 9, **SAMPLED, inputs=encoder_inputs(kind, 5))
 
 
-def plain_greedy(model: Any, ids: list[int], new: int) -> list[int]:
+def plain_greedy(model: Any, ids: list[int], new: int, features: Any = None) -> list[int]:
     found = list(ids)
     with torch.inference_mode():
         for _ in range(new):
-            output = model(torch.tensor([found]))
+            row = torch.tensor([found])
+            if features is None:
+                output = model(row)
+            else:
+                output = model(input_features=features[None], decoder_input_ids=row)
             found.append(int(getattr(output, "logits", output)[0, -1].argmax()))
     return found[len(ids) :]
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_one_kv", "qwen2", "mistral", "gpt2", "decoder"])
+MESHES: dict[str, tuple[dict[str, int], ...]] = {
+    "mixtral": ({"tp": 2}, {"ep": 2}),
+    "qwen2": ({"tp": 2}, {"dp": 2}, {"pp": 2}),
+    "gpt2": ({"tp": 2}, {"pp": 2}),
+    "mistral": ({"dp": 2}, {"pp": 2}),
+}
+"""Of models with other axes than dp and tp."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "llama_one_kv", "qwen2", "mistral", "mixtral", "gpt2", "whisper", "decoder"],
+)
 def test_tokens_are_those_of_one_process_on_any_mesh(kind: str, worlds: Worlds) -> None:
     greedy, sampled = generate_twice(kind, {})
     model = build(torch.float32, words=WORDS) if kind == "decoder" else build_causal(kind)
-    assert greedy == [plain_greedy(model, ids, 9) for ids in prompts()]
+    features = (encoder_inputs(kind) or {}).get("input_features", [None] * 3)
+    expected = [
+        plain_greedy(model, ids, 9, own)
+        for ids, own in zip(prompts_for(kind), features, strict=True)
+    ]
+    assert greedy == expected
     assert len({tuple(row) for row in sampled}) == 5  # equal prompts, but each its own noise
-    for degrees in ({"tp": 2}, {"dp": 2}):
+    for degrees in MESHES.get(kind, ({"tp": 2}, {"dp": 2})):
         assert worlds(2).run(generate_twice, kind, degrees) == [(greedy, sampled)] * 2
 
 
-def test_tokens_on_two_axes_are_those_of_one_process(worlds: Worlds) -> None:
-    expected = generate_twice("qwen2", {})
-    assert worlds(4).run(generate_twice, "qwen2", {"dp": 2, "tp": 2}) == [expected] * 4
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("qwen2", {"dp": 2, "tp": 2}),
+        ("mixtral", {"pp": 2, "ep": 2}),
+        thorough("mixtral", {"ep": 2, "tp": 2}),
+        thorough("gpt2", {"pp": 2, "tp": 2}),
+        thorough("whisper", {"dp": 2, "tp": 2}),
+    ],
+)
+def test_tokens_on_two_axes_are_those_of_one_process(
+    kind: str, degrees: dict[str, int], worlds: Worlds
+) -> None:
+    expected = generate_twice(kind, {})
+    assert worlds(4).run(generate_twice, kind, degrees) == [expected] * 4
+
+
+def generate_unevenly(degrees: dict[str, int]) -> Any:
+    """Generate for one prompt, then for rows that end at different times."""
+    served = serve("mixtral", degrees)
+    one = served.generate(prompts(1), 5)
+    whole = served.generate(prompts(2), 40)
+    return one, whole, served.generate(prompts(2), 40, eos=whole[0][3])
+
+
+def test_ranks_of_experts_compute_together_whatever_rows_they_have(worlds: Worlds) -> None:
+    expected = generate_unevenly({})
+    assert len(expected[2][0]) == 4 < len(expected[2][1])
+    assert worlds(2).run(generate_unevenly, {"ep": 2}) == [expected] * 2
+
+
+def layouts_of(kind: str, degrees: dict[str, int]) -> tuple[dict[str, Any], float]:
+    served = serve(kind, degrees)
+    parts = {name: (one.shape, one.ranges) for name, one in served.layout().items()}
+    return parts, served.verify(prompts()).max_difference
+
+
+def test_layouts_together_cover_each_weight(worlds: Worlds) -> None:
+    """Experts are cut, too, and a stage has its layers, the first one the embedding."""
+    full, _ = layouts_of("mixtral", {})
+    shape = full["model.layers.0.mlp.experts.down_proj"][0]
+    assert shape[0] == 4
+    for rank, (parts, difference) in enumerate(worlds(2).run(layouts_of, "mixtral", {"tp": 2})):
+        assert difference < 1e-5
+        assert parts.keys() == full.keys()
+        ranges = parts["model.layers.0.mlp.experts.down_proj"][1]
+        assert ranges[0] == ((2 * rank, 2 * rank + 2),)
+    (first, _), (last, _) = worlds(2).run(layouts_of, "mixtral", {"pp": 2})
+    assert {**first, **last} == full
+    assert set(first) & set(last) == {"model.norm.weight"}
+    assert "model.embed_tokens.weight" in first
+    assert "model.layers.1.mlp.gate.weight" in last
 
 
 def use_all(degrees: dict[str, int]) -> tuple[float, int, int, str]:
@@ -122,7 +202,7 @@ def die_in_decode(degrees: dict[str, int]) -> None:
     served.generate(prompts(4), 40)
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, thorough({"dp": 2})], ids=str)
+@pytest.mark.parametrize("degrees", [{"tp": 2}, thorough({"dp": 2}), thorough({"pp": 2})], ids=str)
 def test_a_rank_killed_in_decode_ends_the_others_by_peer_lost(
     degrees: dict[str, int], worlds: Worlds
 ) -> None:
@@ -207,13 +287,42 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "axis"), [({"pp": 2}, "pp"), ({"cp": 2}, "cp"), ({"ep": 2}, "ep")], ids=str
+    ("kind", "degrees", "message"),
+    [
+        ("gpt2", {"cp": 2}, "does not use the axis cp"),
+        ("gpt2", {"ep": 2}, "GPT2LMHeadModel has no experts to cut over ep"),
+        ("decoder", {"pp": 2}, "has no list of layers that is known"),
+        ("whisper", {"pp": 2}, "has no list of layers that is known"),
+    ],
 )
-def test_axes_without_inference_are_refused(
-    degrees: dict[str, int], axis: str, worlds: Worlds
+def test_meshes_that_a_model_cannot_have_are_refused(
+    kind: str, degrees: dict[str, int], message: str, worlds: Worlds
 ) -> None:
-    for kind, text in worlds(2).failures(serve, "gpt2", degrees):
-        assert (kind, f"does not use the axis {axis}" in text) == ("UsageError", True)
+    for error, text in worlds(2).failures(serve, kind, degrees):
+        assert (error, message in text) == ("UsageError", True), text
+
+
+@pytest.mark.parametrize(
+    ("ids", "inputs", "message"),
+    [
+        ([[1], [2]], None, "has an encoder and needs inputs="),
+        ([[1], [2]], 3, "inputs must be tensors by name"),
+        ([[1], [2]], {"input_features": [1.0]}, "inputs must be tensors by name"),
+        ([[1], [2]], {"features": torch.ones(2)}, "has the unknown name features"),
+        ([[1], [2]], {}, "has no input_features"),
+        ([[1], [2]], {"input_features": torch.ones(3, 8, 40)}, "has 3 rows for 2 prompts"),
+        ([[1], [2, 3]], {"input_features": torch.ones(2, 8, 40)}, "prompts of one length"),
+    ],
+)
+def test_hostile_inputs_of_an_encoder_are_refused(ids: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        serve("whisper", {}).generate(ids, 2, inputs=inputs)
+    assert message in str(caught.value)
+
+
+def test_inputs_need_an_encoder(served: InferenceModel) -> None:
+    with pytest.raises(UsageError, match="has no encoder"):
+        served.generate([[1]], 2, inputs={"input_features": torch.ones(1)})
 
 
 def test_models_that_cannot_generate_are_refused() -> None:
@@ -233,3 +342,33 @@ class NoLogits(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.emb(ids).sum()
+
+
+def generate_compiled(degrees: dict[str, int], backend: str) -> Any:
+    """Return tokens of a compiled decode, and of a second call that compiles nothing."""
+    decode.CPU_BACKEND = backend
+    served = serve("llama", degrees, compile=True)
+    first = served.generate(prompts(), 9)
+    counters = torch._dynamo.utils.counters
+    compiled = counters["stats"]["unique_graphs"]
+    breaks = sum(counters["graph_break"].values())
+    again = served.generate(prompts(), 9)
+    assert counters["stats"]["unique_graphs"] == compiled > 0
+    return first, again, breaks
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", thorough("inductor")])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, thorough({"pp": 2})], ids=str)
+def test_a_compiled_decode_has_the_tokens_of_an_eager_one(
+    degrees: dict[str, int], backend: str, worlds: Worlds
+) -> None:
+    expected = serve("llama", {}).generate(prompts(), 9)
+    parts = max(degrees.values(), default=1)
+    for first, again, breaks in worlds(parts).run(generate_compiled, degrees, backend):
+        assert first == again == expected
+        assert "pp" in degrees or not breaks
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(UsageError, match="compile=True is not supported for"):
+        serve("decoder", {}, compile=True)

@@ -62,7 +62,7 @@ class InferenceMemory:
 
 
 @dataclass(frozen=True)
-class WeightLayout:
+class WeightPart:
     """
     The part of a weight that a rank has.
 
@@ -253,7 +253,7 @@ class InferenceModel:
                 encoder_inputs,
             )
 
-    def layout(self) -> dict[str, WeightLayout]:
+    def layout(self) -> dict[str, WeightPart]:
         """
         Return which part of each weight this rank has, by the weight's name. A weight of another
         stage is missing.
@@ -261,7 +261,7 @@ class InferenceModel:
         found = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             shard = shard_of(param)
-            found[name] = WeightLayout(shard.shape, shard.layout, shard.ranges)
+            found[name] = WeightPart(shard.shape, shard.layout, shard.ranges)
         return found
 
     def memory(self, rows: int = 1, length: int | None = None) -> InferenceMemory:

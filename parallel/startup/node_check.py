@@ -3,6 +3,7 @@
 per node.
 
     facts       versions, variables, addresses, clock: through torch's store
+    local       what each host finds by itself, meanwhile
     names       each node resolves the names of the others, and their addresses back
     sockets     each pair: a connection, small and large messages, round trips, bytes per second
     all-reduce  each pair: a gloo group
@@ -62,6 +63,8 @@ def main() -> None:
     with socket.create_server(("", 0), family=socket.AF_INET) as server:
         facts = gather_facts(server.getsockname()[1], files)
         nodes = store.exchange("facts", rank, facts)
+        is_first = all(node["host"] != facts["host"] for node in nodes[:rank])
+        local = _start_local_checks() if is_first else None  # nodes may be simulated on one host
         names = store.exchange("names", rank, resolve_names(nodes, rank))
         measured = []
         for turn, partner in enumerate(list_partners(world, rank)):
@@ -73,7 +76,9 @@ def main() -> None:
     # gloo connects all ranks: it would wait for those that cannot be reached
     if not any(entry["error"] for entries in pairs for entry in entries):
         reduced = store.exchange("reduced", rank, reduce_pairs(store, world, rank))
+    findings = store.exchange("local", rank, _read_local_checks(local))
     if rank == 0:
+        nodes = [{**node, "local": found} for node, found in zip(nodes, findings, strict=True)]
         result = {"nodes": nodes, "names": names, "pairs": pairs, "reduced": reduced}
         print(f"{MARK}{json.dumps(result)}", flush=True)
     store.exchange("end", rank, 0)
@@ -123,24 +128,33 @@ def gather_facts(port: int, files: list[str]) -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if name.startswith(COMPARED_PREFIXES) and not name.startswith("TORCH_NCCL_TRACE")
         },
-        "local": _run_local_checks(),
     }
 
 
-def _run_local_checks() -> list[Any]:
-    """Return the findings of this node, from the command that has them."""
+def _start_local_checks() -> subprocess.Popen[str] | None:
+    """Start the command that checks this host; a tool that hangs must not stop the others."""
     command = [sys.executable, "-m", "pdrun", "doctor", "--json", "--here"]
     try:
-        done = subprocess.run(
+        return subprocess.Popen(
             command,
             env=_user_environment(),
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=STEP_SECONDS - 5,
-            check=False,
         )
-        found = json.loads(done.stdout)["findings"]
+    except OSError:
+        return None
+
+
+def _read_local_checks(command: subprocess.Popen[str] | None) -> list[Any]:
+    """Return the findings of the command."""
+    if command is None:
+        return []
+    try:
+        found = json.loads(command.communicate(timeout=STEP_SECONDS - 5)[0])["findings"]
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        command.kill()
         return []
     return found if isinstance(found, list) else []
 

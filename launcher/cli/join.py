@@ -213,6 +213,7 @@ def run_scheduler(
     if cluster is not None:
         values.setdefault("job", cluster.job)
         values.setdefault("policy.start_timeout", cluster.timeout)
+        values.setdefault("policy.max_restarts", cluster.max_restarts)
         if "resources.nodes" not in values:
             values["resources.nodes"] = cluster.workers
     if "resources.nodes" not in values:

@@ -104,6 +104,7 @@ def refuse_option(reason: str, hint: str = "leave it out") -> OptionReader:
 OTHER_VARIABLES = (
     "PDRUN_TOKEN",
     "PDRUN_JOURNAL",
+    "PDRUN_RECOVERY",
     "PDRUN_TERMINATION_LOG",
     "PDRUN_ROLE",
     "PDRUN_WORKER_NUM",

@@ -263,9 +263,7 @@ def join_cluster(
         spec.scheduler,
         secret or find_secret()[0],
         job=spec.job,
-        # one that comes back must have the name of the lost one
-        name=spec.name
-        or (f"worker-{spec.rank}" if spec.recovers and spec.rank is not None else ""),
+        name=_find_name(spec),
         rank=spec.rank,
         timeout=spec.timeout,
         show_line=show_line,
@@ -282,6 +280,13 @@ def join_cluster(
                 where=variable,
             )
     return member
+
+
+def _find_name(spec: DynamicSpec) -> str:
+    """Return a worker's name: with recovery that of the lost one whose rank it asks for."""
+    if spec.name or not spec.recovers or spec.rank is None:
+        return spec.name
+    return f"worker-{spec.rank}"
 
 
 def join_servers(

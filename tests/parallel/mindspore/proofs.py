@@ -171,6 +171,8 @@ PROOFS: dict[str, dict[str, str]] = {
     "Failures": {
         "`MS_ENABLE_RECOVERY`, `MS_RECOVERY_PATH`": f"{DYNAMIC}"
         "::test_recovery_of_mindspore_is_a_journal_in_its_folder",
+        "`MS_ENABLE_RECOVERY`: a worker registers again with its `MS_NODE_ID`": f"{DYNAMIC}"
+        "::test_a_lost_worker_comes_back_under_its_name",
         "disaster recovery: a worker is started again": "tests/e2e/test_examples.py"
         "::test_elastic_training_goes_on_where_it_stopped",
         "`MS_NODE_TIMEOUT`": "tests/chaos/test_silence.py::test_silence",

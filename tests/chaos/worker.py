@@ -24,7 +24,7 @@ FOLDER = Path(sys.argv[1])
 RANK = int(os.environ.get("RANK", "0"))
 GENERATION = int(os.environ.get("PDRUN_GENERATION", "0"))
 HOST = os.uname().nodename
-POLL = 0.02
+POLL_SECONDS = 0.05
 
 
 def note(what: str, **more: object) -> None:
@@ -110,7 +110,7 @@ def main() -> None:
             if order not in done and when in ("always", f"g{GENERATION}"):
                 done.add(order)
                 carry_out(what)
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

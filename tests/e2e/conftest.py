@@ -146,7 +146,7 @@ def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> No
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"not reached within {timeout} s: {what}")
-        time.sleep(0.01)
+        time.sleep(0.025)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -332,14 +333,19 @@ def _compute_reference(state: RunState, batch: Any, in_fp64: bool = False) -> _R
                 slices.append(rows)
         if len(slices) > 1 and not is_joined and not in_fp64:
             both = _join_ranges(slices[:2])
-            with torch.no_grad():
-                joint = float(state.compute_objective(model, load_rows(both), both, 0)[0])
+            with _without_backward(state):
+                joint = float(state.compute_objective(model, load_rows(both), both, 0)[0].detach())
             separate = totals[0] + totals[1]
             row_dependence = abs(joint - separate) / max(abs(separate), 1e-6)
         if any(slicing.dims or ()) and not in_fp64:
             _check_slices_are_rows(state, model, slices, load_rows)
     grads, norm = _divide_and_clip(state, model, sum(counts))
     return _Reference(sum(totals) / sum(counts), norm, grads, row_dependence)
+
+
+def _without_backward(state: RunState) -> AbstractContextManager[Any]:
+    """Return the context manager of a loss alone; that of a model has its count in its graph."""
+    return torch.set_grad_enabled(state.objective.own_loss is not None)
 
 
 def _check_slices_are_rows(
@@ -354,10 +360,13 @@ def _check_slices_are_rows(
     was_training = [part for part in model.modules() if part.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with _without_backward(state):
             whole = _join_ranges(slices)
             sums = [
-                [float(each) for each in state.compute_objective(model, load_rows(rows), rows, 0)]
+                [
+                    float(each.detach())
+                    for each in state.compute_objective(model, load_rows(rows), rows, 0)
+                ]
                 for rows in (whole, *slices)
             ]
     finally:

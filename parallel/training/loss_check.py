@@ -98,8 +98,10 @@ def find_own_loss(model: nn.Module) -> OwnLoss | None:
     base = getattr(model, "get_base_model", lambda: model)()
     if not hasattr(getattr(base, "config", None), "model_type"):
         return None
-    # the library's name for a loss between the texts and the images of a batch
-    compares_rows = "return_loss" in inspect.signature(base.forward).parameters
+    # the library's name for a loss between the texts and the images of a batch; models of time
+    # series have it too, where True says that a loss is wanted
+    asked = inspect.signature(base.forward).parameters.get("return_loss")
+    compares_rows = asked is not None and asked.default is not True
     return OwnLoss(type(base).__name__, compares_rows)
 
 

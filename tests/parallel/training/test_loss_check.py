@@ -110,6 +110,21 @@ def test_a_models_own_mean_counts_labels(kind: str, worlds: Worlds) -> None:
         assert found == pytest.approx((loss, tokens, norm), rel=1e-5)
 
 
+def verify_own_loss() -> str:
+    run = parallelize(
+        TinyForCausalLM(),
+        lambda p: torch.optim.SGD(p, 0.1),
+        lambda output, batch: output.loss,
+        accumulate=2,
+    )
+    return str(run.verify([batch_of(uneven=True)]))
+
+
+def test_a_models_own_mean_is_verified() -> None:
+    """The losses that verify computes without a backward have their counts, too."""
+    assert "the same bits" in verify_own_loss()
+
+
 def test_another_mean_over_uneven_rows_is_refused(worlds: Worlds) -> None:
     loss, norm = in_one_process("Plain", uneven=False)
     for found in worlds(2).run(own_loss, "Plain", False):
@@ -230,9 +245,16 @@ class TinyForMultipleChoice(TinyForCausalLM):
 class TinyContrastive(TinyForCausalLM):
     """Compares the rows of a batch, as CLIP does."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor, return_loss: bool = True) -> Output:
+    def forward(self, input_ids: Tensor, labels: Tensor, return_loss: bool | None = None) -> Output:
         rows = self.head(self.emb(input_ids)).mean(1)
         return Output(F.cross_entropy(rows @ rows.T, torch.arange(len(rows))), rows)
+
+
+class TinyForPrediction(TinyForMaskedLM):
+    """Returns its loss unless it is told not to, as PatchTSMixer does: rows are not compared."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, return_loss: bool = True) -> Output:
+        return super().forward(input_ids, labels)
 
 
 REFUSED = {
@@ -241,13 +263,12 @@ REFUSED = {
     "TinyForCTC": "is a sum",
     "TinyContrastive": "compares each row with all rows of a slice",
 }
-OTHERS = (TinyXLNetLMHeadModel, TinyForPreTraining, TinyForTwoTasks, TinyForMultipleChoice)
-KINDS |= {kind.__name__: kind for kind in (*OTHERS, TinyWithPenalty, TinyForCTC, TinyContrastive)}
+WEIGHED = (TinyXLNetLMHeadModel, TinyForPreTraining, TinyForMultipleChoice, TinyForPrediction)
+OTHERS = (TinyForTwoTasks, TinyWithPenalty, TinyForCTC, TinyContrastive)
+KINDS |= {kind.__name__: kind for kind in (*WEIGHED, *OTHERS)}
 
 
-@pytest.mark.parametrize(
-    "kind", ["TinyXLNetLMHeadModel", "TinyForPreTraining", "TinyForMultipleChoice"]
-)
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in WEIGHED])
 def test_the_weight_of_an_own_mean_is_what_it_divides_by(kind: str, worlds: Worlds) -> None:
     loss, norm = in_one_process(kind, uneven=True)
     tokens = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
@@ -51,12 +52,9 @@ class EventLogReader:
         Raises:
             OSError: the log cannot be read, or is not a regular file.
         """
-        # A pipe that has no writer would block, and a device may never end.
-        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd = _open_file(self._path)
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(0, "is not a regular file", str(self._path))
             if self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset:
                 self._file = (found.st_dev, found.st_ino)
                 self._offset = 0
@@ -73,6 +71,11 @@ class EventLogReader:
 
     def _read_until(self, fd: int, end: int) -> None:
         while self._offset < end:
+            start = _find_data(fd, self._offset, end)
+            if start > self._offset:
+                self._offset = start
+                self._partial_line += b"\0"  # the line with the hole is damaged
+                continue
             size = min(MAX_READ_BYTES, end - self._offset)
             data = os.pread(fd, size, self._offset)
             if not data:
@@ -87,3 +90,52 @@ class EventLogReader:
                 self._partial_line = data[last + 1 :]
             if len(self._partial_line) > MAX_LINE_BYTES:
                 self._partial_line = b""
+
+
+def read_log_lines(path: Path) -> Iterator[str]:
+    """
+    Yield the lines of an event log, without those that are too long to be events.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    fd = _open_file(path)
+    try:
+        offset = 0
+        partial_line = b""
+        while data := os.pread(fd, MAX_READ_BYTES, offset):
+            start = _find_data(fd, offset, os.fstat(fd).st_size)
+            if start > offset:
+                offset = start
+                partial_line += b"\0"
+                continue
+            offset += len(data)
+            *lines, partial_line = (partial_line + data).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+            if len(partial_line) > MAX_LINE_BYTES:
+                partial_line = b""
+        if partial_line:
+            yield partial_line.decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
+def _open_file(path: Path) -> int:
+    # A pipe that has no writer would block, and a device may never end.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(0, "is not a regular file", str(path))
+    return fd
+
+
+def _find_data(fd: int, offset: int, end: int) -> int:
+    """
+    Return the first offset that is not in a hole of the file, at most ``end``.
+
+    A crash of the machine, or a hostile writer, may leave a file of any size without content.
+    """
+    try:
+        return min(end, os.lseek(fd, offset, os.SEEK_DATA))
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else offset  # else the file system has no holes

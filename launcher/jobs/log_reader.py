@@ -15,6 +15,7 @@ from pdrun.launcher.jobs.registry import JobRecord
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
 from pdrun.launcher.output.formatting import PrefixFormatter
 from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
+from pdrun.text import escape_text
 from pdrun.ui.job_status import JobStatus
 
 POLL_SECONDS = 0.2
@@ -61,6 +62,8 @@ class LogReader:
         self._name_pattern = rank_pattern(job.log_name)
         self._sources: dict[Path, LogSource] = {}
         self._seen_ranks: set[int] = set()
+        self._other_files: set[Path] = set()
+        """What is in the place of a log file, and was named."""
         self._wanted_generation = generation
         self._generation = -1
         with _log_errors(job):
@@ -161,7 +164,10 @@ class LogReader:
         found: list[tuple[Path, int | None, int]] = []
         for path in folder.rglob("*"):
             match = self._name_pattern.fullmatch(str(path.relative_to(folder).with_suffix("")))
-            if path.suffix not in self._suffixes or not path.is_file() or match is None:
+            if path.suffix not in self._suffixes or match is None:
+                continue
+            if not path.is_file():  # a pipe would block, and a device may never end
+                self._note_other_file(path)
                 continue
             rank = None
             if "rank" in match.groupdict():
@@ -171,6 +177,12 @@ class LogReader:
                 found.append((path, rank, self._suffixes[path.suffix]))
         found.sort(key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0])))
         return found
+
+    def _note_other_file(self, path: Path) -> None:
+        if path not in self._other_files:
+            self._other_files.add(path)
+            text = escape_text(str(path))
+            self._console.print_line(f"pdrun: {text}: not a regular file, so it is not shown")
 
     def _open_source(
         self, path: Path, rank: int | None, stream: int, status: JobStatus

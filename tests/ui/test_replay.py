@@ -313,6 +313,20 @@ def test_a_line_without_an_end_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
     assert reader.read_status().step == 1
 
 
+def test_holes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line("progress", step=1) + b"\n" + line("progress", step=2)[:-5])
+    os.truncate(path, 1 << 36)
+    reader = EventLogReader(path)
+    began = time.process_time()
+    assert reader.read_status().step == 1
+    with path.open("ab") as file:
+        file.write(b"\n" + line("progress", step=3) + b"\n")
+    assert reader.read_status().step == 3
+    assert EventLogReader(path).read_status().step == 3
+    assert time.process_time() - began < 5, "64 GB take more than a minute"
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_only_a_file_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events.jsonl"

@@ -8,8 +8,6 @@ so that a log of a million lines needs little memory.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 from pdrun.eventlog import take_event
 from pdrun.ui.event_fields import read_usage, read_values
+from pdrun.ui.event_reader import read_log_lines
 
 MAX_POINTS = 2_000
 """Points of the curve of steps."""
@@ -147,11 +146,7 @@ def read_history(path: Path) -> JobHistory:
     Raises:
         OSError: it cannot be read, or is not a regular file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(0, "is not a regular file", str(path))
-        return HistoryReader().read(file)
+    return HistoryReader().read(read_log_lines(path))
 
 
 class HistoryReader:

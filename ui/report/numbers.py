@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pdrun.eventlog import take_event
@@ -39,20 +36,6 @@ class StepRow:
     generation: int
     step: int
     values: Mapping[str, StepNumber]
-
-
-def open_event_log(path: Path) -> Iterator[str]:
-    """
-    Yield the lines of an event log.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(0, "is not a regular file", str(path))
-        yield from file
 
 
 def read_rows(lines: Iterable[str]) -> Iterator[StepRow]:

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from pdrun.errors import EXIT_OK, ConfigError, UsageError
 from pdrun.launcher.jobs.lookup import print_note
 from pdrun.launcher.jobs.report import find_log
-from pdrun.ui.report.numbers import StepRow, open_event_log, read_rows
+from pdrun.ui.event_reader import read_log_lines
+from pdrun.ui.report.numbers import StepRow, read_rows
 from pdrun.ui.report.plot import collect_curves, render_plot
 
 CSV_HEAD = ("time", "generation", "step", "name", "mean", "least", "most", "rank", "bad_rank")
@@ -35,7 +36,7 @@ def iter_rows(name: str | None) -> tuple[str, Iterator[StepRow]]:
 
 def _read_log(events: Path) -> Iterator[StepRow]:
     try:
-        yield from read_rows(open_event_log(events))
+        yield from read_rows(read_log_lines(events))
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot be read: {reason}", where=str(events)) from None

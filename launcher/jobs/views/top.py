@@ -22,9 +22,9 @@ from pdrun.launcher.jobs.remote_scheduler import (
 from pdrun.launcher.jobs.report import find_log, read_rank_log
 from pdrun.launcher.jobs.status import StatusPoller, StatusReader, choose_jobs, show_status
 from pdrun.launcher.jobs.stop import stop_job
-from pdrun.ui.event_reader import EventLogReader
+from pdrun.ui.event_reader import EventLogReader, read_log_lines
 from pdrun.ui.job_status import JobStatus
-from pdrun.ui.report.numbers import StepRow, open_event_log, read_rows
+from pdrun.ui.report.numbers import StepRow, read_rows
 
 INSTALL_HINT = "pip install 'pdrun[screen]' has the full screen"
 
@@ -90,7 +90,7 @@ class TopSource:
     def read_past(self) -> Iterable[StepRow]:
         """Return the steps in the log so far."""
         try:
-            return [] if self.events is None else list(read_rows(open_event_log(self.events)))
+            return [] if self.events is None else list(read_rows(read_log_lines(self.events)))
         except OSError:
             return []
 

@@ -171,6 +171,23 @@ def test_a_log_that_may_not_be_read_is_named(home: Path, monkeypatch: pytest.Mon
         show(home, "demo-1")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "dangling"])
+def test_what_is_no_file_is_named_and_not_read(home: Path, kind: str) -> None:
+    register(home, ended())
+    write(home, 0, "rank_0.out", b"first\n")
+    path = home / "logs" / "demo-1" / "0" / "rank_1.out"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    code, out, err = show(home, "demo-1")
+    assert code == 0
+    assert "first" in out
+    assert err.count("0/rank_1.out: not a regular file, so it is not shown") == 1
+
+
 def test_logs_that_are_not_here(home: Path) -> None:
     with pytest.raises(UsageError, match="no job of yours is known here"):
         print_logs()

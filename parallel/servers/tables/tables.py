@@ -96,12 +96,11 @@ class RowTable:
         slots = self._index.find_slots(ids)
         if not len(ids) or int(slots.min()) >= 0:
             return self._values.index_select(0, slots)
-        missing = slots < 0
-        found = first_rows(self.spec, ids)
-        there = (~missing).nonzero().squeeze(1)
-        if len(there):
-            found[there] = self._values.index_select(0, slots.index_select(0, there))
-        return found
+        if not self.count:
+            return first_rows(self.spec, ids)
+        missing = (slots < 0).nonzero().squeeze(1)
+        found = self._values.index_select(0, slots.clamp(min=0))
+        return found.index_copy_(0, missing, first_rows(self.spec, ids.index_select(0, missing)))
 
     def read_changed(
         self, ids: torch.Tensor, since: torch.Tensor

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import pdrun
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.servers import served_model
 from pdrun.parallel.servers.client import ServerClient
-from pdrun.parallel.servers.links import RemoteLink, WorkerIdentity
+from pdrun.parallel.servers.embedding import LookupFunction
+from pdrun.parallel.servers.links import RemoteLink, TablesInProcess, WorkerIdentity
 from pdrun.parallel.servers.settings import parse_mode
 from tests.lib.rank_pool import Worlds
 
@@ -281,3 +283,24 @@ def test_ranks_that_differ_and_missing_servers_are_named(worlds: Worlds) -> None
         assert kind == ConfigError.__name__ and "no parameter servers" in text
     kind, text = worlds(2).failure(1, refuse, "tables")
     assert kind == UsageError.__name__ and "servers" in text
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_the_gradient_of_a_lookup_has_the_bits_of_torch(padding) -> None:
+    made = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 9, (4, 5), generator=made)
+    weight = torch.randn(9, 3, generator=made, requires_grad=True)
+    outer = torch.randn(4, 5, 3, generator=made)
+    functional.embedding(ids, weight, padding).backward(outer)
+    client = ServerClient([TablesInProcess(parse_mode("sync"))], 0, is_local=True)
+    client.add_rows("t", pdrun.rows(), dim=3, size=9, values=weight)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    lookup = LookupFunction(
+        client, "t", 3, torch.device("cpu"), lambda _, *pair: found.append(pair), padding
+    )
+    output = lookup(ids)
+    assert torch.equal(output, functional.embedding(ids, weight))
+    output.backward(outer)
+    mine, rows = found[0]
+    assert rows.grad is not None and weight.grad is not None
+    assert torch.equal(rows.grad, weight.grad[mine])

@@ -61,9 +61,11 @@ class SliceCache:
 
     Attributes:
         length: positions of the sequences.
+        tensors: by slice, tensors of the batch and their full sequences.
     """
 
     length: int
+    tensors: list[list[tuple[torch.Tensor, torch.Tensor]]]
     slices: list[list[_KeyValue]] = field(default_factory=list)
     calls: list[dict[int, int]] = field(default_factory=list)
     """For each slice: the attention of each number that was drawn."""
@@ -105,8 +107,8 @@ class SlicedSequences(ShardedSequences):
         self.part_index = 0
         self._cache: SliceCache | None = None
         self._is_backward = False
-        self._full_leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Tensors of the batch by the identity of their slice, which is kept, too."""
+        self._taken: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        """Of the batch that is being sliced, by slice: its tensors and their full sequences."""
         self._sees_later: list[torch.Tensor] = []
         """Whether masks have shown later slices; read once per step."""
 
@@ -130,9 +132,13 @@ class SlicedSequences(ShardedSequences):
             self._cache = None
 
     def begin_step(self) -> None:
-        """Forget the batches of the step before."""
-        self._full_leaves.clear()
+        """Forget the masks of the step before."""
         self._sees_later.clear()
+
+    def begin_micro_batch(self) -> SliceCache:
+        """Return an empty cache of the batch that was sliced last."""
+        taken, self._taken = self._taken, []
+        return SliceCache(self.length, taken)
 
     def check_masks(self) -> None:
         """
@@ -159,22 +165,31 @@ class SlicedSequences(ShardedSequences):
     def take_part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this slice's positions of a tensor of the batch, and remember the tensor."""
         found = self.take_positions(x, dim)
-        self._full_leaves[id(found)] = found, x
+        while len(self._taken) <= self.part_index:
+            self._taken.append([])
+        self._taken[self.part_index].append((found, x))
         return found
 
     def gather_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """
-        Return all positions of a tensor of the batch.
+        Return all positions of position ids, or of a tensor of the batch in any type and view.
 
         Raises:
-            UsageError: it is not one, so that other slices do not have the rest.
+            UsageError: it is neither, so that the rest is not known.
         """
-        known = self._full_leaves.get(id(x))
-        if known is None:
-            what = f"a mask of {list(x.shape)} is computed from a slice of the batch"
-            hint = "give the model the mask of the batch unchanged, [rows, positions]"
-            raise UsageError(what, where=API_NAME, hint=hint)
-        return known[1].detach()
+        here = self.position_ids(x.device)
+        if not x.is_floating_point() and torch.equal(x, here.expand_as(x).to(x.dtype)):
+            return torch.arange(self.length, device=x.device, dtype=x.dtype).expand(len(x), -1)
+        found: list[torch.Tensor] = []
+        assert self._cache is not None
+        for part, full in self._cache.tensors[self.part_index]:
+            if part.shape == x.shape and torch.equal(part.to(x), x.detach()):
+                found.append(full.detach().to(x))
+        if found and all(torch.equal(found[0], other) for other in found):
+            return found[0]
+        what = f"a mask of {list(x.shape)} is computed from a slice of the batch"
+        hint = "give the model the mask of the batch, [rows, positions]"
+        raise UsageError(what, where=API_NAME, hint=hint)
 
     # ---- attention ----------------------------------------------------------
 

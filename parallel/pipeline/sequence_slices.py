@@ -39,7 +39,8 @@ class SequenceSlices:
         assert isinstance(sequences, SlicedSequences)
         self._sequences = sequences
         self.count = sequences.part_count
-        self._lengths: list[int] = []
+        self._empty: list[SliceCache] = []
+        """An empty cache of each micro-batch."""
         self._caches: dict[tuple[int, int], SliceCache] = {}
         """By stage and micro-batch."""
         self._is_checked = False
@@ -50,12 +51,12 @@ class SequenceSlices:
         """Return the pieces and their batches."""
         self._caches.clear()
         self._sequences.begin_step()
-        self._lengths = []
+        self._empty = []
         pieces: list[MicroBatch] = []
         parts: list[Any] = []
         for micro, batch in zip(micros, batches, strict=True):
             parts += self._context.slice_batch(batch, self._axes)
-            self._lengths.append(self._sequences.length)
+            self._empty.append(self._sequences.begin_micro_batch())
             pieces += [
                 replace(micro, position=micro.position * self.count + index)
                 for index in range(self.count)
@@ -94,7 +95,7 @@ class SequenceSlices:
         micro, index = divmod(action.micro, self.count)
         key = action.stage, micro
         if action.kind == "F" and index == 0:
-            self._caches[key] = SliceCache(self._lengths[micro])
+            self._caches[key] = SliceCache(self._empty[micro].length, self._empty[micro].tensors)
         cache = self._caches[key]
         with self._sequences.computing(cache, index, backward=action.kind != "F"):
             yield cache

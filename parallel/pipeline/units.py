@@ -109,6 +109,8 @@ _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def _mix_class(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(kind, mixin):  # a second weight of the module is on another stage
+        return kind
     if (mixin, kind) not in _classes:
         about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _classes[mixin, kind] = type(kind.__name__, (mixin, kind), about)

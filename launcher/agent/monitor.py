@@ -267,7 +267,11 @@ class WorkerMonitor:
         if self._usage is None:
             if workers := group.alive_workers():
                 self._usage = UsageSampler(
-                    now, group.ranks.start, lambda: group.worker_devices(), choose_tool_runner()
+                    now,
+                    group.ranks.start,
+                    lambda: group.worker_devices(),
+                    choose_tool_runner(),
+                    self.progress_seconds / PROGRESS_SECONDS,
                 )
                 self._usage.begin(workers, now)
         elif now >= self._usage.next_at:

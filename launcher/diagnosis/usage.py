@@ -25,6 +25,7 @@ FIRST_SECONDS = 3.0
 """Time from the start of a generation to its first sample."""
 SAMPLE_SECONDS = 15.0
 DEVICE_SECONDS = 30.0
+SPREAD_PARTS = 61
 SCAN_SECONDS = 60.0
 """Time between two searches for the descendants of a worker."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -48,6 +49,7 @@ class UsageSampler:
         first_rank: int,
         devices: Callable[[], Mapping[int, Device]],
         run_tool: Callable[[Sequence[str]], ToolAnswer] | None = None,
+        slowness: float = 1.0,
     ) -> None:
         """
         Args:
@@ -55,8 +57,12 @@ class UsageSampler:
             first_rank: rank that stands for the node in values of the host.
             devices: returns the device of each rank that has one.
             run_tool: calls nvidia-smi; None: no devices of NVIDIA are here.
+            slowness: how much less often than usual: thousands of nodes report to one scheduler.
+                Their first samples are spread, too.
         """
-        self.next_at = now + FIRST_SECONDS
+        spread = (slowness - 1.0) * FIRST_SECONDS * (first_rank % SPREAD_PARTS) / SPREAD_PARTS
+        self.next_at = now + FIRST_SECONDS + spread
+        self._interval = SAMPLE_SECONDS * slowness
         self._first_rank = first_rank
         self._devices = devices
         self._run_tool = run_tool
@@ -76,8 +82,8 @@ class UsageSampler:
         self._poll_devices(now)
 
     def take(self, workers: Workers, now: float) -> tuple[NodeNumber, ...]:
-        """Return a sample, and wait SAMPLE_SECONDS for the next one."""
-        self.next_at = now + SAMPLE_SECONDS
+        """Return a sample, and wait for the next one."""
+        self.next_at = now + self._interval
         self._poll_devices(now)
         reports: dict[int, dict[str, float | None]] = {}
         for rank, _, pid in workers:

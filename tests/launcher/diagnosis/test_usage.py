@@ -109,3 +109,11 @@ def test_samples_cost_less_than_a_thousandth_of_a_cpu():
     for turn in range(20):
         sampler.take(workers, 15.0 * (turn + 2))
     assert (time.process_time() - begin) / 20 < 0.001 * SAMPLE_SECONDS
+
+
+def test_a_large_job_samples_less_often_and_not_all_at_once():
+    samplers = [UsageSampler(0.0, 8 * node, dict, slowness=5.0) for node in range(200)]
+    starts = {sampler.next_at for sampler in samplers}
+    assert min(starts) == FIRST_SECONDS and max(starts) <= 5 * FIRST_SECONDS and len(starts) > 50
+    samplers[0].take([], 100.0)
+    assert samplers[0].next_at == 100.0 + 5 * SAMPLE_SECONDS

@@ -41,9 +41,12 @@ def test_a_failure_is_named_in_the_status(kube: KubeCluster) -> None:
 
 
 def test_stop_lets_the_pods_end(kube: KubeCluster) -> None:
+    started = [kube.folder / f"started-{rank}" for rank in range(4)]
+    for path in started:
+        path.unlink(missing_ok=True)  # of another test's job
     kube.create(*OPTIONS, "--name", "long", "train.py", "wait")
     deadline = time.monotonic() + 90
-    while not all((kube.folder / f"started-{rank}").exists() for rank in range(4)):
+    while not all(path.exists() for path in started):
         assert time.monotonic() < deadline, kube.kubelet.log_of("long-0-aaaaa")
         time.sleep(0.1)
     done = kube.pdrun("stop", "long")

@@ -239,6 +239,6 @@ def test_rights_are_narrow(installed: KubeCluster) -> None:
     }
     found: dict[tuple[str, ...], str] = {}
     for words in wanted:
-        out = installed.kubectl("auth", "can-i", *words, user=True)
+        out = installed.kubectl("auth", "can-i", *words, as_operator=True)
         found[words] = "yes" if "yes" in out.split() else "no"
     assert found == wanted

@@ -72,6 +72,7 @@ class KubeCluster:
         """Wait until the state of a job begins with a word; return its pods."""
         deadline = time.monotonic() + seconds
         while True:
+            before = self._read_phases()
             done = self.pdrun("status", "--json", name)
             assert done.returncode == 0, done.stderr
             state = json.loads(done.stdout)[0]
@@ -81,11 +82,18 @@ class KubeCluster:
             if time.monotonic() > deadline:
                 logs = [self.kubelet.log_of(pod["name"]) for pod in state["pods"]]
                 pytest.fail(f"{word!r} not seen: {state}\n" + "\n".join(logs))
-            time.sleep(0.3)
+            soon = time.monotonic() + 3  # a command costs a third of a second of CPU
+            while self._read_phases() == before and time.monotonic() < soon:
+                time.sleep(0.1)
 
-    def kubectl(self, *words: str, user: bool = False, stdin: str = "") -> str:
+    def _read_phases(self) -> list[Any]:
+        """Return the phase of each pod."""
+        items = self.server.api.request("GET", "/api/v1/namespaces/default/pods")["items"]
+        return [(pod["metadata"]["name"], pod["status"].get("phase")) for pod in items]
+
+    def kubectl(self, *words: str, as_operator: bool = False, stdin: str = "") -> str:
         """Run kubectl; return its output, with its error if it failed."""
-        config = self.server.user_kubeconfig if user else None
+        config = self.server.operator_kubeconfig if as_operator else None
         done = subprocess.run(
             [self.server.kubectl, *words],
             env=self.server.environment(config),

@@ -16,19 +16,19 @@ from pdrun.launcher.k8s.operator.loop import OperatorLoop
 from pdrun.launcher.k8s.pod import Manifest
 from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.lib.kube.cluster import KubeCluster
-from tests.lib.kube.server import USER_TOKEN
+from tests.lib.kube.server import OPERATOR_TOKEN
 
 OPTIONS = ("--kind", "pdjob", "--devices", "2", "--backend", "cpu", "--image", "i", "--grace", "5")
 JOBS = "/apis/pdrun.dev/v1/namespaces/default/pdjobs"
 
 
 def make_api(kube: KubeCluster, kind: type[KubernetesApi] = KubernetesApi) -> KubernetesApi:
-    """Return the API as alice sees it, who has the operator's role and nothing else."""
+    """Return the API as oscar sees it, who has the operator's role and nothing else."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    token = kube.folder / "alice.token"
-    token.write_text(USER_TOKEN)
+    token = kube.folder / "oscar.token"
+    token.write_text(OPERATOR_TOKEN)
     return kind(kube.server.url, "default", token_file=token, context=context)
 
 
@@ -39,11 +39,11 @@ def make_loop(api: KubernetesApi, lines: list[str] | None = None) -> OperatorLoo
 
 
 def install_operator(kube: KubeCluster) -> None:
-    """Apply the definition and the roles; alice is bound to the operator's role."""
+    """Apply the definition and the roles; oscar is bound to the operator's role."""
     objects = [crd.make_definition(), *crd.make_roles("default")]
     binding = next(one for one in objects if one["kind"] == "RoleBinding")
     group = "rbac.authorization.k8s.io"
-    binding["subjects"] = [{"kind": "User", "name": "alice", "apiGroup": group}]
+    binding["subjects"] = [{"kind": "User", "name": "oscar", "apiGroup": group}]
     text = yaml.safe_dump_all(objects)
     out = kube.kubectl("apply", "--server-side", "-f", "-", stdin=text)
     assert "serverside-applied" in out, out

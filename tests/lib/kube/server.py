@@ -17,8 +17,14 @@ PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 START_SECONDS = 120.0
 ADMIN_TOKEN = "admin-token"
 USER_TOKEN = "user-token"
-"""Of the user alice, who has no rights but those of RBAC."""
-_TOKENS = f'{ADMIN_TOKEN},admin,1,"system:masters"\n{USER_TOKEN},alice,2,""\n'
+"""Of the user alice, who has no rights."""
+OPERATOR_TOKEN = "operator-token"
+"""Of the user oscar, who has the rights of RBAC: those of the operator's role, once that is there."""
+_TOKENS = f"""\
+{ADMIN_TOKEN},admin,1,"system:masters"
+{USER_TOKEN},alice,2,""
+{OPERATOR_TOKEN},oscar,3,""
+"""
 _CONFIG = """\
 apiVersion: v1
 kind: Config
@@ -50,6 +56,7 @@ class KubeServer:
         self.api = ApiClient(self.url, ADMIN_TOKEN)
         self.kubeconfig = self._write_config("admin", ADMIN_TOKEN)
         self.user_kubeconfig = self._write_config("alice", USER_TOKEN)
+        self.operator_kubeconfig = self._write_config("oscar", OPERATOR_TOKEN)
         self.kubectl = str(programs / "kubectl")
 
     def _write_config(self, user: str, token: str) -> Path:

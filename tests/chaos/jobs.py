@@ -269,7 +269,7 @@ class Bed:
             f"--- {job.err_path.name}\n{job.err[-2000:]}{job.out[-500:]}" for job in self.jobs
         )
 
-    def clean(self, *hosts: str, timeout: float = 10.0) -> None:
+    def clean(self, *hosts: str, timeout: float = 30.0) -> None:
         """
         Fail unless nothing at all runs on the hosts (all) any more, within ``timeout`` seconds.
         """

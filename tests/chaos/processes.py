@@ -23,7 +23,7 @@ class BedError(Exception):
     """The bed cannot do what was asked; the text says what and why."""
 
 
-def pid_of(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
+def pid_of(process: subprocess.Popen[bytes], timeout: float = 30.0) -> int:
     """Return the machine-wide pid of the command that `Host.start` started."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

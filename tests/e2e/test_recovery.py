@@ -76,7 +76,7 @@ def connections(job: Job) -> int:
 
 def back(job: Job, count: int) -> None:
     """Wait until the scheduler has come back ``count`` times in all."""
-    job.expect(r"the scheduler process is back after", timeout=20.0, count=count)
+    job.expect(r"the scheduler process is back after", timeout=60.0, count=count)
 
 
 def stamps(shell: Shell, rank: int) -> list[tuple[float, float]]:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def wait_until(probe: Callable[[], T], seconds: float = 10.0, what: str = "the condition") -> T:
+def wait_until(probe: Callable[[], T], seconds: float = 60.0, what: str = "the condition") -> T:
     """Return the first true value of ``probe``; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
@@ -40,7 +40,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def read_pid(path: Path, seconds: float = 10.0) -> int:
+def read_pid(path: Path, seconds: float = 60.0) -> int:
     """Wait for a file that holds one pid and a line end."""
     wait_until(lambda: path.exists() and path.read_text().endswith("\n"), seconds, str(path))
     return int(path.read_text())
@@ -71,7 +71,7 @@ class SupervisorDriver:
         )
         os.close(null)
 
-    def wait(self, kind: type[T], slot: int | None = 0, seconds: float = 10.0) -> T:
+    def wait(self, kind: type[T], slot: int | None = 0, seconds: float = 60.0) -> T:
         """Return the next event of that kind and slot, keeping the others for later calls."""
         deadline = time.monotonic() + seconds
         while True:

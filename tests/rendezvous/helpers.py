@@ -216,7 +216,7 @@ def durable(machine: Membership) -> dict[str, Any]:
 # ------------
 
 
-def until(condition: Callable[[], object], what: str, timeout: float = 10.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
     """Wait for a condition, bounded."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -237,7 +237,7 @@ class Agent:
         wait_readable(self.link.fileno(), wait=wait)
         self.inbox += self.link.poll()
 
-    def expect(self, kind: type[M], timeout: float = 10.0) -> M:
+    def expect(self, kind: type[M], timeout: float = 60.0) -> M:
         """Wait for a message of a kind; earlier ones of other kinds are dropped."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

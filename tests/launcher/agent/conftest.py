@@ -53,14 +53,14 @@ class Job:
     def err(self) -> str:
         return self._paths[1].read_text()
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 60.0) -> int:
         """The exit code; a job that does not end fails the test."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {seconds} s\n{self.out[-2000:]}\n{self.err[-3000:]}")
 
-    def expect(self, text: str, count: int = 1, seconds: float = 15.0) -> None:
+    def expect(self, text: str, count: int = 1, seconds: float = 60.0) -> None:
         """Wait until a text was printed that often."""
         wait_until(
             lambda: (self.out + self.err).count(text) >= count, seconds, f"{count} x {text!r}"

@@ -17,7 +17,7 @@ from pdrun.rendezvous.transport.zmq_util import wait_readable
 from tests.launcher.output.helpers import make_output, pump, start_worker
 
 
-def until(condition, timeout: float = 10.0) -> None:
+def until(condition, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline

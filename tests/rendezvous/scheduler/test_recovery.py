@@ -67,7 +67,7 @@ def kill(child: SchedulerChild) -> None:
     os.kill(child.pid, signal.SIGKILL)
 
 
-def revived(child: SchedulerChild, *others: Agent, timeout: float = 15.0) -> str:
+def revived(child: SchedulerChild, *others: Agent, timeout: float = 60.0) -> str:
     """Serve the child and the agents until it is back; return what it says."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def revived(child: SchedulerChild, *others: Agent, timeout: float = 15.0) -> str
     raise AssertionError("the scheduler did not come back")
 
 
-def expect(kind: type[M], agent: Agent, *others: Agent, timeout: float = 15.0) -> M:
+def expect(kind: type[M], agent: Agent, *others: Agent, timeout: float = 60.0) -> M:
     """Wait for a message to one agent while all are served, as processes of their own would be."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

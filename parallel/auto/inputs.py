@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from pdrun.parallel.auto.measure import check_measurable, read_request
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
 from pdrun.parallel.auto.plan_entries import describe_operators
 from pdrun.parallel.auto.plan_file import OPTION_NAMES, PlanFile, StepPrediction, read_plan
+from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.startup.init import PLAN_VARIABLE
@@ -283,9 +285,20 @@ def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None
             report.save(request["save"])
         except OSError as error:
             raise ConfigError(f"cannot be written: {error}", where=request["save"]) from None
-        path = request["save"]
-        print(f'saved; run it with parallelize(..., mesh="{path}", strategy="{path}")', flush=True)
+        print(describe_start(request["save"], world, report.result.request.topology), flush=True)
     raise SystemExit(0)
+
+
+def describe_start(path: str, devices: int, topology: Topology) -> str:
+    """Return how a saved plan is run: the arguments of the call, and the job."""
+    inner = topology.levels[0].devices or devices
+    job = f"--devices {devices}"
+    if devices > inner and devices % inner == 0:
+        job = f"--nodes {devices // inner} --devices {inner}"
+    return (
+        f'saved; run it with parallelize(..., mesh="{path}", strategy="{path}")'
+        f" and pdrun {job} {sys.argv[0]}"
+    )
 
 
 def describe_searched_plan(strategy: Any, model: nn.Module) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.result import OuterResult, PricedChoice
 from pdrun.parallel.auto.search.missing_rules import describe_missing_rules
 
@@ -42,7 +43,40 @@ def describe_result(result: OuterResult, top: int = 10) -> str:
     """Return the table of the best candidates and the sentences about them."""
     note = describe_missing_rules(result.missing)
     lines = [*_describe_search(result), *_table(result, top), *([note] if note else [])]
+    if result.fitting:
+        lines.append(f"chosen: {describe_choice(result.fitting[0].choice)}; compared with it")
     return "\n".join([*lines, *list_sentences(result)])
+
+
+LEVEL_TEXTS = {
+    0: "each of them has weights, gradients and optimizer state of its part of the model",
+    1: "optimizer state is sharded over them (level 1)",
+    2: "optimizer state and gradients are sharded over them (level 2)",
+    3: "optimizer state, gradients and weights are sharded over them (level 3)",
+}
+GATHER_TEXTS = {"pass": "gathered for each pass", "step": "gathered once per step"}
+
+
+def describe_choice(choice: StepChoice) -> str:
+    """Return in a sentence what each device does, for readers who do not know the degrees."""
+    parts = []
+    if choice.dp > 1:
+        group = choice.pp * choice.tp
+        who = f"{choice.dp} groups of {group} devices" if group > 1 else f"{choice.dp} devices"
+        parts.append(f"{who} work on {choice.rows * choice.microbatches} rows each (dp)")
+        level = LEVEL_TEXTS[choice.level]
+        if choice.gather is not None:
+            level += f", weights are {GATHER_TEXTS[choice.gather]}"
+        parts.append(level)
+    if choice.tp > 1:
+        parts.append(f"each operator is split over {choice.tp} devices (tp)")
+    if choice.pp > 1:
+        parts.append(f"the layers are split into {choice.pp} stages (pp)")
+    if choice.microbatches > 1:
+        parts.append(f"a step has {choice.microbatches} micro-batches of {choice.rows} rows")
+    if choice.recompute is not None:
+        parts.append("activations are computed again in the backward pass")
+    return "; ".join(parts) or "one device does everything"
 
 
 def _describe_search(result: OuterResult) -> Iterator[str]:

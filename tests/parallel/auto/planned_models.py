@@ -53,13 +53,13 @@ class EncoderDecoder(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of a picture, a token for the class, two layers of attention."""
+    """Patches of a picture, tokens for the class, two layers of attention; two loose weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.1)
-        self.places = nn.Parameter(torch.randn(1, 17, WIDTH) * 0.1)
+        self.token = nn.Parameter(torch.randn(1, 4, WIDTH) * 0.1)
+        self.places = nn.Parameter(torch.randn(1, 20, WIDTH) * 0.1)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 WIDTH, 4, 64, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"

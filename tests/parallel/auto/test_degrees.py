@@ -15,12 +15,15 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.auto import Auto, _take_part, cast_graph
+from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES
 from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import HEAD, LAYER, TAIL
+from pdrun.parallel.auto.degrees.guide import describe_choice
 from pdrun.parallel.auto.degrees.memory import TrainingBytes, list_saved_tensors, resident_bytes
 from pdrun.parallel.auto.degrees.pass_costs import PartCost, PassCost
 from pdrun.parallel.auto.degrees.planner import PlanReport, plan_of
 from pdrun.parallel.auto.degrees.step_costs import balance_stages, cost_step
+from pdrun.parallel.auto.inputs import describe_start
 from pdrun.parallel.auto.plan_file import parse_plan
 from pdrun.parallel.layouts.grid import Grid
 from tests.lib.tiers import thorough
@@ -54,6 +57,7 @@ def test_best_candidate_fits_and_is_the_fastest() -> None:
     text = str(report)
     assert text.startswith("4 devices, 0.39 GiB each, 8 rows per step; topology h100x8, a guess")
     assert f"{len(result.fitting)} fit, {len(result.too_large)} need more memory" in text
+    assert f"\nchosen: {describe_choice(report.choice)}; compared with it\n" in text
     assert "with tensor parallel:" in text or "without tensor parallel:" in text
 
 
@@ -114,6 +118,36 @@ def test_bubble_is_the_closed_form(schedule: str, bubble: float) -> None:
     assert cost.seconds["compute"] == pytest.approx(8 * 12)
     share = cost.seconds["bubble"] / (cost.seconds["compute"] + cost.seconds["bubble"] / bubble)
     assert share == pytest.approx(bubble / 9)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        (StepChoice(1, 1, 1, 0, None, None, 1, 4), "one device does everything"),
+        (
+            StepChoice(1, 64, 1, 3, "step", None, 1, 4),
+            "64 devices work on 4 rows each (dp); optimizer state, gradients and weights are"
+            " sharded over them (level 3), weights are gathered once per step",
+        ),
+        (
+            StepChoice(2, 2, 4, 1, None, "full", 4, 2, "1f1b"),
+            "2 groups of 8 devices work on 8 rows each (dp); optimizer state is sharded over them"
+            " (level 1); each operator is split over 4 devices (tp); the layers are split into 2"
+            " stages (pp); a step has 4 micro-batches of 2 rows; activations are computed again in"
+            " the backward pass",
+        ),
+    ],
+)
+def test_choice_is_a_sentence(choice: StepChoice, text: str) -> None:
+    assert describe_choice(choice) == text
+
+
+def test_start_of_a_saved_plan_names_nodes() -> None:
+    text = describe_start("p.json", 64, BUILTIN_TOPOLOGIES["h100x8"])
+    assert text.startswith('saved; run it with parallelize(..., mesh="p.json", strategy="p.json")')
+    assert " and pdrun --nodes 8 --devices 8 " in text
+    assert " and pdrun --devices 4 " in describe_start("p", 4, BUILTIN_TOPOLOGIES["h100x8"])
+    assert " and pdrun --devices 3 " in describe_start("p", 3, BUILTIN_TOPOLOGIES["cpu"])
 
 
 @pytest.mark.parametrize(("pp", "recompute"), [(3, None), (4, "full"), (7, None)])

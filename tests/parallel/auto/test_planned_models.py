@@ -23,7 +23,7 @@ MESHES: tuple[tuple[dict[str, int], int], ...] = (
     ({"tp": 2}, 2),
 )
 """Degrees, and stages."""
-QUICK = {("vision", "node", 0), ("lstm", "free", 0), ("perceptron", "node", 4)}
+QUICK = {("residual", "node", 0), ("lstm", "free", 0), ("vision", "node", 4)}
 
 
 def list_cases() -> Iterator[Any]:

@@ -75,5 +75,19 @@ def name_fault(host: str) -> str:
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
+        if zone_fault := _find_zone_fault(host):
+            return zone_fault
         return f"the name '{host}' is not known here: {getattr(error, 'strerror', None) or error}"
     return ""
+
+
+def _find_zone_fault(host: str) -> str:
+    """Return why the zone of an IPv6 address is wrong here; empty: it has none, or it is right."""
+    _, percent, zone = host.partition("%")
+    if not percent or zone.isdecimal():
+        return ""
+    try:
+        socket.if_nametoindex(zone)
+    except OSError:
+        return f"'{zone}', the zone of {host}, is not a network interface of this machine"
+    return f"{host}: this address has no zone; remove %{zone}"

@@ -7,7 +7,7 @@ import pytest
 from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
-from pdrun.rendezvous.transport.dns import REFUSED_TEXT
+from pdrun.rendezvous.transport.dns import REFUSED_TEXT, name_fault
 from pdrun.rendezvous.transport.reconnect import RECHECK_SECONDS, ReconnectPolicy
 
 
@@ -120,3 +120,19 @@ def test_while_no_scheduler_is_reached_the_line_says_what_was_seen(
     with pytest.raises(RendezvousError) as caught:
         policy.check_start("", 10.5)
     assert (f"within 10 s: {failure}" in str(caught.value)) == bool(failure)
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        (
+            "fe80::1%nowhere9",
+            "'nowhere9', the zone of fe80::1%nowhere9, is not a network interface",
+        ),
+        ("2001:db8::1%lo", "2001:db8::1%lo: this address has no zone; remove %lo"),
+        ("fe80::1%lo", ""),
+        ("::1", ""),
+    ],
+)
+def test_a_zone_that_is_none_is_named(host: str, text: str) -> None:
+    assert name_fault(host).startswith(text) and bool(name_fault(host)) == bool(text)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import solve_mesh
 from pdrun.parallel.context_parallel.context import ContextParallel, positions
@@ -135,6 +136,13 @@ def test_levels_and_recomputation(
 ) -> None:
     more = (("schedule", schedule),)
     check(worlds, Case(model, dp=2, rows=(16, 13), more=more, run=tuple(run.items())))
+
+
+@pytest.mark.thorough
+def test_beside_a_tensor_axis(worlds: Any) -> None:
+    styles = {"blocks.*.up": pdrun.col("tp"), "blocks.*.down": pdrun.row("tp")}
+    run = (("strategy", pdrun.Strategy(styles)), ("recompute", "full"))
+    check(worlds, Case("dropout", tp=2, rows=(16, 13), more=(("schedule", "seqvpp"),), run=run))
 
 
 def test_a_schedule_of_ones_own(worlds: Any) -> None:

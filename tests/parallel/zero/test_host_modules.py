@@ -16,6 +16,7 @@ from pdrun.parallel.zero.offload import Offload, parse_offload
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
 from tests.lib.small_models import LENGTH, WIDTH, Case
+from tests.parallel.context_parallel import test_context_runs as context_runs
 from tests.parallel.test_known_faults import LEVELS, sgd, square_loss
 from tests.parallel.test_transparency import check
 
@@ -43,6 +44,23 @@ def test_beside_other_options(
     options: dict[str, Any], more: dict[str, Any], worlds: Worlds, tmp_path: Path
 ) -> None:
     check(Case(2, **options, more=tuple(more.items())), worlds, tmp_path)
+
+
+def train_sequences(cp: int) -> Any:
+    """Train a model with an embedding on the host, whose sequences are on several ranks."""
+    run = context_runs.make(
+        {"cp": cp}, {} if cp > 1 else None, 0.1, offload={"wte": "host"}, optimizer_level=2
+    )
+    found = [run.step(context_runs.batch_of(2, 12, step)) for step in range(2)]
+    return [(told.loss, told.grad_norm) for told in found]
+
+
+@pytest.mark.thorough
+def test_sequences_on_several_ranks(worlds: Worlds) -> None:
+    want = worlds(1).run(train_sequences, 1)[0]
+    for found in worlds(2).run(train_sequences, 2):
+        for mine, one in zip(found, want, strict=True):
+            assert mine == pytest.approx(one, rel=2e-6)
 
 
 def where_everything_is(level: int) -> dict[str, Any]:

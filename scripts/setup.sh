@@ -47,7 +47,8 @@ setup_python() {
     # first imported.
     if ! "$PDRUN_PYTHON" -c 'import torch' 2>/dev/null; then
         quietly "$PDRUN_PYTHON" -m pip install --no-compile "torch==${PDRUN_TORCH:-2.13.0}" numpy
-        quietly "$PDRUN_PYTHON" -m compileall -q -j 0 "$PDRUN_VENV"/lib/python3*/site-packages/{torch,sympy} || true
+        # torch has a file for later versions of Python: that it cannot be compiled is no matter
+        "$PDRUN_PYTHON" -m compileall -qq -j 0 "$PDRUN_VENV"/lib/python3*/site-packages/{torch,sympy} >/dev/null || true
     fi
     quietly "$PDRUN_PYTHON" -m pip install --no-compile -e "$what" "$@"
 }

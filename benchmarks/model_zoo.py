@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from zoo_libraries import adapted_models, image_models
 from zoo_models import Architecture
+from zoo_others import other_models
 from zoo_plain import plain_models
 from zoo_plans import PLANS, Trained, applies, train_cell, train_plain
 from zoo_transformers import transformers_models
@@ -68,6 +69,7 @@ class CellResult:
 def find_architectures(globs: list[str]) -> list[Architecture]:
     """Return the architectures whose libraries are installed and whose names match."""
     known = [*plain_models(), *transformers_models(), *image_models(), *adapted_models()]
+    known += other_models()
     return [
         one
         for one in known

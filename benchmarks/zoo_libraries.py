@@ -94,13 +94,6 @@ def image_models() -> list[Architecture]:
             False,
         ),
         ("efficientnet", "efficientnet_lite0", {}, None, True),
-        (
-            "mixer",
-            "mixer_s16_224",
-            {"img_size": IMAGE_PIXELS, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-            None,
-            False,
-        ),
     ]
     vit = {
         "image_size": IMAGE_PIXELS,

@@ -279,7 +279,8 @@ def _whisper_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _speech_batch(rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def speech_batch(rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sounds and classes."""
     generator = make_generator(step)
     sound = torch.randn(rows, 800, generator=generator)
     return sound, torch.randint(CLASSES, (rows,), generator=generator)
@@ -365,7 +366,7 @@ def transformers_models() -> list[Architecture]:
     )
     found.append(
         Architecture(
-            "wav2vec2", "transformers", build, _speech_batch, class_loss, styles=preset_styles
+            "wav2vec2", "transformers", build, speech_batch, class_loss, styles=preset_styles
         )
     )
     return found

@@ -46,7 +46,7 @@ def leave_out_caches(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
-    Return the arguments of a layer with None for each empty cache whose default is None.
+    Return the arguments of a layer with None for each empty cache that it can do without.
 
     Args:
         forward: of the layer.

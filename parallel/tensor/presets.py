@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -186,7 +186,7 @@ BART = ModelNames(
     attentions="*.self_attn|*.encoder_attn",
     columns="*_attn.[qkv]_proj|*.fc1",
     rows="*_attn.out_proj|*.fc2",
-    vocabulary="*.shared|*.embed_tokens|lm_head|proj_out",
+    vocabulary="*.shared|*.embed_tokens|lm_head|proj_out|output_projection",
 )
 MODELS: dict[str, ModelNames] = {
     **dict.fromkeys(
@@ -217,6 +217,46 @@ MODELS: dict[str, ModelNames] = {
         vocabulary="gpt_neox.embed_in|embed_out|lm_head",
         fused={"*.attention.query_key_value": functools.partial(_side_by_side, 3)},
     ),
+    "persimmon": ModelNames(
+        attentions=LLAMA.attentions,
+        columns="model.layers.*.mlp.dense_h_to_4h",
+        rows="model.layers.*.self_attn.dense|model.layers.*.mlp.dense_4h_to_h",
+        vocabulary=LLAMA.vocabulary,
+        fused={"*.self_attn.query_key_value": functools.partial(_side_by_side, 3)},
+        whole="model.layers.*.self_attn.[qk]_layernorm",
+    ),
+    "mpt": ModelNames(
+        attentions="transformer.blocks.*.attn",
+        columns="transformer.blocks.*.ffn.up_proj",
+        rows="transformer.blocks.*.attn.out_proj|transformer.blocks.*.ffn.down_proj",
+        vocabulary="transformer.wte|lm_head",
+        fused={"*.attn.Wqkv": _three},
+        inputs={"position_bias": -3},
+    ),
+    **dict.fromkeys(
+        ("gpt_bigcode", "codegen"),
+        # the attention stays whole: its keys have one head, or its q, k and v an order of their own
+        ModelNames(
+            attentions="",
+            columns="*.mlp.c_fc|*.mlp.fc_in",
+            rows="*.mlp.c_proj|*.mlp.fc_out",
+            vocabulary="transformer.wte|lm_head",
+        ),
+    ),
+    "openai-gpt": ModelNames(
+        attentions="transformer.h.*.attn",
+        columns="transformer.h.*.mlp.c_fc",
+        rows="transformer.h.*.c_proj",
+        vocabulary="transformer.tokens_embed|lm_head",
+        fused={"*.attn.c_attn": _three},
+        joined="*.attn.resid_dropout|*.mlp.dropout",
+    ),
+    "ctrl": ModelNames(
+        attentions="*.multi_head_attention",
+        columns="*.multi_head_attention.W[qkv]|*.ffn.0",
+        rows="*.multi_head_attention.dense|*.ffn.2",
+        vocabulary="transformer.w|lm_head",
+    ),
     "gptj": ModelNames(
         attentions="transformer.h.*.attn",
         columns="transformer.h.*.attn.[qkv]_proj|transformer.h.*.mlp.fc_in",
@@ -246,8 +286,30 @@ MODELS: dict[str, ModelNames] = {
         inputs={"alibi": -3},
     ),
     "opt": BART,
-    **dict.fromkeys(("bart", "mbart", "pegasus", "whisper"), BART),
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), BERT),
+    **dict.fromkeys(("bart", "mbart", "pegasus", "whisper", "biogpt"), BART),
+    **dict.fromkeys(("marian", "m2m_100", "blenderbot", "blenderbot-small", "plbart"), BART),
+    **dict.fromkeys(("time_series_transformer", "patchtst"), BART),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "camembert"), BERT),
+    **dict.fromkeys(("big_bird", "data2vec-text", "ernie", "layoutlm"), BERT),
+    "esm": replace(BERT, tied_biases=""),
+    **dict.fromkeys(("megatron-bert", "rembert", "roformer", "xmod"), BERT),
+    "mpnet": ModelNames(
+        attentions="*.attention.attn",
+        columns="*.attention.attn.[qkv]|*.intermediate.dense",
+        rows="*.attention.attn.o|*.layer.*.output.dense",
+        vocabulary="*.word_embeddings|lm_head.decoder",
+        tied_biases="lm_head.bias",
+        by_head="*.relative_attention_bias",
+    ),
+    **dict.fromkeys(
+        ("xlm", "flaubert"),
+        ModelNames(
+            attentions="transformer.attentions.?|transformer.attentions.??",
+            columns="*.attentions.*.[qkv]_lin|*.ffns.*.lin1",
+            rows="*.attentions.*.out_lin|*.ffns.*.lin2",
+            vocabulary="transformer.embeddings|pred_layer.proj",
+        ),
+    ),
     "albert": ModelNames(
         attentions="*.attention",
         columns="*.attention.query|*.attention.key|*.attention.value|*.ffn",
@@ -270,7 +332,7 @@ MODELS: dict[str, ModelNames] = {
         vocabulary="*.word_embeddings|vocab_projector",
     ),
     **dict.fromkeys(
-        ("t5", "mt5"),
+        ("t5", "mt5", "umt5"),
         ModelNames(
             attentions="*.SelfAttention|*.EncDecAttention",
             columns="*Attention.[qkv]|*.DenseReluDense.wi|*.DenseReluDense.wi_[01]",
@@ -280,7 +342,7 @@ MODELS: dict[str, ModelNames] = {
         ),
     ),
     **dict.fromkeys(
-        ("vit", "deit"),
+        ("vit", "deit", "beit", "data2vec-vision", "vit_msn"),
         ModelNames(
             attentions="*.layers.*.attention",
             columns="*.layers.*.attention.[qkv]_proj|*.layers.*.mlp.fc1",
@@ -288,18 +350,24 @@ MODELS: dict[str, ModelNames] = {
             vocabulary="",
         ),
     ),
-    "dinov2": ModelNames(
-        attentions="*.layer.*.attention",
-        columns="*.layer.*.attention.[qkv]_proj|*.layer.*.mlp.fc1",
-        rows="*.layer.*.attention.o_proj|*.layer.*.mlp.fc2|*.layer.*.mlp.weights_out",
-        vocabulary="",
-        fused={"*.layer.*.mlp.weights_in": _two},
+    **dict.fromkeys(
+        ("dinov2", "dinov2_with_registers"),
+        ModelNames(
+            attentions="*.layer.*.attention",
+            columns="*.layer.*.attention.[qkv]_proj|*.layer.*.mlp.fc1",
+            rows="*.layer.*.attention.o_proj|*.layer.*.mlp.fc2|*.layer.*.mlp.weights_out",
+            vocabulary="",
+            fused={"*.layer.*.mlp.weights_in": _two},
+        ),
     ),
-    "wav2vec2": ModelNames(
-        attentions="*.encoder.layers.*.attention",
-        columns="*.attention.[qkv]_proj|*.feed_forward.intermediate_dense",
-        rows="*.attention.out_proj|*.feed_forward.output_dense",
-        vocabulary="",
+    **dict.fromkeys(
+        ("wav2vec2", "hubert", "unispeech-sat", "data2vec-audio"),
+        ModelNames(
+            attentions="*.encoder.layers.*.attention",
+            columns="*.attention.[qkv]_proj|*.feed_forward.intermediate_dense",
+            rows="*.attention.out_proj|*.feed_forward.output_dense",
+            vocabulary="",
+        ),
     ),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3"),

@@ -55,6 +55,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 WIDE = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+GPT = {
+    "n_embd": 32,
+    "n_head": 8,
+    "n_layer": 2,
+    "n_positions": 16,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
 LATENT = {
     "q_lora_rank": 12,
     "kv_lora_rank": 8,
@@ -69,6 +77,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**LLAMA, **WIDE, "hidden_dropout": 0.0},
     "falcon": {**LLAMA, **WIDE, "alibi": True},
     "bloom": {**WIDE, "hidden_size": 32, "n_layer": 2, "n_head": 8},
+    "persimmon": {**LLAMA, **WIDE},
+    "mpt": {**WIDE, "d_model": 32, "n_heads": 8, "n_layers": 2, "max_seq_len": 16},
+    "gpt_bigcode": {**WIDE, **GPT, "attn_pdrop": 0.0},
+    "ctrl": {**WIDE, **GPT, "dff": 48},
     "opt": {**LLAMA, **WIDE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "olmo": {**LLAMA, "num_key_value_heads": 4},
     "mixtral": {**LLAMA, "num_key_value_heads": 4, "num_local_experts": 4},

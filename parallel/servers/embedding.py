@@ -97,7 +97,7 @@ class RowLookup:
     """A leaf, whose gradient is to be pushed."""
 
 
-class _TakeRows(torch.autograd.Function):
+class _LookUpRows(torch.autograd.Function):
     """
     `functional.embedding` with a quicker backward: a fifth of the CPU time, with the same bits.
 
@@ -161,7 +161,7 @@ class LookupFunction:
         if self._padding is not None:
             found = (host_ids == self._padding).nonzero()
             place = int(found[0, 0]) if len(found) else -1
-        result: torch.Tensor = _TakeRows.apply(rows, inverse, place)
+        result: torch.Tensor = _LookUpRows.apply(rows, inverse, place)
         return result
 
     def prefetch(self, ids: torch.Tensor) -> None:

@@ -150,6 +150,7 @@ def test_a_dynamic_cluster_has_servers(tmp_path: Path) -> None:
     assert "weight" not in texts[1] + texts[4]
 
 
+@pytest.mark.thorough
 def test_a_lost_server_of_a_dynamic_cluster_ends_the_job(tmp_path: Path) -> None:
     worker = {"MS_ROLE": "MS_WORKER", "TEST_WAIT": "1"}
     server = {"MS_ROLE": "MS_PSERVER"}

@@ -1,4 +1,4 @@
-"""Each role is lost at each operation: nothing is used twice, every wait ends, errors name the role."""
+"""Each role is lost at each operation: nothing is used twice, every wait ends, errors name it."""
 
 from __future__ import annotations
 

@@ -345,7 +345,10 @@ def _compute_reference(state: RunState, batch: Any, in_fp64: bool = False) -> _R
 
 def _without_backward(state: RunState) -> AbstractContextManager[Any]:
     """Return the context manager of a loss alone; that of a model has its count in its graph."""
-    return torch.set_grad_enabled(state.objective.own_loss is not None)
+    context: AbstractContextManager[Any] = torch.set_grad_enabled(
+        state.objective.own_loss is not None
+    )
+    return context
 
 
 def _check_slices_are_rows(

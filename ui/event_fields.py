@@ -15,13 +15,17 @@ MAX_RANKS = 1 << 20
 _EXIT = re.compile(
     r'\{"kind": "exited", "time": (?:0|[1-9]\d{0,14})(?:\.\d{1,9})?'
     r', "generation": (?:0|[1-9]\d{0,8}), "rank": (0|[1-9]\d{0,8}), "node": "([^"\\\x00-\x1f]+)"'
-    r', "code": (0|-?[1-9]\d{0,8}), "how": "([a-z_]*)"'
-    r', "cause": "([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"\}$',
-    re.MULTILINE | re.ASCII,
+    r', "code": (.*)',
+    re.ASCII,
 )
-"""An exit as `pdrun.eventlog` writes it."""
-ExitFields = tuple[str, str, str, str, str]
-"""Rank, node, code, kind of exit and cause of an exit, as they are in the line."""
+_EXIT_END = re.compile(
+    r'(0|-?[1-9]\d{0,8}), "how": "([a-z_]*)"'
+    r', "cause": ("[^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*")\}',
+    re.ASCII,
+)
+"""An exit as `pdrun.eventlog` writes it: many have the same end."""
+ExitFields = tuple[str, str, str]
+"""Rank, node and the rest of the line of an exit, from its code on."""
 make_rank = partial(tuple.__new__, RankStatus)
 """Make a RankStatus of a tuple, without a call in Python."""
 
@@ -91,32 +95,37 @@ def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
 
 def find_exits(block: bytes) -> list[ExitFields]:
     """
-    Return the exits in lines that `pdrun.eventlog` has written.
+    Return the exits in lines that `pdrun.eventlog` has written; empty if one has another form.
 
     A hundred thousand workers may have failed: one regular expression reads them all.
     """
     try:
-        return _EXIT.findall(block.decode("ascii"))
+        rows = _EXIT.findall(block.decode("ascii"))
     except UnicodeDecodeError:
         return []
+    return rows if all(map(_EXIT_END.fullmatch, {end for _, _, end in rows})) else []
 
 
 def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
     """Return the ranks that have exited; None: a cause has an escape that is none."""
     if not rows:
         return []
-    ranks, nodes, codes, hows, causes = zip(*rows, strict=True)
-    try:
-        texts = {cause: json.loads(f'"{cause}"') for cause in set(causes) if "\\" in cause}
-    except ValueError:
-        return None
-    states = [
-        "done" if code == "0" else "stopped" if how == "stopped" else "failed"
-        for code, how in zip(codes, hows, strict=True)
+    ranks, nodes, ends = zip(*rows, strict=True)
+    known: dict[str, tuple[str, int, str]] = {}
+    for end in set(ends):
+        match = _EXIT_END.fullmatch(end)
+        if match is None:
+            return None
+        code, how, cause = match.groups()
+        state = "done" if code == "0" else "stopped" if how == "stopped" else "failed"
+        try:
+            known[end] = (state, int(code), json.loads(cause))
+        except ValueError:  # an escape that is none
+            return None
+    return [
+        make_rank((rank, node, *known[end]))
+        for rank, node, end in zip(map(int, ranks), nodes, ends, strict=True)
     ]
-    plain_causes = [texts.get(cause, cause) for cause in causes] if texts else causes
-    fields = zip(map(int, ranks), nodes, states, map(int, codes), plain_causes, strict=True)
-    return list(map(make_rank, fields))
 
 
 def _read_exit(data: Mapping[str, Any]) -> RankStatus:

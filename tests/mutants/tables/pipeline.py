@@ -8,6 +8,7 @@ PIPELINE = "parallel/pipeline/"
 SCHEDULES = "parallel/pipeline/schedules/"
 BALANCE = "tests/parallel/pipeline/test_balance.py::test_"
 TEST_SCHEDULES = "tests/parallel/pipeline/test_schedules.py::test_"
+SLICES = "tests/parallel/pipeline/test_sequence_slices.py::test_"
 SPLIT = "tests/parallel/pipeline/test_split.py::test_"
 
 
@@ -81,6 +82,20 @@ MUTANTS = (
         "    if count < parts:",
         "    if False:",
         f"{BALANCE}each_stage_needs_a_layer",
+    ),
+    Mutant(
+        "slices of sequences run in any order",
+        f"{SCHEDULES}validate.py",
+        "            if other is not None and at.get(other, -1) > at[action]:",
+        "            if False:",
+        f"{SLICES}slices_have_an_order",
+    ),
+    Mutant(
+        "a mask shows slices that are not computed yet",
+        "parallel/context_parallel/slices.py",
+        "        if self._sees_later and bool(torch.stack(self._sees_later).any()):",
+        "        if False:",
+        f"{SLICES}a_mask_that_shows_later_slices_is_refused",
     ),
     Mutant(
         "a stage without a module",

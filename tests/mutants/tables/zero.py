@@ -65,4 +65,11 @@ MUTANTS = (
         "            pass",
         (f"{AGREEMENT}the_loss_scale_is_halved_for_a_bad_step_and_doubled_after_many_good_ones"),
     ),
+    Mutant(
+        "a weight of the host is tied to one of the device",
+        "parallel/zero/offload.py",
+        "                if id(param) in mine:",
+        "                if False:",
+        "tests/parallel/zero/test_host_modules.py::test_what_cannot_be_combined_is_refused",
+    ),
 )

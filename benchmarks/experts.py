@@ -5,6 +5,8 @@ experts' arithmetic on several ranks. CPU time of a process, one thread, in alte
     python benchmarks/experts.py                                       # one process
     python -m pdrun --devices 2 --backend cpu benchmarks/experts.py    # two ranks
 
+With --bf16 in bf16, 3 rounds, on ranks only forward: CPUs without its instructions need minutes.
+
 The layer of one process: 16 experts of 256 x 512 (relu), 2,048 tokens, top 2, as a loop over
 experts (`index_add`), and `pdrun.MoE`. On ranks: 8 experts of 1,024 x 2,048, 1,024 tokens per rank,
 top 2. Its arithmetic is measured with the same rows and without anything around it.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -27,7 +30,9 @@ from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 from pdrun.parallel.experts.grouped import ExpertRows
 from pdrun.parallel.experts.moe import MoE
 
-ROUNDS = 9
+IS_BF16 = "--bf16" in sys.argv
+DTYPE = torch.bfloat16 if IS_BF16 else torch.float32
+ROUNDS = 3 if IS_BF16 else 9
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -76,7 +81,7 @@ def compare(name: str, works: dict[str, Callable[[], object]]) -> dict[str, floa
 def measure_alone() -> None:
     """Compare with a loop in one process."""
     for backward in (False, True):
-        _measure_type(torch.float32, backward)
+        _measure_type(DTYPE, backward)
 
 
 def _measure_type(dtype: torch.dtype, backward: bool) -> None:
@@ -100,8 +105,8 @@ def measure_ranks() -> None:
     mesh = make_mesh(ep=context.world_size)
     device = torch.device("cpu")
     axes = MeshGroups(mesh.grid, context.rank, device, CollectiveWatchdog(600.0, context.rank))
-    for backward in (False, True):
-        _measure_ranks(axes, torch.float32, backward)
+    for backward in (False,) if IS_BF16 else (False, True):
+        _measure_ranks(axes, DTYPE, backward)
 
 
 def _measure_ranks(axes: MeshGroups, dtype: torch.dtype, backward: bool) -> None:

@@ -1,5 +1,5 @@
 """
-Several groups of servers, each a ``pdrun serve`` process of its own: they start and end together.
+Several groups of servers, each a ``pdrun serve`` process: they start and end together.
 
 A group restarts by itself. When one ends, whatever its exit code, the others are stopped, because
 the service is not complete without it.

@@ -81,7 +81,6 @@ def compute_experts(
     return combine_rows(compute(rows, ExpertRows(counts, sizes)), weights, order)
 
 
-@untraced
 def exchange_experts(
     tokens: torch.Tensor,
     index: torch.Tensor,
@@ -94,6 +93,9 @@ def exchange_experts(
     """
     Return the weighted sum of each token's experts, which the ranks of an axis share.
 
+    Compiled code is interrupted where counts and rows travel, and nowhere else: sizes are known
+    when it runs.
+
     Args:
         tokens, index, weights: see `compute_experts`.
         experts: of all ranks together.
@@ -105,30 +107,75 @@ def exchange_experts(
         tokens, index, weights = (
             slice_to_shard(x, groups.tokens, 0) for x in (tokens, index, weights)
         )
-    axis = groups.experts
     order = index.reshape(-1).argsort(stable=True)
     counts = count_rows(index, experts)[:experts]
-    exchange = _CountExchange(axis, counts)
+    exchange = _start_exchange(groups.experts, counts)
     other = None if meanwhile is None else meanwhile()
-    exchange.finish()
-    order = order[: sum(exchange.sent)]
+    order = _finish_exchange(exchange, order)
     rows = take_rows(tokens, order, index.shape[1])
-    rows = _AllToAllRows.apply(rows, axis, exchange.sent, exchange.received)
-    by_expert, inverse = exchange.reorder(len(rows))
-    rows = _ReorderRows.apply(rows, by_expert, inverse)
-    rows = compute(rows, exchange.expert_rows())
-    rows = _ReorderRows.apply(rows, inverse, by_expert)
-    rows = _AllToAllRows.apply(rows, axis, exchange.received, exchange.sent)
+    rows, arrival = _send_to_experts(rows, exchange)
+    rows = _ReorderRows.apply(rows, arrival.by_expert, arrival.inverse)
+    rows = compute(rows, arrival.expert_rows)
+    rows = _ReorderRows.apply(rows, arrival.inverse, arrival.by_expert)
+    rows = _send_back(rows, exchange)
     out = combine_rows(rows, weights, order)
     if groups.tokens.size > 1:
         out = all_gather(out, groups.tokens, 0, total)
     return out, other
 
 
+@untraced
+def _start_exchange(axis: AxisGroup, counts: torch.Tensor) -> _CountExchange:
+    return _CountExchange(axis, counts)
+
+
+@untraced
+def _finish_exchange(exchange: _CountExchange, order: torch.Tensor) -> torch.Tensor:
+    """Wait for the numbers; return the order without dropped rows."""
+    exchange.finish()
+    return order[: sum(exchange.sent)]
+
+
+@untraced
+def _send_to_experts(
+    rows: torch.Tensor, exchange: _CountExchange
+) -> tuple[torch.Tensor, ArrivedRows]:
+    """Return the rows of this rank's experts, by (source, expert), and how to order them."""
+    rows = _AllToAllRows.apply(rows, exchange.axis, exchange.sent, exchange.received)
+    by_expert, inverse = exchange.reorder(len(rows))
+    return rows, ArrivedRows(by_expert, inverse, exchange.expert_rows())
+
+
+@untraced
+def _send_back(rows: torch.Tensor, exchange: _CountExchange) -> torch.Tensor:
+    """Return the rows to the ranks of their tokens."""
+    return cast(
+        "torch.Tensor",
+        _AllToAllRows.apply(rows, exchange.axis, exchange.received, exchange.sent),
+    )
+
+
+@dataclass(frozen=True)
+class ArrivedRows:
+    """
+    Rows that came from all ranks.
+
+    Attributes:
+        by_expert: their order by (expert, source).
+        inverse: the inverse of that order.
+        expert_rows: the numbers of rows.
+    """
+
+    by_expert: torch.Tensor
+    inverse: torch.Tensor
+    expert_rows: ExpertRows
+
+
 class _CountExchange:
     """Tells every rank how many rows of each of its experts come from each rank."""
 
     def __init__(self, axis: AxisGroup, counts: torch.Tensor) -> None:
+        self.axis = axis
         by_rank = counts.view(axis.size, -1)
         received = torch.empty_like(by_rank)
         start = functools.partial(

@@ -18,6 +18,7 @@ from pdrun.parallel.experts.dispatch import ExpertGroups, exchange_experts
 from pdrun.parallel.experts.grouped import ExpertRows
 from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor.style import AxisNames, GridPosition, style_error, swap_class
+from pdrun.parallel.torch_compat import untraced
 
 CALL_ARGUMENTS = 3
 """Tokens, experts of each token, weights of these."""
@@ -101,6 +102,7 @@ class ParallelFusedExperts(nn.Module):
         )
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
+    @untraced  # loops of transformers over the experts that have rows
     def compute_rows(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """Return the outputs of this rank's experts for rows that are sorted by expert."""
         if not len(x):

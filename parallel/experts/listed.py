@@ -9,6 +9,7 @@ compared with it on random numbers: a module that routes in another way is refus
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from pdrun.parallel.tensor.style import (
     style_error,
     swap_class,
 )
+from pdrun.parallel.torch_compat import untraced
 
 TOP_K_NAMES = (
     "top_k",
@@ -213,12 +215,13 @@ def _compute_alone(
 
 def _caller_of(experts: list[nn.Module]) -> Callable[[torch.Tensor, ExpertRows], torch.Tensor]:
     """Return a function that gives each expert its rows, also none."""
+    return functools.partial(_call_experts, experts)
 
-    def compute(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        pieces = x.split(rows.sizes)
-        return torch.cat([expert(piece) for expert, piece in zip(experts, pieces, strict=True)])
 
-    return compute
+@untraced
+def _call_experts(experts: list[nn.Module], x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    pieces = x.split(rows.sizes)
+    return torch.cat([expert(piece) for expert, piece in zip(experts, pieces, strict=True)])
 
 
 class RemoteExpert(nn.Module):

@@ -94,7 +94,7 @@ def _find_layers(model: nn.Module, config: Any) -> dict[str, nn.Module]:
 
 
 def _shorten_config(model: nn.Module, config: Any, low: int, high: int) -> None:
-    """Give the model a configuration of its own with this stage's layers."""
+    """Give the model its own configuration, with the layers of this stage."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = high - low
     kinds = getattr(config, "layer_types", None)

@@ -5,7 +5,7 @@
     pdrun serve --group prefill [OPTIONS] COMMAND [ARGS] : --group decode [OPTIONS] COMMAND [ARGS]
 
 Options are those of run, without those about Python, and those of `serve_options`. Each group is a
-job, with restarts of its own.
+job, with its own restarts.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def placeholder_values(settings: Mapping[str, Any], environ: Mapping[str, str]) 
 
 
 def find_own_address(peer: str) -> str:
-    """Return this machine's address on the route to another; its name if there is none."""
+    """Return this machine's address on the route to another, or its name."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -211,7 +211,7 @@ def check_health(url: str, body: Any, timeout: float, key: str) -> None:
 
 
 class ServerProber:
-    """Starts the server and probes it in a thread of its own."""
+    """Starts the server, and probes it in a thread."""
 
     def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self._settings = settings

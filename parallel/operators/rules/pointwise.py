@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from pdrun.parallel.operators.rules.labels import (
+    Labels,
     broadcast_labels,
     partial_sum_splits,
     splits_by_labels,
@@ -144,6 +146,16 @@ def _split_any_dim(view: OperatorView) -> list[OpSplit]:
 def split_elementwise(view: OperatorView) -> list[OpSplit]:
     """Split any dim, of all inputs that are not broadcast along it."""
     return _split_any_dim(view)
+
+
+@register_rule("prelu")
+def split_prelu(view: OperatorView) -> list[OpSplit]:
+    """x [N, C, ...] and weight [C], or one weight for all: split any dim."""
+    shape, weight = view.in_shapes
+    first = list(range(len(shape)))
+    is_per_channel = math.prod(weight) > 1
+    second: Labels = [1 if is_per_channel else None] * len(weight)
+    return splits_by_labels(view, [first, second], [first])
 
 
 @register_rule(*LINEAR_KINDS)

@@ -157,7 +157,7 @@ class Experts(nn.Module):
 
 def make_perceptron() -> nn.Module:
     """Return linear layers with activations."""
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH)) for _ in range(4)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
 
 

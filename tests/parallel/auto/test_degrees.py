@@ -196,6 +196,34 @@ def test_stages_are_chosen_if_nothing_else_fits() -> None:
     assert free.result.chosen.cost.total <= report.result.chosen.cost.total
 
 
+def test_bubble_is_avoided_unless_memory_is_the_limit() -> None:
+    """As many micro-batches as stages: the bubble of 1f1b would be the largest part."""
+    options: dict[str, Any] = {
+        "rows": 4,
+        "layers": 8,
+        "fixed": {"tp": 1, "dp": 1, "pp": 4, "microbatches": 4},
+    }
+    fast = plan_decoder(**options)
+    assert fast.choice.schedule in ("zero-bubble", "interleaved")
+    least = min(one.cost.peak for one in fast.result.fitting)
+    assert plan_decoder(**options, memory=least).choice.schedule == "1f1b"
+
+
+def test_little_memory_shards_weights_over_data_ranks_beside_tensor_axes() -> None:
+    """Both axes are given, and a device has memory for a shard only: level 3 over dp."""
+    options: dict[str, Any] = {
+        "topology": rank_runs.TOPOLOGIES["node"],
+        "fixed": {"dp": 2, "tp": 2, "pp": 1},
+        "recompute": False,
+    }
+    free = plan_decoder(**options)
+    least = min(one.cost.peak for one in free.result.fitting)
+    report = plan_decoder(**options, memory=least)
+    assert report.choice.level == 3
+    entries = report.to_plain()["operators"]
+    assert any("tp" in json.dumps(entry) for entry in entries.values())
+
+
 def test_recomputation_is_chosen_if_activations_do_not_fit() -> None:
     options: dict[str, Any] = {"devices": 1, "rows": 1, "layers": 8}
     full = plan_decoder(**options)

@@ -19,8 +19,10 @@ from pdrun.parallel.auto.search.templates import list_templates
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.explain import list_moves
 from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.redistribute import ALL_GATHER_SUM_GRAD
 from tests.lib.tiers import thorough
 from tests.parallel.auto import golden_models as models
 from tests.parallel.auto.random_graphs import make_topology
@@ -280,3 +282,41 @@ def test_a_price_on_bytes_splits_weights() -> None:
         )
     assert stored == sorted(stored, reverse=True)
     assert stored[2] < stored[0] / 2
+
+
+class ScaledPrelu(nn.Module):
+    """A product of two inputs, and a PReLU with a weight per channel."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.act = nn.PReLU(channels)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the activations."""
+        return self.act(x * y)
+
+
+def test_product_and_prelu_are_split_by_rows() -> None:
+    """3 channels cannot be split into 16; the weight of the channels stays whole."""
+    graph = export_meta(ScaledPrelu, *[torch.zeros(16, 3, 128, 32, device="meta")] * 2)
+    topology = make_topology(1e12, 1e9, 0.0, 1e-9, 1e15)
+    problem = make_problem(graph, topology, d=16)
+    layouts = layouts_by_name(search_exact(problem))
+    rows = L("d", None, None, None)
+    assert layouts["mul"] == (rows, rows)
+    (prelu,) = (ins for name, ins in layouts.items() if "prelu" in name)
+    assert prelu == (rows, L(None))
+
+
+def test_users_of_a_tensor_share_its_moves() -> None:
+    """q, k and v read one gathered tensor: one gather, and one sum of their gradients."""
+    problem = make_problem(decoder_graph(3, 1), NODE, gather=False, tp=8)
+    found = search_exact(problem)
+    graph = found.plan.graph
+    by_name = {operator.name: operator for operator in graph.operators}
+    for norm, users in (("norm1", 3), ("norm2", 2)):
+        (index,) = by_name[f"layers.1.{norm}.rms_norm"].outputs
+        assert sum(index in operator.inputs for operator in graph.operators) == users
+        moves = [one for one in list_moves(found.plan) if one.tensor == index]
+        assert [one.move.kind for one in moves] == [ALL_GATHER_SUM_GRAD]
+    assert found.seconds == pytest.approx(price_plan(problem.prices, found.plan).total, rel=1e-9)

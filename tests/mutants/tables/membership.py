@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "a node without workers joins",
         f"{MEMBERSHIP}nodes.py",
-        "not 1 <= join.workers <= MAX_WORKERS_PER_NODE",
+        "not least <= join.workers <= MAX_WORKERS_PER_NODE",
         "join.workers > MAX_WORKERS_PER_NODE",
         f"{GATHERING}a_node_that_cannot_be_right_is_refused",
     ),

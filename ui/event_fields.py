@@ -107,7 +107,7 @@ def find_exits(block: bytes) -> list[ExitFields]:
 
 
 def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
-    """Return the ranks that have exited; None: a cause has an escape that is none."""
+    """Return the ranks that have exited; None: a cause has an invalid escape."""
     if not rows:
         return []
     ranks, nodes, ends = zip(*rows, strict=True)
@@ -120,7 +120,7 @@ def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
         state = "done" if code == "0" else "stopped" if how == "stopped" else "failed"
         try:
             known[end] = (state, int(code), json.loads(cause))
-        except ValueError:  # an escape that is none
+        except ValueError:  # an invalid escape
             return None
     return [
         make_rank((rank, node, *known[end]))

@@ -188,6 +188,14 @@ BART = ModelNames(
     rows="*_attn.out_proj|*.fc2",
     vocabulary="*.shared|*.embed_tokens|lm_head|proj_out|output_projection",
 )
+BERT_PERCEPTRONS = replace(
+    BERT,
+    attentions="",
+    columns="*.intermediate.dense",
+    rows="*.layer.?.output.dense|*.layer.??.output.dense",
+)
+"""Attentions stay whole: heads share relative positions, or windows."""
+BART_PERCEPTRONS = replace(BART, attentions="", columns="*.fc1", rows="*.fc2")
 MODELS: dict[str, ModelNames] = {
     **dict.fromkeys(
         (
@@ -293,6 +301,10 @@ MODELS: dict[str, ModelNames] = {
     **dict.fromkeys(("big_bird", "data2vec-text", "ernie", "layoutlm"), BERT),
     "esm": replace(BERT, tied_biases=""),
     **dict.fromkeys(("megatron-bert", "rembert", "roformer", "xmod"), BERT),
+    **dict.fromkeys(
+        ("deberta", "deberta-v2", "convbert", "longformer", "luke", "yoso"), BERT_PERCEPTRONS
+    ),
+    **dict.fromkeys(("xglm", "led", "bigbird_pegasus"), BART_PERCEPTRONS),
     "mpnet": ModelNames(
         attentions="*.attention.attn",
         columns="*.attention.attn.[qkv]|*.intermediate.dense",

@@ -19,8 +19,9 @@ MAX_WARNINGS = 1000
 """Warnings that a status keeps: the newest ones."""
 _PREFIX = b'{"kind": "'
 _PROGRESS = b"\n" + _PREFIX + b"progress"
+_USAGE = b"\n" + _PREFIX + b"usage"
 _EXIT = b"\n" + _PREFIX + b"exit"
-_FREQUENT = rb"prog|susp|reco|exit|refu"
+_FREQUENT = rb"prog|usag|susp|reco|exit|refu"
 _MEMBERS = rb"join|lost|left|stan"
 _TEXTS = rb"warn|hang"
 _NODES = rb"susp|reco|" + _MEMBERS
@@ -214,13 +215,15 @@ class DeferredLines:
                 lines.append(found)
             else:
                 rows.append(found)
-        lines += self._find_progress()
+        lines += self._find_last(_PROGRESS)
+        lines += self._find_last(_USAGE)
         lines += self._find_texts()
         return LastLines(lines, rows, unclear)
 
-    def _find_progress(self) -> Iterator[bytes]:
+    def _find_last(self, head: bytes) -> Iterator[bytes]:
+        """Yield the last line of a kind, if there is one."""
         for data, start, end, _ in reversed(self._blocks):
-            if (found := data.rfind(_PROGRESS, start, end)) >= 0:
+            if (found := data.rfind(head, start, end)) >= 0:
                 last = data.find(b"\n", found + 1, end)
                 yield data[found + 1 : end if last < 0 else last]
                 return

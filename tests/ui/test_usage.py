@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdrun.ui.replay import replay_lines
+from pdrun.ui.replay import StatusReplay, replay_lines
 from pdrun.ui.status import format_plain
 from pdrun.ui.top.model import TopModel
 from pdrun.ui.usage import describe_usage, format_use
@@ -46,3 +46,13 @@ def test_top_draws_it_as_curves() -> None:
     model.update(replay_lines(LOG))
     rows = {row[0]: row for row in model.curve_rows(20)}
     assert rows["memory_bytes"][1] == "1.2 GiB" and rows["cpu_percent"][1] == "98 %"
+
+
+def test_samples_are_deferred_like_progress() -> None:
+    """Of a log with a million lines, only the last sample is read."""
+    replay = StatusReplay()
+    step = b'{"kind": "progress", "time": 1.0, "generation": 0, "step": 3, "saved": -1}'
+    replay.feed_lines([line.encode() for line in LOG] + [step, LOG[1].encode()] * 50)
+    assert len(replay._segments) == 2, "the line about the job, and all behind it"
+    status = replay.make_status()
+    assert status.step == 3 and status.usage["cpu_percent"] == (98.4, 99.0, 1)

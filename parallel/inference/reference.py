@@ -123,9 +123,9 @@ def _gather_weight(
     Return a full weight.
 
     Args:
-        part: this rank's; None: it is of another stage.
+        part: this rank's; None if it is of another stage.
         empty: the weight of the full model.
-        dtype: of the weights, if ``part`` is None.
+        dtype: of the weights; used for a ``part`` of another stage.
     """
     if axis.size == 1 and part is not None:
         return part.detach()

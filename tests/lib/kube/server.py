@@ -19,7 +19,7 @@ ADMIN_TOKEN = "admin-token"
 USER_TOKEN = "user-token"
 """Of the user alice, who has no rights."""
 OPERATOR_TOKEN = "operator-token"
-"""Of the user oscar, who has the rights of RBAC: those of the operator's role, once that is there."""
+"""Of the user oscar, who has the rights of RBAC: those of the operator's role, once it is there."""
 _TOKENS = f"""\
 {ADMIN_TOKEN},admin,1,"system:masters"
 {USER_TOKEN},alice,2,""

@@ -1,4 +1,4 @@
-"""Searched plans of models of many kinds compute what one process does, and send what is planned."""
+"""Searched plans of many models compute what one process does, and send what is planned."""
 
 from __future__ import annotations
 

@@ -67,6 +67,12 @@ _ROLE_OF_VALUE: Mapping[str, Role] = {
 }
 
 
+_NO_RECOVERY = (
+    "no worker is started again after a failure, although PDRUN_RECOVERY or MS_ENABLE_RECOVERY is "
+    "1: the tables of parameter servers would be lost"
+)
+
+
 @dataclass(frozen=True)
 class DynamicSpec:
     """The settings of one process of a dynamic cluster, from its environment."""
@@ -92,15 +98,20 @@ class DynamicSpec:
     servers: int = 0
     """Number of processes with the role server (PDRUN_SERVERS or MS_SERVER_NUM)."""
     recovers: bool = False
-    """
-    Whether workers that are lost or fail may come back (PDRUN_RECOVERY or MS_ENABLE_RECOVERY);
-    never with servers, whose tables would be lost.
-    """
+    """Whether PDRUN_RECOVERY or MS_ENABLE_RECOVERY asks for it."""
+
+    @property
+    def restarts_workers(self) -> bool:
+        """
+        Whether workers that are lost or fail may come back; never with servers, whose tables would
+        be lost.
+        """
+        return self.recovers and not self.servers
 
     @property
     def max_restarts(self) -> int:
         """Restarts of the workers after losses and failures."""
-        return MAX_RECOVERIES if self.recovers else 0
+        return MAX_RECOVERIES if self.restarts_workers else 0
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
@@ -177,7 +188,7 @@ def _read_spec(environ: Mapping[str, str]) -> DynamicSpec:
         float(timeout or 600),
         environ.get("PDRUN_JOURNAL") or _find_recovery_journal(environ, role, job),
         servers or 0,
-        _read_recovery(environ) and not servers,
+        _read_recovery(environ),
     )
 
 
@@ -218,12 +229,13 @@ def run_scheduler(
 
 
 def describe_worker_start(spec: DynamicSpec) -> str:
-    """Return how a worker of this cluster is started, for the user."""
+    """Return how the processes of this cluster are started, for the user."""
     settings = f"PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
     if not spec.servers:
         return f"start each worker with PDRUN_ROLE=worker {settings}"
     settings += f" PDRUN_SERVERS={spec.servers}"
-    return f"start each process with PDRUN_ROLE=worker or PDRUN_ROLE=server and {settings}"
+    how = f"start each process with PDRUN_ROLE=worker or PDRUN_ROLE=server and {settings}"
+    return f"{how}; {_NO_RECOVERY}" if spec.recovers else how
 
 
 def prepare_journal(path: str) -> Path | None:
@@ -267,7 +279,7 @@ def join_cluster(
         rank=spec.rank,
         timeout=spec.timeout,
         show_line=show_line,
-        recovers=spec.recovers,
+        recovers=spec.restarts_workers,
     )
     for unit, variable, expected, found in (
         ("worker", "PDRUN_WORKERS", spec.workers, member.world_size),
@@ -284,7 +296,7 @@ def join_cluster(
 
 def _find_name(spec: DynamicSpec) -> str:
     """Return a worker's name: with recovery that of the lost one whose rank it asks for."""
-    if spec.name or not spec.recovers or spec.rank is None:
+    if spec.name or not spec.restarts_workers or spec.rank is None:
         return spec.name
     return f"worker-{spec.rank}"
 

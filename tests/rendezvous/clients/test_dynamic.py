@@ -19,7 +19,12 @@ import pytest
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.rendezvous.clients.dynamic import MAX_RECOVERIES, DynamicSpec, from_environ
+from pdrun.rendezvous.clients.dynamic import (
+    MAX_RECOVERIES,
+    DynamicSpec,
+    describe_worker_start,
+    from_environ,
+)
 from pdrun.rendezvous.transport.listen import bind_listener
 
 OURS = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "10.0.0.1:7077", "PDRUN_WORKERS": "4"}
@@ -73,6 +78,8 @@ def test_recovery_is_for_workers_whose_tables_are_not_on_servers() -> None:
     ):
         spec = from_environ(THEIRS | extra)
         assert spec is not None and spec.max_restarts == restarts
+        unserved = "MS_SERVER_NUM" in extra
+        assert ("no worker is started again" in describe_worker_start(spec)) == unserved
     with pytest.raises(ConfigError, match="PDRUN_RECOVERY: must be 0 or 1, got 'on'"):
         from_environ(THEIRS | {"PDRUN_RECOVERY": "on"})
     with pytest.raises(ConfigError, match="two values for the recovery"):

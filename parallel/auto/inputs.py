@@ -272,6 +272,10 @@ def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None
     }
     if request["fixed"]:
         more["fixed"] = request["fixed"]
+    unused = _find_unused(choices)
+    if unused:
+        names = ", ".join(f"{name}=" for name in unused)
+        print(f"not used: {names} of the script; the search chooses what they set", flush=True)
     report = _search_call(choices, call, auto, world, **more)
     print(report.describe(request["top"]), flush=True)
     _ = report.choice  # an error if nothing fits
@@ -312,3 +316,16 @@ def describe_searched_plan(strategy: Any, model: nn.Module) -> list[tuple[str, s
     text = json.dumps(describe_operators(engine.first_plan))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return [("the plan of pdrun.Auto (topology= makes it the same on all devices)", digest)]
+
+
+def _find_unused(choices: ParallelChoices) -> list[str]:
+    """Return the arguments of a call that a search of degrees does not read."""
+    read = ("mesh", "optimizer_level", "accumulate", "predicted")
+    found = [
+        field.name
+        for field in fields(ParallelChoices)
+        if field.name not in read and getattr(choices, field.name) != field.default
+    ]
+    auto = choices.strategy
+    searched = auto == AUTO or (isinstance(auto, Auto) and not auto.entries)
+    return [name for name in found if name != "strategy" or not searched]

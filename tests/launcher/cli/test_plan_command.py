@@ -45,6 +45,19 @@ def test_script_ends_at_its_first_call(
     assert mesh["dp"] * mesh["tp"] == 4
 
 
+@pytest.mark.torch
+def test_arguments_that_the_search_replaces_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = "sample=batch, recompute='full', strategy=pdrun.Auto({'0.weight': (4, 1)})"
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT.replace("sample=batch", arguments)))
+    options = {**OPTIONS, "top": 1, "save": None}
+    assert plan_script("train.py", (), {}, options) == 0
+    first = capfd.readouterr().out.splitlines()[0]
+    assert first.startswith("not used: strategy=, recompute= of the script; the search chooses")
+
+
 def test_script_without_the_call_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('nothing')\n")

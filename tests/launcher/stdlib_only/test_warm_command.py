@@ -260,8 +260,7 @@ def test_another_interpreter_gets_one_of_its_own(node: Node, warm: int) -> None:
 @pytest.mark.parametrize("how", [thorough("stop"), "kill"])
 def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str) -> None:
     script = node.write(
-        FORKED
-        + "print(forked, flush=True)\n"
+        FORKED + "print(forked, flush=True)\n"
         "while not os.path.exists('go'): __import__('time').sleep(0.01)\n"
         "raise SystemExit(5)\n"
     )

@@ -42,7 +42,13 @@ from pdrun.parallel.pipeline.metadata import (
 )
 from pdrun.parallel.pipeline.skips import ForwardTrace, ResultKey
 from pdrun.parallel.pipeline.split import StageSplit
-from pdrun.parallel.pipeline.units import StageUnit, remote_class, stage_class
+from pdrun.parallel.pipeline.units import (
+    RemoteTensor,
+    StageUnit,
+    has_remote_tensors,
+    remote_class,
+    stage_class,
+)
 
 MAX_LISTED_CALLS = 20
 """Modules that an error lists."""
@@ -114,6 +120,9 @@ class PipelineStages:
             else:
                 self._drop_module(name, module)
         self._drop_loose_weights(model)
+        for module in model.modules():
+            if next(module.parameters(), None) is None and has_remote_tensors(module):
+                module.__class__ = remote_class(type(module))
         self.own_weights = {
             names[name]: param for name, param in model.named_parameters(remove_duplicate=False)
         }
@@ -156,11 +165,7 @@ class PipelineStages:
                         self.own_stages
                     ):
                         continue
-                    gone[own] = (
-                        prefix + own,
-                        self.find_running,
-                        self.make_placeholder(tuple(tensor.shape), tensor.dtype),
-                    )
+                    gone[own] = self._make_remote(prefix + own, tensor)
                     del tensors[own]
             if each is not module:
                 each.__class__ = remote_class(type(each))
@@ -177,13 +182,14 @@ class PipelineStages:
                         self.trained_weights[stage].append(param)
             elif param is not None:
                 gone = module.__dict__.setdefault("_pdrun_remote", {})
-                gone[own] = (
-                    name,
-                    self.find_running,
-                    self.make_placeholder(tuple(param.shape), param.dtype),
-                )
+                gone[own] = self._make_remote(name, param)
                 del module._parameters[own]
                 module.__class__ = remote_class(type(module))
+
+    def _make_remote(self, name: str, tensor: torch.Tensor) -> RemoteTensor:
+        """Return what a weight or buffer of another stage reads as."""
+        placeholder = self.make_placeholder(tuple(tensor.shape), tensor.dtype)
+        return RemoteTensor(name, self.find_running, placeholder, isinstance(tensor, nn.Parameter))
 
     def make_placeholder(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a placeholder."""

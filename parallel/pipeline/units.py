@@ -7,9 +7,11 @@ subclass, which asks the running stage what a call means, and reads remote weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from pdrun.errors import UsageError
@@ -62,18 +64,68 @@ class StageUnit:
         return self
 
 
+@dataclass(frozen=True)
+class RemoteTensor:
+    """A weight or buffer of another stage."""
+
+    name: str
+    """In the full model."""
+    find_running: FindRunning
+    placeholder: torch.Tensor
+    is_weight: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        """Return itself."""
+        return self
+
+
 class RemoteWeights:
     """A module whose weights are on another stage: they read as placeholders."""
 
     def __getattr__(self, name: str) -> Any:
-        remote: dict[str, tuple[str, FindRunning, Any]] = self.__dict__.get("_pdrun_remote", {})
+        remote: dict[str, RemoteTensor] = self.__dict__.get("_pdrun_remote", {})
         if name not in remote:
             return super().__getattr__(name)  # type: ignore[misc]
-        full_name, lookup, placeholder = remote[name]
-        running = lookup()
+        running = remote[name].find_running()
         if running is not None:
-            running.note_remote_read(full_name)
-        return placeholder
+            running.note_remote_read(remote[name].name)
+        return remote[name].placeholder
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Return the weights of this stage; in a forward pass placeholders if it has none of them.
+
+        Forwards read the type or device of a module from its first weight (``module.dtype`` of
+        transformers).
+        """
+        found = super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+        first = next(found, None)
+        if first is None:
+            yield from _remote_weights(self, prefix, recurse)
+        else:
+            yield first
+            yield from found
+
+
+def has_remote_tensors(module: nn.Module) -> bool:
+    """Return whether a module or one inside it has weights or buffers of another stage."""
+    return any("_pdrun_remote" in each.__dict__ for each in module.modules())
+
+
+def _remote_weights(
+    module: nn.Module, prefix: str, recurse: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the placeholders of a module's weights while a stage runs."""
+    modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
+    for name, each in modules:
+        remote: dict[str, RemoteTensor] = each.__dict__.get("_pdrun_remote", {})
+        for own, tensor in remote.items():
+            if tensor.find_running() is None:
+                return
+            if tensor.is_weight:
+                yield f"{name}.{own}" if name else own, tensor.placeholder
 
 
 class StageModule(RemoteWeights):
@@ -101,7 +153,10 @@ def stage_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def remote_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a module class for modules whose weights are on another stage."""
+    """
+    Return the subclass of a module class for modules whose weights are on another stage, and for
+    those with such modules only.
+    """
     return _mix_class(RemoteWeights, kind)
 
 

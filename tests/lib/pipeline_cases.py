@@ -130,7 +130,31 @@ class Crossed(Tiny):
         self.blocks[2].norm1.bias = self.norm.bias
 
 
+class Typed(nn.Module):
+    """Halves that read the type of their first weight, as models of transformers do."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(0.0) for _ in range(2))
+
+        def forward(self, h: Tensor) -> Tensor:
+            h = h * torch.full((1,), 0.5, dtype=next(self.parameters()).dtype)
+            for block in self.blocks:
+                h = block(h)
+            return h
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.first, self.second = self.Half(), self.Half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.emb(x))))
+
+
 MODELS: dict[str, Any] = {
+    "typed": Typed,
     "tiny": lambda: Tiny(layers=4),
     "tied": lambda: Tiny(tied=True, layers=4),
     "dropout": lambda: Tiny(p=0.2, layers=4),

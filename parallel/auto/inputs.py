@@ -34,6 +34,7 @@ from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.startup.init import PLAN_VARIABLE
 from pdrun.parallel.zero.optimizer import state_bytes_per_element
+from pdrun.text import quote_command
 
 AUTO = "auto"
 WHERE = "pdrun.parallelize"
@@ -296,12 +297,12 @@ def _print_plan(choices: ParallelChoices, call: PlannedCall, world: int) -> None
 def describe_start(path: str, devices: int, topology: Topology) -> str:
     """Return how a saved plan is run: the arguments of the call, and the job."""
     inner = topology.levels[0].devices or devices
-    job = f"--devices {devices}"
+    job = ["--devices", devices]
     if devices > inner and devices % inner == 0:
-        job = f"--nodes {devices // inner} --devices {inner}"
+        job = ["--nodes", devices // inner, "--devices", inner]
     return (
         f'saved; run it with parallelize(..., mesh="{path}", strategy="{path}")'
-        f" and pdrun {job} {sys.argv[0]}"
+        f" and {quote_command('pdrun', *job, sys.argv[0])}"
     )
 
 

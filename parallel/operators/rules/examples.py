@@ -116,6 +116,8 @@ def _pointwise_examples() -> Iterator[OperatorExample]:
     yield OperatorExample("to", (_floats(4, 6), torch.float32), overload="dtype")
     yield OperatorExample("_to_copy", (_floats(4, 6),), {"dtype": torch.float32})
     yield OperatorExample("type_as", (_floats(4, 6), _floats(1, seed=1)))
+    for weight in (_floats(6), _floats(1)):
+        yield OperatorExample("prelu", (_floats(4, 6, 8) - 0.5, weight))
     yield OperatorExample("where", (_booleans(4, 6), _floats(4, 6), _floats(6, seed=1)))
     yield OperatorExample("masked_fill", (_floats(4, 6), _booleans(1, 6), 0))
     yield OperatorExample("masked_fill", (_floats(4, 6), _booleans(4, 1), float("-inf")))

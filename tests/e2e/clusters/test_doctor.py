@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.clusters.conftest import Cluster
-from tests.e2e.clusters.test_network import PORTS, firewall
+from tests.e2e.clusters.test_network import PORTS
 from tests.lib.netns_hosts import run
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_two_hosts_that_differ_in_a_file(cluster: Cluster) -> None:
 
 @pytest.mark.thorough
 def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
-    with firewall(cluster, PORTS):
+    with cluster.firewall(PORTS):
         code, found = diagnose(cluster, "--port-range", PORTS)
     assert code == 78
     (problem,) = serious(found, "ports")
@@ -55,7 +55,7 @@ def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
 
 @pytest.mark.thorough
 def test_a_firewall_that_passes_ssh_only_is_a_finding(cluster: Cluster) -> None:
-    with firewall(cluster):
+    with cluster.firewall():
         code, found = diagnose(cluster, "--start-timeout", "15s")
     (problem,) = found
     assert code == 78 and problem["check"] == "job" and os.linesep not in problem["what"]

@@ -87,7 +87,7 @@ CLOSED = [
     (
         ["checkpoint", "show", "closed/saved"],
         78,
-        "closed/saved/run.json: cannot be used: Permission denied",
+        "closed/saved: cannot be used: Permission denied",
     ),
 ]
 

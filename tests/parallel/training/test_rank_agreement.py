@@ -264,7 +264,7 @@ class Colour(enum.Enum):
             Pipeline(4, stages={"a*": 0}),
             (
                 "Pipeline(microbatches=4, schedule=1f1b, stages={a*: 0}, chunks=None, "
-                "balance=layers, shared=(), dynamic=False)"
+                "balance=layers, shared=(), dynamic=False, slices=None)"
             ),
         ),
     ],

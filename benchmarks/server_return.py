@@ -43,6 +43,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: server_return.py FOLDER; it is emptied")
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     client = pdrun.servers.connect("async", timeout=300)

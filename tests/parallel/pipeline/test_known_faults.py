@@ -40,7 +40,7 @@ def test_the_norm_is_that_of_all_stages(worlds: Any) -> None:
 
 @pytest.mark.parametrize("pp", [2, thorough(4)])
 def test_a_module_without_weights_on_a_stage_has_a_type(worlds: Any, pp: int) -> None:
-    """``next(module.parameters())`` has nothing on a stage that has none of the module's weights."""
+    """``next(module.parameters())`` is empty on a stage that has none of the weights."""
     check(worlds, Case("typed", pp=pp, rows=(16, 16)))
 
 

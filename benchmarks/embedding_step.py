@@ -16,8 +16,9 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+
+from server_processes import cpu_seconds, find_servers
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -25,31 +26,6 @@ ROWS, DIM, BATCH, IDS = 1_000_000, 32, 1024, 26
 STEPS, WARM_STEPS = 9, 2
 KINDS = ("dense", "sparse", "sync", "async")
 RATE = 0.01
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    total = 0
-    for pid in pids:
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            try:
-                total += int(path.read_text().split()[0])
-            except OSError:
-                pass
-    return total / 1e9
-
-
-def find_servers() -> list[int]:
-    """Return the servers of this job: they have this worker's parent."""
-    found = []
-    for pid in (path.name for path in Path("/proc").glob("[0-9]*")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
-        except OSError:
-            continue
-        if b"servers.main" in command and int(parent) == os.getppid():
-            found.append(int(pid))
-    return found
 
 
 def work(kind: str) -> None:
@@ -103,11 +79,11 @@ def work(kind: str) -> None:
             torch.rand(2 * BATCH, IDS, generator=made, dtype=torch.float64) ** -5
         ).long() % ROWS
         distributed.barrier()
-        before = cpu_seconds(pids)
+        before = cpu_seconds(*pids)
         distributed.barrier()
         step(batch)
         distributed.barrier()
-        after = cpu_seconds(pids)
+        after = cpu_seconds(*pids)
         distributed.barrier()
         if index >= WARM_STEPS:
             found.append(after - before)

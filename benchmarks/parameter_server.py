@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from server_processes import cpu_seconds
 
 from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers.client import ServerClient
@@ -39,17 +40,6 @@ DENSE = 16 << 20
 CHUNK = 1 << 20
 ROWS, DIM, COUNT = 1_000_000, 32, 65_536
 RATE = 0.01
-
-
-def cpu_seconds(*pids: int) -> float:
-    total = 0
-    for pid in pids:
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            try:
-                total += int(path.read_text().split()[0])
-            except OSError:
-                pass
-    return total / 1e9
 
 
 def fork_server(serve: Callable[[], None]) -> int:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from server_processes import cpu_seconds, find_servers
 
 import pdrun
 
@@ -24,22 +25,9 @@ ROUNDS = 3
 
 
 def find_server() -> int:
-    """Return the server of this job: it has this worker's parent."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes()
-            parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[1]
-        except OSError:
-            continue
-        if b"servers.main" in command and int(parent) == os.getppid():
-            return int(path.name)
-    sys.exit("there is no server: start this with pdrun --servers 1")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+    """Return the server of this job."""
+    found = find_servers()
+    return found[0] if found else sys.exit("there is no server: start this with pdrun --servers 1")
 
 
 def main() -> None:

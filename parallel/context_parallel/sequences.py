@@ -216,6 +216,22 @@ class ShardedSequences:
                 enable_gqa=enable_gqa,
             )
         self.calls += 1
+        return self.attend_sequences(
+            original, query, key, value, attn_mask, dropout_p, is_causal, scale
+        )
+
+    def attend_sequences(
+        self,
+        original: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Compute attention whose queries and keys are parts of sequences."""
         mask = None if attn_mask is None else self.localize_mask(attn_mask)
         drop = self._make_dropout(query, dropout_p) if dropout_p else None
 

@@ -193,50 +193,29 @@ class SlicedSequences(ShardedSequences):
 
     # ---- attention ----------------------------------------------------------
 
-    def run_attention(
+    def attend_sequences(
         self,
         original: AttentionFunction,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
     ) -> torch.Tensor:
-        """Compute torch's scaled_dot_product_attention on this slice and the earlier ones."""
-        if not self._is_over_sequences(query.shape[-2], key.shape[-2], is_causal):
-            return original(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+        """Compute attention of this slice to itself and the earlier ones."""
         if query.dim() == 3:
-            batched = self.run_attention(
-                original,
-                query[None],
-                key[None],
-                value[None],
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-            )
-            return batched[0]
+            query, key, value = (x[None] for x in (query, key, value))
+            return self.attend_sequences(
+                original, query, key, value, attn_mask, dropout_p, is_causal, scale
+            )[0]
         if query.dim() != 4 or query.shape[1] % key.shape[1]:
             what = f"attention of queries {list(query.shape)} over keys {list(key.shape)}"
             raise UsageError(what, where=API_NAME, hint="[batch, heads, positions, size]")
         if attn_mask is None and not is_causal:
             what = "attention without a causal mask sees later slices, which are not computed yet"
             raise UsageError(what, where=API_NAME, hint='schedule="1f1b", which slices nothing')
-        self.calls += 1
         mask = None if attn_mask is None else self._mask_rows(attn_mask)
         drop = self._make_dropout(query, dropout_p) if dropout_p else None
         device = query.device.type

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.conftest import Shell
+from tests.lib.server_scripts import FIND_SERVERS
 from tests.lib.tiers import thorough
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-TRAIN = """
+TRAIN = (
+    FIND_SERVERS
+    + """
 import os, signal, time
 import torch, pdrun
 from pdrun.parallel.servers import channel
@@ -20,17 +23,6 @@ role, op, mode = os.environ["EXTRA"].split(",")
 rank = int(os.environ["RANK"])
 step = 0
 
-def find_server():
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environ = open(f"/proc/{pid}/environ", "rb").read()
-            command = open(f"/proc/{pid}/cmdline", "rb").read()
-        except OSError:
-            continue
-        mine = f"PDRUN_SERVER_KEY={os.environ['PDRUN_SERVER_KEY']}".encode() in environ
-        if mine and b"servers.main" in command:
-            return int(pid)
-
 send = channel.Channel.send_frame
 killed = []
 def send_frame(self, frame, *parts):
@@ -38,7 +30,7 @@ def send_frame(self, frame, *parts):
     is_time = step == 1 or op in ("HELLO", "BYE")
     if rank == 1 and frame.op == Op[op] and is_time and not killed:
         killed.append(True)
-        os.kill(os.getpid() if role == "worker" else find_server(), signal.SIGKILL)
+        os.kill(os.getpid() if role == "worker" else find_servers()[0], signal.SIGKILL)
 channel.Channel.send_frame = send_frame
 
 client = pdrun.servers.connect(mode, timeout=60)
@@ -58,6 +50,7 @@ client.close()
 print("done", rank, flush=True)
 time.sleep(1.0)
 """
+)
 OPERATIONS = ("HELLO", "ROWS", "PUSH_ROWS", "PUSH", "CLOCK", "PULL", "SNAPSHOT", "BYE")
 CASES = [
     thorough(*case)

@@ -12,11 +12,14 @@ import pytest
 
 from pdrun.rendezvous.protocol.security import Secret, format_token
 from tests.e2e.conftest import Shell, alive, free_port, until
+from tests.lib.server_scripts import FIND_SERVERS
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-TRAIN = """
+TRAIN = (
+    FIND_SERVERS
+    + """
 import os, signal
 import torch, pdrun
 client = pdrun.servers.connect("sync", timeout=120)
@@ -26,20 +29,14 @@ for step in range(3):
     client.push("w", torch.full((10,), rank + 1.0))
     client.clock()
     if step == 1 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environ = open(f"/proc/{pid}/environ", "rb").read()
-                command = open(f"/proc/{pid}/cmdline", "rb").read()
-            except OSError:
-                continue
-            mine = f"PDRUN_SERVER_KEY={os.environ['PDRUN_SERVER_KEY']}".encode() in environ
-            if mine and b"servers.main" in command:
-                open("pids", "a").write(pid + "\\n")
-                if "kill" in os.environ.get("EXTRA", ""):
-                    os.kill(int(pid), signal.SIGKILL)
-                    break
+        for pid in find_servers():
+            open("pids", "a").write(f"{pid}\\n")
+            if "kill" in os.environ.get("EXTRA", ""):
+                os.kill(pid, signal.SIGKILL)
+                break
 print("weight", client.pull("w")[0].item(), "servers", client.servers, flush=True)
 """
+)
 
 
 def test_servers_of_two_nodes_end_with_the_workers(shell: Shell) -> None:
@@ -65,7 +62,9 @@ def test_a_lost_server_is_the_cause_and_the_job_starts_again(shell: Shell) -> No
     assert job.out.count("weight -9.0 servers 1") == 2
 
 
-ALONE = """
+ALONE = (
+    FIND_SERVERS
+    + """
 import os, signal
 import torch, pdrun
 client = pdrun.servers.connect("async", timeout=120)
@@ -76,17 +75,11 @@ for step in range(4):
     if step == 1:
         client.save(os.path.abspath("saved"))
     if step == 2:
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environ = open(f"/proc/{pid}/environ", "rb").read()
-                command = open(f"/proc/{pid}/cmdline", "rb").read()
-            except OSError:
-                continue
-            mine = f"PDRUN_SERVER_KEY={os.environ['PDRUN_SERVER_KEY']}".encode() in environ
-            if mine and b"servers.main" in command:
-                os.kill(int(pid), signal.SIGKILL)
+        for pid in find_servers():
+            os.kill(pid, signal.SIGKILL)
 print("weight", client.pull("w")[0].item(), flush=True)
 """
+)
 
 
 def test_a_killed_server_continues_alone_from_its_last_checkpoint(shell: Shell) -> None:

@@ -318,8 +318,11 @@ class ServerProber:
         for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
             if self._has_ended.is_set():
                 return
-            os.kill(self._pid, number)
-            os.kill(self._pid, signal.SIGCONT)
+            try:
+                os.kill(self._pid, number)
+                os.kill(self._pid, signal.SIGCONT)
+            except ProcessLookupError:  # it has ended, and was waited for, in this moment
+                return
             self._has_ended.wait(seconds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,17 @@ from pdrun.parallel.auto.auto import Auto
 from pdrun.parallel.auto.choose import EXACT, RECURSIVE
 from pdrun.parallel.comm.mesh import mesh
 from pdrun.parallel.operators.compiler import find_engine
-from pdrun.parallel.operators.explain import list_moves
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
 from tests.lib import small_models
 from tests.lib.causal_models import build_causal
-from tests.parallel.auto.rank_runs import TOPOLOGIES, small_decoder
+from tests.parallel.auto.rank_runs import (
+    TOPOLOGIES,
+    count_by_axes,
+    plan_by_axes,
+    small_decoder,
+)
 
 ROWS, LENGTH, WIDTH, WORDS = 8, 8, 32, 56
 
@@ -272,23 +275,5 @@ def verify_model(
         run.axes.reset_counts()
         weighted_squares(run.model(part), part)[0].backward()
         found["counted"] = count_by_axes(run)
-        planned: Counter[str] = Counter()
-        for one in list_moves(engine.first_plan):
-            planned["*".join(one.move.axes)] += one.forward_bytes + one.backward_bytes
-        found["planned"] = dict(+planned)
+        found["planned"] = plan_by_axes(engine.first_plan)
     return found
-
-
-def count_by_axes(run: Run) -> dict[str, int]:
-    """Return what this rank has sent with ring algorithms, by axes."""
-    counted: Counter[str] = Counter()
-    for (name, axes), count in run.axes.counts.items():
-        parts = run.axes.grid.group_size(axes)
-        sent = {
-            "all_gather": count.nbytes * (parts - 1),
-            "all_reduce": 2 * count.nbytes * (parts - 1) // parts,
-            "reduce_scatter": count.nbytes * (parts - 1) // parts,
-            "all_to_all": count.nbytes * (parts - 1) // parts,
-        }
-        counted["*".join(axes)] += sent[name]
-    return dict(+counted)

@@ -18,6 +18,7 @@ from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.comm.mesh import mesh
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.operators.explain import list_moves
+from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
@@ -100,6 +101,20 @@ def count_axis_bytes(topology: str, degrees: dict[str, int]) -> list[dict[str, i
     assert engine is not None
     run.axes.reset_counts()
     run.model(batch_of_tokens()[0]).square().sum().backward()
+    assert engine.first_plan is not None
+    return [plan_by_axes(engine.first_plan), count_by_axes(run)]
+
+
+def plan_by_axes(plan: OperatorPlan) -> dict[str, int]:
+    """Return what a plan sends in a pass, by axes."""
+    planned: Counter[str] = Counter()
+    for one in list_moves(plan):
+        planned["*".join(one.move.axes)] += one.forward_bytes + one.backward_bytes
+    return dict(+planned)
+
+
+def count_by_axes(run: Run) -> dict[str, int]:
+    """Return what this rank has sent with ring algorithms, by axes."""
     counted: Counter[str] = Counter()
     for (name, axes), count in run.axes.counts.items():
         parts = run.axes.grid.group_size(axes)
@@ -110,11 +125,7 @@ def count_axis_bytes(topology: str, degrees: dict[str, int]) -> list[dict[str, i
             "all_to_all": count.nbytes * (parts - 1) // parts,
         }
         counted["*".join(axes)] += sent[name]
-    assert engine.first_plan is not None
-    planned: Counter[str] = Counter()
-    for one in list_moves(engine.first_plan):
-        planned["*".join(one.move.axes)] += one.forward_bytes + one.backward_bytes
-    return [dict(+planned), dict(+counted)]
+    return dict(+counted)
 
 
 def save_plan(path: str, topology: str, degrees: dict[str, int], **options: Any) -> None:

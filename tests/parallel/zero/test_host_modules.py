@@ -46,6 +46,18 @@ def test_beside_other_options(
     check(Case(2, **options, more=tuple(more.items())), worlds, tmp_path)
 
 
+def train_copies(offload: Any) -> list[tuple[float, float]]:
+    """Train two copies of each rank's rows."""
+    run = zoo.make(Case(2, 2, clip=0.5), offload=offload, copies=2)
+    found = [run.step(zoo.batch_of(24, step)) for step in range(3)]
+    return [(told.loss, told.grad_norm) for told in found]
+
+
+def test_copies_of_a_step(worlds: Worlds) -> None:
+    want, found = (worlds(2).run(train_copies, offload) for offload in (None, EMBEDDING))
+    assert found == want
+
+
 def train_sequences(cp: int) -> Any:
     """Train a model with an embedding on the host, whose sequences are on several ranks."""
     run = context_runs.make(

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at the job is no traceback here
     if args.rank > 0:
         signal.pause()
     print(f"serving on port {args.port} with tp={args.tp}", flush=True)

@@ -37,6 +37,10 @@ class Recovery:
     clock_shift: float = 0.0
     """Added to the clock. The monotonic clock restarts with the host, and time must not go back."""
     is_resumed: bool = False
+    last_commit: int = 0
+    """Number of the last commit to the journal, 0 without one."""
+    resumed_commit: int = 0
+    """The last commit that a predecessor left in the journal."""
     past_events: tuple[LogEvent, ...] = ()
     """Events that predecessors had emitted for the event log."""
     unwritten: tuple[LogEvent, ...] = ()
@@ -68,12 +72,23 @@ class Recovery:
             return ""
         try:
             self._writer.journal.commit()
+            self.last_commit = self._writer.journal.group - 1
             return ""
         except OSError as error:
             path = self._writer.journal.path
             self.on_lost()
             self.discard_journal()
             return _unwritable_warning(path, error)
+
+    def has_lost_commits(self, scheduler: str, commit: int) -> bool:
+        """
+        Whether a predecessor had told a node of a commit that the journal lacks.
+
+        A predecessor acted only on what was in the journal. So it has lost its end since: an older
+        copy, or a disk that did not keep what it had confirmed.
+        """
+        is_predecessor = self.is_resumed and scheduler not in ("", self.scheduler)
+        return is_predecessor and commit > self.resumed_commit
 
     def discard_journal(self) -> None:
         """Remove the journal: the job is over, or no successor may resume it."""
@@ -142,11 +157,14 @@ def resume_job(
         )
     restored = replay_journal(config, past, journal)
     last_time = past.entries[-1].now if past.entries else header.now
+    last_commit = past.entries[-1].group if past.entries else 0
     found = Recovery(
         restored.machine,
         os.urandom(16).hex(),
         clock_shift=max(0.0, last_time - clock.monotonic()),
         is_resumed=True,
+        last_commit=last_commit,
+        resumed_commit=last_commit,
         past_events=restored.events,
         unwritten=tuple(find_unwritten(restored, _read_log_end(restored, events))),
         _writer=JournalWriter(writer),

@@ -134,10 +134,6 @@ class IllegalEvent(Exception):
         self.state = state
 
 
-class FutureGeneration(IllegalEvent):
-    """A message about a generation that does not exist yet: its sender knows more than this job."""
-
-
 def next_state(state: JobState, trigger: Trigger) -> JobState:
     """Return the state after ``trigger``, or raise IllegalEvent."""
     try:
@@ -193,7 +189,7 @@ def _check_generation(
     if member is None:
         raise IllegalEvent(name, state, "the sender has not joined")
     if message.generation > generation:
-        raise FutureGeneration(name, state, f"generation {message.generation} does not exist yet")
+        raise IllegalEvent(name, state, f"generation {message.generation} does not exist yet")
     if is_late(message, state, generation, member):
         return
     if state not in MESSAGE_STATES[type(message)]:

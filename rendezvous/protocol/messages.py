@@ -115,6 +115,10 @@ class Hello:
     pid: int
     command: str = ""
     """The sender's command, as in Join's facts: shown when another job is refused."""
+    scheduler: str = ""
+    """Incarnation of the scheduler that the sender heard last, on an earlier connection."""
+    commit: int = 0
+    """The greatest commit that this scheduler named in its envelopes."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +315,10 @@ class Verdict:
     victims: int = 0
     """Number of workers that ended because of the first cause."""
     notes: tuple[str, ...] = ()
-    """Of a job that failed: in what its nodes differ, a line each."""
+    """
+    Of a job that failed, a line each: in what its nodes differ, and nodes that were lost or late
+    while the workers were being stopped.
+    """
 
 
 @dataclass(frozen=True)
@@ -381,6 +388,15 @@ class NodeNumber:
 
 
 @dataclass(frozen=True)
+class PlanFact:
+    """One line about the run of a script: what was decided, and where that came from."""
+
+    name: str
+    value: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class Progress:
     """The progress of a node's workers: those that have changed since the last Progress."""
 
@@ -394,6 +410,8 @@ class Progress:
     """Of all workers of the node, by name."""
     usage: tuple[NodeNumber, ...] = ()
     """CPU, memory and devices of the node; alone in its message."""
+    plan: tuple[PlanFact, ...] = ()
+    """What rank 0 says about its run; alone in its message."""
 
 
 @dataclass(frozen=True)
@@ -535,6 +553,10 @@ class Envelope:
     sender: str
     """``agent`` of Hello, or the scheduler's incarnation."""
     incarnation: int
+    """
+    Of an agent: as in its Hello. Of the scheduler: number of its last commit to the journal, which
+    has all that the message says; 0 without a journal.
+    """
     sequence: int
     """
     Counts up from 0 on each connection; a repeated or missing number is refused. Heartbeat and Echo

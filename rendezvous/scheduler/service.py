@@ -20,7 +20,6 @@ from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE
 from pdrun.eventlog import LogEvent
 from pdrun.rendezvous.journal.recovery import Recovery, begin_job
 from pdrun.rendezvous.membership.machine import IllegalEvent
-from pdrun.rendezvous.membership.transitions import FutureGeneration
 from pdrun.rendezvous.protocol.codec import CodecError
 from pdrun.rendezvous.protocol.events import (
     Action,
@@ -209,17 +208,11 @@ class Service:
         state.wants_status = state.wants_status or isinstance(body, StatusQuery | StopRequest)
         if isinstance(body, Hello) and state.hello is None:
             state.hello = body
+            if self._recovery.has_lost_commits(body.scheduler, body.commit):
+                why = "the scheduler's journal has lost its end, so the job cannot continue"
+                return self._refuse_peer(item.peer, why, EXIT_UNAVAILABLE)
         try:
             self._step_machine(MessageReceived(item.peer, envelope.body))
-        except FutureGeneration as error:
-            if self._recovery.is_resumed:
-                # What this scheduler did before it died was in the journal first.
-                why = (
-                    f"the scheduler's journal has lost its end, so the job cannot continue: {error}"
-                )
-                self._refuse_peer(item.peer, why, EXIT_UNAVAILABLE)
-            else:
-                self._refuse_peer(item.peer, str(error))
         except IllegalEvent as error:
             self._refuse_peer(item.peer, str(error))
         return None
@@ -280,9 +273,10 @@ class Service:
     def _send_message(self, peer: Peer, message: Message) -> None:
         if state := self._peer_states.get(peer):
             counted = not isinstance(message, Echo)
+            number = state.sent if counted else 0
             try:
                 self.transport.send(
-                    peer, Envelope(self.scheduler, 0, state.sent if counted else 0, message)
+                    peer, Envelope(self.scheduler, self._recovery.last_commit, number, message)
                 )
                 state.sent += counted
             except CodecError as error:
@@ -293,7 +287,8 @@ class Service:
     def _end_peer(self, peer: Peer, why: str) -> None:
         """End a conversation whose next message cannot be encoded; the job may continue."""
         state = self._peer_states.pop(peer)
-        self.transport.send(peer, Envelope(self.scheduler, 0, state.sent, Refuse(70, why)))
+        refusal = Envelope(self.scheduler, self._recovery.last_commit, state.sent, Refuse(70, why))
+        self.transport.send(peer, refusal)
         self.transport.close_peer(peer)
         self._step_machine(PeerDisconnected(peer))
 

@@ -212,6 +212,10 @@ class Conversation:
         """Whether the scheduler has refused the agent, or was replaced."""
         self.is_replaced = False
         """Whether a scheduler of another job or run answers at the address now."""
+        self.scheduler = ""
+        """Incarnation of the scheduler that was heard last."""
+        self.commit = 0
+        """The greatest commit to its journal that this scheduler has named."""
         self._endpoint = endpoint
         self._duplicate_filter = DuplicateFilter()
         self._beat_number = 0
@@ -220,7 +224,15 @@ class Conversation:
 
     def restart(self) -> Conversation:
         """Return the conversation of a new agent with the same job and run."""
-        return Conversation(self._endpoint, self.needs_spec, self.welcome)
+        result = Conversation(self._endpoint, self.needs_spec, self.welcome)
+        result.scheduler, result.commit = self.scheduler, self.commit
+        return result
+
+    def note_commit(self, scheduler: str, commit: int) -> None:
+        """Note what the next Hello says of the journal: a successor may know less than this."""
+        if scheduler != self.scheduler:
+            self.scheduler, self.commit = scheduler, commit
+        self.commit = max(self.commit, commit)
 
     def next_heartbeat(self) -> Heartbeat:
         """Return the next heartbeat."""

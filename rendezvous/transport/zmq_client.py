@@ -243,6 +243,8 @@ class ZmqLink:
                 self._host,
                 os.getpid(),
                 self._command,
+                self._conversation.scheduler,
+                self._conversation.commit,
             )
         )
 
@@ -300,6 +302,10 @@ class ZmqLink:
             self._reconnect_policy.on_message(now, is_certain=is_certain)
             if isinstance(message, Echo) and envelope.sender == STANDALONE_RELAY_SENDER:
                 self._reconnect_policy.is_through_relay = True
+            if not isinstance(
+                message, Echo | Refuse
+            ):  # a relay, or whoever is left, may send those
+                self._conversation.note_commit(envelope.sender, envelope.incarnation)
             self._on_message(message, now)
 
     def _may_be_stale(self, now: float) -> bool:

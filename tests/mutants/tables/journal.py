@@ -25,6 +25,13 @@ MUTANTS = (
         f"{TEST_JOURNAL}a_journal_of_another_job_or_of_other_settings_is_refused",
     ),
     Mutant(
+        "a successor that knows less than its nodes goes on",
+        f"{JOURNAL}recovery.py",
+        "return is_predecessor and commit > self.resumed_commit",
+        "return False",
+        f"{TEST_JOURNAL}a_successor_refuses_whoever_knows_more_than_the_journal",
+    ),
+    Mutant(
         "a full disk ends the job",
         f"{JOURNAL}recovery.py",
         "        except OSError as error:\n            path = self._writer",

@@ -716,6 +716,42 @@ def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
     found.close()
 
 
+@pytest.mark.parametrize("scheduler, missing", [("predecessor", 1), ("predecessor", 0), ("", 9)])
+def test_a_successor_refuses_whoever_knows_more_than_the_journal(
+    tmp_path: Path, scheduler: str, missing: int
+) -> None:
+    """Each envelope names the commit that came before it, and the next Hello repeats it."""
+    path, clock = tmp_path / "j", FakeClock()
+    recovery = begin_job(config(), clock, path)
+    hub = MemoryHub()
+    service = Service(config(), hub, clock=clock, recovery=recovery)
+    end = hub.connect()
+    end.send(m.Envelope("a" * 32, 0, 0, hello("a" * 32)))
+    service.poll_once(0.0)
+    (welcome,) = (e for e in end.take_envelopes() if isinstance(e.body, m.Welcome))
+    assert welcome.incarnation > 0
+    recovery.close()
+    found = resume_job(config(), clock, path)
+    hub = MemoryHub()
+    service = Service(config(), hub, clock=clock, recovery=found)
+    end = hub.connect()
+    again = hello(
+        "a" * 32,
+        incarnation=1,
+        scheduler=scheduler and welcome.sender,
+        commit=welcome.incarnation + missing,
+    )
+    end.send(m.Envelope("a" * 32, 1, 0, again))
+    service.poll_once(0.0)
+    answers = [e.body for e in end.take_envelopes()]
+    if scheduler and missing:
+        assert [type(each) for each in answers] == [m.Refuse]
+        assert "the scheduler's journal has lost its end" in answers[0].reason  # type: ignore[union-attr]
+    else:
+        assert m.Welcome in {type(each) for each in answers}
+    found.close()
+
+
 def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:
     restored = RestoredJob(
         Membership(config(), "s" * 32, 0.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import stat
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pdrun.holes import find_data
 from pdrun.ui.job_status import JobStatus
 from pdrun.ui.replay import StatusReplay
 
@@ -71,7 +71,7 @@ class EventLogReader:
 
     def _read_until(self, fd: int, end: int) -> None:
         while self._offset < end:
-            start = _find_data(fd, self._offset, end)
+            start = find_data(fd, self._offset, end)
             if start > self._offset:
                 self._offset = start
                 self._partial_line += b"\0"  # the line with the hole is damaged
@@ -104,7 +104,7 @@ def read_log_lines(path: Path) -> Iterator[str]:
         offset = 0
         partial_line = b""
         while data := os.pread(fd, MAX_READ_BYTES, offset):
-            start = _find_data(fd, offset, os.fstat(fd).st_size)
+            start = find_data(fd, offset, os.fstat(fd).st_size)
             if start > offset:
                 offset = start
                 partial_line += b"\0"
@@ -127,15 +127,3 @@ def _open_file(path: Path) -> int:
         os.close(fd)
         raise OSError(0, "is not a regular file", str(path))
     return fd
-
-
-def _find_data(fd: int, offset: int, end: int) -> int:
-    """
-    Return the first offset that is not in a hole of the file, at most ``end``.
-
-    A crash of the machine, or a hostile writer, may leave a file of any size without content.
-    """
-    try:
-        return min(end, os.lseek(fd, offset, os.SEEK_DATA))
-    except OSError as error:
-        return end if error.errno == errno.ENXIO else offset  # else the file system has no holes

@@ -216,6 +216,11 @@ class ClusterOptions:
     Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: each node starts pdrun
     itself.
     """
+    node_names: tuple[str, ...] = ()
+    """
+    For the scheduler of nodes that one command starts: the names of all in rank order, so that
+    messages name those that are missing.
+    """
     rank_table: str = ""
     """Path of the Ascend rank table. Workers get it as RANK_TABLE_FILE."""
     launcher: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from pdrun.errors import UsageError
+from pdrun.holes import list_parts
 from pdrun.launcher.common.rank_lists import RankSet, format_ranks
 from pdrun.launcher.jobs.registry import JobRecord
 from pdrun.launcher.output.console import STDERR, STDOUT, Console
@@ -27,9 +29,49 @@ _BUFFER_BYTES = 1 << 18
 class LogSource:
     """One log file and its format on the terminal."""
 
+    path: Path
     file: BinaryIO
     stream: int
     formatter: PrefixFormatter
+    offset: int = 0
+    is_after_hole: bool = False
+    """Zero bytes that come next are the rest of a hole."""
+    hole_bytes: int = 0
+    has_named_hole: bool = False
+    is_in_line: bool = False
+    """The last byte that was read did not end a line."""
+
+    def read_new(self) -> Iterator[bytes]:
+        """Yield what is new, without holes. A file that was cut is read again from its start."""
+        fd = self.file.fileno()
+        end = os.fstat(fd).st_size
+        if end < self.offset:
+            self.offset = 0
+            self.is_after_hole = False
+        for start, stop in list_parts(fd, self.offset, end):
+            yield from self._pass_hole(start)
+            while start < stop and (data := os.pread(fd, min(_BUFFER_BYTES, stop - start), start)):
+                start += len(data)
+                self.offset = start
+                if self.is_after_hole:
+                    data = data.lstrip(b"\0")
+                if start == stop < end:
+                    data = data.rstrip(b"\0")
+                if data:
+                    self.is_after_hole = False
+                    self.is_in_line = data[-1:] not in b"\r\n"
+                    yield data
+        yield from self._pass_hole(end)
+
+    def _pass_hole(self, end: int) -> Iterator[bytes]:
+        """Go on at the end of a hole, if there is one; a line ends where it begins."""
+        if end > self.offset:
+            if self.is_in_line:
+                yield b"\n"
+            self.is_in_line = False
+            self.is_after_hole = True
+            self.hole_bytes += end - self.offset
+            self.offset = end
 
 
 class LogReader:
@@ -193,16 +235,24 @@ class LogReader:
             prefix = f"{known.node}:{rank}" if known else str(rank)
         colour = (rank or 0) if self._console.has_colour(stream) else None
         file = path.open("rb")
+        offset = 0
         if self._max_lines is not None:
-            seek_last_lines(file, self._max_lines)
+            offset = find_last_lines(file.fileno(), self._max_lines)
         formatter = PrefixFormatter(prefix, tty=self._console.is_terminal(stream), colour=colour)
-        return LogSource(file, stream, formatter)
+        return LogSource(path, file, stream, formatter, offset)
 
     def _copy_source(self, source: LogSource) -> None:
-        while data := source.file.read(_BUFFER_BYTES):
+        for data in source.read_new():
             self._console.write(source.stream, source.formatter.feed(data, time.monotonic()))
             while self._console.is_behind(source.stream):
                 time.sleep(0.01)
+        if source.hole_bytes and not source.has_named_hole:
+            source.has_named_hole = True
+            self._console.print_line(
+                f"pdrun: {escape_text(str(source.path))}: holes are not shown:"
+                f" {source.hole_bytes} bytes were never written (was the file cut, or the disk"
+                " full?)"
+            )
 
     def _close_sources(self) -> None:
         for source in self._sources.values():
@@ -223,24 +273,36 @@ def _log_errors(job: JobRecord) -> Iterator[None]:
         ) from error
 
 
-def seek_last_lines(file: BinaryIO, count: int) -> None:
-    """Move to the start of the last ``count`` lines of a file; a partial last line counts."""
-    at = end = file.seek(0, 2)
+def find_last_lines(fd: int, count: int) -> int:
+    """
+    Return where the last ``count`` lines of a file begin; a partial last line counts.
+
+    Holes are skipped. A line ends where a hole begins.
+    """
+    end = os.fstat(fd).st_size
     if count <= 0:
-        return
+        return end
+    parts = list(list_parts(fd, 0, end))
     left = count
-    while at > 0:
-        start = max(0, at - _BUFFER_BYTES)
-        file.seek(start)
-        block = file.read(at - start)
-        search = len(block) - 1 if at == end and block.endswith(b"\n") else len(block)
-        while left and (search := block.rfind(b"\n", 0, search)) >= 0:
-            left -= 1
+    for start, stop in reversed(parts):
+        at = stop
+        while at > start:
+            begin = max(start, at - _BUFFER_BYTES)
+            block = os.pread(fd, at - begin, begin)
+            search = len(block)
+            if at == stop:
+                text = block.rstrip(b"\0") if stop < end else block
+                search = len(text) - text.endswith(b"\n")
+            while left and (search := block.rfind(b"\n", 0, search)) >= 0:
+                left -= 1
+            if not left:
+                return begin + search + 1
+            at = begin
+        left -= start > 0  # the first line after a hole
         if not left:
-            file.seek(start + search + 1)
-            return
-        at = start
-    file.seek(0)
+            block = os.pread(fd, min(_BUFFER_BYTES, stop - start), start)
+            return start + len(block) - len(block.lstrip(b"\0"))
+    return parts[0][0] if parts else end
 
 
 def _run_folder(job: JobRecord) -> Path:

@@ -43,8 +43,10 @@ def make_scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     config = make_membership_config(
         plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host
     )
+    place = plan.spec.place
     return replace(
         config,
+        hosts=place.node_names or tuple(listed.name for listed in place.hosts),
         spec=plan.spec.to_shared_json(),
         command=plan.compared.get("command", ""),
         settings=tuple(ChosenSetting(*row) for row in list_chosen_settings(plan)),

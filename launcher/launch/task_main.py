@@ -110,15 +110,17 @@ def _spec_of_task(spec: JobSpec, rank: int) -> JobSpec:
 
     hosts = spec.place.hosts
     hostname = os.uname().nodename
+    names: tuple[str, ...] = ()
     if hosts:
         own_names = find_own_names(((host.name, host.address) for host in hosts), hostname)
         rank = find_node_rank(hosts, own_names, rank)
-        name = name_hosts(hosts)[rank][1]
+        names = tuple(node for _, node in name_hosts(hosts))
+        name = names[rank]
         resources = resources_on_host(spec.resources, hosts[rank], "--hosts")
     else:
         name = make_name(hostname)
         resources = spec.resources
-    cluster = replace(spec.place, hosts=(), node_rank=rank, node_name=name)
+    cluster = replace(spec.place, hosts=(), node_rank=rank, node_name=name, node_names=names)
     return replace(spec, place=cluster, resources=resources)
 
 

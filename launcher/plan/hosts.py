@@ -173,15 +173,19 @@ def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> 
     spec = plan.spec
     launch = plan.host_plan.hosts[index]
     node_rank = None
+    node_names: tuple[str, ...] = ()
     serve = None
     if scheduler is not None:
         node_rank = index
         serve = index == 0
+        if serve:
+            node_names = tuple(host.node for host in plan.host_plan.hosts)
     place = ClusterOptions(
         scheduler=scheduler,
         store=spec.place.store,
         node_rank=node_rank,
         node_name=launch.node,
+        node_names=node_names,
         serve=serve,
         interface=spec.place.interface,
         port_range=spec.place.port_range,

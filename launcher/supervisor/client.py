@@ -319,9 +319,12 @@ class SupervisorProcess:
         self._death_reason = (
             f"the supervisor process {self.pid} {how}; all workers on this node were killed"
         )
-        return PdrunError(
+        error = PdrunError(
             self._death_reason, hint="no process of the job is left on this node; start it again"
         )
+        if code < 0 or self._is_frozen:
+            error.exit_code = 128 + max(-code, signal.SIGKILL)
+        return error
 
     def _describe_death(self, code: int) -> str:
         if self._is_frozen:

@@ -62,11 +62,13 @@ def _change_stop_after_loss(
 ) -> None:
     """A node is lost while the workers are being stopped. The loss may be the cause of the stop."""
     if job.state is JobState.STOPPING and stop.code is not None:
+        job.generation.note_stop(reason)
         return
     enough = has_enough_nodes(job.config, job.roster, incoming)
     can_wait = job.restarts_left(now) > 0
     if job.generation.failures.has_own_before(member.cut_at):
         # A worker failed before the loss: that failure stays the cause.
+        job.generation.note_stop(reason)
         if job.state is JobState.RESTARTING and not (enough or can_wait):
             stop_workers(job, Trigger.STOP, reason, now)
         return

@@ -101,6 +101,7 @@ def _assign_nodes(job: Job, now: float) -> None:
         roster.set_phase(member, Phase.STANDBY)
     generation.number += 1
     generation.failures = FailureLog()
+    generation.stop_notes = []
     generation.progress = ProgressTracker(now)
     generation.shortage_reason = ""
     job.shutdown.stop = None
@@ -239,10 +240,13 @@ def finish_stop(job: Job, stop: StopPlan, now: float) -> None:
     for member in late:
         text = f"{member.name} did not report the end of its workers in time"
         job.outbox.record_event("warning", text=text)
+        job.generation.note_stop(text)
     first = job.generation.failures.first
     is_failure = first is not None and stop.code is None and not stop.is_change
     refusal = _find_restart_refusal(job, now) if is_failure else None
     is_stuck = bool(late) and not is_elastic(job.config)
+    if is_failure and refusal is None and is_stuck and job.state is JobState.RESTARTING:
+        refusal = "not restarted: a node did not report the end of its workers in time"
     if job.state is JobState.STOPPING or is_stuck or refusal is not None:
         conclude_job(job, Trigger.FINISHED, _make_verdict(job, stop, refusal or ""), now)
         return
@@ -362,6 +366,12 @@ def on_agent_lost(job: Job, reason: str, now: float) -> None:
     """The agent of the scheduler's own node has died. The scheduler exits soon."""
     if job.shutdown.verdict is not None:
         return
+    stop = job.shutdown.stop
+    if job.state is JobState.STOPPING and stop is not None:
+        # The workers are being stopped for a reason that stays the cause.
+        job.generation.note_stop(reason)
+        conclude_job(job, Trigger.ORPHANED, _make_verdict(job, stop, ""), now)
+        return
     if job.state in (JobState.RUNNING, JobState.RESTARTING):
         _send_stop(job, StopPlan(reason, SIGTERM, job.config.grace, now))
     conclude_job(job, Trigger.ORPHANED, Verdict(69, reason), now)
@@ -389,8 +399,9 @@ def _make_verdict(job: Job, stop: StopPlan, refusal: str) -> Verdict:
 def conclude_job(job: Job, trigger: Trigger, verdict: Verdict, now: float) -> None:
     """Set the verdict and send it to every node."""
     job.change_state(trigger, now)
-    if verdict.code and job.differences:
-        verdict = replace(verdict, notes=tuple(job.differences.values()))
+    if verdict.code:
+        notes = (*job.differences.values(), *job.generation.stop_notes)
+        verdict = replace(verdict, notes=notes)
     job.shutdown.verdict = verdict
     job.generation.hang = None
     job.outbox.record_event("verdict", **verdict_data(verdict))

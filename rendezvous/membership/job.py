@@ -42,6 +42,7 @@ from pdrun.rendezvous.protocol.messages import Assign, Hello, Message, Notice, R
 
 SIGTERM = 15
 SIGKILL = 9
+MAX_STOP_NOTES = 4
 
 
 @dataclass
@@ -64,6 +65,13 @@ class Generation:
     """While assigning: why this generation must be formed again."""
     shortage_reason: str = ""
     """While gathering: why the last generation could not continue."""
+    stop_notes: list[str] = field(default_factory=list)
+    """Nodes that were lost, or late, while its workers were being stopped, for the verdict."""
+
+    def note_stop(self, text: str) -> None:
+        """Add a line about a node to what the verdict says about the stop."""
+        if len(self.stop_notes) < MAX_STOP_NOTES:
+            self.stop_notes.append(text)
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,9 @@ def describe_missing(
     """
     Return the missing nodes: names if known, otherwise node ranks, otherwise a count.
 
+    A node of the host list is known by its name, its host or its requested rank: a list may have
+    addresses, and other names than the hosts call themselves.
+
     Args:
         lacking: number of missing nodes.
         names, claims: present nodes, by name and by requested node rank.
@@ -207,8 +210,12 @@ def describe_missing(
     if lacking <= 0:
         return ()
     if config.hosts and lacking <= MAX_NAMES:
-        hosts = {member.hello.host for member in names.values()}
-        absent = [host for host in config.hosts if host not in names and host not in hosts]
+        places = {name: place for place, name in enumerate(config.hosts)}
+        here = {
+            places.get(name, places.get(member.hello.host, member.join.node_rank))
+            for name, member in names.items()
+        }
+        absent = [name for place, name in enumerate(config.hosts) if place not in here]
         if len(absent) == lacking:
             return tuple(absent)
     if claims and len(claims) == len(names) and lacking <= MAX_NAMES:

@@ -96,7 +96,7 @@ class SchedulerConfig:
     settings: tuple[ChosenSetting, ...] = ()
     """What the user or the environment chose: for the record."""
     hosts: tuple[str, ...] = ()
-    """Node names in rank order, if the user gave one."""
+    """Node names in rank order, if the user gave a list of hosts."""
     must_agree: tuple[str, ...] = ("command", "pdrun")
     """Facts that must be equal on all nodes: a node that differs is refused."""
     should_agree: tuple[str, ...] = ("script", "python", "torch", "device")

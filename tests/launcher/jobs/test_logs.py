@@ -21,6 +21,7 @@ from pdrun.launcher.jobs.status import (
     StatusReader,
 )
 from pdrun.launcher.output.console import Console
+from pdrun.launcher.output.formatting import PrefixFormatter
 from tests.launcher.jobs.helpers import TERM_ONCE, ended, register, show, write
 
 
@@ -68,8 +69,59 @@ def test_the_last_lines_of_a_big_file(home: Path) -> None:
     path = home / "big"
     path.write_bytes(b"".join(b"%d\n" % number for number in range(200_000)) + b"half")
     with path.open("rb") as file:
-        log_reader.seek_last_lines(file, 100_001)
+        file.seek(log_reader.find_last_lines(file.fileno(), 100_001))
         assert file.read().split(b"\n")[0] == b"100000"
+
+
+def write_holes(path: Path, parts: list[tuple[int, bytes]], size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for offset, data in parts:
+            os.pwrite(file.fileno(), data, offset)
+        file.truncate(size)
+
+
+HOLES = [
+    ([(1 << 40, b"after\n")], (1 << 40) + 6, "after\n"),
+    ([(0, b"one\ntwo\n"), (1 << 30, b"three\nfo"), ((1 << 40) + 7, b"five\n")], 1 << 41, ""),
+    ([(0, b"cut off")], 1 << 42, "cut off\n"),
+    ([], 1 << 42, ""),
+]
+"""Parts of a file, its size, and what is shown of it; empty: every line."""
+
+
+@pytest.mark.parametrize(("parts", "size", "expected"), HOLES)
+def test_holes_of_a_log_are_neither_read_nor_shown(
+    home: Path, parts: list[tuple[int, bytes]], size: int, expected: str
+) -> None:
+    """As a crash of the machine leaves them, or a file that was cut while its writer went on."""
+    register(home, ended())
+    write_holes(home / "logs/demo-1/0/rank_0.out", parts, size)
+    expected = expected or ("one\ntwo\nthree\nfo\nfive\n" if parts else "")
+    code, out, err = show(home, "demo")
+    assert (code, out.replace("n0:0| ", "")) == (0, expected)
+    assert err.count("0/rank_0.out: holes are not shown: ") == 1
+    every = expected.splitlines(keepends=True)
+    for lines in range(6):
+        shown = show(home, "demo", lines=lines)[1].replace("n0:0| ", "")
+        assert shown == "".join(every[-lines:] if lines else []), lines
+
+
+def test_zero_bytes_that_a_worker_wrote_are_shown(home: Path) -> None:
+    register(home, ended())
+    write(home, 0, "rank_0.out", b"\0\0 data \0\n\0")
+    assert show(home, "demo")[1:] == ("n0:0| \0\0 data \0\nn0:0| \0\n", "")
+
+
+def test_a_log_that_is_cut_while_it_is_followed_is_shown_from_its_start(home: Path) -> None:
+    path = home / "rank_0.out"
+    path.write_bytes(b"a longer first line\n")
+    with path.open("rb") as file:
+        source = log_reader.LogSource(path, file, 1, PrefixFormatter("0", tty=False))
+        assert b"".join(source.read_new()) == b"a longer first line\n"
+        path.write_bytes(b"new\n")
+        assert b"".join(source.read_new()) == b"new\n"
+        assert not source.hole_bytes
 
 
 def test_other_file_names(home: Path) -> None:

@@ -245,6 +245,27 @@ def test_a_node_that_never_reports_its_end_is_not_waited_for() -> None:
     assert "b did not report" in next(
         r.data["text"] for r in machine.records if r.kind == "warning"
     )
+    assert machine.verdict.notes == ("b did not report the end of its workers in time",)
+    assert "(not restarted: a node did not report the end" in machine.verdict.reason
+
+
+@pytest.mark.parametrize("stop", [None, LocalStop(2, "the user")])
+def test_a_node_lost_while_the_workers_are_stopped_is_named_and_changes_no_code(
+    stop: LocalStop | None,
+) -> None:
+    machine = running("a", "b", "c", "d", "e", "f", "g", grace=20.0)
+    if stop is None:
+        machine.fail("a", 0, code=3)
+    else:
+        machine.step(stop)
+    machine.beat(1.0, *"abcdefg")
+    for peer in "bcdef":
+        machine.cut(peer)
+    machine.beat(9.0, "a", "g")
+    machine.finish("a", "g")
+    assert machine.verdict.code == (3 if stop is None else 130)
+    assert len(machine.verdict.notes) == 4
+    assert machine.verdict.notes[0].startswith("node b (host host-b) was lost: ")
 
 
 @pytest.mark.parametrize("silent_before", [0.0, 2.5])
@@ -494,6 +515,21 @@ def test_an_orphaned_scheduler_ends_the_job_at_once() -> None:
     machine.step(AgentLost("the node of the scheduler was lost"))
     for peer in ("a", "b"):
         assert machine.to(peer, StopWorkers) and machine.to(peer, Verdict)[0].code == 69
+
+
+@pytest.mark.parametrize("stop", [None, LocalStop(2, "the user")])
+def test_a_scheduler_orphaned_while_the_workers_are_stopped_keeps_the_cause(
+    stop: LocalStop | None,
+) -> None:
+    machine = running("a", "b")
+    if stop is None:
+        machine.fail("b", 1, code=3)
+    else:
+        machine.step(stop)
+    machine.step(AgentLost("the node of the scheduler was lost"))
+    (verdict,) = machine.to("b", Verdict)
+    assert verdict.code == (3 if stop is None else 130)
+    assert verdict.notes == ("the node of the scheduler was lost",)
 
 
 def test_the_scheduler_goes_when_all_know_or_had_time() -> None:

@@ -82,6 +82,16 @@ def test_a_host_list_orders_and_a_node_rank_wins() -> None:
     assert [node.name for node in machine.membership.roster.active_nodes] == ["a", "c", "b"]
 
 
+def test_a_missing_host_of_a_list_has_the_name_that_the_list_has() -> None:
+    """The hosts call themselves otherwise; each knows its rank in the list."""
+    machine = Machine(config(nodes=3, hosts=("10.0.0.1", "gpu-2", "gpu-3"), start_timeout=9.0))
+    machine.enter("a", node_rank=0)
+    assert machine.to("a", Waiting)[-1].missing == ("gpu-2", "gpu-3")
+    machine.enter("c", node_rank=2)
+    machine.tick(10.0)
+    assert machine.verdict == Verdict(69, "gpu-2 did not join within 9 s")
+
+
 def test_local_ranks_count_the_workers_of_one_host() -> None:
     machine = Machine(config(nodes=3))
     for name, host in (("w1", "x"), ("w2", "y"), ("w3", "x")):

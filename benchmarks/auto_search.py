@@ -4,6 +4,7 @@ Measure how long a plan takes: a decoder like Llama 3 8B on 64 devices, without 
     python benchmarks/auto_search.py                       # degrees, savers and operators
     python benchmarks/auto_search.py --axes tp=8           # operators on one axis
     python benchmarks/auto_search.py --axes x=2,y=4 --layers 4
+    python benchmarks/auto_search.py --layers 8 --distinct # no two layers are equal
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--axes", default="")
     parser.add_argument("--search", choices=SEARCHES, default=SEARCHES[0])
+    parser.add_argument("--distinct", action="store_true", help="layers of different width")
     parser.add_argument("--no-fold", action="store_true")
     chosen = parser.parse_args()
     with torch.device("meta"):
         model = Decoder(chosen.layers)
+        if chosen.distinct:
+            for number, layer in enumerate(model.layers):
+                wide = 14336 + 512 * number  # divisible by 64, as the equal ones
+                layer.gate, layer.up = (torch.nn.Linear(4096, wide, bias=False) for _ in range(2))
+                layer.down = torch.nn.Linear(wide, 4096, bias=False)
     start, busy = time.monotonic(), time.process_time()
     if chosen.axes:
         tokens = torch.zeros(1, 4096, dtype=torch.long, device="meta")

@@ -1,7 +1,7 @@
 """
 torchrun's options: what each one means in pdrun, or why it is refused.
 
-Checked against torch 2.13 (torch/distributed/run.py). Options that depend on each other
+Checked against torch 2.11 to 2.14 (torch/distributed/run.py). Options that depend on each other
 (``--redirects`` and ``--tee``) are stored as ``torchrun.*`` and combined in
 `pdrun.launcher.config.combine`. Options with the same name as pdrun's (``--node-rank``,
 ``--max-restarts``, ``--log-dir``, ``-m``) are in `pdrun.launcher.config.run_options`.
@@ -374,6 +374,20 @@ TORCHRUN_OPTIONS = (
             "lines are not filtered by content", "use --show-ranks, and grep in the logs"
         ),
         "WORDS",
+    ),
+    _torchrun_option(
+        "log-line-prefix-template",
+        "refused",
+        _unless_empty(
+            refuse_option("the prefix of a line has one form", "use --prefix auto, rank or none")
+        ),
+        "TEXT",
+    ),
+    _torchrun_option(
+        "print-completion",
+        "refused",
+        refuse_option("pdrun installs completion itself", "use pdrun completion install"),
+        "SHELL",
     ),
     _torchrun_option(
         "signals-to-handle",

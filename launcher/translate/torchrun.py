@@ -1,7 +1,7 @@
 """
 torchrun, torch.distributed.launch, and colossalai, which starts torchrun.
 
-Checked against torch 2.13 (torch/distributed/run.py, launch.py).
+Checked against torch 2.11 to 2.14 (torch/distributed/run.py, launch.py).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ TORCHRUN_TABLE = """
 --signals-to-handle --signals_to_handle NAMES
 --shutdown-timeout --shutdown_timeout S
 --virtual-local-rank --virtual_local_rank
+--log-line-prefix-template --log_line_prefix_template TEXT
+--print-completion --print_completion SHELL
 """
 LAUNCH_TABLE = TORCHRUN_TABLE + "--use-env --use_env\n"
 COLOSSALAI_TABLE = """
@@ -88,6 +90,8 @@ _SAME_MEANING = {
     "logs_specs": ("--logs-specs", ""),
     "duplicate_stdout_filters": ("--duplicate-stdout-filters", ""),
     "duplicate_stderr_filters": ("--duplicate-stderr-filters", ""),
+    "log_line_prefix_template": ("--log-line-prefix-template", ""),
+    "print_completion": ("--print-completion", ""),
 }
 """torchrun's key -> pdrun's option, and the value that has no effect."""
 

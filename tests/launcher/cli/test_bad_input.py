@@ -107,6 +107,8 @@ WORDS = [
     (["--redirects", "1:3"], "set --nproc-per-node to a number"),
     (["--run-path"], "is not supported: a script always runs"),
     (["--logs-specs", "x"], "is not supported"),
+    (["--log-line-prefix-template", "${rank}: "], "use --prefix auto, rank or none"),
+    (["--print-completion", "zsh"], "use pdrun completion install"),
     (["--standalone", "--nnodes", "2"], "--standalone contradicts"),
     (["--standalone", "--scheduler", "h:1"], "--standalone contradicts --scheduler h:1"),
     (["--standalone", "--serve"], "--standalone contradicts --serve"),

@@ -48,6 +48,7 @@ TORCHRUNS = words("""
     --numa-binding --numa_binding --event-log-handler --event_log_handler --run-path --run_path --logs-specs
     --logs_specs --duplicate-stdout-filters --duplicate_stdout_filters --duplicate-stderr-filters
     --duplicate_stderr_filters --signals-to-handle --signals_to_handle --use-env --use_env --virtual-local-rank --virtual_local_rank
+    --log-line-prefix-template --log_line_prefix_template --print-completion --print_completion
 """)
 MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
@@ -122,7 +123,7 @@ FIELDS = words("""
 """)
 EVENTS = words("""
     created joined refused assigned started exited stopping restarting suspect recovered lost left warning verdict
-    standby gathering progress usage hang resumed
+    standby gathering progress usage plan hang resumed
 """)
 
 

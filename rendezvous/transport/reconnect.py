@@ -118,6 +118,8 @@ class ReconnectPolicy:
                 self._lost_since += late
             if self._refused_since is not None:
                 self._refused_since += late
+            if self._silent_since is not None:
+                self._silent_since += late
 
     def on_message(self, now: float, *, is_certain: bool = True) -> None:
         """
@@ -155,7 +157,8 @@ class ReconnectPolicy:
 
     def on_no_listener(self, now: float, failure: str = "") -> None:
         """
-        No process listens or can be reached. Refused handshakes before that do not count any more.
+        No process listens or can be reached. Handshakes before that do not count any more, neither
+        refused ones nor those without an answer: the network or the scheduler was at fault.
 
         ``failure``: what a connection met (`pdrun.rendezvous.transport.dns`), if that is known.
         REFUSED_TEXT: the host itself has answered that no process listens.
@@ -166,8 +169,7 @@ class ReconnectPolicy:
         elif self._refused_since is None:
             self._refused_since = now
         self.no_listener_since = self.no_listener_since or now
-        self._refusals = 0
-        self._first_refusal = None
+        self.on_handshake()
 
     def on_connected(self, now: float) -> None:
         """A connection was accepted: by the scheduler's machine, unless a relay is between."""
@@ -177,7 +179,7 @@ class ReconnectPolicy:
         self._refused_since = None
 
     def on_handshake(self) -> None:
-        """The handshake succeeded: the token is right."""
+        """The handshake succeeded: the token is right. Earlier ones do not count any more."""
         self._refusals = 0
         self._first_refusal = None
         self._silent_since = None

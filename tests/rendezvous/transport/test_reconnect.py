@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdrun.endpoint import Endpoint
-from pdrun.errors import RendezvousError
+from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.rendezvous.protocol.messages import Welcome
 from pdrun.rendezvous.transport.dns import REFUSED_TEXT, name_fault
 from pdrun.rendezvous.transport.reconnect import RECHECK_SECONDS, ReconnectPolicy
@@ -136,3 +136,24 @@ def test_while_no_scheduler_is_reached_the_line_says_what_was_seen(
 )
 def test_a_zone_that_is_none_is_named(host: str, text: str) -> None:
     assert name_fault(host).startswith(text) and bool(name_fault(host)) == bool(text)
+
+
+def test_a_listener_that_was_out_of_reach_meanwhile_is_not_taken_for_another_program() -> None:
+    """Found by the soak: a link that was cut twice while its scheduler stood still twice."""
+    policy = ReconnectPolicy(Endpoint("h1", 7), 600.0, None, 0.0)
+    assert policy.on_handshake_failed(5.0, 1.0, 3.0)
+    policy.on_no_listener(8.0, "it is not reached yet")
+    policy.on_connected(17.0)
+    assert policy.on_handshake_failed(24.0, 20.0, 3.0)
+    policy.check_start("", 25.0)
+    policy.on_handshake_failed(40.0, 36.0, 3.0)
+    with pytest.raises(AuthenticationError, match="accepts connections but sends nothing"):
+        policy.check_start("", 41.0)
+
+
+def test_the_stall_of_this_process_is_not_the_silence_of_a_listener() -> None:
+    policy = ReconnectPolicy(Endpoint("h1", 7), 600.0, None, 0.0)
+    assert policy.on_handshake_failed(5.0, 1.0, 3.0)
+    policy.on_turn(5.0)
+    policy.on_turn(35.0)
+    policy.check_start("", 36.0)

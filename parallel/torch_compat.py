@@ -1,12 +1,14 @@
 """
 Differences between torch 2.11 and 2.14, in one place.
 
-2.13 renamed the collectives on single tensors and warns about the old names.
+2.13 renamed the collectives on single tensors and warns about the old names. 2.14 asks whether what
+a selective policy saves passes the hooks for saved tensors, and warns without an answer.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 import weakref
@@ -147,6 +149,18 @@ def wait_for_all_ranks(name: str, rank: int, world: int) -> None:
         store.wait([f"{left}/all"])
     elif store.add(left, 1) == world - 1:
         store.set(f"{left}/all", "1")
+
+
+@functools.cache
+def list_checkpoint_options() -> dict[str, Any]:
+    """
+    Return options of torch's checkpoint that make versions equal: results that a selective policy
+    saves stay where they are, outside of hooks for saved tensors.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    is_known = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    return {"respect_saved_tensors_hooks": False} if is_known else {}
 
 
 def set_timeout(seconds: float, group: Any = None) -> None:

@@ -46,6 +46,7 @@ from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.model.caches import is_cache, leave_out_caches, turn_off_caches
 from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.forward_wrapper import wrap_forward
+from pdrun.parallel.torch_compat import list_checkpoint_options
 
 API_NAME = "recompute"
 SAVED_OPERATORS = (
@@ -254,6 +255,7 @@ def _wrap_checkpoint(
     forward: Callable[..., Any], module: str, policy: RecomputePolicy, slicer: _InputSlicer | None
 ) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    options |= list_checkpoint_options()
     if policy.policy == "selective" or not policy.repeats_collectives:
         options["context_fn"] = functools.partial(_make_contexts, policy, module)
 

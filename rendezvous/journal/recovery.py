@@ -82,7 +82,7 @@ class Recovery:
 
     def has_lost_commits(self, scheduler: str, commit: int) -> bool:
         """
-        Whether a predecessor had told a node of a commit that the journal lacks.
+        Whether a node has heard from a predecessor of a commit that the journal lacks.
 
         A predecessor acted only on what was in the journal. So it has lost its end since: an older
         copy, or a disk that did not keep what it had confirmed.

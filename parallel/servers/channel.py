@@ -17,6 +17,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import socket
 import ssl
 import struct
@@ -66,6 +67,8 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._is_tls = isinstance(connection, ssl.SSLSocket)
+        self._poll = select.poll()
+        self._poll.register(connection, 0)
         self._flags = 0 if self._is_tls else socket.MSG_WAITALL
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
@@ -90,6 +93,43 @@ class Channel:
                 if sent < len(view):
                     self._socket.sendall(view[sent:])
                 sent = max(0, sent - len(view))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the other side is on this host, and descriptors can be sent."""
+        return self._socket.family == socket.AF_UNIX
+
+    def has_ended(self) -> bool:
+        """Return whether the other side has closed the connection; costs a system call."""
+        return bool(self._poll.poll(0))
+
+    def send_descriptor(self, frame: Frame, fd: int) -> None:
+        """Send a header with a descriptor."""
+        socket.send_fds(self._socket, [frame.pack()], [fd])
+
+    def receive_descriptor(self) -> tuple[Frame, int]:
+        """
+        Return the next header, and the descriptor with it or -1; no other reply may be open.
+
+        Raises:
+            FrameError: it is not a header, or has several descriptors.
+        """
+        assert self._start == self._end
+        data, fds, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if len(fds) > 1:
+                raise FrameError("several descriptors are in one frame")
+            while 0 < len(data) < HEADER_BYTES:
+                more = self._socket.recv(HEADER_BYTES - len(data))
+                data += more
+                if not more:
+                    break
+            if len(data) < HEADER_BYTES:
+                raise FrameError("the connection ended inside a frame")
+            return unpack_header(data), fds.pop() if fds else -1
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def receive_header(self) -> Frame | None:
         """

@@ -210,6 +210,7 @@ class ServerClient:
         ids = _check_ids(table.spec, ids)
         if table.cache is not None:
             return self._cached_rows(table, table.cache, ids)
+        self._questions.take_answers(self.step)
         return self._fetch_rows(table, ids)
 
     def _fetch_rows(self, table: _Table, ids: torch.Tensor) -> torch.Tensor:
@@ -337,8 +338,8 @@ class ServerClient:
             what = f"out must have {table.spec.size} elements of fp32 on the host"
             raise UsageError(what, where=f"served weight {name}")
         self._questions.take_answers(self.step)
-        for piece, server, first, last in self._iter_pieces(table):
-            self._links[server].begin_piece(table.numbers[server], piece, flat[first:last])
+        for server, (pieces, outs) in self._split_pieces(table, flat).items():
+            self._links[server].begin_pull(table.numbers[server], pieces, outs)
         self._finish_all()
         return out
 
@@ -351,10 +352,8 @@ class ServerClient:
             raise UsageError(what, where=f"served weight {name}")
         push = PushHeader(self.step, part, divisor)
         self._questions.take_answers(self.step)
-        for piece, server, first, last in self._iter_pieces(table):
-            self._links[server].begin_push(
-                table.numbers[server], push, flat[first:last], piece=piece
-            )
+        for server, (pieces, grads) in self._split_pieces(table, flat).items():
+            self._links[server].begin_push_pieces(table.numbers[server], push, pieces, grads)
         self._finish_all()
 
     def push_pull(
@@ -377,6 +376,17 @@ class ServerClient:
             )
             for piece in range(count_pieces(spec.size))
         ]
+
+    def _split_pieces(
+        self, table: _Table, flat: torch.Tensor
+    ) -> dict[int, tuple[list[int], list[torch.Tensor]]]:
+        """Return the pieces of a flat tensor by server, with their numbers."""
+        found: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        for piece, server, first, last in self._iter_pieces(table):
+            pieces, parts = found.setdefault(server, ([], []))
+            pieces.append(piece)
+            parts.append(flat[first:last])
+        return found
 
     # ---- steps and checkpoints ----------------------------------------------
 

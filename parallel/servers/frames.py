@@ -3,6 +3,9 @@ The frames between workers and servers: 60 bytes of header, then ids, then value
 
     header | ids: count x int64 | values: fp32, or JSON
 
+On one host large values need not be in a frame: a worker writes the gradient of a piece to memory
+that the server shares with it, and reads dense weights in the server's memory.
+
 A request and its reply have the same number. Replies have the order of the requests.
 """
 
@@ -23,6 +26,18 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_JSON_BYTES = 64 << 10
 JSON_VALUES = 1
 """Flag: the values are JSON."""
+SHARED_VALUES = 2
+"""
+Flag: the values are in shared memory. PUSH: those of ``count`` pieces, from ``place`` on in the
+server's order, are in ``slot`` of the mailbox. PULL: the worker reads all pieces of the table
+there.
+"""
+MAILBOX_SLOTS = 2
+"""The worker fills one while the server uses the other."""
+SLOT_PIECES = 16
+"""Pieces of one request: each wakes the other process up, which costs as much as half a piece."""
+MAILBOX = 0xFFFF
+"""Number of a table in a MAP for memory to which the worker writes gradients."""
 
 
 class Op(enum.IntEnum):
@@ -44,6 +59,8 @@ class Op(enum.IntEnum):
     RESTORE = 14
     BYE = 15
     ROWS_SINCE = 16
+    MAP = 17
+    """For shared memory: the reply has a descriptor if ``place`` is 1."""
 
 
 _JSON_OPS = frozenset({Op.HELLO, Op.DECLARE, Op.SNAPSHOT, Op.RESTORE, Op.REFUSE, Op.STATS})
@@ -72,14 +89,25 @@ class Frame:
     divisor: float = 1.0
     """Gradients are divided by it: the loss's global count."""
     count: int = 0
-    """Number of ids."""
+    """Number of ids, or of pieces in a slot of the mailbox."""
     length: int = 0
     """Bytes after the header."""
+    slot: int = 0
+    """Of the mailbox."""
 
     def pack(self) -> bytes:
         """Return the header's bytes."""
         return _HEADER.pack(
-            *(MAGIC, VERSION, self.op, self.part, self.table, self.flags, 0, self.generation),
+            *(
+                MAGIC,
+                VERSION,
+                self.op,
+                self.part,
+                self.table,
+                self.flags,
+                self.slot,
+                self.generation,
+            ),
             *(self.request, self.step, self.place, self.divisor, self.count, self.length),
         )
 
@@ -98,18 +126,18 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Frame:
         part,
         table,
         flags,
-        zero,
+        slot,
         generation,
         request,
         step,
         place,
         divisor,
-        *rest,
+        *sizes,
     ) = _HEADER.unpack(data)
-    count, length = rest
+    count, length = sizes
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of protocol {VERSION}")
-    if op not in _KNOWN or flags not in (0, JSON_VALUES) or zero:
+    if op not in _KNOWN or flags not in (0, JSON_VALUES, SHARED_VALUES):
         raise FrameError(f"unknown operation {op} or flags {flags}")
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length:,} bytes exceeds {MAX_FRAME_BYTES:,}")
@@ -117,9 +145,13 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Frame:
     is_form_good = op in _JSON_OPS if is_json else op not in _JSON_OPS or not length
     if not is_form_good or (is_json and length > MAX_JSON_BYTES):
         raise FrameError(f"operation {op} has no values of this form")
-    if (count and op not in _ID_OPS) or 8 * count > length:
+    if flags == SHARED_VALUES:
+        if op not in (Op.PUSH, Op.PULL) or length or count > SLOT_PIECES or slot >= MAILBOX_SLOTS:
+            raise FrameError(f"operation {op} has no {count} pieces in slot {slot}")
+    elif slot or (count and op not in _ID_OPS) or 8 * count > length:
         raise FrameError(f"{count} ids do not fit {length} bytes of operation {op}")
-    return Frame(op, table, part, flags, generation, request, step, place, divisor, count, length)
+    rest = (generation, request, step, place, divisor, count, length, slot)
+    return Frame(op, table, part, flags, *rest)
 
 
 def encode_json(value: Any) -> bytes:

@@ -6,11 +6,12 @@ Requests are begun and then finished in the same order, so that all servers work
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,15 +23,20 @@ from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers.channel import Channel, deadline_error, open_channel
 from pdrun.parallel.servers.frames import (
     JSON_VALUES,
+    MAILBOX,
+    SHARED_VALUES,
+    SLOT_PIECES,
     Frame,
     FrameError,
     Op,
     decode_json,
     encode_json,
 )
+from pdrun.parallel.servers.mapped import Mailbox, MappedTables
 from pdrun.parallel.servers.settings import Mode, TableSpec
 from pdrun.parallel.servers.tables import snapshot
 from pdrun.parallel.servers.tables.store import ChangedRows, TableStore
+from pdrun.parallel.servers.tables.tables import MIN_SHARED_ELEMENTS
 
 MAX_OPEN_REQUESTS = 64
 RETRY_SECONDS = 0.05
@@ -66,8 +72,8 @@ class ServerLink(Protocol):
         """Ask for the rows that have changed since these versions."""
         ...
 
-    def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
-        """Ask for a piece of a dense weight, to be written to ``out``."""
+    def begin_pull(self, table: int, pieces: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
+        """Ask for all pieces of a dense weight that the server has, to be written to ``outs``."""
         ...
 
     def begin_push(
@@ -80,6 +86,16 @@ class ServerLink(Protocol):
         piece: int = 0,
     ) -> None:
         """Push gradients of rows (``ids``) or of a piece."""
+        ...
+
+    def begin_push_pieces(
+        self,
+        table: int,
+        push: PushHeader,
+        pieces: Sequence[int],
+        grads: Sequence[torch.Tensor],
+    ) -> None:
+        """Push the gradients of all pieces that the server has."""
         ...
 
     def begin_assign(
@@ -133,10 +149,11 @@ class TablesInProcess:
         """See `ServerLink.begin_changed`."""
         self._results.append(self.store.read_changed(table, ids, since))
 
-    def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
-        """See `ServerLink.begin_piece`."""
-        out.copy_(self.store.read_piece(table, piece))
-        self._results.append(0)
+    def begin_pull(self, table: int, pieces: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
+        """See `ServerLink.begin_pull`."""
+        for piece, out in zip(pieces, outs, strict=True):
+            out.copy_(self.store.read_piece(table, piece))
+            self._results.append(0)
 
     def begin_push(
         self,
@@ -157,6 +174,17 @@ class TablesInProcess:
         else:
             self.store.push_rows(table, ids, values, **more)
         self._results.append(0)
+
+    def begin_push_pieces(
+        self,
+        table: int,
+        push: PushHeader,
+        pieces: Sequence[int],
+        grads: Sequence[torch.Tensor],
+    ) -> None:
+        """See `ServerLink.begin_push_pieces`."""
+        for piece, grad in zip(pieces, grads, strict=True):
+            self.begin_push(table, push, grad, piece=piece)
 
     def begin_assign(
         self, table: int, values: torch.Tensor, *, ids: torch.Tensor | None = None, piece: int = 0
@@ -202,9 +230,29 @@ class _OpenRequest:
     """A request without a reply yet, with what a repetition needs."""
 
     frame: Frame
-    parts: tuple[Any, ...]
-    out: torch.Tensor | None = None
+    parts: tuple[Any, ...] = ()
+    tensors: Sequence[torch.Tensor] = ()
+    """For the values of a pull, or the gradients in a mailbox."""
+    pieces: Sequence[int] = ()
+    """The numbers of these tensors, if they are in shared memory."""
     dim: int = 0
+    kept: Any = ()
+    """The tensors whose bytes ``parts`` refers to."""
+
+    def without_memory(self) -> list[_OpenRequest]:
+        """Return requests that need no shared memory: that of a lost connection is gone."""
+        if self.frame.flags != SHARED_VALUES:
+            return [self]
+        found = []
+        first = self.frame.request + 1 - len(self.pieces)
+        for number, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True)):
+            frame = replace(self.frame, flags=0, count=0, slot=0, place=piece)
+            if frame.op == Op.PULL:
+                found.append(_OpenRequest(frame, tensors=(tensor,)))
+            else:
+                frame.request = first + number
+                found.append(_OpenRequest(frame, (byte_view(tensor),), kept=tensor))
+        return found
 
 
 @dataclass(frozen=True)
@@ -243,6 +291,7 @@ class RemoteLink:
         self._request = 0
         self._open: deque[_OpenRequest] = deque()
         self._results: deque[Reply] = deque()
+        self._mapped = MappedTables()
         self._specs: list[TableSpec] = []
         self._ended_step = -1
         self.returns = 0
@@ -259,10 +308,21 @@ class RemoteLink:
         self._begin(Frame(Op.DECLARE, flags=JSON_VALUES), encode_json(spec.to_json()))
         number = self._finish_number()
         self._specs.append(spec)
+        try:
+            self._map_table(number, spec)
+        except (OSError, FrameError) as error:
+            self._recover(error)
         return number
 
     def begin_rows(self, table: int, ids: torch.Tensor, dim: int) -> None:
         """See `ServerLink.begin_rows`."""
+        mapped = self._mapped.rows.get(table)
+        # earlier requests are answered first, and a server that is lost must be noticed
+        if mapped is not None and not (self._open or self._results or self._channel.has_ended()):
+            rows = mapped.read_rows(ids)
+            if rows is not None:
+                self._results.append(rows)
+                return
         frame = Frame(Op.ROWS, table, count=len(ids))
         self._begin(frame, byte_view(ids), dim=dim, keep=ids)
 
@@ -271,9 +331,16 @@ class RemoteLink:
         frame = Frame(Op.ROWS_SINCE, table, count=len(ids))
         self._begin(frame, byte_view(ids), byte_view(since), dim=dim, keep=(ids, since))
 
-    def begin_piece(self, table: int, piece: int, out: torch.Tensor) -> None:
-        """See `ServerLink.begin_piece`."""
-        self._begin(Frame(Op.PULL, table, place=piece), out=out)
+    def begin_pull(self, table: int, pieces: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
+        """See `ServerLink.begin_pull`."""
+        self._make_room()
+        mapped = self._mapped.pieces.get(table)
+        if mapped is not None and len(mapped) == sum(map(len, outs)):
+            frame = Frame(Op.PULL, table, flags=SHARED_VALUES, place=pieces[0])
+            self._begin(frame, tensors=outs, pieces=pieces)
+            return
+        for piece, out in zip(pieces, outs, strict=True):
+            self._begin(Frame(Op.PULL, table, place=piece), tensors=(out,))
 
     def begin_push(
         self,
@@ -287,6 +354,36 @@ class RemoteLink:
         """See `ServerLink.begin_push`."""
         frame = Frame(Op.PUSH, table, push.part, step=push.step, place=piece, divisor=push.divisor)
         self._begin_values(frame, Op.PUSH_ROWS, values, ids)
+
+    def begin_push_pieces(
+        self,
+        table: int,
+        push: PushHeader,
+        pieces: Sequence[int],
+        grads: Sequence[torch.Tensor],
+    ) -> None:
+        """See `ServerLink.begin_push_pieces`."""
+        is_large = sum(map(len, grads)) >= MIN_SHARED_ELEMENTS
+        for first in range(0, len(pieces), SLOT_PIECES):
+            some, values = pieces[first : first + SLOT_PIECES], grads[first : first + SLOT_PIECES]
+            mailbox = self._find_mailbox() if is_large else None
+            if mailbox is None:
+                for piece, grad in zip(some, values, strict=True):
+                    self.begin_push(table, push, grad, piece=piece)
+                continue
+            frame = Frame(Op.PUSH, table, push.part, SHARED_VALUES, place=some[0], count=len(some))
+            frame.step, frame.divisor = push.step, push.divisor
+            frame.slot = mailbox.put_values(values)
+            # a number for each piece: without the mailbox they are requests of their own
+            self._request += len(some) - 1
+            self._begin(frame, tensors=values, pieces=some)
+
+    def _find_mailbox(self) -> Mailbox | None:
+        """Return the mailbox when it has a free slot; None without one."""
+        self._make_room()
+        while self._mapped.mailbox is not None and not self._mapped.mailbox.has_room:
+            self._results.append(self._receive_reply())
+        return self._mapped.mailbox
 
     def begin_assign(
         self, table: int, values: torch.Tensor, *, ids: torch.Tensor | None = None, piece: int = 0
@@ -318,20 +415,25 @@ class RemoteLink:
         self,
         frame: Frame,
         *parts: Any,
-        out: torch.Tensor | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+        pieces: Sequence[int] = (),
         dim: int = 0,
         keep: Any = (),
     ) -> None:
-        if len(self._open) >= MAX_OPEN_REQUESTS:
-            self._results.append(self._receive_reply())
+        self._make_room()
         self._request += 1
         frame.request = self._request
         frame.generation = self._identity.generation
-        self._open.append(_OpenRequest(frame, (*parts, _Kept(keep)), out, dim))
+        self._open.append(_OpenRequest(frame, parts, tensors, pieces, dim, keep))
         try:
             self._channel.send_frame(frame, *parts)
         except OSError as error:
             self._recover(error)
+
+    def _make_room(self) -> None:
+        """Wait for a reply if too many are missing; it may be that of another connection."""
+        if len(self._open) >= MAX_OPEN_REQUESTS:
+            self._results.append(self._receive_reply())
 
     # ---- replies ------------------------------------------------------------
 
@@ -367,7 +469,7 @@ class RemoteLink:
         if frame.op == Op.REFUSE:
             data = bytearray(frame.length)
             channel.receive_into(data)
-            self._open.popleft()
+            self._close_request()
             raise _make_error(decode_json(data), self._server)
         if frame.op != request.frame.op or frame.request != request.frame.request:
             raise FrameError("the server has answered another request")
@@ -388,18 +490,54 @@ class RemoteLink:
                 raise FrameError("the server has sent rows that were not asked for")
             rows = channel.receive_tensor(torch.empty(frame.count, request.dim))
             result = ChangedRows(places, rows, frame.step)
-        elif frame.op == Op.PULL and request.out is not None:
-            if frame.length != request.out.numel() * 4:
-                raise FrameError("the server has sent a piece of another size")
-            channel.receive_tensor(request.out)
+        elif frame.op == Op.PULL:
+            self._take_pieces(request, frame.length)
         elif frame.op == Op.DECLARE:
             result = frame.table
         elif frame.op == Op.CLOCK:
             self._ended_step = request.frame.step
-        self._open.popleft()
+        self._close_request()
         return result
 
+    def _close_request(self) -> None:
+        """Note that the oldest request has its reply."""
+        frame = self._open.popleft().frame
+        if frame.op == Op.PUSH and frame.flags == SHARED_VALUES and self._mapped.mailbox:
+            self._mapped.mailbox.free_slot(frame.slot)
+
+    def _take_pieces(self, request: _OpenRequest, length: int) -> None:
+        """Take a dense weight from the reply, or from shared memory."""
+        if request.frame.flags == SHARED_VALUES:
+            self._mapped.copy_pieces(request.frame.table, request.tensors)
+            return
+        if length != request.tensors[0].numel() * 4:
+            raise FrameError("the server has sent a piece of another size")
+        self._channel.receive_tensor(request.tensors[0])
+
     # ---- connections --------------------------------------------------------
+
+    def _map_table(self, number: int, spec: TableSpec) -> None:
+        """Ask for shared memory on this host; without it values are sent. No request is open."""
+        if not self._channel.is_local:
+            return
+        if spec.kind == "dense" and self._mapped.mailbox is None:
+            fd = self._ask_memory(MAILBOX)
+            if fd >= 0:
+                self._mapped.add_mailbox(fd)
+        fd = self._ask_memory(number)
+        if fd >= 0:
+            self._mapped.add_table(number, spec, fd)
+
+    def _ask_memory(self, number: int) -> int:
+        """Return a descriptor; -1 without shared memory."""
+        request = Frame(Op.MAP, number, generation=self._identity.generation)
+        self._channel.send_frame(request)
+        frame, fd = self._channel.receive_descriptor()
+        if frame.op != Op.MAP or (fd >= 0) != bool(frame.place):
+            if fd >= 0:
+                os.close(fd)
+            raise FrameError("the server has answered another request")
+        return fd
 
     def _open_channel(self) -> Channel:
         identity = self._identity
@@ -421,7 +559,7 @@ class RemoteLink:
             frame = Frame(Op.HELLO, flags=JSON_VALUES, generation=identity.generation)
             channel.send_frame(frame, encode_json(hello))
             self._channel = channel
-            self._open.appendleft(_OpenRequest(frame, ()))
+            self._open.appendleft(_OpenRequest(frame))
             try:
                 self._read_reply(self._open[0])
             except BaseException:
@@ -444,18 +582,20 @@ class RemoteLink:
         deadline = time.monotonic() + identity.patience
         while time.monotonic() < deadline:
             time.sleep(RETRY_SECONDS)
-            waiting = list(self._open)
+            waiting = [part for request in self._open for part in request.without_memory()]
             self._open.clear()
+            self._mapped = MappedTables()
             try:
                 self._open_channel()
                 for number, spec in enumerate(self._specs):
                     frame = Frame(Op.DECLARE, flags=JSON_VALUES, generation=identity.generation)
                     self._channel.send_frame(frame, encode_json(spec.to_json()))
-                    self._open.appendleft(_OpenRequest(frame, ()))
+                    self._open.appendleft(_OpenRequest(frame))
                     if self._read_reply(self._open[0]) != number:
                         raise PeerLost(f"server {self._server} is back with other tables")
+                    self._map_table(number, spec)
                 for request in waiting:
-                    self._channel.send_frame(request.frame, *request.parts[:-1])
+                    self._channel.send_frame(request.frame, *request.parts)
                 self._open.extend(waiting)
                 self.returns += 1
                 return
@@ -477,13 +617,6 @@ class RemoteLink:
         except (OSError, FrameError, PdrunError):
             pass  # it has ended first
         self._channel.close()
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Keeps tensors alive whose bytes a request refers to."""
-
-    tensors: Any
 
 
 def _make_error(data: dict[str, Any], server: int) -> PdrunError:

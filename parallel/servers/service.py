@@ -23,6 +23,10 @@ from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers.channel import Channel, ServerIdentity, accept_channel
 from pdrun.parallel.servers.frames import (
     JSON_VALUES,
+    MAILBOX,
+    MAILBOX_SLOTS,
+    SHARED_VALUES,
+    SLOT_PIECES,
     Frame,
     FrameError,
     Op,
@@ -30,7 +34,9 @@ from pdrun.parallel.servers.frames import (
     encode_json,
 )
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
+from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables import snapshot
+from pdrun.parallel.servers.tables.memory import SharedMemory, make_shared
 from pdrun.parallel.servers.tables.recovery import (
     SnapshotNote,
     describe_return,
@@ -40,6 +46,7 @@ from pdrun.parallel.servers.tables.recovery import (
 from pdrun.parallel.servers.tables.store import TableStore
 
 MAX_CONNECTIONS = 4096
+SLOT_ELEMENTS = SLOT_PIECES * PIECE_ELEMENTS
 MAX_WAIT_SECONDS = 86400.0
 
 
@@ -187,6 +194,7 @@ class ParameterService:
                     servers=self._servers,
                     workers=self._workers,
                     seconds=float(seconds),
+                    shares=True,
                 )
             elif self.store.mode != mode:
                 what = f"workers use different modes: {self.store.mode} and {mode}"
@@ -244,6 +252,9 @@ class _Session:
         self._worker = -1
         self._client = ""
         self._scratch = torch.empty(0)
+        self._mailbox: SharedMemory | None = None
+        self._slots = torch.empty(0, 0)
+        """Of the mailbox."""
         self.is_active = False
         """Whether it has sent a frame that was understood."""
 
@@ -290,15 +301,19 @@ class _Session:
             self._channel.receive_into(data)
             self._answer_json(frame, decode_json(data))
             return
-        ids = torch.empty(frame.count, dtype=torch.int64)
+        count = frame.count if frame.flags != SHARED_VALUES else 0
+        ids = torch.empty(count, dtype=torch.int64)
         self._channel.receive_tensor(ids)
-        size = frame.length - 8 * frame.count
+        size = frame.length - 8 * count
         if size % 4:
             raise FrameError(f"{size} bytes of values are not numbers of fp32")
         store = self._store
         if store is None:
             raise FrameError("the first frame must be a hello")
         reply = Frame(frame.op, request=frame.request)
+        if frame.op == Op.MAP:
+            self._share_memory(store, frame.table, reply)
+            return
         if frame.op == Op.ROWS:
             if size:
                 raise FrameError("a request for rows has no values")
@@ -327,8 +342,11 @@ class _Session:
                 store.push_rows(frame.table, ids, grads, **push)
             case Op.PULL:
                 piece = store.read_piece(frame.table, frame.place)
-                self._channel.send_frame(reply, byte_view(piece))
-                return
+                if not frame.flags:
+                    self._channel.send_frame(reply, byte_view(piece))
+                    return
+            case Op.PUSH if frame.flags == SHARED_VALUES:
+                store.push_pieces(frame.table, self._find_posted(store, frame), **push)
             case Op.PUSH:
                 store.push_piece(frame.table, frame.place, values, **push)
             case Op.CLOCK:
@@ -344,6 +362,41 @@ class _Session:
             case _:
                 raise FrameError(f"operation {frame.op} is no request")
         self._channel.send_frame(reply)
+
+    def _share_memory(self, store: TableStore, number: int, reply: Frame) -> None:
+        """Send the descriptor of the mailbox, or of a table's memory."""
+        fd = -1
+        if self._channel.is_local and number != MAILBOX:
+            fd = store.find_memory(number)
+        elif self._channel.is_local:
+            if self._mailbox is None:
+                self._mailbox = make_shared(4 * MAILBOX_SLOTS * SLOT_ELEMENTS, writable=True)
+            if self._mailbox is not None:
+                fd = self._mailbox.fd
+                self._slots = self._mailbox.view_tensor((MAILBOX_SLOTS, SLOT_ELEMENTS))
+        reply.place = int(fd >= 0)
+        if fd >= 0:
+            self._channel.send_descriptor(reply, fd)
+        else:
+            self._channel.send_frame(reply)
+
+    def _find_posted(self, store: TableStore, frame: Frame) -> dict[int, torch.Tensor]:
+        """
+        Return the gradients in a slot of the mailbox; copies if the step keeps them.
+
+        Raises:
+            FrameError: there is no mailbox.
+        """
+        if not len(self._slots):
+            raise FrameError("a push is in a mailbox that was not asked for")
+        pieces = store.list_pieces(frame.table, frame.place, frame.count)
+        found = {}
+        first = 0
+        for piece, size in pieces:
+            values = self._slots[frame.slot, first : first + size]
+            found[piece] = values.clone() if store.mode.name == "sync" else values
+            first += size
+        return found
 
     def _make_buffer(self, elements: int) -> torch.Tensor:
         """Return a buffer for values; gradients that a step keeps get one each."""

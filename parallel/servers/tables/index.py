@@ -15,10 +15,15 @@ RECENT_IDS = 1 << 16
 
 
 class SlotArray:
-    """Slots of the ids 0 to ``size - 1``."""
+    """
+    Slots of the ids 0 to ``size - 1``.
 
-    def __init__(self, size: int) -> None:
-        self._slots = torch.full((size,), -1, dtype=torch.int32)
+    Args:
+        slots: their memory, filled with -1.
+    """
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
 
     def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the slot of each id; -1: none."""

@@ -140,7 +140,7 @@ def restore_server(store: TableStore, folder: Path) -> None:
                 table.rows.step = entry["step"]
             elif table.dense is not None:
                 _read_pieces(table.dense, file, label, entry["pieces"])
-            table.is_open = True
+            table.open()
     store.resume_requests(requests, updates)
 
 
@@ -198,7 +198,7 @@ def read_tables(store: TableStore, folder: Path) -> int:
                         if piece_owner(int(text), label, store.servers) == store.server
                     }
                     _read_pieces(table.dense, file, label, pieces)
-            table.is_open = True
+            table.open()
     return int(step)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,12 @@ from pdrun.errors import ConfigError, DeadlineExceeded, UsageError
 from pdrun.parallel.servers.settings import MAX_TABLES, Mode, TableSpec
 from pdrun.parallel.servers.sharding import count_pieces
 from pdrun.parallel.servers.tables.clocks import StepClocks
-from pdrun.parallel.servers.tables.tables import DenseTable, RowTable, pieces_of_server
+from pdrun.parallel.servers.tables.tables import (
+    DenseTable,
+    RowTable,
+    make_row_table,
+    pieces_of_server,
+)
 
 REPLACED_TEXT = "another process has taken the place of worker {}"
 
@@ -40,6 +45,12 @@ class _StoredTable:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_open: bool = True
     """Whether its first values are here."""
+
+    def open(self) -> None:
+        """The first values are here."""
+        self.is_open = True
+        if self.rows is not None:
+            self.rows.publish()
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class TableStore:
         server, servers: number of this server, and of all.
         workers: number of workers of the job.
         seconds: limit of every wait.
+        shares: whether workers of this host may read the tables' memory.
     """
 
     def __init__(
@@ -93,8 +105,10 @@ class TableStore:
         workers: int = 1,
         seconds: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
+        shares: bool = False,
     ) -> None:
         self.mode = mode
+        self._shares = shares
         self.server = server
         self.servers = servers
         self._workers = workers
@@ -188,10 +202,10 @@ class TableStore:
                 raise UsageError(f"a server has at most {MAX_TABLES} tables")
             made = _StoredTable(spec, is_open=not spec.is_assigned)
             if spec.kind == "rows":
-                made.rows = RowTable(spec, self.servers)
+                made.rows = make_row_table(spec, self.servers, shares=self._shares)
             else:
                 pieces = pieces_of_server(spec, count_pieces(spec.size), self.server, self.servers)
-                made.dense = DenseTable(spec, pieces)
+                made.dense = DenseTable(spec, pieces, shares=self._shares)
             self._tables.append(made)
             self._numbers[spec.name] = len(self._tables) - 1
             return len(self._tables) - 1
@@ -200,7 +214,7 @@ class TableStore:
         """The first values are here: let the other requests continue."""
         table = self._find_table(number)
         with self._changed:
-            table.is_open = True
+            table.open()
             self._changed.notify_all()
 
     def _find_table(self, number: int) -> _StoredTable:
@@ -233,6 +247,15 @@ class TableStore:
     def find_dim(self, number: int) -> int:
         """Return the elements of a row of a table."""
         return self._find_table(number).spec.dim
+
+    def find_memory(self, number: int) -> int:
+        """Return the descriptor of a table's memory, which workers may read; -1: none."""
+        table = self._find_table(number)
+        if table.dense is not None:
+            return table.dense.shared.fd if table.dense.shared is not None else -1
+        if table.rows is not None and table.rows.shared is not None:
+            return table.rows.shared.memory.fd
+        return -1
 
     # ---- reads --------------------------------------------------------------
 
@@ -275,6 +298,16 @@ class TableStore:
             dense.check_piece(piece)
             return dense.read_piece(piece)
 
+    def list_pieces(self, number: int, first: int, count: int) -> list[tuple[int, int]]:
+        """
+        Return (piece, elements) of some pieces of a dense weight, in this server's order.
+
+        Raises:
+            UsageError: this server does not have them.
+        """
+        _, dense = self._dense_table(number)
+        return dense.list_pieces(first, count)
+
     # ---- pushes -------------------------------------------------------------
 
     def push_rows(
@@ -301,7 +334,7 @@ class TableStore:
         _check_values(table.spec.name, grads, divisor)
         if self.mode.name == "sync":
             given = _Contribution(part, worker, divisor, 0, ids, grads)
-            self._keep_push(number, given, client, request, step)
+            self._keep_push(number, [given], client, request, step)
             return
         with table.lock:
             if self._claim_request(worker, client, request):
@@ -321,33 +354,61 @@ class TableStore:
         divisor: float = 1.0,
     ) -> None:
         """Use, or keep, the gradient of a piece of a dense weight; see `push_rows`."""
+        given = _Contribution(part, worker, divisor, piece, None, grad)
+        self._push_pieces(number, [given], client, request, step)
+
+    def push_pieces(
+        self,
+        number: int,
+        grads: Mapping[int, torch.Tensor],
+        *,
+        worker: int = 0,
+        client: str = "",
+        request: int,
+        step: int = 0,
+        part: int = 0,
+        divisor: float = 1.0,
+    ) -> None:
+        """Use, or keep, the gradients of some pieces by their numbers: all of them, or none."""
+        given = [
+            _Contribution(part, worker, divisor, piece, None, grad) for piece, grad in grads.items()
+        ]
+        self._push_pieces(number, given, client, request, step)
+
+    def _push_pieces(
+        self, number: int, given: list[_Contribution], client: str, request: int, step: int
+    ) -> None:
         table, dense = self._dense_table(number)
-        dense.check_piece(piece, len(grad))
-        _check_values(table.spec.name, grad, divisor)
+        for one in given:
+            dense.check_piece(one.place, len(one.values))
+            _check_values(table.spec.name, one.values, one.divisor)
         if self.mode.name == "sync":
-            given = _Contribution(part, worker, divisor, piece, None, grad)
             self._keep_push(number, given, client, request, step)
             return
         with table.lock:
-            if self._claim_request(worker, client, request):
-                dense.update_piece(piece, _divide(grad, divisor))
+            if given and self._claim_request(given[0].worker, client, request):
+                for one in given:
+                    dense.update_piece(one.place, _divide(one.values, one.divisor))
 
     def _keep_push(
-        self, number: int, given: _Contribution, client: str, request: int, step: int
+        self, number: int, given: list[_Contribution], client: str, request: int, step: int
     ) -> None:
+        if not given:
+            return
+        first = given[0]
         with self._changed:
             if step <= self._clocks.used_step:
-                if request <= self._states[given.worker].last_request:
+                if request <= self._states[first.worker].last_request:
                     return
                 used = self._clocks.used_step
                 raise UsageError(f"step {step} is over: the last step was {used}")
             others = self._waiting[step][number]
-            if others and others[0].divisor != given.divisor:
-                what = f"step {step}: gradients are divided by {given.divisor:g} on worker "
-                what += f"{given.worker} and by {others[0].divisor:g} on {others[0].worker}"
+            if others and others[0].divisor != first.divisor:
+                what = f"step {step}: gradients are divided by {first.divisor:g} on worker "
+                what += f"{first.worker} and by {others[0].divisor:g} on {others[0].worker}"
                 raise UsageError(what, where=f"table {self._tables[number].spec.name}")
-            if self._claim_request(given.worker, client, request):
-                others.append(given)
+            if self._claim_request(first.worker, client, request):
+                others.extend(given)
 
     def end_step(self, step: int, *, worker: int = 0, client: str = "", request: int) -> int:
         """

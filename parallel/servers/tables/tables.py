@@ -7,6 +7,7 @@ Nothing here is thread-safe; `pdrun.parallel.servers.tables.store` has the lock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -15,11 +16,14 @@ from pdrun.parallel.rng.hashing import hash_uniform31, mix_bits
 from pdrun.parallel.servers.settings import TableSpec
 from pdrun.parallel.servers.sharding import name_seed, piece_bounds, piece_owner
 from pdrun.parallel.servers.tables.index import DIRECT_IDS, SlotArray, SlotLists
+from pdrun.parallel.servers.tables.memory import SharedMemory, SharedRows, make_shared, share_rows
 from pdrun.parallel.servers.tables.optimizers import apply_update, count_states, first_state
 
 FIRST_ROWS = 1024
 BLOCK_ELEMENTS = 1 << 16
 """Elements of rows that are updated at a time."""
+MIN_SHARED_ELEMENTS = 1 << 14
+"""A dense weight below this size is not shared: it is quickly sent."""
 EVICTED_SHARE = 8
 """Divisor: a full table drops this share of its rows, those updated longest ago."""
 
@@ -35,22 +39,40 @@ def first_rows(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
     return numbers.mul_(spec.scale * 2.0**-30).sub_(spec.scale)
 
 
+def gather_rows(
+    spec: TableSpec, ids: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Return the rows of ids in these slots; one without a slot (-1) has its first value."""
+    if not len(ids) or int(slots.min()) >= 0:
+        return values.index_select(0, slots)
+    missing = (slots < 0).nonzero().squeeze(1)
+    if len(missing) == len(ids):
+        return first_rows(spec, ids)
+    found = values.index_select(0, slots.clamp(min=0))
+    return found.index_copy_(0, missing, first_rows(spec, ids.index_select(0, missing)))
+
+
 class RowTable:
     """
     The rows of an embedding table on one server.
 
     Args:
         servers: number of servers, which share the table's limit of rows.
+        shared: memory for slots and values that workers can read; None: of this process.
     """
 
-    def __init__(self, spec: TableSpec, servers: int) -> None:
+    def __init__(self, spec: TableSpec, servers: int, shared: SharedRows | None = None) -> None:
         self.spec = spec
+        self.shared = shared
         self._servers = servers
         self._limit = -(-spec.keep // servers)
-        is_small = 0 < spec.size <= DIRECT_IDS
+        is_small = has_slot_array(spec)
         self._checks_reads = not is_small and spec.size > 0
         """Whether reads check ids; an array of slots refuses ids that it does not have."""
-        self._index: SlotArray | SlotLists = SlotArray(spec.size) if is_small else SlotLists()
+        self._index: SlotArray | SlotLists = SlotLists()
+        if is_small:
+            slots = torch.empty(spec.size, dtype=torch.int32) if shared is None else shared.slots
+            self._index = SlotArray(slots.fill_(-1))
         self._waiting: SlotLists | None = SlotLists() if spec.admit > 1 else None
         """Ids that are not admitted yet."""
         self._seen = torch.zeros(0, dtype=torch.int32)
@@ -58,7 +80,7 @@ class RowTable:
         self.count = 0
         """Rows in use."""
         self._ids = torch.empty(0, dtype=torch.int64)
-        self._values = torch.empty(0, spec.dim)
+        self._values = torch.empty(0, spec.dim) if shared is None else shared.values
         self._states = [torch.empty(0, spec.dim) for _ in range(count_states(spec.optimizer))]
         self._changed_at = torch.empty(0, dtype=torch.int64)
         """Version at which each row was changed last."""
@@ -93,14 +115,7 @@ class RowTable:
         """Return the rows of ids; one that is not stored has its first value."""
         if self._checks_reads:
             self.check_ids(ids, sorted_ids=False)
-        slots = self._index.find_slots(ids)
-        if not len(ids) or int(slots.min()) >= 0:
-            return self._values.index_select(0, slots)
-        if not self.count:
-            return first_rows(self.spec, ids)
-        missing = (slots < 0).nonzero().squeeze(1)
-        found = self._values.index_select(0, slots.clamp(min=0))
-        return found.index_copy_(0, missing, first_rows(self.spec, ids.index_select(0, missing)))
+        return gather_rows(self.spec, ids, self._index.find_slots(ids), self._values)
 
     def read_changed(
         self, ids: torch.Tensor, since: torch.Tensor
@@ -117,10 +132,21 @@ class RowTable:
         return places, self.read_rows(ids.index_select(0, places))
 
     def clear(self) -> None:
-        """Forget all rows; the versions go on."""
+        """Forget all rows; the versions go on. Workers ask until `publish`."""
         version = self.version + 1
-        self.__init__(self.spec, self._servers)  # type: ignore[misc]
+        if self.shared is not None:
+            self.shared.hide()
+        self.__init__(self.spec, self._servers, self.shared)  # type: ignore[misc]
         self.version = self._oldest = version
+
+    def publish(self) -> None:
+        """The table has its first values: let workers read it."""
+        if self.shared is not None:
+            self.shared.publish()
+
+    def change_values(self) -> AbstractContextManager[None]:
+        """Return a context manager for a change, during which workers ask the server."""
+        return nullcontext() if self.shared is None else self.shared
 
     def update_rows(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
         """Update the rows of sorted, unique ids; the gradients may be changed."""
@@ -129,12 +155,14 @@ class RowTable:
         slots = self._index.find_slots(ids)
         if len(ids) and int(slots.min()) < 0:
             ids, grads, slots = self._store_missing(ids, grads, slots)
-        if not len(ids):
-            return
-        slots = slots.long()
+        if len(ids):
+            with self.change_values():
+                self._update_slots(slots.long(), grads)
+
+    def _update_slots(self, slots: torch.Tensor, grads: torch.Tensor) -> None:
         # a block is read, updated and written while it is in the processor's cache
         block = max(1, BLOCK_ELEMENTS // (16 * self.spec.dim)) * 16
-        for first in range(0, len(ids), block):
+        for first in range(0, len(slots), block):
             places = slots[first : first + block]
             weight = self._values.index_select(0, places)
             states = [state.index_select(0, places) for state in self._states]
@@ -156,7 +184,8 @@ class RowTable:
         if len(missing):
             self._append_rows(missing)
         slots = self._index.find_slots(ids).long()
-        self._values.index_copy_(0, slots, values)
+        with self.change_values():
+            self._values.index_copy_(0, slots, values)
         self._changed_at.index_fill_(0, slots, self.version)
         for state, new in zip(self._states, states, strict=False):
             state.index_copy_(0, slots, new)
@@ -164,7 +193,11 @@ class RowTable:
     def restore_rows(
         self, ids: torch.Tensor, values: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> None:
-        """Take over what `export_rows` has returned; the table is empty, and keeps the tensors."""
+        """
+        Take over what `export_rows` has returned; the table is empty, and keeps the tensors. They
+        are not shared, since that would need a second copy of all.
+        """
+        self.shared = None
         self._ids, self._values, self._states = ids, values, list(states)
         self.count = len(ids)
         self._changed_at = torch.zeros(len(ids), dtype=torch.int64)
@@ -208,6 +241,8 @@ class RowTable:
     def _append_rows(self, ids: torch.Tensor) -> None:
         """Store new rows with their first values; state that was never used is at its start."""
         first = self.count
+        if self.shared is not None:
+            self.shared.reserve_rows(first + len(ids))
         self.count += len(ids)
         self._ids = _grow(self._ids, self.count, 0)
         self._values = _grow(self._values, self.count, 0.0)
@@ -234,19 +269,50 @@ class RowTable:
         self._index.replace_ids(self._ids[:left])
 
 
-class DenseTable:
-    """The pieces of a dense weight on one server."""
+def make_row_table(spec: TableSpec, servers: int, *, shares: bool) -> RowTable:
+    """Return an empty table; ``shares``: workers of this host may read it directly."""
+    if not shares or not has_slot_array(spec):
+        return RowTable(spec, servers)
+    table = RowTable(spec, servers, share_rows(spec.size, spec.dim))
+    if not spec.is_assigned:
+        table.publish()
+    return table
 
-    def __init__(self, spec: TableSpec, pieces: Sequence[int]) -> None:
+
+def has_slot_array(spec: TableSpec) -> bool:
+    """Return whether a table of rows has an array of slots."""
+    return 0 < spec.size <= DIRECT_IDS
+
+
+class DenseTable:
+    """
+    The pieces of a dense weight on one server.
+
+    Args:
+        shares: workers of this host may read it directly.
+    """
+
+    def __init__(self, spec: TableSpec, pieces: Sequence[int], *, shares: bool = False) -> None:
         self.spec = spec
+        bounds = [piece_bounds(piece, spec.size) for piece in pieces]
+        total = sum(last - first for first, last in bounds)
+        self.shared: SharedMemory | None = None
+        """All pieces, one after the other."""
+        if shares and total >= MIN_SHARED_ELEMENTS:
+            self.shared = make_shared(4 * total)
+        if self.shared is None:
+            memory = torch.zeros(total)
+        else:
+            self.shared.reserve(4 * total)
+            memory = self.shared.view_tensor((total,))
+        parts = memory.split([last - first for first, last in bounds])
         self._values: dict[int, torch.Tensor] = {}
         self._states: dict[int, list[torch.Tensor]] = {}
         self._steps: dict[int, int] = {}
-        for piece in pieces:
-            first, last = piece_bounds(piece, spec.size)
-            self._values[piece] = torch.zeros(last - first)
+        for piece, values in zip(pieces, parts, strict=True):
+            self._values[piece] = values
             self._states[piece] = [
-                torch.full((last - first,), first_state(spec.optimizer, index))
+                torch.full((len(values),), first_state(spec.optimizer, index))
                 for index in range(count_states(spec.optimizer))
             ]
             self._steps[piece] = 0
@@ -261,6 +327,19 @@ class DenseTable:
         mine = self._values.get(piece)
         if mine is None or elements not in (None, len(mine)):
             raise UsageError(f"table {self.spec.name} has no piece {piece} of {elements} elements")
+
+    def list_pieces(self, first: int, count: int) -> list[tuple[int, int]]:
+        """
+        Return (piece, elements) of some of this server's pieces, in its order.
+
+        Raises:
+            UsageError: it does not have so many.
+        """
+        self.check_piece(first)
+        found = [piece for piece in self._values if piece >= first][:count]
+        if len(found) < count:
+            raise UsageError(f"table {self.spec.name} has no {count} pieces from {first} on")
+        return [(piece, len(self._values[piece])) for piece in found]
 
     def read_piece(self, piece: int) -> torch.Tensor:
         """Return the values of a piece, not a copy."""

@@ -11,6 +11,9 @@ import torch
 from pdrun.parallel.servers.channel import open_channel
 from pdrun.parallel.servers.frames import (
     HEADER_BYTES,
+    MAILBOX_SLOTS,
+    SHARED_VALUES,
+    SLOT_PIECES,
     Frame,
     FrameError,
     Op,
@@ -41,6 +44,7 @@ def make_frame(rng: random.Random) -> bytes:
         rng.choice([1.0, 0.0, -1.0, float("nan"), float("inf")]),
         rng.choice([0, 1, 3, 2**32 - 1]),
         rng.choice([0, 8, 24, 32, 40, 57, 300, 2**40]),
+        rng.choice([0, 0, 0, 1, 255]),
     )
     body = rng.randbytes(min(frame.length, 400))
     if frame.flags == 1 and rng.random() < 0.7:
@@ -99,6 +103,11 @@ def test_a_header_is_checked():
         Frame(Op.PUSH, flags=1),
         Frame(Op.HELLO, length=5),
         Frame(Op.HELLO, flags=1, length=1 << 20),
+        Frame(Op.PUSH, flags=SHARED_VALUES, length=4),
+        Frame(Op.PUSH, flags=SHARED_VALUES, count=SLOT_PIECES + 1),
+        Frame(Op.PUSH, flags=SHARED_VALUES, count=1, slot=MAILBOX_SLOTS),
+        Frame(Op.PUSH, slot=1),
+        Frame(Op.ROWS, flags=SHARED_VALUES),
     ):
         with pytest.raises(FrameError):
             unpack_header(wrong.pack())

@@ -155,7 +155,7 @@ def test_a_replaced_worker_is_refused_and_its_successor_joins_at_the_slowest():
 @settings(max_examples=by_tier(30, 300), deadline=None)
 @given(batches=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=20), max_size=12))
 def test_both_indices_are_dictionaries(batches):
-    indices = [SlotArray(100), SlotLists()]
+    indices = [SlotArray(torch.full((100,), -1, dtype=torch.int32)), SlotLists()]
     known: dict[int, int] = {}
     for batch in batches:
         ids = torch.tensor(sorted(set(batch) - known.keys()), dtype=torch.int64)

@@ -38,7 +38,7 @@ class Architecture:
         batch: makes a batch of ``(rows, step)``.
         loss: ``loss(output, batch)``; a scalar, or (sum, count).
         forward: as in `pdrun.parallelize`.
-        styles: returns the module styles of the model; None: none are known.
+        styles: returns the module styles of the model; None: `pdrun.strategy_for`.
         traits: "causal": a decoder that computes each position from earlier ones;
             "batchnorm": its output depends on the other rows of a slice;
             "transformers": takes ``input_ids`` and ``labels``.

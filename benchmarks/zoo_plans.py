@@ -78,8 +78,6 @@ def applies(architecture: Architecture, plan: Plan) -> bool:
     traits = architecture.traits
     if "context" in plan.kind and not {"causal", "transformers"} <= traits:
         return False
-    if "tensor" in plan.kind and architecture.styles is None:
-        return False
     # a slice has statistics of its own: no slicing gives those of the whole batch
     return "batchnorm" not in traits or not (
         {"accumulate"} & plan.options.keys() or "pipeline" in plan.kind
@@ -189,8 +187,7 @@ def start_run(architecture: Architecture, plan: Plan) -> tuple[Any, list[Batch]]
         loss = token_loss
         options["context"] = pdrun.ContextParallel()
     if "tensor" in plan.kind:
-        assert architecture.styles is not None
-        options["strategy"] = architecture.styles(model)
+        options["strategy"] = (architecture.styles or pdrun.strategy_for)(model)
     if "operator" in plan.kind:
         options["sample"] = batches[0]
         options["strategy"] = pdrun.Operators(_first_weights(model, batches[0]))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.tensor import cross_entropy, strategy_for
 from tests.lib.decoder_model import compare
@@ -246,8 +245,3 @@ def generated() -> None:
 def test_a_cut_model_generates_what_the_whole_one_does(four: Any) -> None:
     """Its cache holds this rank's heads."""
     four.run(generated)
-
-
-def test_a_model_of_which_nothing_is_known() -> None:
-    with pytest.raises(UsageError, match="there is no strategy for Linear"):
-        strategy_for(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Strategies for models of the transformers library, by their model type or by their own plan."""
+"""Strategies by model type, by the plan that a model has in transformers, or for any model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.tensor.huggingface_plan import find_tp_plan, translate_tp_plan
+from pdrun.errors import UsageError
+from pdrun.parallel.tensor.presets.any_model import MIN_SPLIT_SIZE, style_any_model
+from pdrun.parallel.tensor.presets.huggingface_plan import find_tp_plan, translate_tp_plan
 from pdrun.parallel.tensor.strategy import WEIGHT_STYLES, Strategy
 from pdrun.parallel.tensor.style import STRATEGY_API, AxisNames, ModuleStyle
 from pdrun.parallel.tensor.styles import col, heads, replicate, row, seq, vocab
@@ -407,22 +408,26 @@ def strategy_for(
     model: nn.Module, axis: AxisNames = "tp", sequence: bool = False, gather: bool = True
 ) -> Strategy:
     """
-    Return the strategy for a model of transformers, found by ``model.config.model_type``. Models
-    that are not known have a plan of their own in transformers, which is translated.
+    Return the strategy for a model.
+
+    It is found by ``model.config.model_type``, or translated from the plan that the model has in
+    transformers. In all other models each linear module and convolution computes a shard of its
+    output, which is gathered, and each embedding a shard of its vocabulary. The code between them
+    runs in full on every rank.
 
     Args:
-        model: its configuration has the model type.
+        model: any module.
         axis: the tensor axis, or several, major first.
         sequence: shard the sequence between the sharded modules, from the first layer on: positions
             need full sequences. Its length must be a multiple of the axis.
         gather: False leaves logits sharded, for `pdrun.cross_entropy`.
 
     Raises:
-        UsageError: the model type is not known and has no plan, or not with ``sequence``.
+        UsageError: the model type is not known with ``sequence``, or nothing can be sharded.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     names = MODELS.get(str(model_type))
-    if model_type == "gpt2":
+    if model_type == "gpt2" and hasattr(model, "transformer"):
         return gpt2_strategy(axis, sequence, gather)
     if sequence and (names is None or not names.first_layer):
         with_norms = [key for key, one in MODELS.items() if one.first_layer]
@@ -432,14 +437,20 @@ def strategy_for(
             hint=f"write a Strategy({{...}}); known model types: gpt2, {', '.join(with_norms)}",
         )
     if names is not None:
-        return names.build_strategy(model, axis, sequence, gather)
+        strategy = names.build_strategy(model, axis, sequence, gather)
+        if strategy.rules:  # in a wrapper, such as that of peft, modules have other names
+            return strategy
     plan = find_tp_plan(model)
+    rules: dict[str, ModuleStyle] = {}
     if plan:
-        return Strategy(translate_tp_plan(model, plan, axis, gather))
-    known = ", ".join(("gpt2", *MODELS))
-    raise UsageError(
-        f"there is no strategy for {model_type or type(model).__name__}",
-        where=STRATEGY_API,
-        hint=did_you_mean(str(model_type), ["gpt2", *MODELS])
-        or f"write a Strategy({{...}}); known model types: {known}",
-    )
+        rules = translate_tp_plan(model, plan, axis, gather)
+    rules = rules or style_any_model(model, axis, gather)
+    if not rules:
+        raise UsageError(
+            f"there is no strategy for {model_type or type(model).__name__}: it has no linear"
+            f" module, convolution or embedding of {MIN_SPLIT_SIZE} outputs or ids whose weights"
+            " only it uses",
+            where=STRATEGY_API,
+            hint="use pdrun.Operators, or the axes dp and pp",
+        )
+    return Strategy(rules)

@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.tensor.head_counts import HEAD_COUNT_NAMES, find_head_count
-from pdrun.parallel.tensor.style import STRATEGY_API, AxisNames, ModuleStyle
+from pdrun.parallel.tensor.presets.any_model import style_any_model
+from pdrun.parallel.tensor.style import (
+    STRATEGY_API,
+    AxisNames,
+    GridPosition,
+    ModuleStyle,
+    axis_names,
+)
 from pdrun.parallel.tensor.styles import col, heads, replicate, row, vocab
 from pdrun.parallel.tensor.vocabulary import VocabStyle
 
@@ -74,10 +82,35 @@ def translate_tp_plan(
         and any(word in name.rpartition(".")[0].rpartition(".")[2] for word in ATTENTION_WORDS)
     }
     for name in attentions:
+        if not _divides_by_heads(name, modules[name], rules, axis):
+            # such as a gate in the output of q: computed on every rank, from gathered outputs
+            _drop_inside(name, rules)
+            rules.update(style_any_model(model, axis, inside=name))
+            continue
         count = find_head_count(name, modules[name], None, HEAD_COUNT_NAMES)
         rules[name] = heads(axis)
         _style_rest(modules[name], name, rules, axis, count or 0)
     return rules
+
+
+def _divides_by_heads(
+    name: str, module: nn.Module, rules: Mapping[str, ModuleStyle], axis: AxisNames
+) -> bool:
+    """Whether the linear modules that a plan names in an attention are by heads."""
+    names = axis_names(axis)
+    position = GridPosition(Grid(names, (1,) * len(names)), 0)
+    prefix = f"{name}."
+    inside = {key[len(prefix) :]: rules[key] for key in rules if key.startswith(prefix)}
+    try:
+        heads(axis).style_inner_modules(name, module, inside, position)
+    except UsageError:
+        return False
+    return True
+
+
+def _drop_inside(name: str, rules: dict[str, ModuleStyle]) -> None:
+    for key in [key for key in rules if key.startswith(f"{name}.")]:
+        del rules[key]
 
 
 def _translate_style(

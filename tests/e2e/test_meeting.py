@@ -81,8 +81,8 @@ def test_two_of_three_nodes_say_who_is_missing_and_ctrl_c_ends_them(shell: Shell
     )
     assert f"pdrun join {where}" in jobs[0].err
     sent = jobs[0].signal(signal.SIGINT)
-    assert jobs[0].wait(5) == 130
-    assert time.monotonic() - sent < 1.5
+    assert jobs[0].wait(20) == 130
+    assert time.monotonic() - sent < 4, "a second on a quiet machine"
     assert jobs[1].wait(15) == 130
     assert "hello" not in jobs[0].out + jobs[1].out
 

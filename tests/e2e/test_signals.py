@@ -39,7 +39,7 @@ def test_once_is_graceful(shell: Shell, nodes: str, number: int, code: int) -> N
     job.signal(number)
     assert job.wait(20) == code
     assert job.out.count("saved on") == 2 * int(nodes)
-    gone_within(shell.pids("pids"), 0.5)
+    gone_within(shell.pids("pids"), 3.0)
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
@@ -52,8 +52,8 @@ def test_twice_is_now_and_leaves_nothing(shell: Shell, nodes: str) -> None:
     job.expect("ignored", count=2 * int(nodes))
     second = job.signal(signal.SIGINT)
     assert job.wait(20) == 130
-    assert time.monotonic() - second < 3
-    gone_within(shell.pids("pids"), 0.5)
+    assert time.monotonic() - second < 10, "a second on a quiet machine; the grace is a minute"
+    gone_within(shell.pids("pids"), 3.0)
 
 
 def test_workers_that_ignore_sigterm_are_killed_at_grace(shell: Shell) -> None:
@@ -61,8 +61,8 @@ def test_workers_that_ignore_sigterm_are_killed_at_grace(shell: Shell) -> None:
     job.expect(r"up$", count=2)
     sent = job.signal(signal.SIGTERM)
     assert job.wait(20) == 143
-    assert 0.9 < time.monotonic() - sent < 3
-    gone_within(shell.pids("pids"), 0.5)
+    assert 0.9 < time.monotonic() - sent < 8, "a second of grace, and a moment"
+    gone_within(shell.pids("pids"), 3.0)
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])

@@ -98,7 +98,7 @@ def test_a_disk_that_hangs_hangs_the_thread_and_nobody_else(tmp_path: Path) -> N
     start = time.monotonic()
     for _ in range(100):
         files.write(file, b"x" * 100)
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 10, "a moment; the thread hangs for a minute"
     deadline = time.monotonic() + 10
     while files.is_behind():
         assert time.monotonic() < deadline

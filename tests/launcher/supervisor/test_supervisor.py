@@ -423,7 +423,7 @@ def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):
         try:
             driver.supervisor.spared_pids.add(bystander.pid)
             os.kill(driver.supervisor.pid, signal.SIGKILL)
-            with pytest.raises(PdrunError, match="process .* was killed by SIGKILL") as error:
+            with pytest.raises(PdrunError, match=r"process .* was killed by SIGKILL") as error:
                 driver.wait(Exited)
             assert error.value.exit_code == 137, "70 would be a fault of pdrun"
             assert not is_alive(worker)

@@ -447,7 +447,8 @@ def test_ctrl_c_while_waiting_is_quick(run: Run) -> None:
     stopped = time.monotonic()
     scheduler.send_signal(signal.SIGINT)
     scheduler.communicate(timeout=10)
-    assert scheduler.returncode == 130 and time.monotonic() - stopped < 1.5
+    assert scheduler.returncode == 130
+    assert time.monotonic() - stopped < 4, "a second on a quiet machine"
     worker.communicate(timeout=10)
     assert worker.returncode != 0
 

@@ -164,8 +164,8 @@ def _serve_until_done(scheduler: _RunningScheduler, config: SchedulerConfig) -> 
         service.poll_once(0.25)
         if relays and clock.monotonic() >= check_relays_at:
             check_relays_at = clock.monotonic() + RELAY_CHECK_SECONDS
-            if died := relays.restart_dead():
-                service.warn(died)
+            if replaced := relays.replace_failed():
+                service.warn(replaced)
         if not service.ready_fds:
             continue
         if os.read(0, 4096):

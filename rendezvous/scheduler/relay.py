@@ -12,6 +12,8 @@ another one. `pdrun.rendezvous.scheduler.relay_main` runs relays.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol import codec, security
 from pdrun.rendezvous.protocol.events import Peer
 from pdrun.rendezvous.protocol.security import Secret
-from pdrun.rendezvous.transport.base import PeerGone, TransportEvent
+from pdrun.rendezvous.transport.base import FdReady, PeerGone, TransportEvent
 from pdrun.rendezvous.transport.relay_frames import (
     CHILD_RELAY_SENDER,
     MAX_FRAME_BYTES,
@@ -39,6 +41,7 @@ from pdrun.rendezvous.transport.zmq_util import NEVER_RECONNECT_MS, open_monitor
 
 REPORT_SECONDS = 1.0
 """Time between two reports of agents that are alive."""
+SIGN_OF_LIFE = b"\n"
 FRESH_SECONDS = 3.0
 """Time after the scheduler's last answer for which the relay answers heartbeats in its place."""
 
@@ -168,9 +171,16 @@ class Relay:
         clock: Clock | None = None,
         *,
         is_standalone: bool = False,
+        ping_fds: tuple[int, int] | None = None,
     ) -> None:
-        """``is_standalone``: agents know this relay's own address, not the scheduler's."""
+        """
+        Args:
+            is_standalone: agents know this relay's own address, not the scheduler's.
+            ping_fds: pipes from and to the process that started this one. Each byte that arrives
+                is answered: this process does not stand still.
+        """
         self._server = server
+        self._ping_fds = ping_fds
         self._uplink = uplink
         self._echo = (
             ECHO_TEMPLATE
@@ -187,6 +197,9 @@ class Relay:
         self.is_concluded = False
         """Whether an agent was sent the verdict: the job ends, and the scheduler with it."""
         server.watch_uplink(uplink)
+        if ping_fds is not None:
+            server.watch_fd(ping_fds[0])
+            self._write_sign_of_life()
 
     def run_once(self, timeout: float = 0.25) -> bool:
         """
@@ -202,6 +215,8 @@ class Relay:
                 self._on_agent_frame(one, items, now)
             elif isinstance(one, PeerGone):
                 self._on_agent_gone(one.peer, items)
+            elif isinstance(one, FdReady):
+                self._answer_ping(one.fd)
         if now >= self._report_at:
             self._pulse += 1
             self._report_at = now + REPORT_SECONDS
@@ -211,6 +226,17 @@ class Relay:
         for item in self._uplink.read_items():
             self._on_scheduler_item(item, now)
         return not self._uplink.is_over
+
+    def _answer_ping(self, fd: int) -> None:
+        if os.read(fd, 4096):
+            self._write_sign_of_life()
+        else:  # the scheduler has ended, and its connection with it
+            self._server.unwatch_fd(fd)
+
+    def _write_sign_of_life(self) -> None:
+        assert self._ping_fds is not None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._ping_fds[1], SIGN_OF_LIFE)
 
     def _on_agent_frame(self, raw: RawFrame, items: list[RelayItem], now: float) -> None:
         number = self._numbers.get(raw.peer)

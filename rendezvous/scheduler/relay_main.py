@@ -40,6 +40,7 @@ def serve_relay(
     until: float | None = None,
     crowd: int = 0,
     is_standalone: bool = False,
+    ping_fds: tuple[int, int] | None = None,
 ) -> bool:
     """
     Relay between the agents at ``listen_fd`` and ``scheduler`` until the scheduler is lost.
@@ -52,6 +53,7 @@ def serve_relay(
         until: monotonic time by which the scheduler must accept the relay; None: CONNECT_SECONDS
             from now.
         is_standalone: whether agents know the relay's own address.
+        ping_fds: see `Relay`.
 
     Raises:
         RendezvousError, AuthenticationError: the scheduler was not reached, or has another token.
@@ -65,7 +67,7 @@ def serve_relay(
         server = RelayServer(
             secret, listen_fd=os.dup(listen_fd), insecure=secret is None, crowd=crowd
         )
-        relay = Relay(server, uplink, is_standalone=is_standalone)
+        relay = Relay(server, uplink, is_standalone=is_standalone, ping_fds=ping_fds)
         while relay.run_once():
             pass
         return relay.is_concluded
@@ -151,8 +153,9 @@ def main() -> int:
     """
     Relay as the scheduler's child.
 
-    stdin: one JSON line {listen_fd, host, port, secret, crowd}. The relay ends with its connection
-    to the scheduler.
+    stdin: one JSON line {listen_fd, host, port, secret, crowd}, then a byte now and then that asks
+    whether this process stands still. stdout: the answers, and one when the relay accepts agents.
+    The relay ends with its connection to the scheduler.
     """
     process_setup.setup_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -160,7 +163,7 @@ def main() -> int:
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     scheduler = Endpoint(order["host"], order["port"])
     try:
-        serve_relay(order["listen_fd"], scheduler, secret, crowd=order["crowd"])
+        serve_relay(order["listen_fd"], scheduler, secret, crowd=order["crowd"], ping_fds=(0, 1))
     except RendezvousError as error:
         print(json.dumps({"error": str(error)}), file=sys.stderr, flush=True)
         return 1

@@ -3,7 +3,7 @@ Each process of a node killed (SIGKILL) and stopped (SIGSTOP) in each phase of a
 right exit code, soon, with a message that says what happened, and nothing left behind.
 
 The thorough run has every combination; the default run has one of each process. Phases that pass
-in milliseconds are held: by an agent that is stopped meanwhile (assigned), by workers that do not
+in milliseconds are held: by an agent that is not ready (assigned), by workers that do not
 obey (restarting, stopping) and by a verdict that cannot arrive (verdict).
 """
 
@@ -23,11 +23,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.jobs import PORT, Bed, NodeJob
+from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
 from tests.lib.tiers import thorough
 
 SAVER = str(Path(__file__).with_name("saver.py"))
+UNREADY = str(Path(__file__).with_name("unready_agent.py"))
 VICTIMS = ("agent", "first-agent", "supervisor", "scheduler", "worker")
 PATIENCE = 60.0
 """Longest wait for exit codes."""
@@ -87,19 +88,14 @@ def meeting(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def assigned(scene: Scene) -> Iterator[None]:
-    """h3 has not said that it is ready: it was stopped just before h2 could join."""
-    first, second = scene.bed["h1"], scene.bed["h2"]
-    first.rule("in", f"ip saddr {second.address} tcp dport {PORT} reject with tcp reset")
-    scene.start_all()
-    scene.jobs["h1"].expect("2 of 3 nodes")
-    scene.jobs["h2"].expect("refuse")
-    scene.jobs["h3"].signal(signal.SIGSTOP)
-    first.heal()
+    """h3 has not said that it is ready."""
+    ready = scene.bed.folder / "ready"
+    scene.start("h1")
+    scene.start("h2")
+    scene.start("h3", prefix=(sys.executable, UNREADY, str(ready)))
     scene.bed.event("assigned")
-    if scene.victim == "supervisor":
-        until(lambda: bool(scene.find()), "the supervisor runs", 8)
     yield
-    scene.jobs["h3"].resume()
+    ready.touch()
 
 
 @contextlib.contextmanager
@@ -172,6 +168,8 @@ class Case:
     """A pattern of what nodes that are left print; empty: what happened changes nothing."""
     seconds: float
     """From the fault, or from the order to exit, to the last exit code, on a quiet machine."""
+    other_codes: tuple[int, int, int] | None = None
+    """As right as the codes: it is chance which a node hears of first."""
 
     @property
     def name(self) -> str:
@@ -200,7 +198,7 @@ def make_cases() -> Iterator[Case]:
         # the agent of another node
         if phase is verdict:
             yield Case("agent", kill, phase, (0, -9, 0), "", 2)
-            yield Case("agent", stop, phase, (0, 69, 0), "", 18)
+            yield Case("agent", stop, phase, (0, 69, 0), "", 18, other_codes=(0, 0, 0))
         elif phase is stopping:
             yield Case("agent", kill, phase, (7, -9, 7), f"note: {lost}", 5)
             late = "note: h2 did not report the end of its workers in time"
@@ -224,7 +222,7 @@ def make_cases() -> Iterator[Case]:
         # the parent of the workers
         code = {stopping: 7, restarting: 0, verdict: 0}.get(phase, 137)
         how = "" if phase is verdict else "the supervisor process .*was killed by SIGKILL"
-        three = (69, 137, 69) if phase is meeting else (code,) * 3
+        three = (69, 137, 69) if phase in (meeting, assigned) else (code,) * 3
         yield Case("supervisor", kill, phase, three, how, 16)
         how = "" if phase is verdict else "the supervisor process .*did not answer for 6 s"
         yield Case("supervisor", stop, phase, (code,) * 3, how, 12)
@@ -257,16 +255,17 @@ def play(bed: Bed, case: Case) -> None:
     codes = tuple(
         scene.jobs[host].process.returncode for host in ("h1", "h2", "h3")[: len(scene.jobs)]
     )
-    assert codes == case.codes[: len(codes)], (codes, bed.said())
+    right = [each[: len(codes)] for each in (case.codes, case.other_codes) if each]
+    assert codes in right, (codes, bed.said())
     said = "\n".join(job.err for job in scene.jobs.values())
     assert re.search(case.words, said), (case.words, bed.said())
-    assert "Traceback" not in said and "a bug of pdrun" not in said, bed.said()
+    assert not re.search(r"^pdrun.*(Traceback|a bug of pdrun)", said, re.MULTILINE), bed.said()
     assert took < case.seconds + MARGIN, (took, bed.said())
     bed.clean()
     if case.phase is saving:
         command = [sys.executable, SAVER, str(bed.folder), "check"]
         env = bed.environment("h1", {})
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env)
         assert done.returncode == 0 and done.stdout.startswith("complete: step "), done
 
 
@@ -301,6 +300,7 @@ DEFAULT = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # the first one waits for those before it, four at a time
 @pytest.mark.parametrize("fault", [name if name in DEFAULT else thorough(name) for name in CASES])
 def test_phase(fault: str, side_by_side: dict[str, Future[None]]) -> None:
     side_by_side[fault].result(timeout=1200)

@@ -29,6 +29,7 @@ from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.relay_main import serve_relay, serve_standalone_relay
 from pdrun.rendezvous.scheduler.relay_processes import MIN_NODES, choose_relay_count
 from pdrun.rendezvous.transport.listen import bind_listener
+from tests.lib.tiers import thorough
 from tests.rendezvous.helpers import Agent, agents, cause, config, connect, start_all, until
 
 SECRET = Secret.random()
@@ -110,6 +111,31 @@ def test_the_death_of_a_relay_is_mended_by_its_agents() -> None:
             agent.link.send(WorkerExit(0, number, cause("ok", 0)))
         finish(*two)
         assert not {relay.pid for relay in dead} & {relay.pid for relay in relays_of(child)}
+
+
+@pytest.mark.parametrize("stopped", [1, thorough(2)])
+def test_relays_that_stand_still_are_replaced_and_no_agent_is_lost(stopped: int) -> None:
+    """They keep their connections; only that they do not answer tells it."""
+    with (
+        scheduler(relays=2, nodes=4) as child,
+        agents(child.endpoint, SECRET, *["job"] * 4) as four,
+    ):
+        for number, agent in enumerate(four):
+            agent.join(f"n{number}")
+        start_all(*four)
+        still = relays_of(child)[:stopped]
+        for relay in still:
+            relay.suspend()
+
+        def replaced() -> bool:
+            for agent in four:
+                agent.turn(0.02)
+            return not any(relay.is_running() for relay in still) and len(relays_of(child)) == 2
+
+        until(replaced, "the relays were killed and started again", 25.0)
+        for number, agent in enumerate(four):
+            agent.link.send(WorkerExit(0, number, cause("ok", 0)))
+        finish(*four)
 
 
 def test_relays_end_with_their_scheduler() -> None:

@@ -122,7 +122,7 @@ import os, sys, time
 rank = int(os.environ["RANK"])
 print("up", flush=True)
 if rank == 0:
-    end = time.process_time() + 5
+    end = time.process_time() + 3.5
     while time.process_time() < end: pass
     open("ready", "w").close()
 while not os.path.exists("ready"): time.sleep(0.5)
@@ -137,7 +137,7 @@ while not os.path.exists("ready"): time.sleep(0.5)
     ],
 )
 def test_who_waits_for_a_rank_at_work_does_not_hang(shell: Shell, layout: tuple[str, ...]) -> None:
-    code, _, err = shell.run(*layout, "--hang-timeout", "3", shell.script(WAITING), timeout=150)
+    code, _, err = shell.run(*layout, "--hang-timeout", "2", shell.script(WAITING), timeout=150)
     assert (code, "hang" in err) == (0, False), err
 
 

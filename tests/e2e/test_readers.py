@@ -18,7 +18,8 @@ from tests.e2e.conftest import Shell, free_port
 from tests.lib.tiers import thorough
 
 HELLO = "print('hello')\n"
-WORKER = "import pdrun\npdrun.init(group=False)\n"
+WORKER = "import sys\nsys.modules['torch'] = None\nimport pdrun\npdrun.init(group=False)\n"
+"""As where torch is not installed: its import takes longer than all the rest."""
 
 
 @contextmanager

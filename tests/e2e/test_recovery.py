@@ -151,7 +151,7 @@ def test_kills_disturb_no_worker(shell: Shell) -> None:
     running(shell)
     pids = sorted(shell.pids("pids"))
     began, outages, start_up = time.monotonic(), [], start_of_a_process()
-    kills = by_tier(8, 20)
+    kills = by_tier(5, 20)
     for number in range(kills):
         start = killed(first)
         back(first, number + 1)

@@ -15,7 +15,7 @@ from tests.e2e.clusters.test_mpirun import QUICK, alone
 from tests.e2e.clusters.test_ssh import SLEEP, up
 from tests.lib import mpi_wheels as mpis
 from tests.lib.mpi_wheels import WHEELS, Wheel
-from tests.lib.tiers import mark_all_but
+from tests.lib.tiers import by_tier, mark_all_but
 
 pytestmark = pytest.mark.slow
 EACH = pytest.mark.parametrize("wheel", WHEELS, ids=lambda wheel: wheel.family)
@@ -107,11 +107,9 @@ def test_codes_are_the_workers(wheel: Wheel, program: str, cluster: Cluster) -> 
         "import os, sys, time\nopen(os.environ['RANK'] + '.' + os.uname().nodename, 'w').close()\n"
         "if os.environ['RANK'] == '1': exec(sys.argv[1])\nelse: exec(sys.argv[2])\n"
     )
-    for death, others, code in (
-        ("pass", "pass", 0),
-        ("sys.exit(42)", "time.sleep(60)", 42),
-        ("os.kill(os.getpid(), 9)", "time.sleep(60)", 137),
-    ):
+    failure = ("sys.exit(42)", "time.sleep(60)", 42)
+    others_too = (("pass", "pass", 0), ("os.kill(os.getpid(), 9)", "time.sleep(60)", 137))
+    for death, others, code in by_tier((failure,), (failure, *others_too)):
         found, _, err = cluster.run(
             "pdrun", "--mpirun", program, "--hosts", "h1,h2", script, death, others
         )
@@ -125,7 +123,8 @@ def test_codes_are_the_workers(wheel: Wheel, program: str, cluster: Cluster) -> 
     cluster.nothing_left()
 
 
-@ONE
+@pytest.mark.thorough  # test_mpirun.py has it
+@EACH
 @pytest.mark.root
 def test_a_stop_and_a_killed_front_leave_nothing(
     wheel: Wheel, program: str, cluster: Cluster

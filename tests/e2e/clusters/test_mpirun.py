@@ -95,7 +95,8 @@ def alone(
 # --------------------------------------------------------------------------------------
 
 
-@ONE
+@pytest.mark.thorough  # the next ones, and test_mpi_wheels.py, have what it shows
+@BOTH
 def test_init_finds_the_other_ranks_on_one_host(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(QUICK)
     done = alone(tmp_path, *words(program, 4), sys.executable, "work.py")
@@ -292,8 +293,8 @@ def test_pdrun_starts_mpirun_and_everything_arrives(program: str, cluster: Clust
     ("program", "death", "code"),
     [
         (OPENMPI, "sys.exit(42)", 42),
-        (MPICH, "sys.exit(42)", 42),
-        (OPENMPI, "os.kill(os.getpid(), 11)", 139),
+        thorough(MPICH, "sys.exit(42)", 42),
+        thorough(OPENMPI, "os.kill(os.getpid(), 11)", 139),
         (MPICH, "os.kill(os.getpid(), 9)", 137),
         thorough(MPICH, "os.kill(os.getpid(), 11)", 139),
         thorough(OPENMPI, "os.kill(os.getpid(), 9)", 137),
@@ -355,7 +356,7 @@ def test_a_killed_agent_and_a_killed_mpirun_end_the_job(program: str, cluster: C
         cluster.nothing_left(30.0)
 
 
-@ONE
+@pytest.mark.parametrize("program", [thorough(OPENMPI), MPICH])
 @pytest.mark.root
 @pytest.mark.slow
 def test_without_a_token_when_that_is_spelled_out(program: str, cluster: Cluster) -> None:

@@ -22,6 +22,7 @@ from pdrun.rendezvous.protocol import codec
 from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.relay import Relay, RelayServer, RelayUplink
 from pdrun.rendezvous.transport.listen import bind_listener
+from pdrun.rendezvous.transport.reconnect import MAX_REFUSALS
 from pdrun.text import quote_command
 
 RETRY_SECONDS = 0.2
@@ -99,6 +100,7 @@ def serve_standalone_relay(
     show_line(f"relay to {scheduler} on {here}: start the nodes with {options}")
     lost_at = time.monotonic()
     shown_at = lost_at
+    refusals = 0  # in a row; a single one may have met the death of a scheduler
     with listener:
         while True:
             try:
@@ -111,14 +113,19 @@ def serve_standalone_relay(
                     is_standalone=True,
                 ):
                     return 0
+                refusals = 0
                 lost_at = time.monotonic()
                 shown_at = lost_at
                 show_line(
                     f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s"
                 )
             except AuthenticationError:
-                raise
+                refusals += 1
+                if refusals >= MAX_REFUSALS:
+                    raise
+                time.sleep(RETRY_SECONDS)
             except RendezvousError as error:
+                refusals = 0
                 now = time.monotonic()
                 if now - lost_at > patience:
                     show_line(f"error: {error}")

@@ -32,7 +32,10 @@ stands still, or the network is slow.
 MAX_REFUSAL_SECONDS = 3.5
 """The same in seconds: in large jobs the limit is that of a crowd."""
 MAX_HANDSHAKE_SECONDS = 4.5
-"""Limit from the first refused handshake on."""
+"""
+Limit from the first refused handshake on, if another one was refused since. A single one may have
+met the death of a scheduler, whose successor takes seconds to start.
+"""
 MAX_SILENCE_SECONDS = 20.0
 """
 Limit for a listener that accepts connections and sends nothing: a scheduler that is still starting.
@@ -196,6 +199,8 @@ class ReconnectPolicy:
             self._first_refusal = self._first_refusal or now
             return False
         self._silent_since = self._silent_since or began
+        self._refusals = 0
+        self._first_refusal = None
         return True
 
     def on_welcome(self, now: float) -> None:
@@ -291,9 +296,8 @@ class ReconnectPolicy:
             RendezvousError: it was not reached in time.
         """
         where = str(self._endpoint)
-        if self._refusals >= MAX_REFUSALS or (
-            self._first_refusal and now - self._first_refusal > MAX_HANDSHAKE_SECONDS
-        ):
+        is_late = self._first_refusal and now - self._first_refusal > MAX_HANDSHAKE_SECONDS
+        if self._refusals >= MAX_REFUSALS or (self._refusals > 1 and is_late):
             raise AuthenticationError(
                 f"the token differs or {where} is not a pdrun scheduler",
                 hint="use the same token on every node (`pdrun token show`), "

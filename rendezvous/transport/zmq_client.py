@@ -5,10 +5,10 @@ The agent's link over TCP: ZeroMQ with CURVE, heartbeats, and reconnection after
 and `ReconnectPolicy` decides how long the link waits for a scheduler.
 
 libzmq reports a failed CURVE handshake only through the socket monitor. MAX_REFUSALS refused
-handshakes, or one for MAX_HANDSHAKE_SECONDS, mean another token, or no pdrun. If no process listens
-at the port, the link tries again until ``start_timeout``, because agents may start before their
-scheduler. After the first Welcome the link waits for a lost scheduler. A successor has the same job
-and run, and sends the present state again.
+handshakes in a row, or two for MAX_HANDSHAKE_SECONDS, mean another token, or no pdrun. If no
+process listens at the port, the link tries again until ``start_timeout``, because agents may start
+before their scheduler. After the first Welcome the link waits for a lost scheduler. A successor has
+the same job and run, and sends the present state again.
 """
 
 from __future__ import annotations

@@ -52,6 +52,44 @@ def test_a_log_disk_that_fills_up_costs_the_log_and_nothing_else(
     bed.clean()
 
 
+def test_a_full_disk_of_the_scheduler_costs_the_record_and_nothing_else(
+    make_bed: Callable[[int], Bed],
+) -> None:
+    """Its event log and its journal; a restart, and the end, are as with a disk that has room."""
+    bed = make_bed(2)
+    small_disk(bed, "h1", "1m")
+    jobs = two(bed, "--log-dir", DISK, "--max-restarts", "1")
+    bed.running(2)
+    fill(bed, "h1")
+    bed.order(1, "exit 7", when="g0")
+    bed.running(2, generation=1)
+    bed.order("all", "exit 0", when="g1")
+    assert bed.codes() == [0, 0], bed.said()
+    assert "not written (No space left on device)" in jobs[0].err, bed.said()
+    bed.clean()
+
+
+@pytest.mark.thorough
+def test_a_scheduler_killed_after_its_disk_was_full_is_given_up(
+    make_bed: Callable[[int], Bed],
+) -> None:
+    """Once its journal cannot be written, which is said; no successor goes on from half of it."""
+    bed = make_bed(2)
+    small_disk(bed, "h1", "1m")
+    jobs = two(bed, "--log-dir", DISK, "--max-restarts", "1", "--grace", "2")
+    bed.running(2)
+    fill(bed, "h1")
+    bed.order(1, "exit 7", when="g0")
+    bed.running(2, generation=1)
+    words = r"journal .* cannot be written \(No space left on device\): the job continues, but ends"
+    for _ in range(2):  # the last page of the file may have room for some events
+        if jobs[0].process.poll() is None and (pid := jobs[0].scheduler()):
+            os.kill(pid, signal.SIGKILL)
+        jobs[0].expect(words, 60)
+    assert bed.codes(timeout=60) == [69, 69], bed.said()
+    bed.clean()
+
+
 def hung_disk(bed: Bed, host: str) -> Callable[[], None]:
     """
     Mount a file system on a host, as of a network whose server can go; return what makes it hang.

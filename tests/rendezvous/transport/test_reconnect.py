@@ -157,3 +157,17 @@ def test_the_stall_of_this_process_is_not_the_silence_of_a_listener() -> None:
     policy.on_turn(5.0)
     policy.on_turn(35.0)
     policy.check_start("", 36.0)
+
+
+def test_a_handshake_that_met_the_death_of_a_scheduler_is_no_other_token() -> None:
+    """Found by the soak: its successor took more than 4.5 s to start, on a machine at load 60."""
+    policy = ReconnectPolicy(Endpoint("h1", 7), 600.0, None, 0.0)
+    assert not policy.on_handshake_failed(1.0, 0.5, 3.0)
+    policy.check_start("", 9.0)
+    assert policy.on_handshake_failed(12.0, 9.0, 3.0), "the successor does not answer yet"
+    for refused_at in (13.0, 14.0):
+        assert not policy.on_handshake_failed(refused_at, refused_at - 0.5, 3.0)
+        policy.check_start("", refused_at)
+    assert not policy.on_handshake_failed(15.0, 14.5, 3.0)
+    with pytest.raises(AuthenticationError, match="the token differs"):
+        policy.check_start("", 15.0)

@@ -222,13 +222,15 @@ FAULTS = (
 """The longest first."""
 SIBLINGS = (
     freeze_of_twenty_seconds,
+    power_off,
+    agent_killed_and_started_again,
     node_that_starts_while_the_first_host_stands_still,
     late_node_waits_for_the_next_generation,
     spare_takes_the_place,
     sigterm_is_leaving,
     too_few_left_is_the_end,
 )
-"""Only in the thorough run; `test_standstill` and tests/e2e/test_elastic.py have what they show."""
+"""Only in the thorough run; `test_standstill`, `test_silence` and e2e/test_elastic.py have them."""
 CASES = [thorough(fault.__name__) if fault in SIBLINGS else fault.__name__ for fault in FAULTS]
 
 

@@ -110,6 +110,7 @@ def test_too_few_nodes_are_69_and_say_who_is_missing(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough  # e2e/test_meeting.py has it: `two_unrelated_jobs`
 def test_two_jobs_at_one_port_do_not_mix(bed: Bed) -> None:
     """The second job's node is told whose port that is; both jobs' own nodes go on."""
     first = bed.start("h1", "--job", "mine", nodes="2")
@@ -122,6 +123,7 @@ def test_two_jobs_at_one_port_do_not_mix(bed: Bed) -> None:
     assert bed.codes(first, same) == [0, 0], bed.said()
 
 
+@pytest.mark.thorough  # e2e/test_meeting.py has it: `wrong_token`
 def test_another_token_is_told_on_both_sides_within_five_seconds(bed: Bed) -> None:
     first = bed.start("h1", nodes="2")
     first.expect("1 of 2 nodes")
@@ -147,7 +149,7 @@ def test_an_agent_that_is_started_again_and_again_is_one_member(bed: Bed) -> Non
     """
     first = bed.start("h1")
     first.expect("1 of 3 nodes")
-    for times in range(by_tier(6, 20)):
+    for times in range(by_tier(3, 20)):
         again = bed.start("h3")
         until(lambda: _joins(bed, "h3") > times, f"in for the {times + 1}th time", 30)  # noqa: B023
         again.signal(signal.SIGKILL)

@@ -61,6 +61,7 @@ def test_a_scheduler_killed_while_the_nodes_meet(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough  # rendezvous/scheduler/test_recovery.py kills it at every commit of one
 def test_a_scheduler_killed_in_a_restart_counts_it_once(bed: Bed) -> None:
     jobs = bed.job("--max-restarts", "1", "--grace", "2", worker=["ignore"])
     bed.running()
@@ -131,6 +132,7 @@ def test_a_stop_while_there_is_no_scheduler_is_obeyed(bed: Bed) -> None:
     bed.clean()
 
 
+@pytest.mark.thorough  # e2e/test_recovery.py has it: `stays_away`
 def test_a_job_told_not_to_wait_ends_at_once(bed: Bed) -> None:
     jobs = bed.job("--on-scheduler-loss", "stop")
     bed.running()

@@ -283,6 +283,7 @@ SIBLINGS = (
     agent_that_stands_still,
     link_of_two_hundred_kilobits,
     node_short_of_cpu,
+    scheduler_that_stands_still,
 )
 """Only in the thorough run; the others, and `test_standstill`, have each end of a silence."""
 CASES = [thorough(fault.__name__) if fault in SIBLINGS else fault.__name__ for fault in FAULTS]

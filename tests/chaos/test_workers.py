@@ -185,6 +185,7 @@ def test_a_stop_on_any_node_stops_all_with_its_code(bed: Bed, stop: int) -> None
     bed.clean()
 
 
+@pytest.mark.thorough  # e2e/test_failure.py has it: `whose_agent_is_killed`
 def test_an_agent_killed_leaves_nothing_on_its_host(bed: Bed) -> None:
     jobs = bed.job(worker=["family"])
     bed.running()

@@ -282,6 +282,8 @@ def pytest_configure(config: Any) -> None:
     from tests.chaos.jobs import Bed, NodeJob
     from tests.e2e.clusters.conftest import Cluster, Run
     from tests.e2e.conftest import Job
+    from tests.lib.kube.cluster import KubeCluster
+    from tests.lib.kube.kubelet import TestKubelet
 
     signals = (2, 9, 11, 15, 19)
     _note_fault(os, "kill", lambda pid, number: number in signals)
@@ -294,6 +296,8 @@ def pytest_configure(config: Any) -> None:
         _note_fault(job, "signal", lambda job, number: number in signals)
     for name in ("firewall", "end_jump_host"):
         _note_fault(Cluster, name)
+    _note_fault(TestKubelet, "lose")
+    _note_effect(KubeCluster, "wait_until", lambda _, condition, what, *__, **___: f"{what} after")
     _note_effect(Run, "expect", lambda run, text, *_, **__: f"{text[:40]!r} after")
     _note_effect(Run, "wait", lambda *_, **__: "ended after")
     _note_effect(Cluster, "nothing_left", lambda *_, **__: "nothing left after")

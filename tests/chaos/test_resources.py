@@ -52,6 +52,7 @@ def test_a_log_disk_that_fills_up_costs_the_log_and_nothing_else(
     bed.clean()
 
 
+@pytest.mark.thorough
 def test_a_full_disk_of_the_scheduler_costs_the_record_and_nothing_else(
     make_bed: Callable[[int], Bed],
 ) -> None:

@@ -27,6 +27,7 @@ from pdrun.parallel.layouts.device_matrix import (
 )
 from pdrun.parallel.layouts.finer_grid import WantedCounts
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS
 from pdrun.parallel.operators.compiler import plan_graph
 from pdrun.parallel.operators.graph.constraints import LayoutSpec
 from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph
@@ -155,11 +156,12 @@ def _read_counts(value: list[int]) -> LayoutSpec | None:
 def _read_layout(item: Mapping[str, Any]) -> DeviceMatrixLayout:
     names = tuple(str(name) for name in item["alias_name"])
     sizes = tuple(int(size) for size in item["dev_matrix"])
+    layout = from_tensor_map(tuple(map(tuple, item["tensor_map"])), names)
+    if names[-1:] == (VIRTUAL_AXIS,):
+        return DeviceMatrixLayout(Grid(names[:-1], sizes[:-1]), layout, sizes[-1])
     if item.get("interleaved_parallel"):
-        raise ValueError("interleaved_parallel is not supported")
-    return DeviceMatrixLayout(
-        Grid(names, sizes), from_tensor_map(tuple(map(tuple, item["tensor_map"])), names)
-    )
+        raise ValueError(f"the last axis must be {VIRTUAL_AXIS!r}, got {', '.join(names)}")
+    return DeviceMatrixLayout(Grid(names, sizes), layout)
 
 
 # ---- names ------------------------------------------------------------------
@@ -253,9 +255,15 @@ def write_operator_strategies(plan: OperatorPlan) -> dict[str, Any]:
         ]
         shards = [[plan.grid.group_size(axes) for axes in layout.dims] for layout in ins]
         counts[node] = {"stage": operator.stage or 0, "parallel_strategy": shards}
-        if not sharding.splits:
+        in_parts = plan.interleaved.get(number)
+        if not sharding.splits and in_parts is None:
             continue
         described = [_describe_layout(plan.grid, layout, names) for layout in ins]
+        if in_parts is not None:
+            described = [
+                _add_parts(layout, in_parts.parts, dim)
+                for layout, dim in zip(described, in_parts.split.in_states, strict=True)
+            ]
         layouts[node] = described
         out = plan.out_layouts.get(operator.outputs[0])
         if out is not None:
@@ -270,6 +278,19 @@ def _describe_layout(grid: Grid, layout: Any, names: tuple[str, ...]) -> dict[st
         "alias_name": list(names),
         "tensor_map": [[one] if isinstance(one, int) else list(one) for one in entries],
         "interleaved_parallel": False,
+    }
+
+
+def _add_parts(layout: dict[str, Any], parts: int, dim: int | None) -> dict[str, Any]:
+    """Return a layout on the device matrix with MindSpore's axis of the parts, its last."""
+    moved = [[one if one < 0 else one + 1 for one in axes] for axes in layout["tensor_map"]]
+    if dim is not None:
+        moved[dim] = [*(one for one in moved[dim] if one >= 0), 0]
+    return {
+        "dev_matrix": [*layout["dev_matrix"], parts],
+        "alias_name": [*layout["alias_name"], VIRTUAL_AXIS],
+        "tensor_map": moved,
+        "interleaved_parallel": True,
     }
 
 

@@ -6,8 +6,9 @@ The operators of a plan as plain data, and back.
      "layers.*.down.linear": {"in": [[null, null, "tp"], [null, "tp"]]}}
 
 A layout is a list with the axes of each dim: null, one name, or a list of names. With partial sums
-it is ``{"dims": [...], "sums": ["tp"]}``. Equal operators of several layers are one glob. An exact
-name has priority over a glob. What an edited file leaves out follows by propagation.
+it is ``{"dims": [...], "sums": ["tp"]}``. An operator in parts has ``"parts": {"count": 2, "dims":
+[0, null]}``, too: their number, and the dim of each input. Equal operators of several layers are
+one glob. An exact name has priority over a glob. What an edited file leaves out follows by propagation.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import SplitChooser, missing_rule_error
 from pdrun.parallel.operators.compiler import tensor_grid
 from pdrun.parallel.operators.graph.graph import Operator, OperatorGraph
+from pdrun.parallel.operators.interleaving.splits import OPEN, choose_part_split
 from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding, UserLayouts
 from pdrun.parallel.operators.propagate import propagate_layouts
 from pdrun.parallel.operators.rules.rule import list_splits, view_operator
@@ -70,13 +72,16 @@ def describe_layout(layout: L) -> Entry:
 def _describe_operator(plan: OperatorPlan, position: int) -> Entry:
     graph, sharding = plan.graph, plan.shardings[position]
     operator = graph.operators[position]
-    if not sharding.splits:
+    in_parts = plan.interleaved.get(position)
+    if not sharding.splits and in_parts is None:
         return REPLICATED_ENTRY
     ins = [
         sharding.input_layout(slot, len(graph.shape_of(index)))
         for slot, index in enumerate(operator.inputs)
     ]
-    entry = {"in": [describe_layout(layout) for layout in ins]}
+    entry: dict[str, Any] = {"in": [describe_layout(layout) for layout in ins]}
+    if in_parts is not None:
+        entry["parts"] = {"count": in_parts.parts, "dims": list(in_parts.split.in_states)}
     made = sharding.output_layout(0, len(graph.shape_of(operator.outputs[0])))
     splits = list_splits(view_operator(graph, operator)) or []
     for axis, split in sharding.splits.items():
@@ -208,7 +213,7 @@ class _EntryReader:
         if (
             not isinstance(entry, dict)
             or not isinstance(entry.get("in"), list)
-            or set(entry) - {"in", "out", "result"}
+            or set(entry) - {"in", "out", "result", "parts"}
         ):
             what = f'{name}: must be "{REPLICATED_ENTRY}" or have a list "in", got {entry!r}'
             raise ConfigError(what, where=self.where)
@@ -232,6 +237,33 @@ class _EntryReader:
         result = self._read_optional(entry, "result", operator)
         if result is not None:
             self.layouts.results[position] = result
+        if "parts" in entry:
+            self._apply_parts(position, entry["parts"], name)
+
+    def _apply_parts(self, position: int, value: Any, name: str) -> None:
+        """Configure an operator that runs in parts."""
+        operator = self.graph.operators[position]
+        if not (
+            isinstance(value, dict)
+            and set(value) == {"count", "dims"}
+            and isinstance(value["count"], int)
+            and value["count"] > 1
+            and isinstance(value["dims"], list)
+            and len(value["dims"]) == len(operator.inputs)
+            and all(dim is None or isinstance(dim, int) for dim in value["dims"])
+        ):
+            what = f"{name}: parts must be a count above 1 and a dim per input, got {value!r}"
+            hint = '{"count": 2, "dims": [0, null]}'
+            raise ConfigError(what, where=self.where, hint=hint)
+        self.layouts.interleaved[position] = choose_part_split(
+            self.graph,
+            operator,
+            self.layouts.shardings[position],
+            self.grid,
+            value["count"],
+            (*value["dims"], OPEN),
+            name,
+        )
 
     def apply_stored(self, name: str, entry: Entry) -> None:
         """Set the layout of a weight."""

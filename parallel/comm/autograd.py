@@ -191,3 +191,15 @@ class _AllToAll(torch.autograd.Function):
             None,
             None,
         )
+
+
+FUNCTIONS: dict[str, Any] = {
+    "copy_to_axis": _CopyToAxis,
+    "all_reduce": _AllReduce,
+    "all_gather": _AllGather,
+    "slice": _SliceToShard,
+    "reduce_scatter": _ReduceScatter,
+    "all_gather_sum_grad": _AllGatherSumGrad,
+    "all_to_all": _AllToAll,
+}
+"""The autograd function of each, for callers that run its passes separately."""

@@ -263,8 +263,13 @@ class AxisTransport(AxisMembers):
         pending = PendingTensor(result, (start(),), sent, self.state, label)
         if is_final and result.numel() and self.state.deferred is not None:
             self.state.deferred.append(pending)
-        else:
+            return
+        # the wait may run another copy of the model, whose collectives are not deferred
+        before, self.state.deferred = self.state.deferred, None
+        try:
             pending.wait()
+        finally:
+            self.state.deferred = before
 
     def run_collective(
         self,

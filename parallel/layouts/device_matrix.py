@@ -305,7 +305,7 @@ def to_mesh_layout(bound: DeviceMatrixLayout, grid: Grid) -> L:
         )
     if VIRTUAL_AXIS in bound.layout.axes:
         what = f"{VIRTUAL_AXIS!r} is no axis of the mesh ({grid})"
-        hint = "leave it out; parallelize(copies=2) computes one part while the other communicates"
+        hint = "leave it out; the inputs of an operator of pdrun.Operators can be in parts"
         raise UsageError(what, where="Layout", hint=hint)
     named = {
         axis: _axes_within(bound.grid, axis, grid)

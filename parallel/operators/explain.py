@@ -7,13 +7,14 @@ uneven, it is the rank with the largest shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.view import View
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 from pdrun.parallel.operators.graph.graph import TensorRef
-from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.interleaving.paths import PartPaths
+from pdrun.parallel.operators.plan import InterleavedSplit, OperatorPlan
 from pdrun.parallel.operators.redistribute import (
     LayoutMove,
     largest_shard_numel,
@@ -32,6 +33,7 @@ class MoveTraffic:
             results.
         tensor: its index.
         forward_bytes, backward_bytes: per rank.
+        parts: number of collectives that the move is made with.
     """
 
     position: int
@@ -39,6 +41,7 @@ class MoveTraffic:
     move: LayoutMove
     forward_bytes: int
     backward_bytes: int
+    parts: int = 1
 
 
 def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[MoveTraffic]:
@@ -53,6 +56,7 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
             yield from list_moves(plan, stage_plan)
         return
     graph = plan.graph
+    paths = PartPaths(plan, stage, plan.grid)
     seen = set()
 
     def new_moves(
@@ -63,20 +67,33 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
         fans: tuple[str, ...] = (),
         shares: tuple[str, ...] = (),
     ) -> Iterator[MoveTraffic]:
+        view = View(plan.grid, source, graph.shape_of(index))
+        has_grad = graph.tensors[index].requires_grad
+        yield from count_moves(
+            position, index, redistribution_path(view, target, has_grad, fans, shares)
+        )
+
+    def count_moves(
+        position: int, index: int, moves: Iterable[LayoutMove], parts: int = 1
+    ) -> Iterator[MoveTraffic]:
         tensor = graph.tensors[index]
         path: tuple[LayoutMove, ...] = ()
-        view = View(plan.grid, source, tensor.shape)
-        for move in redistribution_path(view, target, tensor.requires_grad, fans, shares):
+        for move in moves:
             path = (*path, move)
-            if (index, source, path) not in seen:
-                seen.add((index, source, path))
+            if (index, path) not in seen:
+                seen.add((index, path))
                 sent = move.count_bytes(tensor.dtype.itemsize, tensor.requires_grad)
-                yield MoveTraffic(position, index, move, *sent)
+                forward, backward = (parts * nbytes for nbytes in sent)
+                yield MoveTraffic(position, index, move, forward, backward, parts)
 
     for position in stage.operators:
         operator = graph.operators[position]
         sharding = plan.shardings[position]
         for slot, index in enumerate(operator.inputs):
+            in_parts = paths.input_moves(position, slot)
+            if in_parts is not None:
+                yield from count_moves(position, index, in_parts[1], in_parts[0].parts)
+                continue
             target = sharding.input_layout(slot, len(graph.shape_of(index)))
             source = stage.source_layout(plan, index)
             yield from new_moves(
@@ -89,19 +106,20 @@ def list_moves(plan: OperatorPlan, stage: StagePlan | None = None) -> Iterator[M
             )
         for slot, index in enumerate(operator.outputs):
             if index in plan.out_layouts:
+                given = plan.interleaved.get(position)
+                out_moves = None if given is None else paths.out_moves(position, slot)
+                if given is not None and out_moves is not None:
+                    yield from count_moves(position, index, out_moves, given.parts)
+                    continue
                 made_layout = sharding.output_layout(slot, len(graph.shape_of(index)))
                 yield from new_moves(position, index, made_layout, plan.out_layouts[index])
-    for index, layout in stage.sent.items():
-        yield from new_moves(len(graph.operators), index, stage.source_layout(plan, index), layout)
-    results = graph.results if stage.is_last else []
-    for value in results:
-        if isinstance(value, TensorRef):
-            yield from new_moves(
-                len(graph.operators),
-                value.index,
-                stage.source_layout(plan, value.index),
-                plan.result_layout(value.index),
-            )
+    for index, layout in paths.ends():
+        joined = paths.joined_moves(index, layout)
+        if joined is not None:
+            yield from count_moves(len(graph.operators), index, joined[1], joined[0].parts)
+        else:
+            source = stage.source_layout(plan, index)
+            yield from new_moves(len(graph.operators), index, source, layout)
 
 
 def explain_plan(plan: OperatorPlan) -> str:
@@ -143,6 +161,8 @@ def _operator_lines(
         line = f"{operator.name}: {ins} -> {outs}"
         if sharding.fixed_axes:
             line += "  (as configured)"
+        if position in plan.interleaved:
+            line += f"  {_format_parts(plan.interleaved[position])}"
         yield line
     for move in moves_before.get(len(graph.operators), ()):
         prefix = "    result" if stage.is_last else "   "
@@ -174,6 +194,8 @@ def _describe_tensor(plan: OperatorPlan, index: int) -> str:
 
 def _describe_move(plan: OperatorPlan, move: MoveTraffic) -> str:
     text = move.move.describe(plan.graph.tensors[move.tensor].requires_grad)
+    if move.parts > 1:
+        text += f" in {move.parts} parts"
     return f"{_describe_tensor(plan, move.tensor)}: {text} {_format_traffic(move)}".rstrip()
 
 
@@ -181,6 +203,12 @@ def _format_layout(layout: L) -> str:
     """Return a layout without the letter: ``[tp, -]``, and ``+tp`` for partial sums over tp."""
     dims = ", ".join("*".join(axes) or "-" for axes in layout.dims)
     return f"[{dims}]" + "".join(f"+{axis}" for axis in layout.sums)
+
+
+def _format_parts(given: InterleavedSplit) -> str:
+    """Return how an operator runs in parts: the dim of each input, - for those in one piece."""
+    dims = ", ".join("-" if dim is None else str(dim) for dim in given.split.in_states)
+    return f"({VIRTUAL_AXIS}: {given.parts} parts on dims {dims})"
 
 
 def _format_traffic(move: MoveTraffic) -> str:

@@ -27,7 +27,13 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.view import View
 from pdrun.parallel.operators.graph.graph import Operator, TensorRef, iter_refs, replace_refs
 from pdrun.parallel.operators.graph.recomputed import RecomputedCall
-from pdrun.parallel.operators.plan import OperatorPlan
+from pdrun.parallel.operators.interleaving.builder import PartBuilder
+from pdrun.parallel.operators.plan import (
+    InterleavedSplit,
+    OperatorPlan,
+    add_part_split,
+    part_grid,
+)
 from pdrun.parallel.operators.program import LocalProgram, MoveModule
 from pdrun.parallel.operators.redistribute import (
     LayoutMove,
@@ -59,10 +65,10 @@ def build_local_program(
         local_name: maps the first name of a weight or buffer to its name in this rank's model.
         recomputed: names of operators whose results are not kept.
     """
-    return _ProgramBuilder(plan, axes, stage, units or [], local_name, recomputed).build()
+    return ProgramBuilder(plan, axes, stage, units or [], local_name, recomputed).build()
 
 
-class _ProgramBuilder:
+class ProgramBuilder:
     """Builds the local graph of one rank."""
 
     def __init__(
@@ -85,16 +91,27 @@ class _ProgramBuilder:
         self.root = nn.Module()
         self.local_graph = fx.Graph()
         self.nodes: dict[tuple[int, tuple[LayoutMove, ...]], fx.Node] = {}
-        self.move_count = 0
+        self.module_count = 0
+        self.unit = ""
+        """The submodule that is called for what is added."""
+        self.parts = PartBuilder(self)
 
     def build(self) -> LocalProgram:
         """Build the local graph."""
         self.local_graph.placeholder("model")
         names = self._add_placeholders()
-        for position in self.stage.operators:
+        for run in self.parts.find_runs(self.stage.operators):
             last_node = self.local_graph._root.prev
-            self._add_operator(position, self.graph.operators[position])
-            self._mark_unit(last_node, find_unit(self.graph.operators[position].module, self.units))
+            unit = find_unit(self.graph.operators[run[0]].module, self.units)
+            if unit != self.unit:
+                self.parts.unit_nodes.clear()
+            self.unit = unit
+            if run[0] in self.plan.interleaved:
+                self.parts.add_run(run)
+            else:
+                self._add_operator(run[0], self.graph.operators[run[0]])
+            self._mark_unit(last_node, unit)
+        self.unit = ""
         self.local_graph.output(self._build_results())
         self.local_graph.eliminate_dead_code(_is_impure)
         graph = self.local_graph
@@ -175,6 +192,9 @@ class _ProgramBuilder:
         grad_share_axes: tuple[str, ...] = (),
     ) -> fx.Node:
         """Return a tensor in a layout. Missing moves are inserted."""
+        joined = self.parts.joined_node(index, target, grad_sum_axes, grad_share_axes)
+        if joined is not None:
+            return joined
         source = self.stage.source_layout(self.plan, index)
         moves = self._find_path(index, source, target, grad_sum_axes, grad_share_axes)
         return self._apply_moves(index, (), moves)
@@ -190,7 +210,7 @@ class _ProgramBuilder:
         self, index: int, done: tuple[LayoutMove, ...], rest: tuple[LayoutMove, ...]
     ) -> fx.Node:
         """Return a tensor after some moves. Moves that exist are shared."""
-        node = self.nodes[index, done]
+        node = self.nodes[index, done] if done else self.source_node(index)
         for move in rest:
             done = (*done, move)
             if (index, done) not in self.nodes:
@@ -200,33 +220,43 @@ class _ProgramBuilder:
 
     def _insert_move(self, node: fx.Node, move: LayoutMove) -> fx.Node:
         axis = self.axes.on_grid(move.after.grid)[move.axes]
-        name = f"{move.kind}_{self.move_count}"
-        self.move_count += 1
         local_shape = move.after.local_shape(self.axes.rank)
-        self.root.add_module(name, MoveModule(move, axis, local_shape))
+        name = self.add_module(move.kind, MoveModule(move, axis, local_shape))
         return self.local_graph.call_module(name, (node,))
+
+    def add_module(self, kind: str, module: nn.Module) -> str:
+        """Add a module that the graph calls; return its name."""
+        name = f"{kind}_{self.module_count}"
+        self.module_count += 1
+        self.root.add_module(name, module)
+        return name
+
+    def source_node(self, index: int) -> fx.Node:
+        """Return a tensor in one piece as it is made, received or stored."""
+        if (index, ()) not in self.nodes:
+            self.nodes[index, ()] = self.parts.whole_node(index)
+        return self.nodes[index, ()]
+
+    def input_node(self, position: int, slot: int) -> fx.Node:
+        """Return an input of an operator in the layout that the operator takes."""
+        index = self.graph.operators[position].inputs[slot]
+        wanted = self.plan.shardings[position].input_layout(slot, len(self.graph.shape_of(index)))
+        sums = self.plan.grad_sum_axes(position, slot)
+        return self._in_layout(index, wanted, sums, self.plan.grad_share_axes(position, slot))
+
+    def move_result(self, index: int, made_layout: L, node: fx.Node) -> fx.Node:
+        """Return a result of an operator in the layout that the user has given it."""
+        self.nodes[index, ()] = node
+        moves = self._find_path(index, made_layout, self.plan.out_layouts[index])
+        return self._apply_moves(index, (), moves)
 
     # ---- operators ----------------------------------------------------------
 
     def _add_operator(self, position: int, operator: Operator) -> None:
         sharding = self.plan.shardings[position]
-        inputs = []
-        for slot, index in enumerate(operator.inputs):
-            wanted = sharding.input_layout(slot, len(self.graph.shape_of(index)))
-            inputs.append(
-                self._in_layout(
-                    index,
-                    wanted,
-                    self.plan.grad_sum_axes(position, slot),
-                    self.plan.grad_share_axes(position, slot),
-                )
-            )
-        if operator.kind in NO_OP_KINDS:
-            result = inputs[0]
-            if operator.kind != "constrain":
-                result = self.local_graph.call_method("detach", (result,))
-        else:
-            result = self._call_operator(position, operator, inputs)
+        inputs = [self.input_node(position, slot) for slot in range(len(operator.inputs))]
+        context = local_context(self.plan, position, self.grid, self.axes.rank)
+        result = self.call_operator(position, operator, inputs, context)
         for slot, index in enumerate(operator.outputs):
             node = result
             if operator.returns_list:
@@ -234,13 +264,21 @@ class _ProgramBuilder:
             made_layout = sharding.output_layout(slot, len(self.graph.shape_of(index)))
             self.nodes[index, ()] = node
             if index in self.plan.out_layouts:
-                moves = self._find_path(index, made_layout, self.plan.out_layouts[index])
-                self.nodes[index, ()] = self._apply_moves(index, (), moves)
+                self.nodes[index, ()] = self.move_result(index, made_layout, node)
 
-    def _call_operator(self, position: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
-        target, args, kwargs = make_local_call(
-            local_context(self.plan, position, self.grid, self.axes.rank)
-        )
+    def context_of(self, position: int, given: InterleavedSplit, part: int) -> LocalContext:
+        """Return what this rank computes of one part of an operator."""
+        return local_context(self.plan, position, self.grid, self.axes.rank, given, part)
+
+    def call_operator(
+        self, position: int, operator: Operator, inputs: list[fx.Node], context: LocalContext
+    ) -> fx.Node:
+        """Return the result of an operator on this rank, or of one part of it."""
+        if operator.kind in NO_OP_KINDS:
+            if operator.kind == "constrain":
+                return inputs[0]
+            return self.local_graph.call_method("detach", (inputs[0],))
+        target, args, kwargs = make_local_call(context)
         node_of_ref = dict(zip(_ref_ids(operator), inputs, strict=True))
 
         def node_of(ref: TensorRef) -> fx.Node:
@@ -250,8 +288,7 @@ class _ProgramBuilder:
             _on_device(replace_refs(values, node_of), self.axes.device) for values in (args, kwargs)
         )
         if operator.name in self.recomputed:
-            name = f"recomputed_{position}"
-            self.root.add_module(name, RecomputedCall(target))
+            name = self.add_module("recomputed", RecomputedCall(target))
             return self.local_graph.call_module(name, tuple(args), dict(kwargs))
         return self.local_graph.call_function(target, tuple(args), dict(kwargs))
 
@@ -274,11 +311,26 @@ def _ref_ids(operator: Operator) -> list[int]:
     return [id(ref) for ref in iter_refs(operator.args, operator.kwargs)]
 
 
-def local_context(plan: OperatorPlan, position: int, grid: Grid, rank: int) -> LocalContext:
-    """Return one rank's part of an operator."""
+def local_context(
+    plan: OperatorPlan,
+    position: int,
+    grid: Grid,
+    rank: int,
+    interleaved: InterleavedSplit | None = None,
+    part: int = 0,
+) -> LocalContext:
+    """
+    Return one rank's part of an operator.
+
+    Args:
+        interleaved, part: one of the parts that the rank computes one after the other.
+    """
     graph = plan.graph
     operator = plan.graph.operators[position]
     sharding = plan.shardings[position]
+    if interleaved is not None:
+        sharding = add_part_split(sharding, interleaved)
+        grid, rank = part_grid(grid, interleaved.parts), rank * interleaved.parts + part
     in_shapes = tuple(graph.shape_of(index) for index in operator.inputs)
     out_shapes = tuple(graph.shape_of(index) for index in operator.outputs)
     coordinate = grid.coordinate(rank)

@@ -14,6 +14,9 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.graph import OperatorGraph, TensorRef
 from pdrun.parallel.operators.rules.rule import PARTIAL, REPLICATED, OpSplit, State
 
+PART_AXIS = "(parts)"
+"""The axis of the parts of a rank, after those of the grid; no axis of a mesh has such a name."""
+
 
 @dataclass(frozen=True)
 class OperatorSharding:
@@ -72,6 +75,31 @@ class OperatorSharding:
         )
 
 
+@dataclass(frozen=True)
+class InterleavedSplit:
+    """
+    How a rank computes an operator in parts.
+
+    Attributes:
+        parts: their number.
+        split: the state of each input and output along the axis of the parts.
+    """
+
+    parts: int
+    split: OpSplit
+
+
+def part_grid(grid: Grid, parts: int) -> Grid:
+    """Return a grid with the axis of the parts: part k of rank r is its rank r * parts + k."""
+    return Grid((*grid.names, PART_AXIS), (*grid.sizes, parts))
+
+
+def add_part_split(sharding: OperatorSharding, given: InterleavedSplit) -> OperatorSharding:
+    """Return the sharding of an operator with the parts of each rank as the innermost axis."""
+    splits = {**sharding.splits, PART_AXIS: given.split}
+    return OperatorSharding(splits, (*sharding.axis_order, PART_AXIS), sharding.fixed_axes)
+
+
 def layout_of(states: dict[str, State], order: tuple[str, ...], ndim: int) -> L:
     """Return the layout of a tensor from its state along each axis."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
@@ -101,6 +129,7 @@ class UserLayouts:
         weights: by index of the tensor.
         results: layouts of results, by index of the operator.
         replicated: operators that need no rule.
+        interleaved: operators that run in parts, by index.
         entry_names: the name of the entry of each operator (by its index) and weight (by -1 -
             index).
     """
@@ -110,6 +139,7 @@ class UserLayouts:
     results: dict[int, L] = field(default_factory=dict)
     replicated: set[int] = field(default_factory=set)
     entry_names: dict[int, str] = field(default_factory=dict)
+    interleaved: dict[int, InterleavedSplit] = field(default_factory=dict)
 
 
 @dataclass
@@ -127,6 +157,7 @@ class OperatorPlan:
             ``out``.
         sharded_results: results that stay sharded on their last dim, by index of the tensor; all
             others are gathered.
+        interleaved: operators that each rank computes in parts, by index.
         notes: inconsistencies that cost communication, for the reader.
     """
 
@@ -137,6 +168,7 @@ class OperatorPlan:
     grad_sums: dict[int, tuple[str, ...]] = field(default_factory=dict)
     out_layouts: dict[int, L] = field(default_factory=dict)
     sharded_results: dict[int, L] = field(default_factory=dict)
+    interleaved: dict[int, InterleavedSplit] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def source_layout(self, index: int) -> L:

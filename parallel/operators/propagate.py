@@ -23,6 +23,7 @@ from collections import deque
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.interleaving.splits import find_interleaved
 from pdrun.parallel.operators.plan import (
     OperatorPlan,
     OperatorSharding,
@@ -103,6 +104,7 @@ class _Propagation:
             if tensor.kind == "param":
                 plan.weights[index] = self._weight_layout(index, plan)
         find_grad_sums(plan, self.users)
+        plan.interleaved = find_interleaved(plan, self.user_layouts)
         if self.grid.size > 1:
             plan.notes += [
                 f"no rule for {operator.kind}, so every rank computes it in full:"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.plan import OperatorPlan, OperatorSharding, UserLayouts
 from pdrun.parallel.operators.propagate import propagate_layouts
@@ -38,6 +40,11 @@ def layouts_like(first: OperatorPlan, graph: OperatorGraph) -> UserLayouts:
             user_layouts.shardings[position] = OperatorSharding(
                 splits_now, sharding.axis_order, first.grid.names
             )
+        part_split = first.interleaved.get(old_position)
+        if part_split is not None:
+            split_now = _find_same_split(splits, part_split.split)
+            if split_now is not None and position in user_layouts.shardings:
+                user_layouts.interleaved[position] = replace(part_split, split=split_now)
         if old_operator.outputs[0] in first.out_layouts:
             user_layouts.results[position] = first.out_layouts[old_operator.outputs[0]]
     return user_layouts

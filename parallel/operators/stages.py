@@ -76,7 +76,7 @@ def assign_stages(graph: OperatorGraph, split: StageSplit) -> None:
     dropout_stage = 0
     for position, operator in enumerate(graph.operators):
         stage = _operator_stage(graph, operator, split)
-        if _draws_mask(operator):
+        if draws_mask(operator):
             # masks are counted in the order of the model: a dropout has one stage
             if stage is None:
                 stage = 0
@@ -130,7 +130,7 @@ def _enclosing_unit(name: str, units: Mapping[str, int]) -> str | None:
     return name or None
 
 
-def _draws_mask(operator: Operator) -> bool:
+def draws_mask(operator: Operator) -> bool:
     """Return whether an operator draws a dropout mask."""
     if operator.kind == "scaled_dot_product_attention":
         return bool(operator.get_arg(4, "dropout_p", 0.0))

@@ -39,6 +39,11 @@ from pdrun.parallel.operators.choose_splits import (
 )
 from pdrun.parallel.operators.graph.constraints import LayoutSpec, decode_layout, is_layout
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.interleaving.splits import (
+    choose_part_split,
+    refuse_parts,
+    take_parts,
+)
 from pdrun.parallel.operators.plan import OperatorSharding, UserLayouts
 from pdrun.parallel.operators.rules.recurrent import RECURRENT_KINDS
 from pdrun.parallel.operators.rules.rule import list_splits, view_operator
@@ -197,6 +202,7 @@ class _EntryResolver:
 
     def set_weight(self, name: str, given: LayoutSpec, entry_name: str) -> None:
         """Set the layout of a weight."""
+        refuse_parts(given, entry_name)
         index = self.params.get(name)
         if index is None:
             raise UsageError(f"no operator uses the weight {name}", where=OPERATORS_API)
@@ -292,6 +298,8 @@ class _EntryResolver:
                     where=OPERATORS_API,
                     hint="the entry of an operator with one input is ((2, 4),), with a comma",
                 )
+        given, parts, part_dims = take_parts((*layout.in_, layout.out), entry_name)
+        layout = OpLayout(given[:-1], given[-1])
         out = None
         if layout.out is not None:
             shape = self.graph.shape_of(self.graph.operators[position].outputs[0])
@@ -310,6 +318,16 @@ class _EntryResolver:
                 self.layouts.shardings[position] = self._choose_sharding(
                     position, wanted, out, entry_name
                 )
+        if parts > 1:
+            self.layouts.interleaved[position] = choose_part_split(
+                self.graph,
+                self.graph.operators[position],
+                self.layouts.shardings.get(position, OperatorSharding()),
+                self.grid,
+                parts,
+                part_dims,
+                entry_name,
+            )
 
     def _set_matmul_grid(
         self, position: int, wanted: tuple[Any, ...], has_out: bool, entry_name: str
@@ -355,6 +373,7 @@ class _EntryResolver:
         if index is None:
             return
         entry_name = f"dataset_strategy of argument {argument}"
+        refuse_parts(given, entry_name)
         layout = self.chooser.drop_data_axes(
             self.chooser.to_mesh_axes(given, entry_name), self.graph.shape_of(index), entry_name
         )
@@ -376,7 +395,9 @@ class _EntryResolver:
         for position, operator in enumerate(self.graph.operators):
             if operator.kind == "constrain":
                 entry_name = f"pdrun.constrain at {operator.source or operator.name}"
-                given = self.chooser.to_mesh_axes(decode_layout(operator.args[1]), entry_name)
+                decoded = decode_layout(operator.args[1])
+                refuse_parts(decoded, entry_name)
+                given = self.chooser.to_mesh_axes(decoded, entry_name)
                 layout = self.chooser.drop_data_axes(
                     given, self.graph.shape_of(operator.inputs[0]), entry_name
                 )

@@ -15,6 +15,7 @@ from pdrun.parallel.auto.search.eliminate import Variable
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.graph import OperatorGraph, TensorRef
+from pdrun.parallel.operators.interleaving.splits import find_interleaved
 from pdrun.parallel.operators.plan import OperatorPlan, UserLayouts
 from pdrun.parallel.operators.propagate import find_grad_sums
 
@@ -200,6 +201,7 @@ class SearchProblem:
             if tensor.kind == "param":
                 plan.weights[index] = self._weight_layout(index, chosen, stored or {})
         find_grad_sums(plan, self.graph.tensor_users())
+        plan.interleaved = find_interleaved(plan, self.user)
         if not self.gather:
             plan.keep_results_sharded()
         return plan

@@ -50,6 +50,7 @@ def propagate_seeds(problem: SearchProblem, seeds: dict[int, OperatorSharding]) 
         dict(user.results),
         user.replicated | set(problem.candidates.without_rule),
         dict(user.entry_names),
+        dict(user.interleaved),
     )
     plan = propagate_layouts(problem.graph, problem.grid, layouts)
     plan.notes.clear()  # `choose_plan` names operators without a rule, with their share

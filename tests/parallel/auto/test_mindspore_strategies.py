@@ -19,6 +19,7 @@ from pdrun.parallel.auto.mindspore_strategies import (
     write_operator_strategies,
 )
 from pdrun.parallel.comm.mesh import make_mesh
+from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
@@ -106,12 +107,16 @@ def test_nodes_are_operators_of_the_same_path() -> None:
     assert found["head.linear"][0] == L(("x_0", "x_1"), None)
 
 
+PARTS = Layout((2, 2, 2), ("x", "y", "interleaved_parallel"))
+
+
 def test_a_plan_is_the_same_after_a_file() -> None:
     entries = {
         "blocks.0.up.weight": L("x", None),
         "blocks.1.up": (L("y", None), L("x", None)),
         "blocks.1.down": OpLayout(out=L(("y", "x"), None)),
         "head": (L(None, ("y", "x")), None),
+        "blocks.0.down": (PARTS("interleaved_parallel", "None"), PARTS("None", "None")),
     }
     plan = Operators(entries).plan(Net(), make_mesh(x=2, y=2).grid, (X,))
     value = json.loads(json.dumps(write_operator_strategies(plan)))
@@ -120,6 +125,7 @@ def test_a_plan_is_the_same_after_a_file() -> None:
     assert layouts_of(again) == layouts_of(plan)
     assert again.out_layouts == plan.out_layouts != {}
     assert again.weights == plan.weights
+    assert again.interleaved == plan.interleaved != {}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ LOADER = "tests/parallel/data/test_loader.py"
 INPUTS = "tests/parallel/operators/test_input_layouts.py"
 OPTIMIZER = "tests/parallel/zero/test_optimizer_options.py"
 OPERATORS = "tests/parallel/operators/test_operators.py"
+PARTS = "tests/parallel/operators/test_interleaved.py"
 FINER = "tests/parallel/operators/test_finer_mesh.py"
 MATRIX = "tests/parallel/layouts/test_device_matrix.py"
 SPLIT = "tests/parallel/pipeline/test_split.py"
@@ -58,6 +59,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "`shard` with layouts": f"{OPERATORS}::test_layouts_are_accepted_in_every_form",
         "`out_strategy`": f"{FINER}::test_meshes_get_the_axes_that_layouts_need",
         "`Layout(device_matrix, alias_name)`": f"{MATRIX}::test_a_layout_by_names",
+        "the alias `interleaved_parallel`": f"{PARTS}::test_parts_have_the_numbers_of_one_process",
         "`Layout(rank_list=...)`": f"{FINER}::test_meshes_get_the_axes_that_layouts_need",
         "strategies without a mesh": f"{FINER}::test_meshes_get_the_axes_that_layouts_need",
         "`Cell.shard`, `ms.parallel.shard(fn, ...)`": f"{OPERATORS}::test_layouts_inside_a_model",
@@ -66,6 +68,12 @@ PROOFS: dict[str, dict[str, str]] = {
         "`TensorRedistribution`": "tests/parallel/layouts/test_redistribute.py"
         "::test_random_layouts_against_dense_tensors",
         "operators without a strategy": f"{OPERATORS}::test_propagation_golden",
+    },
+    "Multi-copy parallel": {
+        "`MicroBatchInterleaved`: copies of the batch": "tests/parallel/training"
+        "/test_interleaved_copies.py::test_copies_compute_what_one_process_does",
+        "`interleaved_parallel`: copies inside of a layer": f"{PARTS}"
+        "::test_products_of_other_parts_are_computed_during_a_collective",
     },
     "High-dimension tensor parallel": {
         "`enable_nd_tp`, 2D": f"{HIGH}::test_the_bytes_of_the_formulas",

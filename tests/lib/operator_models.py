@@ -19,6 +19,7 @@ from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.operators.graph.constraints import constrain, shard
 from pdrun.parallel.operators.module import Operators
 from tests.lib import small_models as zoo
+from tests.lib.shared_exports import share_exports
 
 
 class Tutorial(nn.Module):
@@ -208,7 +209,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...
 def net(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a model with the weights of seed 0."""
     torch.manual_seed(0)
-    return NETS[name][0]().to(dtype)
+    return share_exports(NETS[name][0]().to(dtype), name)
 
 
 def inputs(name: str, rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ setup_python() {
 install_by_uv() {
     local certificates=${SSL_CERT_FILE:-${PIP_CERT:-}}
     [[ -z ${PIP_INDEX_URL:-} ]] || return 1
-    ! "$PDRUN_PYTHON" -m pip config get global.index-url >/dev/null 2>&1 || return 1
+    ! "$PDRUN_PYTHON" -m pip config list 2>/dev/null | grep -qE '\.index.url=' || return 1
     "$PDRUN_PYTHON" -m pip install -q --no-compile uv >/dev/null 2>&1 || return 1
     env ${certificates:+SSL_CERT_FILE="$certificates"} "$PDRUN_VENV/bin/uv" pip install -q --python "$PDRUN_PYTHON" "$@" \
         >/dev/null 2>&1

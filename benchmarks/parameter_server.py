@@ -243,7 +243,7 @@ COLUMNS = ("push MB", "pull MB", "rows k", "push rows k", "small us", "push MB/s
 
 def measure(peer: Any) -> list[float]:
     grad = torch.full((DENSE,), 1e-3)
-    out = torch.empty(DENSE)
+    out = torch.zeros(DENSE)  # has its pages, as weights that are pulled again have
     ids = torch.randperm(ROWS)[:COUNT].sort().values
     grads = torch.ones(COUNT, DIM)
     small = ids[:256].contiguous()

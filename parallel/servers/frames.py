@@ -29,8 +29,8 @@ JSON_VALUES = 1
 SHARED_VALUES = 2
 """
 Flag: the values are in shared memory. PUSH: those of ``count`` pieces, from ``place`` on in the
-server's order, are in ``slot`` of the mailbox. PULL: the worker reads all pieces of the table
-there.
+server's order, are in ``slot`` of the mailbox. PUSH_ROWS: ids and values are there. PULL: the
+worker reads all pieces of the table.
 """
 MAILBOX_SLOTS = 2
 """The worker fills one while the server uses the other."""
@@ -146,7 +146,8 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Frame:
     if not is_form_good or (is_json and length > MAX_JSON_BYTES):
         raise FrameError(f"operation {op} has no values of this form")
     if flags == SHARED_VALUES:
-        if op not in (Op.PUSH, Op.PULL) or length or count > SLOT_PIECES or slot >= MAILBOX_SLOTS:
+        is_form_good = op == Op.PUSH_ROWS or (op in (Op.PUSH, Op.PULL) and count <= SLOT_PIECES)
+        if not is_form_good or length or slot >= MAILBOX_SLOTS:
             raise FrameError(f"operation {op} has no {count} pieces in slot {slot}")
     elif slot or (count and op not in _ID_OPS) or 8 * count > length:
         raise FrameError(f"{count} ids do not fit {length} bytes of operation {op}")

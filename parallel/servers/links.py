@@ -32,7 +32,7 @@ from pdrun.parallel.servers.frames import (
     decode_json,
     encode_json,
 )
-from pdrun.parallel.servers.mapped import Mailbox, MappedTables
+from pdrun.parallel.servers.mapped import SLOT_ELEMENTS, Mailbox, MappedTables
 from pdrun.parallel.servers.settings import Mode, TableSpec
 from pdrun.parallel.servers.tables import snapshot
 from pdrun.parallel.servers.tables.store import ChangedRows, TableStore
@@ -243,6 +243,8 @@ class _OpenRequest:
         """Return requests that need no shared memory: that of a lost connection is gone."""
         if self.frame.flags != SHARED_VALUES:
             return [self]
+        if self.frame.op == Op.PUSH_ROWS:
+            return [replace(self, frame=replace(self.frame, flags=0, slot=0))]
         found = []
         first = self.frame.request + 1 - len(self.pieces)
         for number, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True)):
@@ -353,6 +355,11 @@ class RemoteLink:
     ) -> None:
         """See `ServerLink.begin_push`."""
         frame = Frame(Op.PUSH, table, push.part, step=push.step, place=piece, divisor=push.divisor)
+        elements = values.numel() + 2 * len(values)
+        if ids is not None and MIN_SHARED_ELEMENTS <= elements <= SLOT_ELEMENTS:
+            mailbox = self._find_mailbox()
+            if mailbox is not None:
+                frame.flags, frame.slot = SHARED_VALUES, mailbox.put_rows(ids, values)
         self._begin_values(frame, Op.PUSH_ROWS, values, ids)
 
     def begin_push_pieces(
@@ -426,7 +433,7 @@ class RemoteLink:
         frame.generation = self._identity.generation
         self._open.append(_OpenRequest(frame, parts, tensors, pieces, dim, keep))
         try:
-            self._channel.send_frame(frame, *parts)
+            self._channel.send_frame(frame, *(parts if frame.flags != SHARED_VALUES else ()))
         except OSError as error:
             self._recover(error)
 
@@ -502,7 +509,8 @@ class RemoteLink:
     def _close_request(self) -> None:
         """Note that the oldest request has its reply."""
         frame = self._open.popleft().frame
-        if frame.op == Op.PUSH and frame.flags == SHARED_VALUES and self._mapped.mailbox:
+        is_posted = frame.op != Op.PULL and frame.flags == SHARED_VALUES
+        if is_posted and self._mapped.mailbox is not None:
             self._mapped.mailbox.free_slot(frame.slot)
 
     def _take_pieces(self, request: _OpenRequest, length: int) -> None:
@@ -520,7 +528,7 @@ class RemoteLink:
         """Ask for shared memory on this host; without it values are sent. No request is open."""
         if not self._channel.is_local:
             return
-        if spec.kind == "dense" and self._mapped.mailbox is None:
+        if self._mapped.mailbox is None:
             fd = self._ask_memory(MAILBOX)
             if fd >= 0:
                 self._mapped.add_mailbox(fd)

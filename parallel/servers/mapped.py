@@ -19,6 +19,9 @@ from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables.memory import RowLayout, map_shared, view_buffer
 from pdrun.parallel.servers.tables.tables import gather_rows
 
+SLOT_ELEMENTS = SLOT_PIECES * PIECE_ELEMENTS
+"""Of a slot of the mailbox, fp32."""
+
 
 class MappedRows:
     """A table of rows in a server's memory."""
@@ -46,10 +49,10 @@ class MappedRows:
 
 
 class Mailbox:
-    """Slots for gradients of some pieces; each is free again when the server has replied."""
+    """Slots for gradients; each is free again when the server has replied."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
-        shape = (MAILBOX_SLOTS, SLOT_PIECES * PIECE_ELEMENTS)
+        shape = (MAILBOX_SLOTS, SLOT_ELEMENTS)
         self._slots = view_buffer(buffer, shape, torch.float32, 0)
         self._free = list(range(MAILBOX_SLOTS))
 
@@ -64,6 +67,14 @@ class Mailbox:
         parts = self._slots[slot, : sum(map(len, grads))].split([len(grad) for grad in grads])
         for part, grad in zip(parts, grads, strict=True):
             part.copy_(grad)
+        return slot
+
+    def put_rows(self, ids: torch.Tensor, grads: torch.Tensor) -> int:
+        """Copy ids and then their gradients to a free slot, and return its number."""
+        slot = self._free.pop()
+        count = 2 * len(ids)
+        self._slots[slot, :count].view(torch.int64).copy_(ids)
+        self._slots[slot, count : count + grads.numel()].copy_(grads.view(-1))
         return slot
 
     def free_slot(self, slot: int) -> None:
@@ -96,7 +107,7 @@ class MappedTables:
 
     def add_mailbox(self, fd: int) -> None:
         """Map the mailbox."""
-        buffer = map_shared(fd, 4 * MAILBOX_SLOTS * SLOT_PIECES * PIECE_ELEMENTS, writable=True)
+        buffer = map_shared(fd, 4 * MAILBOX_SLOTS * SLOT_ELEMENTS, writable=True)
         if buffer is not None:
             self.mailbox = Mailbox(buffer)
 

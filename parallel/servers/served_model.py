@@ -286,8 +286,11 @@ class ServedModel:
         """Give the leaves the servers' values."""
         with torch.no_grad():
             for dense in self._dense:
-                values = self.client.pull(dense.name).view(dense.leaf.shape)
-                dense.leaf.copy_(values)
+                leaf = dense.leaf.detach()
+                if leaf.device.type == "cpu" and leaf.is_contiguous():
+                    self.client.pull(dense.name, leaf)
+                else:
+                    leaf.copy_(self.client.pull(dense.name).view(leaf.shape))
 
     def reload_weights(self) -> None:
         """Give the leaves the servers' values after these were loaded."""

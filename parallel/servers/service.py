@@ -26,15 +26,14 @@ from pdrun.parallel.servers.frames import (
     MAILBOX,
     MAILBOX_SLOTS,
     SHARED_VALUES,
-    SLOT_PIECES,
     Frame,
     FrameError,
     Op,
     decode_json,
     encode_json,
 )
+from pdrun.parallel.servers.mapped import SLOT_ELEMENTS
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
-from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables import snapshot
 from pdrun.parallel.servers.tables.memory import SharedMemory, make_shared
 from pdrun.parallel.servers.tables.recovery import (
@@ -46,7 +45,6 @@ from pdrun.parallel.servers.tables.recovery import (
 from pdrun.parallel.servers.tables.store import TableStore
 
 MAX_CONNECTIONS = 4096
-SLOT_ELEMENTS = SLOT_PIECES * PIECE_ELEMENTS
 MAX_WAIT_SECONDS = 86400.0
 
 
@@ -337,6 +335,9 @@ class _Session:
                 reply.count, reply.step = len(found.places), found.version
                 self._channel.send_frame(reply, byte_view(found.places), byte_view(found.rows))
                 return
+            case Op.PUSH_ROWS if frame.flags == SHARED_VALUES:
+                ids, grads = self._find_posted_rows(store, frame)
+                store.push_rows(frame.table, ids, grads, **push)
             case Op.PUSH_ROWS:
                 grads = _shape_rows(store, frame, values)
                 store.push_rows(frame.table, ids, grads, **push)
@@ -380,20 +381,41 @@ class _Session:
         else:
             self._channel.send_frame(reply)
 
-    def _find_posted(self, store: TableStore, frame: Frame) -> dict[int, torch.Tensor]:
+    def _find_slot(self, frame: Frame) -> torch.Tensor:
         """
-        Return the gradients in a slot of the mailbox; copies if the step keeps them.
+        Return a slot of the mailbox.
 
         Raises:
             FrameError: there is no mailbox.
         """
         if not len(self._slots):
             raise FrameError("a push is in a mailbox that was not asked for")
-        pieces = store.list_pieces(frame.table, frame.place, frame.count)
+        return self._slots[frame.slot]
+
+    def _find_posted_rows(
+        self, store: TableStore, frame: Frame
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return ids and gradients of rows in a slot; copies where a later change would matter.
+
+        Raises:
+            FrameError: so many do not fit.
+        """
+        slot, dim = self._find_slot(frame), store.find_dim(frame.table)
+        first, last = 2 * frame.count, (2 + dim) * frame.count
+        if last > len(slot):
+            raise FrameError(f"{frame.count} ids of {dim} elements do not fit a slot")
+        ids = slot[:first].view(torch.int64).clone()
+        grads = slot[first:last].view(frame.count, dim)
+        return ids, grads.clone() if store.mode.name == "sync" else grads
+
+    def _find_posted(self, store: TableStore, frame: Frame) -> dict[int, torch.Tensor]:
+        """Return the gradients of pieces in a slot; copies if the step keeps them."""
+        slot = self._find_slot(frame)
         found = {}
         first = 0
-        for piece, size in pieces:
-            values = self._slots[frame.slot, first : first + size]
+        for piece, size in store.list_pieces(frame.table, frame.place, frame.count):
+            values = slot[first : first + size]
             found[piece] = values.clone() if store.mode.name == "sync" else values
             first += size
         return found

@@ -13,8 +13,10 @@ import torch
 
 from pdrun.errors import PeerLost, UsageError
 from pdrun.parallel.servers.channel import open_channel
+from pdrun.parallel.servers.client import ServerClient
 from pdrun.parallel.servers.frames import MAILBOX, SHARED_VALUES, Frame, Op, encode_json
-from pdrun.parallel.servers.settings import dense, rows
+from pdrun.parallel.servers.links import TablesInProcess
+from pdrun.parallel.servers.settings import dense, parse_mode, rows
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables import memory
 
@@ -164,6 +166,29 @@ def test_a_refused_gradient_frees_its_slot(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gradients_of_rows_are_in_no_frame(tmp_path, sent, mode):
+    made = torch.Generator().manual_seed(1)
+    ids = torch.randint(-(1 << 40), 1 << 40, (4000,), generator=made).unique()
+    with serving(tmp_path, 2) as running:
+        client = running.connect(mode, patience=10.0)
+        local = ServerClient([TablesInProcess(parse_mode(mode))], 0, is_local=True)
+        for one in (client, local):
+            one.add_rows("t", rows("adagrad", lr=0.1), dim=9)
+        for cut in range(3):
+            grads = torch.randn(len(ids), 9, generator=made)
+            sent.clear()
+            if cut == 1:
+                client._links[0]._channel.shut_down()
+            for one in (client, local):
+                one.push_rows("t", ids, grads)
+                one.clock()
+            sizes = [size for op, size in sent if op == Op.PUSH_ROWS]
+            assert (max(sizes) > 0) == (cut == 1)  # what is repeated is in a frame
+        assert torch.equal(client.rows("t", ids), local.rows("t", ids))
+        client.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_lost_connection_repeats_what_was_in_the_mailbox(tmp_path, mode):
     with serving(tmp_path) as running:
         client = running.connect(mode, patience=10.0)
@@ -240,6 +265,7 @@ def test_a_hostile_worker_cannot_harm_the_server_by_its_mailbox(tmp_path):
     with serving(tmp_path, workers=2) as running:
         client = running.connect("async")
         client.add_dense("w", dense(lr=1.0), torch.zeros(SIZE))
+        client.add_rows("t", rows(lr=1.0), dim=4, size=100)
         hello = {"worker": 1, "client": "y", "mode": "async", "seconds": 5}
         for has_mailbox in (False, True):
             for turn in range(12):

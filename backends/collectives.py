@@ -87,7 +87,8 @@ def group_backend(backend: Backend, collective: str = "") -> str:
     Return the argument of `init_process_group`: ``gloo``, or ``cpu:gloo,cuda:nccl`` for both kinds.
 
     Raises:
-        ConfigError: the installed torch is built without the collective library.
+        ConfigError: the installed torch is built without the collective library, or the library
+            is one for other devices.
     """
     torch = import_torch()
     dist = torch.distributed
@@ -100,6 +101,14 @@ def group_backend(backend: Backend, collective: str = "") -> str:
         raise ConfigError(
             f"torch {torch.__version__} is built without {wanted}", where="pdrun.init"
         )
+    if collective and wanted.lower() != "gloo":  # gloo is for tensors on the host
+        served = dist.Backend.backend_capability.get(wanted.lower())
+        if served is not None and backend.torch_device not in served:
+            raise ConfigError(
+                f"{wanted} is for {', '.join(served)}; this worker has {backend.torch_device}",
+                where="pdrun.init",
+                hint=f"leave collective out, which is {backend.collective}, or use --backend",
+            )
     if backend.torch_device == "cpu" or wanted == "gloo" or not dist.is_backend_available("gloo"):
         return wanted
     return f"cpu:gloo,{backend.torch_device}:{wanted}"

@@ -36,6 +36,9 @@ class FakeTorch:
         self.distributed = SimpleNamespace(
             is_available=lambda: bool(backends),
             is_backend_available=lambda name: name in backends,
+            Backend=SimpleNamespace(
+                backend_capability={"gloo": ["cpu", "cuda"], "nccl": ["cuda"], "xccl": ["xpu"]}
+            ),
             init_process_group=lambda name, **options: self.groups.append((name, options)),
         )
 
@@ -75,6 +78,20 @@ def test_a_lacking_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeTorch("cuda", 1, ()))
     with pytest.raises(ConfigError, match=r"without torch\.distributed"):
         group_backend(KINDS["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "collective"), [("cpu", "nccl"), ("xpu", "nccl"), ("cuda", "XCCL")]
+)
+def test_a_collective_of_other_devices_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, collective: str
+) -> None:
+    """A build with CUDA has nccl, on a machine without a GPU too."""
+    use(monkeypatch, FakeTorch("cuda", 1, ("gloo", "nccl", "xccl")))
+    with pytest.raises(ConfigError, match=f"{collective} is for .*; this worker has {kind}"):
+        group_backend(KINDS[kind], collective)
+    assert group_backend(KINDS["rocm"], "nccl") == "cpu:gloo,cuda:nccl"
+    assert group_backend(KINDS["xpu"], "gloo") == "gloo"
 
 
 def test_the_device_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ CANNOT = {
     "backend='gloo'": "'gloo' is not one of",
     "timeout=0": "timeout must be above 0, got 0",
     "backend='npu'": "needs the package torch_npu",
-    "collective='nccl'": "is built without nccl",
+    "collective='nccl'": "nccl",  # this torch, or this worker, has not
 }
 
 

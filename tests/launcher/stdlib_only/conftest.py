@@ -162,10 +162,17 @@ def said(folder: Path) -> WarmProcess:
     return found
 
 
+@pytest.fixture(scope="package")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    """A warm process for the benches of all modules: its imports take seconds."""
+    folder = tmp_path_factory.mktemp("warm") / "pdrun"
+    env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
+    with warm_process(folder, env, warm_start.WARM_MODULES) as found:
+        yield found
+
+
 @pytest.fixture(scope="module", params=["cold", "warm"])
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """
     One starter for the tests of a module: the job's own, or one that was forked from a warm
     process.
@@ -174,10 +181,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         lent = None
         if request.param == "warm":
-            folder = tmp_path_factory.mktemp("warm") / "pdrun"
-            lent = warm_client.borrow_supervisor(
-                stack.enter_context(warm_process(folder, env, warm_start.WARM_MODULES)).socket
-            )
+            lent = warm_client.borrow_supervisor(request.getfixturevalue("warm").socket)
         driver = stack.enter_context(supervisor_driver(lent))
         driver.supervisor.start_fork_server(starter_of(env))
         assert driver.wait(ForkServerStatus, None, 60).why == ""

@@ -13,7 +13,6 @@ import pytest
 
 from tests.chaos.jobs import Bed, NodeJob
 from tests.e2e.conftest import until
-from tests.lib.tiers import thorough
 
 
 def kill_scheduler(job: NodeJob) -> float:
@@ -90,7 +89,8 @@ def test_a_scheduler_that_dies_again_and_again_is_given_up(bed: Bed) -> None:
     bed.clean()
 
 
-@pytest.mark.parametrize("journal", ["missing", thorough("empty"), thorough("damaged")])
+@pytest.mark.thorough  # e2e/test_recovery.py has it: `damaged_journal`
+@pytest.mark.parametrize("journal", ["missing", "empty", "damaged"])
 def test_a_scheduler_that_cannot_be_resumed_ends_the_job_everywhere(bed: Bed, journal: str) -> None:
     jobs = bed.job("--grace", "3")
     bed.running()

@@ -39,7 +39,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("how", "code", "words"), [CASES[0], thorough(*CASES[1]), *CASES[2:]])
+@pytest.mark.parametrize(
+    ("how", "code", "words"), [*(thorough(*case) for case in CASES[:2]), *CASES[2:]]
+)
 def test_the_workers_own_code_on_two_simulated_nodes(
     shell: Shell, how: str, code: int, words: str
 ) -> None:
@@ -49,13 +51,13 @@ def test_the_workers_own_code_on_two_simulated_nodes(
     assert words in err and "rank 1" in err and "node0" in err
     told = [float((shell.folder / f"told{rank}").read_text()) for rank in (0, 2, 3)]
     failed = float((shell.folder / "when").read_text())
-    assert max(told) - failed < 1.0
-    gone_within(shell.pids("pids"), 1.0)
+    assert max(told) - failed < 5, "a second on a quiet machine; silence takes ten"
+    gone_within(shell.pids("pids"), 4.0)
 
 
 @pytest.mark.parametrize(
     ("how", "code", "words"),
-    [CASES[0], CASES[2], *(thorough(*case) for case in (CASES[1], CASES[3]))],
+    [CASES[0], *(thorough(*case) for case in CASES[1:])],
 )
 def test_the_same_code_on_every_node_started_by_hand(
     shell: Shell, how: str, code: int, words: str
@@ -139,11 +141,11 @@ def test_a_node_whose_agent_is_killed_leaves_nothing_and_the_others_are_told(she
         "all workers started",
     )
     killed = second.signal(signal.SIGKILL)
-    gone_within(shell.pids("pids1"), 1.0)
+    gone_within(shell.pids("pids1"), 4.0)
     assert first.wait(20) == 69
     assert time.monotonic() - killed < 8
     assert "host1" in first.err and "lost" in first.err
-    gone_within(shell.pids("pids0"), 1.0)
+    gone_within(shell.pids("pids0"), 4.0)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -157,7 +159,7 @@ def test_a_killed_launcher_leaves_nothing(shell: Shell, nodes: int) -> None:
     job = shell.start("--nodes", str(nodes), "--devices", "2", "--local", script)
     until(lambda: len(shell.pids("pids")) == 4 * nodes, "all workers started")
     job.signal(signal.SIGKILL)
-    gone_within(shell.pids("pids"), 1.0 if nodes == 1 else 2.0)
+    gone_within(shell.pids("pids"), 4.0)
 
 
 def test_restarts_are_counted_for_the_whole_job(shell: Shell) -> None:

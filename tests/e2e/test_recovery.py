@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Job, Shell, alive, free_port, gone_within, until
-from tests.lib.tiers import by_tier
+from tests.lib.tiers import by_tier, thorough
 
 STAMPS = """
 import os, sys, time
@@ -175,7 +175,7 @@ def test_kills_disturb_no_worker(shell: Shell) -> None:
     assert "was lost" not in first.err + second.err and first.err.count("restarting it") == kills
 
 
-@pytest.mark.parametrize("when", ["after", "meanwhile"])
+@pytest.mark.parametrize("when", [thorough("after"), "meanwhile"])
 def test_the_right_verdict_after_a_kill(shell: Shell, when: str) -> None:
     first, second = two_nodes(shell, script=shell.script(STAMPS))
     running(shell)

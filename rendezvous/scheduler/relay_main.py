@@ -171,7 +171,8 @@ def main() -> int:
     scheduler = Endpoint(order["host"], order["port"])
     try:
         serve_relay(order["listen_fd"], scheduler, secret, crowd=order["crowd"], ping_fds=(0, 1))
-    except RendezvousError as error:
+    except (RendezvousError, AuthenticationError) as error:
+        # A scheduler that is killed during the handshake looks like one with another token.
         print(json.dumps({"error": str(error)}), file=sys.stderr, flush=True)
         return 1
     return 0

@@ -5,6 +5,8 @@ without them.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
@@ -25,6 +27,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError
 from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict, WorkerExit
 from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler import relay_main
 from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.relay_main import serve_relay, serve_standalone_relay
 from pdrun.rendezvous.scheduler.relay_processes import MIN_NODES, choose_relay_count
@@ -310,3 +313,40 @@ def test_one_address_is_one_address() -> None:
     with scheduler(relays=1) as child:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((child.endpoint.host, child.endpoint.port))
+
+
+def test_one_refused_handshake_is_not_the_end_of_a_standalone_relay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler that dies in the middle of it refuses it as well."""
+    results: list[bool] = []
+
+    def serve(*_: object, **__: object) -> bool:
+        if results.pop(0):
+            return True
+        raise AuthenticationError("the token differs")
+
+    monkeypatch.setattr(relay_main, "serve_relay", serve)
+    monkeypatch.setattr(relay_main, "RETRY_SECONDS", 0.0)
+    arguments = (Endpoint("127.0.0.1", 9), Endpoint("127.0.0.1", 0), SECRET)
+    results += [False, False, True]
+    assert serve_standalone_relay(*arguments, patience=9.0, show_line=lambda line: None) == 0
+    results += [False, False, False]
+    with pytest.raises(AuthenticationError):
+        serve_standalone_relay(*arguments, patience=9.0, show_line=lambda line: None)
+
+
+def test_a_child_relay_that_is_refused_ends_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(*_: object, **__: object) -> bool:
+        raise AuthenticationError("the token differs")
+
+    order = {"listen_fd": 0, "host": "127.0.0.1", "port": 9, "secret": None, "crowd": 2}
+    data = io.BytesIO(json.dumps(order).encode() + b"\n")
+    monkeypatch.setattr(relay_main, "serve_relay", serve)
+    monkeypatch.setattr(relay_main.process_setup, "setup_process", lambda: None)
+    monkeypatch.setattr(relay_main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data))
+    assert relay_main.main() == 1
+    assert json.loads(capsys.readouterr().err) == {"error": "the token differs"}

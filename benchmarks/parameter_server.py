@@ -1,7 +1,7 @@
 """
 The data channel of parameter servers, compared with pyzmq and torch's RPC: one client, one server.
 
-    python benchmarks/parameter_server.py [--rounds 5] [pdrun pdrun-tls zmq-ipc zmq-curve rpc ...]
+    python benchmarks/parameter_server.py [--rounds 5] [--bind] [pdrun pdrun-tls zmq-ipc rpc ...]
 
 Dense: 64 MiB pushed (the server applies SGD) and pulled. Rows: 65,536 of a table of 1,000,000 x 32.
 Small: a pull of 256 rows. Figures are per CPU-second of both processes, which the load of the
@@ -42,9 +42,15 @@ ROWS, DIM, COUNT = 1_000_000, 32, 65_536
 RATE = 0.01
 
 
+cores: list[int] = []
+"""With ``--bind``: of the client, and of the servers."""
+
+
 def fork_server(serve: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
+        if len(cores) > 1:
+            os.sched_setaffinity(0, cores[1:2])
         torch.set_num_threads(1)
         try:
             serve()
@@ -268,9 +274,13 @@ def measure(peer: Any) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bind", action="store_true", help="a core for each side, as pdrun binds")
     parser.add_argument("kinds", nargs="*", default=list(PEERS))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.bind:
+        cores.extend(sorted(os.sched_getaffinity(0)))
+        os.sched_setaffinity(0, cores[:1])
     peers = {kind: PEERS[kind]() for kind in options.kinds}
     try:
         for peer in peers.values():

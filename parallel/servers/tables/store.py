@@ -369,7 +369,10 @@ class TableStore:
         part: int = 0,
         divisor: float = 1.0,
     ) -> None:
-        """Use, or keep, the gradients of some pieces by their numbers: all of them, or none."""
+        """
+        Use, or keep, the gradients of some pieces by their numbers. Each is a request: the last one
+        has the number ``request``.
+        """
         given = [
             _Contribution(part, worker, divisor, piece, None, grad) for piece, grad in grads.items()
         ]
@@ -381,13 +384,16 @@ class TableStore:
         table, dense = self._dense_table(number)
         for one in given:
             dense.check_piece(one.place, len(one.values))
-            _check_values(table.spec.name, one.values, one.divisor)
         if self.mode.name == "sync":
+            for one in given:
+                _check_values(table.spec.name, one.values, one.divisor)
             self._keep_push(number, given, client, request, step)
             return
-        with table.lock:
-            if given and self._claim_request(given[0].worker, client, request):
-                for one in given:
+        # each piece is used while it is in the processor's cache
+        for each, one in enumerate(given, request - len(given) + 1):
+            _check_values(table.spec.name, one.values, one.divisor)
+            with table.lock:
+                if self._claim_request(one.worker, client, each):
                     dense.update_piece(one.place, _divide(one.values, one.divisor))
 
     def _keep_push(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
-from pdrun.parallel.servers.sharding import SHARDS, find_owners, shard_owners
+from pdrun.parallel.servers.sharding import PIECE_ELEMENTS, SHARDS, find_owners, shard_owners
 from pdrun.parallel.servers.tables.clocks import StepClocks
 from pdrun.parallel.servers.tables.index import SlotArray, SlotLists
 from pdrun.parallel.servers.tables.optimizers import OptimizerSettings
@@ -189,3 +189,24 @@ def test_memory_is_linear_in_the_rows_in_use():
         assert table.count == first + 400
         assert len(table._values) <= max(1024, 2 * table.count)
         assert len(table._states[0]) <= max(1024, 2 * table.count)
+
+
+@pytest.mark.parametrize("used", [0, 1, 2, 3])
+def test_pieces_of_one_request_are_used_once_each(used):
+    """A server that went back has used some of them; the worker repeats each by itself, or all."""
+    size = 2 * PIECE_ELEMENTS + 5
+    spec = TableSpec("w", "dense", OptimizerSettings(lr=1.0), size)
+    for repeats_all in (False, True):
+        store = TableStore(parse_mode("async"), seconds=0.0)
+        store.join_worker(0, "")
+        number = store.declare_table(spec)
+        grads = {piece: torch.ones(count) for piece, count in store.list_pieces(number, 0, 3)}
+        for piece in range(used):
+            store.push_piece(number, piece, grads[piece].clone(), request=10 + piece)
+        if repeats_all:
+            store.push_pieces(number, grads, request=12)
+        for piece in range(3):
+            store.push_piece(number, piece, grads[piece].clone(), request=10 + piece)
+        for piece in range(3):
+            assert bool((store.read_piece(number, piece) == -1.0).all())
+        assert store.updates == 3

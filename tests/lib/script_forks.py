@@ -1,15 +1,17 @@
 """
 Scripts as processes of their own, forked from one that has imported torch: a tenth of the cost of
 an interpreter. Nothing of pdrun is imported before the fork, and a script ends as under `python`:
-with atexit functions, destructors and the interpreter's own exit code.
+with atexit functions, destructors and the interpreter's own exit code. Commands of pdrun are
+forked from another process, which has imported the command line.
 
-    python script_forks.py DESCRIPTOR        the process that forks; DESCRIPTOR: its socket
+    python script_forks.py DESCRIPTOR MODULE ...    the process that forks; DESCRIPTOR: its socket
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_REQUEST_BYTES = 1 << 17
+TORCH_MODULES = ("torch", "torch._dynamo", "torch.distributed")
+"""The second: the first optimizer of a script would import it, a second of CPU."""
 
 
 class ForkedScript:
@@ -88,12 +92,12 @@ def _read_line(file: int) -> bytes:
 
 
 @functools.cache
-def _start_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _start_server(modules: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start the process that forks; it ends when the socket closes, at the latest with this one."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, __file__, str(there.fileno())],
+        [sys.executable, __file__, str(there.fileno()), *modules],
         pass_fds=[there.fileno()],
         env=environ,
         stdin=subprocess.DEVNULL,
@@ -103,10 +107,19 @@ def _start_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def start_forked(
-    path: Path, environ: Mapping[str, str], words: Sequence[str] = (), folder: Path | None = None
+    path: Path,
+    environ: Mapping[str, str],
+    words: Sequence[str] = (),
+    folder: Path | None = None,
+    modules: tuple[str, ...] = TORCH_MODULES,
 ) -> ForkedScript:
-    """Run a script with an environment and arguments, in a folder (its own by default)."""
-    return ForkedScript(_start_server()[0], path, environ, words, folder or path.parent)
+    """
+    Run a script with an environment and arguments, in a folder (its own by default).
+
+    Args:
+        modules: what has been imported before the fork.
+    """
+    return ForkedScript(_start_server(modules)[0], path, environ, words, folder or path.parent)
 
 
 def _serve(server: socket.socket) -> dict[str, Any]:
@@ -153,11 +166,10 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import torch
-    import torch._dynamo  # the first optimizer of a script would import it: a second of CPU
-    import torch.distributed
-
-    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of the processes that wait for scripts
     _become(_serve(socket.socket(fileno=int(sys.argv[1]))))

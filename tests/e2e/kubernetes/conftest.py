@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -21,13 +22,12 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeCluster]:
     """
     find_programs()
     made = KubeCluster(tmp_path_factory.mktemp("kube"))
-    try:
+    with ExitStack() as started:
+        started.callback(made.server.stop)
         made.server.start()
         made.kubelet.start()
+        started.callback(made.kubelet.stop)
         yield made
-    finally:
-        made.kubelet.stop()
-        made.server.stop()
 
 
 @pytest.fixture(scope="package")

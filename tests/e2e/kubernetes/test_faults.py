@@ -17,9 +17,11 @@ from tests.lib.kube.cluster import KubeCluster
 from tests.lib.kube.operator import (
     JOBS,
     OPTIONS,
+    delete_jobs,
     make_api,
     make_loop,
     pods_of,
+    post_job,
     read,
     wait_for_state,
 )
@@ -71,7 +73,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node(
     kube.kubectl("delete", "pod", "op-lost-1", "--grace-period=0", "--force")
     kube.wait_until(lambda: count_worlds(kube, "op-lost-0", 4) > known, "two nodes train again")
     assert pods_of(kube, "op-lost")["op-lost-1"]["metadata"]["uid"] != uid
-    kube.kubectl("delete", "pdj", "op-lost")
+    delete_jobs(kube, "op-lost")
 
 
 def test_a_pod_made_again_at_once_waits_for_the_silent_one(
@@ -94,14 +96,14 @@ def test_a_pod_made_again_at_once_waits_for_the_silent_one(
     assert len(lost) == 1 and "op-soon-1" in lost[0], lost
     status = wait_for_state(kube, "op-soon", "Running")["status"]
     assert (status["nodes"], status.get("lostPods", 0)) == (2, 0)
-    kube.kubectl("delete", "pdj", "op-soon")
+    delete_jobs(kube, "op-soon")
 
 
 def test_a_fixed_job_ends_with_the_name_of_the_lost_node(
     installed: KubeCluster, operator: OperatorLoop
 ) -> None:
     kube = installed
-    submit(kube, "op-gone", "--nodes", "2", "train.py", "wait")
+    post_job(kube, "op-gone", "train.py", "wait", nodes=2)
     kube.wait_until(lambda: count_worlds(kube, "op-gone-0", 4) > 0, "two nodes train")
     kube.kubelet.lose("op-gone-1")
     mark_unknown(kube, "op-gone-1")
@@ -147,7 +149,7 @@ def test_a_lost_scheduler_is_made_again_and_the_workers_run_on(
     )
     status = wait_for_state(kube, "op-apart", "Running")["status"]
     assert status["lostPods"] == 1
-    kube.kubectl("delete", "pdj", "op-apart")
+    delete_jobs(kube, "op-apart")
 
 
 def test_a_status_derived_from_an_older_job_is_not_written(installed: KubeCluster) -> None:
@@ -164,7 +166,7 @@ def test_a_status_derived_from_an_older_job_is_not_written(installed: KubeCluste
     job = read(kube, "stale")
     assert job["status"]["observedGeneration"] == job["metadata"]["generation"] == 2
     assert lines == ["stale: deleting pod stale-1", "stale: Pending"]
-    kube.kubectl("delete", "pdj", "stale", "--wait=false")
+    delete_jobs(kube, "stale")
 
 
 def test_fields_that_another_manager_has_written(installed: KubeCluster) -> None:
@@ -190,12 +192,12 @@ def test_fields_that_another_manager_has_written(installed: KubeCluster) -> None
     writer = [name for name, entry in owners.items() if "f:status" in entry["fieldsV1"]]
     assert writer and all("f:spec" not in owners[name]["fieldsV1"] for name in writer)
     assert job["status"]["state"] == "Pending"
-    kube.kubectl("delete", "pdj", "managed", "--wait=false")
+    delete_jobs(kube, "managed")
 
 
 def test_a_status_that_another_manager_has_written_is_put_right(installed: KubeCluster) -> None:
     kube = installed
-    submit(kube, "meddled", "--nodes", "1", "train.py", "wait")
+    post_job(kube, "meddled", "train.py", "wait", nodes=1)
     loop = make_loop(make_api(kube))
     loop.reconcile_job(read(kube, "meddled"), [])
     wrong = {"state": "Running", "nodes": 7, "reason": "mine"}
@@ -207,7 +209,7 @@ def test_a_status_that_another_manager_has_written_is_put_right(installed: KubeC
     status = read(kube, "meddled")["status"]
     assert (status["state"], status["nodes"]) == ("Running", 1)
     assert "reason" not in status
-    kube.kubectl("delete", "pdj", "meddled", "--wait=false")
+    delete_jobs(kube, "meddled")
 
 
 def test_an_object_of_somebody_else_is_left_alone(installed: KubeCluster) -> None:
@@ -215,7 +217,7 @@ def test_an_object_of_somebody_else_is_left_alone(installed: KubeCluster) -> Non
     spec = {"clusterIP": "None", "selector": {"app": "other"}}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": spec}
     kube.server.api.request("POST", "/api/v1/namespaces/default/services", service)
-    submit(kube, "taken", "--nodes", "1", "train.py")
+    post_job(kube, "taken", "train.py", nodes=1)
     loop = make_loop(make_api(kube))
     with pytest.raises(UsageError, match="Service taken exists and is not of this job"):
         loop.reconcile_job(read(kube, "taken"), [])
@@ -229,17 +231,17 @@ def test_an_object_of_somebody_else_is_left_alone(installed: KubeCluster) -> Non
     job = read(kube, "taken")
     assert "reason" not in job["status"]
     assert sorted(pods_of(kube, "taken")) == ["taken-0"]
-    kube.kubectl("delete", "pdj", "taken", "--wait=false")
+    delete_jobs(kube, "taken")
 
 
 def test_a_younger_pod_of_the_name_is_not_deleted(installed: KubeCluster) -> None:
     kube = installed
-    submit(kube, "younger", "--nodes", "1", "train.py", "wait")
+    post_job(kube, "younger", "train.py", "wait", nodes=1)
     api = make_api(kube)
     make_loop(api).reconcile_job(read(kube, "younger"), [])
     api.delete("Pod", "younger-0", uid="an-older-one")
     assert "deletionTimestamp" not in pods_of(kube, "younger")["younger-0"]["metadata"]
-    kube.kubectl("delete", "pdj", "younger", "--wait=false")
+    delete_jobs(kube, "younger")
 
 
 def test_of_two_operators_that_take_the_lease_at_once_one_has_it(installed: KubeCluster) -> None:

@@ -21,9 +21,11 @@ from tests.lib.kube.cluster import KubeCluster
 from tests.lib.kube.operator import (
     JOBS,
     OPTIONS,
+    delete_jobs,
     make_api,
     make_loop,
     pods_of,
+    post_job,
     read,
     wait_for_state,
 )
@@ -56,14 +58,10 @@ def test_submit_logs_status_and_deletion(installed: KubeCluster, operator: Opera
     assert table.split()[:5] == ["NAME", "STATE", "NODES", "WANTED", "CODE"]
     assert installed.pdrun("stop", "op-ok").returncode == 0
     assert not pods_of(installed, "op-ok")
-    out = installed.kubectl("get", "secret,service", "-l", "pdrun.dev/job=op-ok", "-o", "name")
+    query = "labelSelector=pdrun.dev/job=op-ok"
     installed.wait_until(
-        lambda: (
-            not installed.kubectl(
-                "get", "secret,service", "-l", "pdrun.dev/job=op-ok", "-o", "name"
-            ).strip()
-        ),
-        f"the garbage collector took {out}",
+        lambda: not (installed.find("secrets", query) or installed.find("services", query)),
+        "the garbage collector took Secret and Service",
     )
 
 
@@ -77,7 +75,7 @@ def test_parameter_servers_run_beside_the_workers(
     assert sorted(pods_of(installed, "op-served")) == ["op-served-0", "op-served-1"]
     logs = [installed.kubelet.log_of(f"op-served-{index}") for index in range(2)]
     assert [log.count("servers: 2\n") for log in logs] == [2, 2], logs
-    installed.kubectl("delete", "pdj", "op-served")
+    delete_jobs(installed, "op-served")
 
 
 def test_a_failure_has_code_and_cause(installed: KubeCluster, operator: OperatorLoop) -> None:
@@ -122,13 +120,10 @@ class DyingApi(KubernetesApi):
 def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
     installed: KubeCluster,
 ) -> None:
-    overlay = installed.folder / "nowhere.yaml"
-    overlay.write_text("spec: {nodeSelector: {gpu: none}}\n")  # what is in the pods is no matter
-    words = (*OPTIONS, "--nodes", "2", "--pod", str(overlay))
+    nowhere = {"spec": {"nodeSelector": {"gpu": "none"}}}  # what is in the pods is no matter
     names = [f"killed-{count}" for count in range(6)]
     for count, name in enumerate(names):
-        done = installed.pdrun("submit", *words, "--name", name, "train.py")
-        assert done.returncode == 0, done.stderr
+        post_job(installed, name, "train.py", nodes=2, pod=nowhere)
         dying = make_api(installed, DyingApi)
         assert isinstance(dying, DyingApi)
         dying.writes_left = count
@@ -142,7 +137,7 @@ def test_an_operator_killed_at_each_write_leaves_nothing_half_done(
             pods = list(pods_of(installed, name).values())
             loop.reconcile_job(read(installed, name), pods)
         assert sorted(pods_of(installed, name)) == [f"{name}-0", f"{name}-1"]
-    installed.kubectl("delete", "pdj", *names, "--wait=false")
+    delete_jobs(installed, *names)
 
 
 def test_scale_while_training_goes_on(installed: KubeCluster, operator: OperatorLoop) -> None:
@@ -187,7 +182,7 @@ def test_scale_while_training_goes_on(installed: KubeCluster, operator: Operator
     kube.server.api.merge(f"{JOBS}/op-grow", {"spec": {"suspend": True}})
     wait_for_state(kube, "op-grow", "Suspended")
     kube.wait_until(lambda: not pods_of(kube, "op-grow"), "no pods")
-    kube.kubectl("delete", "pdj", "op-grow")
+    delete_jobs(kube, "op-grow")
 
 
 def test_two_operators_and_the_lease(installed: KubeCluster) -> None:

@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import yaml
 
@@ -40,20 +41,15 @@ def make_loop(api: KubernetesApi, lines: list[str] | None = None) -> OperatorLoo
 
 def install_operator(kube: KubeCluster) -> None:
     """Apply the definition and the roles; oscar is bound to the operator's role."""
-    objects = [crd.make_definition(), *crd.make_roles("default")]
+    definition = crd.make_definition()
+    objects = [definition, *crd.make_roles("default")]
     binding = next(one for one in objects if one["kind"] == "RoleBinding")
     group = "rbac.authorization.k8s.io"
     binding["subjects"] = [{"kind": "User", "name": "oscar", "apiGroup": group}]
     text = yaml.safe_dump_all(objects)
     out = kube.kubectl("apply", "--server-side", "-f", "-", stdin=text)
     assert "serverside-applied" in out, out
-    kube.wait_until(
-        lambda: (
-            "pdjobs" in kube.kubectl("get", "pdjobs", "-o", "name")
-            or not kube.kubectl("get", "pdjobs", "-o", "name")
-        ),
-        "the definition is served",
-    )
+    kube.wait_until(lambda: kube.serves(definition["spec"]), "the definition is served")
 
 
 @contextmanager
@@ -72,6 +68,20 @@ def run_operator(kube: KubeCluster) -> Iterator[OperatorLoop]:
 def read(kube: KubeCluster, name: str) -> Manifest:
     """Return a PdJob."""
     return kube.server.api.request("GET", f"{JOBS}/{name}")
+
+
+def post_job(kube: KubeCluster, name: str, *words: str, **spec: Any) -> None:
+    """Create a PdJob as ``pdrun k8s submit`` does, which costs a second of CPU."""
+    run = ["--devices", "2", "--backend", "cpu", "--grace", "5", *words]
+    body: Manifest = {"apiVersion": "pdrun.dev/v1", "kind": "PdJob", "metadata": {"name": name}}
+    body["spec"] = {"image": "i", "run": run, **spec}
+    kube.server.api.request("POST", JOBS, body)
+
+
+def delete_jobs(kube: KubeCluster, *names: str) -> None:
+    """Delete PdJobs; the garbage collector takes what they own."""
+    for name in names:
+        kube.server.api.request("DELETE", f"{JOBS}/{name}")
 
 
 def state_of(kube: KubeCluster, name: str) -> str:

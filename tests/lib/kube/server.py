@@ -14,7 +14,7 @@ from tests.lib.kube.api import ApiClient
 from tests.lib.ports import free_port
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
-START_SECONDS = 120.0
+START_SECONDS = 200.0
 ADMIN_TOKEN = "admin-token"
 USER_TOKEN = "user-token"
 """Of the user alice, who has no rights."""

@@ -18,9 +18,10 @@ PAGE_BYTES = 4096
 MAX_SHARED_BYTES = 1 << 40
 RESERVED_BYTES = 1 << 20
 """Pages are taken in units of this size."""
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_FUTURE_WRITE = 0x0010
-"""F_SEAL_FUTURE_WRITE of Linux 5.1, which Python's fcntl has no name for."""
+# Linux's numbers: other systems have no names for them, and no memory to share
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _FUTURE_WRITE = 0x0001, 0x0002, 0x0004, 0x0010
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_FIXED_SIZE = _SEAL_SHRINK | _SEAL_GROW
 
 
 class SharedMemory:
@@ -41,7 +42,7 @@ class SharedMemory:
         os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
         seals = _FIXED_SIZE | (0 if writable else _FUTURE_WRITE)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(self.fd, _ADD_SEALS, seals | _SEAL_SEAL)
 
     def __del__(self) -> None:
         # tensors keep the mapping, which does not need the descriptor
@@ -103,7 +104,7 @@ def map_shared(fd: int, size: int = 0, *, writable: bool = False) -> mmap.mmap |
         None if it is smaller, or could become so: an access beyond its end would end this process.
     """
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        seals = fcntl.fcntl(fd, _GET_SEALS)
         has = os.fstat(fd).st_size
         if seals & _FIXED_SIZE != _FIXED_SIZE or has < size:
             return None

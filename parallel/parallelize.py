@@ -8,6 +8,7 @@ partitioning, build the run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -57,6 +58,7 @@ from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
+from pdrun.parallel.report.plan_facts import report_run
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.servers.settings import Servers
@@ -198,7 +200,7 @@ def parallelize(
         UsageError: an argument is wrong, or the result could not equal that of one process; gives
             the reason.
     """
-    choices = ParallelChoices(
+    given = ParallelChoices(
         mesh,
         strategy,
         pipeline,
@@ -210,7 +212,7 @@ def parallelize(
         recompute,
     )
     call = PlannedCall(model, optimizer, sample, precision, forward)
-    choices = resolve_choices(choices, call, lambda: init_process().world_size)
+    choices = resolve_choices(given, call, lambda: init_process().world_size)
     arguments = Arguments(
         model=model,
         optimizer=optimizer,
@@ -280,6 +282,8 @@ def parallelize(
             state.served = served
     run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
     run.predicted = choices.predicted
+    run.topology = getattr(arguments.strategy, "topology", None)
+    report_run(run, given, arguments, inspect.signature(parallelize))
     measured = read_request()
     if measured is not None:
         measure_steps(measured, run.step, sample, torch.device(job.device))

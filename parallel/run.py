@@ -24,6 +24,7 @@ import torch
 from pdrun import elastic
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.plan_file import StepPrediction
+from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.checkpoint.export import export_weights, load_weights
 from pdrun.parallel.checkpoint.load import agree_on_checkpoint, load_checkpoint
 from pdrun.parallel.checkpoint.save import PendingSave, save_checkpoint
@@ -31,6 +32,7 @@ from pdrun.parallel.data.loader import Loader, Position
 from pdrun.parallel.evaluation.evaluate import MetricFunction, evaluate_source, is_source
 from pdrun.parallel.report.explain import RunPlan, build_plan, explain_run
 from pdrun.parallel.report.memory import MemoryEstimate, estimate_memory
+from pdrun.parallel.report.utilization import StepUtilization, measure_utilization
 from pdrun.parallel.report.verify import VerifyReport, verify_run
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.metrics import Metrics
@@ -84,6 +86,10 @@ class Run:
         self._last_metrics: Metrics | None = None
         self.predicted: StepPrediction | None = None
         """What the search of the plan has predicted for a step; None without a search."""
+        self.topology: Topology | None = None
+        """The topology for which the plan was searched, if it was given."""
+        self._utilization: StepUtilization | None = None
+        """Made in the first step."""
         self._step_ended: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
 
@@ -127,6 +133,8 @@ class Run:
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
         metrics = train_batch(self.state, batch, self._call_watchers)
+        if self._utilization is None:
+            self._utilization = measure_utilization(self.state, batch, self.topology)
         self._time_step(metrics)
         self._last_metrics = metrics
         if monotonic() >= self._report_at:
@@ -149,7 +157,14 @@ class Run:
         """Report a step to pdrun; the first time also make sure that the last one is reported."""
         if not self._report_at:
             atexit.register(_report_last_step, weakref.ref(self))
-        self._report_at = elastic.sample_step(metrics.step, metrics.read_numbers)
+        self._report_at = elastic.sample_step(metrics.step, partial(self._read_numbers, metrics))
+
+    def _read_numbers(self, metrics: Metrics) -> dict[str, float]:
+        """Return the numbers of a step to report."""
+        numbers = metrics.read_numbers()
+        if self._utilization is not None and self._step_seconds:
+            numbers |= self._utilization.read_share(median(self._step_seconds))
+        return numbers
 
     def _call_watchers(self) -> None:
         for watcher in self.watchers:
@@ -415,7 +430,7 @@ def _report_last_step(reference: weakref.ref[Run]) -> None:
     run = reference()
     metrics = run._last_metrics if run is not None else None
     if run is not None and metrics is not None and run.state.device.type == "cpu":
-        elastic.sample_step(metrics.step, metrics.read_numbers, is_last=True)
+        elastic.sample_step(metrics.step, partial(run._read_numbers, metrics), is_last=True)
 
 
 def _clip_elements(run: Run, limit: float) -> None:

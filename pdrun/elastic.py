@@ -56,6 +56,10 @@ REPORT_SECONDS = 0.1
 """Minimum time between two reports of a worker. A saved step is reported immediately."""
 SAMPLE_SECONDS = 5.0
 """Time between two steps that a `pdrun.Run` reports."""
+RATE_SECONDS = 1.0
+"""Shortest time over which the rate of steps is taken."""
+PEAK_MODULE = "pdrun.parallel.report.device_peak"
+"""Imported by name when FLOPs are reported: it is on a higher floor."""
 MAX_STEP = 1 << 53
 """Steps must be below this: other processes may store them as doubles."""
 MAX_NUMBERS = 32
@@ -63,6 +67,9 @@ MAX_NUMBERS = 32
 MAX_NAME_CHARACTERS = 64
 SAVED_REPORT_SECONDS = 1.0
 """Time that the report of a saved step waits for an agent whose queue is full."""
+MAX_PLAN_BYTES = 24_000
+MAX_FACTS = 256
+MAX_FACT_CHARACTERS = 400
 TRACE_LOOK_SECONDS = 0.5
 """Time between two looks for a request of `pdrun trace`."""
 TRACE_REQUEST = "trace.json"
@@ -106,6 +113,12 @@ class _WorkerReporter:
         """Monotonic time at which a trace that was asked for starts."""
         self.trace: Any = None
         """The trace that runs."""
+        self.flops = 0.0
+        """FLOPs of the model in a step, as the script says; 0: not known."""
+        self.utilization = 0.0
+        """Share of the devices' peak that the last steps used for these; 0: not known."""
+        self.rate_anchor: tuple[int, float] | None = None
+        """Step and monotonic time from which the rate of steps counts."""
         self.numbers: dict[str, Any] = {}
         """What the script reports with its step; tensors become numbers when they are sent."""
         self.next_report_at = 0.0
@@ -127,11 +140,17 @@ class _WorkerReporter:
         saved = f',"saved":{self.saved}' if self.saved >= 0 else ""
         step = f',"step":{self.step}' if self.step >= 0 else ""
         total = f',"total":{self.total}' if self.total else ""
-        numbers = f',"numbers":{_format_numbers(self.numbers)}' if self.numbers else ""
+        known = self.numbers
+        if self.utilization and "mfu" not in known:
+            known = {**known, "mfu": self.utilization}
+        numbers = f',"numbers":{_format_numbers(known)}' if known else ""
         sampled = ',"sampled":true' if self.is_sampled else ""
         paused = ',"paused":true' if self.is_paused else ""
         head = f'"rank":{self.rank},"generation":{self.generation}'
-        text = f"{{{head}{step}{sampled}{paused}{busy}{saved}{total}{numbers}}}"
+        return self.send_text(f"{{{head}{step}{sampled}{paused}{busy}{saved}{total}{numbers}}}")
+
+    def send_text(self, text: str) -> bool:
+        """Send a datagram; return False if the agent's queue is full."""
         try:
             assert self.socket is not None
             self.socket.sendto(text.encode(), self.path)
@@ -140,6 +159,18 @@ class _WorkerReporter:
         except OSError:
             pass
         return True
+
+    def note_rate(self) -> None:
+        """Update the utilization, at most once in RATE_SECONDS."""
+        now = time.monotonic()
+        if self.rate_anchor is None or self.step <= self.rate_anchor[0]:
+            self.rate_anchor = (self.step, now)
+            return
+        step, since = self.rate_anchor
+        if now - since < RATE_SECONDS:
+            return
+        self.rate_anchor = (self.step, now)
+        self.utilization = self.flops * (self.step - step) / (now - since) / _read_world_peak()
 
     def report_soon(self) -> None:
         """Send the current values, or let the flusher send them if the last report is recent."""
@@ -230,6 +261,7 @@ def progress(
     busy: float | None = None,
     *,
     total: SupportsIndex | None = None,
+    flops: float | None = None,
     **numbers: Any,
 ) -> None:
     """
@@ -245,13 +277,16 @@ def progress(
             other ranks. Shows a slow rank although all ranks complete their steps together. None:
             not known.
         total: number of steps of the whole run. None: as reported before, or not known.
+        flops: floating point operations of the model in a step, of all ranks together. With them
+            ``mfu`` is reported, the share of the devices' peak, where that is known.
         numbers: what `pdrun status` and `pdrun report` show of the step: ``loss=loss, lr=lr``.
             Numbers, or tensors of one element. A tensor is read when it is sent, at most ten times
             a second, in another thread if the steps are short: do not change it in place. At most
             32.
 
     Raises:
-        ValueError: ``step``, ``busy`` or ``total`` is out of range.
+        ValueError: ``step``, ``busy``, ``total`` or ``flops`` is out of range.
+        ConfigError: PDRUN_PEAK_FLOPS is no peak.
         TypeError: one of ``numbers`` is no number, or there are too many of them.
     """
     worker = _get_reporter()
@@ -266,6 +301,12 @@ def progress(
         worker.busy = float(busy)
     if total is not None:
         worker.total = _check_step(total)
+    if flops is not None:
+        if not 0 <= flops < 1e30:
+            raise ValueError(f"flops must be a number of operations, got {flops!r}")
+        worker.flops = float(flops)
+    if worker.flops:
+        worker.note_rate()
     if numbers:
         _check_numbers(numbers)
         # without its graph: the step's activations must not live until the next report
@@ -308,6 +349,42 @@ def sample_step(
     if not is_last and worker.run_trace(now):
         return now  # each of its steps counts
     return min(due, worker.starts_trace_at) if worker.starts_trace_at > now else due
+
+
+def takes_plan() -> bool:
+    """Return whether `report_plan` reports: this process is rank 0 of a job of pdrun."""
+    worker = _get_reporter()
+    return worker is not None and worker.rank == "0"
+
+
+def report_plan(
+    facts: list[tuple[str, str, str]], cells: tuple[tuple[str, str, str], ...] = ()
+) -> None:
+    """
+    Report what this worker's run does, for the event log; only rank 0 does.
+
+    Args:
+        facts: name, value and source of each; the first ones, if they are too many.
+        cells: longer ones, which are left out together if they do not fit.
+    """
+    worker = _get_reporter()
+    if worker is None or worker.rank != "0":
+        return
+    import json
+
+    kept, size = [], 0
+    for fact in facts:
+        row = [text[:MAX_FACT_CHARACTERS] for text in fact]
+        size += len(json.dumps(row)) + 1
+        if size <= MAX_PLAN_BYTES and len(kept) < MAX_FACTS:
+            kept.append(row)
+    size += sum(len(json.dumps(row)) + 1 for row in cells)
+    if size <= MAX_PLAN_BYTES and len(kept) + len(cells) <= MAX_FACTS:
+        kept += map(list, cells)
+    head = {"rank": 0, "generation": worker.generation, "plan": kept}
+    give_up = time.monotonic() + SAVED_REPORT_SECONDS
+    while not worker.send_text(json.dumps(head)) and time.monotonic() < give_up:
+        time.sleep(0.005)
 
 
 def pause(is_paused: bool) -> str:
@@ -433,6 +510,22 @@ def _check_step(step: SupportsIndex) -> int:
     if not 0 <= number < MAX_STEP:
         raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {number}")
     return number
+
+
+_world_peak = 0.0
+
+
+def _read_world_peak() -> float:
+    """Return the FLOP per second of all devices of the job; infinite: not known."""
+    global _world_peak
+    if not _world_peak:
+        import importlib
+
+        module: Any = importlib.import_module(PEAK_MODULE)
+        found = module.find_peak()
+        world = _parse_number(os.environ.get("WORLD_SIZE"), 1)
+        _world_peak = found.flops * world if found is not None else float("inf")
+    return _world_peak
 
 
 def _check_numbers(numbers: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ EVENT_KINDS = (
     "gathering",
     "progress",
     "usage",
+    "plan",
     "hang",
     "resumed",
     "warning",

@@ -12,6 +12,8 @@ from pdrun.ui.job_status import RankStatus
 
 MAX_RANKS = 1 << 20
 """Ranks of a generation. An event with more is damaged."""
+MAX_FACTS = 256
+"""Lines of a plan."""
 _EXIT = re.compile(
     r'\{"kind": "exited", "time": (?:0|[1-9]\d{0,14})(?:\.\d{1,9})?'
     r', "generation": (?:0|[1-9]\d{0,8}), "rank": (0|[1-9]\d{0,8}), "node": "([^"\\\x00-\x1f]+)"'
@@ -49,6 +51,8 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
             return step, saved, int(data.get("total", 0)), read_values(data.get("values") or {})
         case "usage":
             return read_usage(data["values"])
+        case "plan":
+            return read_plan(data["facts"])
         case "assigned":
             return _read_assignment(data)
         case "started" | "resumed":
@@ -91,6 +95,24 @@ def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
         for name, (mean, _, most, rank, _) in data.items()
         if mean is not None
     }
+
+
+def read_plan(facts: Sequence[Sequence[str]]) -> list[tuple[str, str, str]]:
+    """
+    Return the lines of a ``plan`` event: name, value, and where it came from.
+
+    Raises:
+        TypeError, ValueError: they have another form.
+    """
+    return [(str(name), str(value), str(source)) for name, value, source in facts[:MAX_FACTS]]
+
+
+def join_plan(
+    before: Mapping[str, tuple[str, str]], facts: Sequence[tuple[str, str, str]]
+) -> dict[str, tuple[str, str]]:
+    """Return a plan with more lines: name -> value, source; at most MAX_FACTS."""
+    plan = {**before, **{name: (value, source) for name, value, source in facts}}
+    return dict(list(plan.items())[:MAX_FACTS])
 
 
 def find_exits(block: bytes) -> list[ExitFields]:

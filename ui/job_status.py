@@ -59,5 +59,7 @@ class JobStatus:
     """Reported number -> mean, rank of the largest, first rank with a value that is not finite."""
     usage: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     """CPU, memory and devices, the last sample: name -> mean, largest, rank of the largest."""
+    plan: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """What rank 0 says about its run: name -> value, where it came from."""
     saved: int = -1
     """Last step that all workers have saved; -1: none."""

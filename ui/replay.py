@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
 from pdrun.ui.deferred_lines import MAX_WARNINGS, DeferredLines
-from pdrun.ui.event_fields import make_exits, make_rank, read_fields
+from pdrun.ui.event_fields import join_plan, make_exits, make_rank, read_fields
 from pdrun.ui.job_status import JobStatus, RankStatus
 from pdrun.ui.node_table import NodeTable
 
@@ -274,6 +274,9 @@ class StatusReplay:
                 )
             case "usage":
                 self._facts = replace(self._facts, usage=fields)
+            case "plan":
+                plan = join_plan(self._facts.plan, fields)
+                self._facts = replace(self._facts, plan=plan)
             case "created":
                 job, run, expected = fields
                 self._facts = replace(
@@ -305,7 +308,9 @@ class StatusReplay:
         self._assigned = nodes
         self._running = None
         self._exits = {}
-        self._facts = replace(self._facts, generation=generation, restarts=restarts, step=-1)
+        self._facts = replace(
+            self._facts, generation=generation, restarts=restarts, step=-1, plan={}
+        )
 
 
 def _read_lines(lines: list[bytes]) -> list[ReplayedEvent | None]:

@@ -26,6 +26,8 @@ MAX_LISTED_NODES = 32
 """If there are more nodes, only those in an unusual state are listed."""
 MAX_LISTED_FAILURES = 16
 MAX_LISTED_WARNINGS = 50
+MAX_LISTED_PLAN = 24
+MAX_PLAN_CHARS = 200
 _COLOURS = {
     "running": "green",
     "done": "green",
@@ -74,6 +76,7 @@ def format_plain(found: Sequence[JobStatus], now: float) -> list[str]:
         )
     status = found[0]
     lines = [f"{name:<9} {value}" for name, value in list_facts(status, now)]
+    lines += [f"{'plan':<9} {line}" for line in plan_lines(status)]
     nodes = _align_columns(list_node_rows(status))
     lines += [f"{'node':<9} {line}" for line in nodes]
     lines += [f"{'failed':<9} {line}" for line in failed_lines(status)]
@@ -100,6 +103,8 @@ def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
         head.add_row(
             Text(name, style="bold"), _colour_state(value) if name == "state" else Text(value)
         )
+    for line in plan_lines(status):
+        head.add_row(Text("plan", style="bold"), Text(line))
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
     for name, state, ranks in list_node_rows(status):
         nodes.add_row(Text(escape_text(name)), _colour_state(state), Text(ranks))
@@ -111,12 +116,30 @@ def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
 def describe_values(status: JobStatus) -> list[tuple[str, str]]:
     """Return (name, text) of the numbers that the script reports with its steps."""
     rows = []
-    for name, (mean, _, bad_rank) in status.values.items():
+    for name, (mean, _, bad_rank) in sorted(status.values.items(), key=_value_order):
         text = "" if mean is None else f"{mean:.6g}"
+        if name == "mfu" and mean is not None and 0 <= mean <= 1:
+            name, text = "MFU", f"{100 * mean:.3g} %"
         if bad_rank >= 0:
             text = f"{text}, not finite on rank {bad_rank}".removeprefix(", ")
         rows.append((name, text))
     return rows
+
+
+def _value_order(item: tuple[str, object]) -> tuple[int, str]:
+    """Put the loss first, and the use of the devices next: a line has room for a few."""
+    return {"loss": 0, "mfu": 1}.get(item[0], 2), item[0]
+
+
+def plan_lines(status: JobStatus) -> list[str]:
+    """Return a line per decision about the run of the script: value, and where it came from."""
+    lines = []
+    for name, (value, source) in status.plan.items():
+        if not name.startswith("cells "):  # of the report's picture
+            text = f"{name}: {value}" + (f" ({source})" if source else "")
+            lines.append(escape_text(text)[:MAX_PLAN_CHARS])
+    more = len(lines) - MAX_LISTED_PLAN
+    return [*lines[:MAX_LISTED_PLAN], f"{more} more in pdrun report"] if more > 0 else lines
 
 
 def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ How workers report to their agent: datagrams through a socket file in a folder o
      "total": 5000, "numbers": {"loss": 2.31, "grad_norm": null}}
     {"rank": 3, "generation": 1, "step": 120, "sampled": true, "numbers": {"loss": 2.31}}
     {"rank": 3, "generation": 1, "late": ["OMP_NUM_THREADS"]}
+    {"rank": 0, "generation": 1, "plan": [["mesh", "dp 2 x tp 4", "argument mesh="]]}
 
 A datagram of any other format is counted and dropped: any process of this user may have sent it.
 The kernel names the sender. A worker never waits. A report that does not fit into the socket's
@@ -29,16 +30,20 @@ from typing import Any, ClassVar
 
 from pdrun.launcher.common.agent_folder import FOLDER_PREFIX, folder_prefix
 from pdrun.quick_dataclass import dataclass
+from pdrun.rendezvous.protocol.messages import PlanFact
 
-MAX_DATAGRAM_BYTES = 4096
+MAX_DATAGRAM_BYTES = 32_768
+"""A plan has up to 24 KiB of text (`pdrun.elastic.MAX_PLAN_BYTES`); other reports have 2 KiB."""
 MAX_REPORTS_PER_READ = 64
 MAX_NUMBER = 1 << 53
 """Ranks, generations and steps are smaller."""
 MAX_SWEPT_FOLDERS = 64
 MAX_NUMBERS = 32
+MAX_FACTS = 256
+"""Lines of a plan."""
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
 _NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_OTHER_FIELDS = ("busy", "late", "numbers", "paused", "sampled")
+_OTHER_FIELDS = ("busy", "late", "numbers", "paused", "plan", "sampled")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
 """For the path of a socket; the system accepts 107."""
@@ -65,6 +70,8 @@ class WorkerReport:
     """The step is one of a `pdrun.Run`, which reports some of its steps only."""
     is_paused: bool = False
     """It waits in `pdrun.breakpoint`."""
+    plan: tuple[PlanFact, ...] = ()
+    """About its run; alone in its report."""
 
     @property
     def counted_step(self) -> int | None:
@@ -98,6 +105,9 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     numbers = found.get("numbers", {})
     if not isinstance(numbers, dict) or not _are_numbers(numbers):
         return None
+    plan = found.get("plan", [])
+    if not isinstance(plan, list) or len(plan) > MAX_FACTS or not all(map(_is_fact, plan)):
+        return None
     return WorkerReport(
         found["rank"],
         found["generation"],
@@ -110,6 +120,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         numbers,
         found.get("sampled", False),
         found.get("paused", False),
+        tuple(PlanFact(*fact) for fact in plan),
     )
 
 
@@ -119,6 +130,10 @@ def _are_numbers(found: dict[Any, Any]) -> bool:
         and (value is None or (type(value) in (int, float) and abs(value) < 1e300))
         for name, value in found.items()
     )
+
+
+def _is_fact(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(one) is str for one in value)
 
 
 def _is_variable_name(value: object) -> bool:

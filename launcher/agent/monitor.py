@@ -26,6 +26,7 @@ from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.launcher.diagnosis.usage import UsageSampler, choose_tool_runner
 from pdrun.rendezvous.policies.collectives import describe_collective
 from pdrun.rendezvous.policies.numbers import sum_numbers
+from pdrun.rendezvous.policies.progress import MAX_PLANS
 from pdrun.rendezvous.protocol.messages import (
     CollectiveReport,
     Hung,
@@ -112,6 +113,7 @@ class WorkerMonitor:
         self._saved_steps: dict[int, int] = {}
         self._changed_ranks: set[int] = set()
         self._sent_saved_step = -1
+        self._plan_count = 0
         self._next_progress = now
         self._detectors: dict[int, HangDetector] = {}
         self._meters: dict[int, procfs.CpuMeter] = {}
@@ -213,11 +215,20 @@ class WorkerMonitor:
                 self._late_variables.add_report(
                     report.rank, report.late, self._clock.monotonic(), len(self._group.ranks)
                 )
+            elif report.plan:
+                self._send_plan(report)
             elif self._is_from_worker(report):
                 self._last_reports[report.rank] = report
                 self._changed_ranks.add(report.rank)
                 if report.saved is not None:
                     self._saved_steps[report.rank] = report.saved
+
+    def _send_plan(self, report: WorkerReport) -> None:
+        """Send what rank 0 says about its run, MAX_PLANS times in a generation."""
+        if report.rank or self._plan_count >= MAX_PLANS or not self._is_from_worker(report):
+            return
+        self._plan_count += 1
+        self._send_message(Progress(report.generation, plan=report.plan))
 
     def _print_late_variables(self) -> None:
         line = self._late_variables.take_line()

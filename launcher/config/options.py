@@ -120,6 +120,7 @@ OTHER_VARIABLES = (
     "PDRUN_AGREED_STEP",
     "PDRUN_AGENT",
     "PDRUN_INTERFACES",
+    "PDRUN_PEAK_FLOPS",
 )
 """
 Variables of pdrun without an option: the token, those of a dynamic cluster, those of workers.

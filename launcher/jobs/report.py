@@ -15,6 +15,7 @@ from pdrun.errors import EXIT_OK, UsageError
 from pdrun.launcher.jobs.lookup import find_newest_job, print_note
 from pdrun.launcher.jobs.registry import JobRecord, list_jobs
 from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
+from pdrun.ui.report.communication import read_summary
 from pdrun.ui.report.history import JobHistory, read_history
 from pdrun.ui.report.page import LogTail, render_page
 
@@ -43,7 +44,8 @@ def write_report(name: str | None, out: str) -> int:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot be read: {reason}", where=str(events)) from None
-    page = render_page(history, list(read_tails(history, folder, log_name)))
+    tails = list(read_tails(history, folder, log_name))
+    page = render_page(history, tails, read_summary(folder))
     if out == "-":
         sys.stdout.write(page)
         return EXIT_OK

@@ -109,6 +109,9 @@ LAUNCHER_PREFIXES = (
 )
 """Name prefixes of the variables that are removed."""
 
+WORKERS_OWN = frozenset({"PDRUN_PEAK_FLOPS"})
+"""Names of variables of pdrun that workers read."""
+
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
@@ -116,6 +119,8 @@ def is_launcher_variable(name: str) -> bool:
     """
     Return whether a variable belongs to another launcher's workers or is an option of pdrun.
     """
+    if name in WORKERS_OWN:
+        return False
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 

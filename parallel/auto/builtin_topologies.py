@@ -5,6 +5,8 @@ replaces them.
 
 from __future__ import annotations
 
+import re
+
 from pdrun.errors import ConfigError
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
 
@@ -17,14 +19,55 @@ MEMORY_SHARE = 0.75
 LAUNCH_SECONDS = 3e-6
 
 
+DEVICE_PEAKS: dict[str, dict[str, float]] = {
+    "V100": {"fp16": 1.25e14, "fp32": 1.57e13},
+    "T4": {"fp16": 6.5e13, "fp32": 8.1e12},
+    "A10": {"bf16": 1.25e14, "fp16": 1.25e14, "tf32": 6.25e13, "fp32": 3.12e13},
+    "A30": {"bf16": 1.65e14, "fp16": 1.65e14, "tf32": 8.2e13, "fp32": 1.03e13},
+    "A40": {"bf16": 1.497e14, "fp16": 1.497e14, "tf32": 7.48e13, "fp32": 3.74e13},
+    "A100": {"bf16": 3.12e14, "fp16": 3.12e14, "tf32": 1.56e14, "fp32": 1.95e13},
+    "L4": {"bf16": 1.21e14, "fp16": 1.21e14, "tf32": 6.0e13, "fp32": 3.03e13},
+    "L40S": {"bf16": 3.62e14, "fp16": 3.62e14, "tf32": 1.83e14, "fp32": 9.16e13},
+    "H20": {"bf16": 1.48e14, "fp16": 1.48e14, "tf32": 7.4e13, "fp32": 4.4e13},
+    "H100": {"bf16": 9.89e14, "fp16": 9.89e14, "tf32": 4.95e14, "fp32": 6.7e13},
+    "H100 PCIe": {"bf16": 7.56e14, "fp16": 7.56e14, "tf32": 3.78e14, "fp32": 5.1e13},
+    "H100 NVL": {"bf16": 8.35e14, "fp16": 8.35e14, "tf32": 4.18e14, "fp32": 6.0e13},
+    "H200": {"bf16": 9.89e14, "fp16": 9.89e14, "tf32": 4.95e14, "fp32": 6.7e13},
+    "B200": {"bf16": 2.25e15, "fp16": 2.25e15, "tf32": 1.1e15, "fp32": 8.0e13},
+    "RTX 3090": {"bf16": 7.1e13, "fp16": 7.1e13, "tf32": 3.56e13, "fp32": 3.56e13},
+    "RTX 4090": {"bf16": 1.652e14, "fp16": 1.652e14, "tf32": 8.26e13, "fp32": 8.26e13},
+    "MI250X": {"bf16": 1.915e14, "fp16": 1.915e14, "fp32": 4.79e13},
+    "MI300X": {"bf16": 1.307e15, "fp16": 1.307e15, "tf32": 6.537e14, "fp32": 1.634e14},
+    "Ascend910B": {"bf16": 3.2e14, "fp16": 3.2e14, "tf32": 7.5e13, "fp32": 7.5e13},
+}
+"""
+FLOP per second of dense products by a part of torch's name of the device, from data sheets: fp32
+sums, without sparsity. Of the MI250X one of its two devices; of GeForce and T4 at boost clock.
+"""
+
+
+def find_device_peaks(device_name: str) -> tuple[str, dict[str, float]] | None:
+    """Return the entry of `DEVICE_PEAKS` for torch's name of a device: the longest that fits."""
+    fitting = [
+        name
+        for name in DEVICE_PEAKS
+        if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?!0)", device_name, re.IGNORECASE)
+    ]
+    if not fitting:
+        return None
+    name = max(fitting, key=len)
+    return name, DEVICE_PEAKS[name]
+
+
 def _make_accelerator(
-    name: str, memory_gib: int, memory_rate: float, narrow: float, wide: float, links: float
+    name: str, device_name: str, memory_gib: int, memory_rate: float, links: float
 ) -> Topology:
     """Return nodes of eight accelerators on a network of 400 Gbit/s per device."""
+    peaks = DEVICE_PEAKS[device_name]
     kinds = {
-        "bf16": ComputeRate(narrow, GPU_PRODUCTS),
-        "fp16": ComputeRate(narrow, GPU_PRODUCTS),
-        "fp32": ComputeRate(wide, GPU_PRODUCTS),
+        "bf16": ComputeRate(peaks["bf16"], GPU_PRODUCTS),
+        "fp16": ComputeRate(peaks["fp16"], GPU_PRODUCTS),
+        "fp32": ComputeRate(peaks["tf32"], GPU_PRODUCTS),
     }
     device = DeviceRates(
         memory_gib * GIB, USABLE_SHARE, memory_rate * MEMORY_SHARE, LAUNCH_SECONDS, kinds
@@ -44,10 +87,10 @@ BUILTIN_TOPOLOGIES: dict[str, Topology] = {
     topology.name: topology
     for topology in (
         _make_cpu(),
-        _make_accelerator("a100x8", 80, 2.0e12, 3.12e14, 1.56e14, 2.4e11),
-        _make_accelerator("h100x8", 80, 3.35e12, 9.89e14, 4.95e14, 3.3e11),
-        _make_accelerator("h200x8", 141, 4.8e12, 9.89e14, 4.95e14, 3.3e11),
-        _make_accelerator("910bx8", 64, 1.6e12, 3.2e14, 7.5e13, 1.5e11),
+        _make_accelerator("a100x8", "A100", 80, 2.0e12, 2.4e11),
+        _make_accelerator("h100x8", "H100", 80, 3.35e12, 3.3e11),
+        _make_accelerator("h200x8", "H200", 141, 4.8e12, 3.3e11),
+        _make_accelerator("910bx8", "Ascend910B", 64, 1.6e12, 1.5e11),
     )
 }
 DEVICE_NAMES = {"H200": "h200x8", "H100": "h100x8", "A100": "a100x8", "Ascend910B": "910bx8"}

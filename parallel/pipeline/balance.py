@@ -20,7 +20,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.training.loss import call_model
 
 API_NAME = "pdrun.Pipeline"
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The attention kernel of the CPU, for which torch counts no operations."""
 
 
@@ -76,7 +76,8 @@ def _check_counts(count: int, parts: int) -> None:
 # ---- operations of a unit ----------------------------------------------------
 
 
-def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+def count_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    """Return the operations of `CPU_ATTENTION`, forward."""
     return int(sdpa_flop_count(query, key, value))
 
 
@@ -119,7 +120,7 @@ def count_flops(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str
             lambda leaf: fake.from_tensor(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf,
             sample,
         )
-        counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _count_attention})
+        counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: count_attention})
         try:
             with counter, torch.no_grad():
                 functional_call(caller, state, (batch,))

@@ -29,7 +29,7 @@ def describe_pipeline(schedule: PipelineSchedule, cut: StageSplit) -> str:
         f"  at most {max(validate_schedule(schedule).live)} activations of a stage live on a rank",
     ]
     for stage, place in enumerate(schedule.stage_ranks):
-        names = _shorten_names(cut.modules_of(stage))
+        names = shorten_names(cut.modules_of(stage))
         lines.append(f"  stage {stage} on rank {place}, {cut.cost_shares[stage]:6.1%}: {names}")
     for name, stages in cut.loose_weights.items():
         word = "stage" if len(stages) == 1 else "stages"
@@ -42,7 +42,7 @@ def describe_pipeline(schedule: PipelineSchedule, cut: StageSplit) -> str:
     return "\n".join(lines)
 
 
-def _shorten_names(names: list[str]) -> str:
+def shorten_names(names: list[str]) -> str:
     """Return names with runs of numbered ones written as ``blocks.0 to blocks.3``."""
     found: list[list[str]] = []
     for name in names:

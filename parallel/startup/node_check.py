@@ -57,14 +57,18 @@ def main() -> None:
     """Check, and print the result on rank 0."""
     parser = argparse.ArgumentParser(prog="pdrun doctor")
     parser.add_argument("--files", default="")
-    files = [name for name in parser.parse_args().files.split(",") if name]
+    parser.add_argument("--log-dir", default="")
+    options = parser.parse_args()
+    files = [name for name in options.files.split(",") if name]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = StepStore(world)
     with socket.create_server(("", 0), family=socket.AF_INET) as server:
         facts = gather_facts(server.getsockname()[1], files)
         nodes = store.exchange("facts", rank, facts)
         is_first = all(node["host"] != facts["host"] for node in nodes[:rank])
-        local = _start_local_checks() if is_first else None  # nodes may be simulated on one host
+        local = (
+            _start_local_checks(options.log_dir) if is_first else None
+        )  # nodes may be simulated on one host
         names = store.exchange("names", rank, resolve_names(nodes, rank))
         measured = []
         for turn, partner in enumerate(list_partners(world, rank)):
@@ -131,9 +135,10 @@ def gather_facts(port: int, files: list[str]) -> dict[str, Any]:
     }
 
 
-def _start_local_checks() -> subprocess.Popen[str] | None:
+def _start_local_checks(log_dir: str) -> subprocess.Popen[str] | None:
     """Start the command that checks this host; a tool that hangs must not stop the others."""
     command = [sys.executable, "-m", "pdrun", "doctor", "--json", "--here"]
+    command += ["--log-dir", log_dir] if log_dir else []
     try:
         return subprocess.Popen(
             command,

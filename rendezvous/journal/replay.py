@@ -71,7 +71,7 @@ def _is_status_action(action: Action) -> bool:
     """Whether an action only reports status."""
     match action:
         case SendMessage(_, Waiting() | Notice()) | RecordEvent(
-            "progress" | "suspect" | "usage" | "warning"
+            "plan" | "progress" | "suspect" | "usage" | "warning"
         ):
             return True
     return False

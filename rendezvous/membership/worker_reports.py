@@ -108,8 +108,10 @@ def check_workers(job: Job, now: float) -> None:
 
 
 def _record_progress(job: Job, now: float, *, is_ending: bool = False) -> None:
-    """Record the progress, and what the workers use, if that is due."""
+    """Record plans, and the progress and what the workers use, if that is due."""
     generation = job.generation
+    for facts in generation.progress.take_plans():
+        job.outbox.record_event("plan", generation=generation.number, facts=facts)
     data = generation.progress.take_record(now, is_ending=is_ending)
     if data is not None:
         saved = generation.progress.find_agreed_step(generation.assigns, generation.agreed_step)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdrun.rendezvous.policies.numbers import describe_numbers
-from pdrun.rendezvous.protocol.messages import NodeNumber, Progress
+from pdrun.rendezvous.protocol.messages import NodeNumber, PlanFact, Progress
 
 LAG_STEPS = 2
 LAG_SECONDS = 10.0
@@ -20,6 +20,9 @@ LOOK_SECONDS = 2.0
 WARN_SECONDS = 60.0
 RECORD_SECONDS = 5.0
 USAGE_SECONDS = 30.0
+MAX_PLANS = 8
+"""Messages about a plan that are recorded in a generation; a script may make many runs."""
+MAX_PLAN_CHARS = 32_000
 FIRST_USAGE_SECONDS = 1.0
 """Time from the first sample of a generation to its record: other nodes send theirs meanwhile."""
 
@@ -52,6 +55,9 @@ class ProgressTracker:
         self._usage: dict[str, tuple[NodeNumber, ...]] = {}
         """agent -> what its workers and its host use."""
         self._has_usage_news = False
+        self._plans: list[tuple[PlanFact, ...]] = []
+        """Not recorded yet."""
+        self._plan_count = 0
         self._usage_at: float | None = None
         self._total = 0
         self._look_at = now + LOOK_SECONDS
@@ -68,6 +74,12 @@ class ProgressTracker:
         if message.usage:
             self._usage[agent] = message.usage
             self._has_usage_news = True
+            return False
+        if message.plan:
+            size = sum(len(one.name + one.value + one.source) for one in message.plan)
+            if self._plan_count < MAX_PLANS and size <= MAX_PLAN_CHARS:
+                self._plan_count += 1
+                self._plans.append(message.plan)
             return False
         first = not self.has_reports
         self.has_reports = True
@@ -141,6 +153,11 @@ class ProgressTracker:
         self._has_usage_news = False
         self._usage_at = now + USAGE_SECONDS
         return {"values": describe_numbers(self._usage.values())}
+
+    def take_plans(self) -> list[list[list[str]]]:
+        """Return what ``plan`` events that are due say: lists of [name, value, source]."""
+        plans, self._plans = self._plans, []
+        return [[[one.name, one.value, one.source] for one in plan] for plan in plans]
 
     def find_stragglers(self, now: float) -> list[tuple[int, str]]:
         """

@@ -70,7 +70,7 @@ class Agent:
         found = []
         while True:
             try:
-                found.append(json.loads(self.socket.recv(4096)))
+                found.append(json.loads(self.socket.recv(MAX_DATAGRAM_BYTES)))
             except BlockingIOError:
                 return found
 
@@ -251,6 +251,40 @@ def test_a_run_samples_its_steps(agent: Agent) -> None:
     assert 2 <= len(said) <= 4  # one more if the wall clock passed a multiple of 5 s meanwhile
     assert said[-2]["step"] == 1000 and said[-2]["numbers"] == {"loss": None}
     assert said[-1]["step"] == 7 and "sampled" not in said[-1]
+
+
+def test_the_plan_is_said_by_rank_0(agent: Agent) -> None:
+    code = (
+        "facts = [('mesh', 'dp=2', 'default'), ('x', 'y' * 9999, '')]\n"
+        "assert elastic.takes_plan()\n"
+        "elastic.report_plan(facts, (('cells 0', '0F0@0+1', ''),))\n"
+        "elastic.report_plan(facts[:1], (('cells 0', 'z' * 99999, ''),))\n"
+        "elastic.report_plan([('n', 'v' * 300, '')] * 999)"
+    )
+    status, _, err = agent.run(code, RANK="0")
+    assert status == 0, err
+    first, second, third = agent.heard()
+    assert first["plan"][0] == ["mesh", "dp=2", "default"] and first["plan"][2][0] == "cells 0"
+    assert len(first["plan"][1][1]) == elastic.MAX_FACT_CHARACTERS
+    assert second["plan"] == [["mesh", "dp=2", "default"]], "cells that do not fit are left out"
+    assert 50 < len(third["plan"]) < 256 and len(json.dumps(third)) < MAX_DATAGRAM_BYTES
+    assert agent.run("assert not elastic.takes_plan()\nelastic.report_plan([])")[0] == 0
+    assert agent.heard() == [], "rank 3 says nothing"
+
+
+def test_flops_become_a_share_of_the_peak(agent: Agent) -> None:
+    code = (
+        "now = [100.0]\ntime.monotonic = lambda: now[0]\n"
+        "for step in range(31):\n pdrun.progress(step, flops=2e12, loss=1)\n now[0] += 0.5"
+    )
+    assert agent.run(code, PDRUN_PEAK_FLOPS="4e12")[0] == 0
+    said = agent.heard()[-1]["numbers"]
+    assert said == {"loss": 1, "mfu": 0.25}, "2 steps a second of 2e12, on 4 devices of 4e12"
+    assert agent.run(code, PDRUN_PEAK_FLOPS="")[0] == 0
+    assert agent.heard()[-1]["numbers"] == {"loss": 1}, "a CPU has no known peak"
+    status, _, err = agent.run("pdrun.progress(1, flops=-1)")
+    assert status == 1 and "flops must be a number" in err
+    assert agent.run(code, PDRUN_PEAK_FLOPS="fast")[2].count("PDRUN_PEAK_FLOPS") <= 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pdrun.ui.report.history import HistoryReader
 from pdrun.ui.report.numbers import read_rows
 from pdrun.ui.report.page import render_page
 from pdrun.ui.report.plot import collect_curves, render_plot
+from pdrun.ui.status import format_plain
 from pdrun.ui.top.model import TopModel
 from tests.ui.report.test_history import LOG, line
 
@@ -19,6 +20,7 @@ HOSTILE = (
     line("joined", 2.0, node=NAME, workers=1),
     line("assigned", 3.0, generation=0, restarts=0, nodes=[[NAME, 0, 1]]),
     line("started", 3.5, generation=0),
+    line("plan", 3.6, generation=0, facts=[[NAME, NAME, NAME], ["cells 0", NAME, ""]]),
     line("progress", 4.0, step=1, most=1, total=9, values={NAME: [1.0, 1.0, 1.0, 0, 0]}),
     line("warning", 5.0, text=f"rank 0 on {NAME} needs 1 s per step, the others 0.1 s"),
     line("exited", 6.0, generation=0, rank=0, node=NAME, code=1, how="failed", cause=NAME),
@@ -38,7 +40,7 @@ def check_screens(path: Path, text: str) -> None:
     cells = [cell for node in model.nodes() for cell in model.format_node(node)]
     cells += [cell for one in model.ranks() for cell in model.format_rank(one)]
     cells += [cell for row in model.curve_rows(20) for cell in row]
-    cells += [*model.messages(), *model.head(1e9, 80)]
+    cells += [*model.messages(), *model.head(1e9, 80), *format_plain([status], 1e9)]
     assert all(cell.isprintable() for cell in cells)
     picture = render_plot({status.run: collect_curves([*rows, *rows])})
     page = render_page(HistoryReader().read(text.splitlines()))

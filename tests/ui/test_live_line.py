@@ -87,3 +87,12 @@ def test_it_fits_and_hostile_names_are_harmless(width: int, name: str) -> None:
         assert text and text.isprintable() and text_width(text) <= width
         if status.step > 0:
             assert text.startswith("step 1,000,000,000,0")
+
+
+def test_the_use_of_the_devices_is_behind_the_loss() -> None:
+    values = dict.fromkeys(("a", "b", "loss", "mfu"), (0.4123, 0, -1))
+    text = LiveLine().format(JobStatus(state="running", step=3, values=values), 1.0, 200)
+    assert "loss 0.4123  MFU 41.2 %  a 0.4123" in text
+    values["mfu"] = (41.23, 0, -1)
+    text = LiveLine().format(JobStatus(state="running", step=3, values=values), 1.0, 200)
+    assert "mfu 41.23" in text, "a number of the script, in its own unit"

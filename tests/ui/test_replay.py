@@ -56,6 +56,12 @@ EVENTS = st.one_of(
     ),
     st.builds(
         line,
+        st.just("plan"),
+        generation=SMALL,
+        facts=st.lists(st.lists(st.sampled_from("ab"), min_size=2, max_size=3), max_size=3),
+    ),
+    st.builds(
+        line,
         st.just("usage"),
         values=st.dictionaries(
             st.sampled_from(["cpu_percent", "memory_bytes"]),

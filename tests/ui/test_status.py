@@ -237,3 +237,21 @@ def test_ctrl_c_ends_following() -> None:
         raise KeyboardInterrupt
 
     assert live.follow_status(interrupted, out=io.StringIO()) == 130
+
+
+def test_the_plan_of_a_run_with_its_sources() -> None:
+    plan = {
+        "mesh": ("mesh(dp=2)", "default"),
+        "clip": ("1.0\x1b[2J", "argument clip="),
+        "slices": ("2", ""),
+        "cells 0": ("0F0@0+1", ""),
+    }
+    found = status.format_plain([JobStatus(plan=plan)], 0.0)
+    assert "plan      mesh: mesh(dp=2) (default)" in found
+    assert "plan      slices: 2" in found
+    assert any("clip: 1.0\\x1b[2J (argument clip=)" in line for line in found)
+    assert not any("0F0@" in line for line in found), "of the picture"
+    many = JobStatus(plan={f"n{i}": ("x" * 999, "") for i in range(99)})
+    lines = [line for line in status.format_plain([many], 0.0) if line.startswith("plan")]
+    assert len(lines) == status.MAX_LISTED_PLAN + 1 and max(map(len, lines)) < 220
+    assert lines[-1] == "plan      75 more in pdrun report"

@@ -7,12 +7,20 @@ No script, no external reference; a Content-Security-Policy says so to the brows
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from pdrun.text import plural
+from pdrun.ui.report.communication import TraceSummary, render_communication
 from pdrun.ui.report.history import GenerationSpan, JobHistory
 from pdrun.ui.report.origin import render_differences, render_origin
+from pdrun.ui.report.pipeline import (
+    CELLS_PREFIX,
+    PIPELINE_STYLE,
+    idle_share,
+    parse_cells,
+    render_pipeline,
+)
 from pdrun.ui.report.svg import (
     MAX_ROWS,
     format_seconds,
@@ -24,29 +32,48 @@ from pdrun.ui.report.text import clean_block, clean_line, render_table
 from pdrun.ui.usage import format_use
 
 MAX_SLOW_RANKS = 10
+_TITLES = {"mfu": "MFU: use of the devices, %"}
+_EXPLANATIONS = {
+    "mfu": "FLOPs of the model in a step, without recomputation, over the seconds of a step times "
+    "the peak of all devices."
+}
 MAX_GENERATIONS = 100
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { padding: .7rem 1rem; border-left: .4rem solid #6b7280; background: #f3f4f6; }
-.verdict.done { border-color: #15803d; } .verdict.failed { border-color: #b91c1c; }
-pre { background: #f3f4f6; padding: .7rem 1rem; overflow-x: auto; font-size: 12.5px; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1rem .15rem 0;
-  vertical-align: top; } td:not(:last-child) { white-space: nowrap; }
-th { color: #4b5563; font-weight: 600; }
-svg { max-width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-svg text { fill: #4b5563; } svg .name { text-anchor: end; dominant-baseline: middle; }
-svg .grid { stroke: #e5e7eb; } svg .g0 { fill: #60a5fa; } svg .g1 { fill: #2563eb; }
-svg .silent { fill: #f59e0b; } svg .lost { fill: #b91c1c; } svg .left { fill: #9ca3af; }
-svg .failure { fill: #b91c1c; stroke: #fff; }
-svg polyline { fill: none; stroke-width: 1.5; } svg .step { stroke: #2563eb; }
-svg .most { stroke: #9ca3af; }
-.key { color: #4b5563; font-size: 13px; }
-@media (prefers-color-scheme: dark) { body { background: #111827; color: #e5e7eb; }
-  .verdict, pre { background: #1f2937; } svg .grid { stroke: #374151; }
-  svg text, th, .key { fill: #9ca3af; color: #9ca3af; } }
+:root { --text: #1c2430; --soft: #5b6573; --line: #e5e7eb; --back: #fff; --panel: #f5f6f8;
+  --blue: #2563eb; --light: #60a5fa; --grey: #9ca3af; --red: #b91c1c; --green: #15803d;
+  --amber: #f59e0b; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --text: #e5e7eb; --soft: #a3adba; --line: #374151;
+  --back: #111827; --panel: #1f2937; --blue: #60a5fa; --light: #93c5fd; --grey: #6b7280;
+  --red: #f87171; --green: #4ade80; --amber: #fbbf24; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
+  max-width: 64rem; margin: 2rem auto 4rem; padding: 0 1.2rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin: 0 0 .6rem; }
+h2 { font-size: 1.1rem; margin: 2.4rem 0 .6rem; padding-bottom: .25rem;
+  border-bottom: 1px solid var(--line); }
+.verdict { margin: .6rem 0; padding: .7rem 1rem; border-left: .4rem solid var(--grey);
+  background: var(--panel); }
+.verdict.done { border-color: var(--green); } .verdict.failed { border-color: var(--red); }
+pre { background: var(--panel); padding: .7rem 1rem; overflow-x: auto; font-size: 12.5px;
+  line-height: 1.45; overflow-wrap: normal; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: .25rem 1.4rem .25rem 0; vertical-align: top; }
+tr + tr > * { border-top: 1px solid var(--line); }
+td { min-width: 4rem; } th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td:first-child { white-space: nowrap; } td:last-child:not(:nth-child(-n+2)) { min-width: 11rem; }
+svg { display: block; max-width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg text { fill: var(--soft); } svg .name { text-anchor: end; dominant-baseline: middle; }
+svg .grid { stroke: var(--line); } svg .g0 { fill: var(--light); } svg .g1 { fill: var(--blue); }
+svg .silent { fill: var(--amber); } svg .lost { fill: var(--red); } svg .left { fill: var(--grey); }
+svg .failure { fill: var(--red); stroke: var(--back); }
+svg polyline { fill: none; stroke-width: 1.5; } svg .step { stroke: var(--blue); }
+svg .most { stroke: var(--grey); }
+.key { color: var(--soft); font-size: 13px; margin: .3rem 0 0; }
+@media (max-width: 40rem) { body { margin-top: 1rem; padding: 0 .8rem; }
+  td, th { padding-right: .8rem; } .chart { overflow-x: auto; } .chart svg { min-width: 40rem; } }
+@media print { body { max-width: none; margin: 0; } }
 """
 
 
@@ -60,25 +87,30 @@ class LogTail:
     text: str
 
 
-def render_page(history: JobHistory, tails: Sequence[LogTail] = ()) -> str:
+def render_page(
+    history: JobHistory, tails: Sequence[LogTail] = (), trace: TraceSummary | None = None
+) -> str:
     """
     Return the report as HTML.
 
     Args:
         history: what `read_history` returned.
         tails: last lines of the failed workers' logs.
+        trace: what a trace of the job says about communication.
     """
     title = clean_line(f"{history.job or 'job'} {history.run}")
     sections = [
         *_render_head(history),
         *render_differences(history),
         *_render_cause(history, tails),
+        *_render_texts("Hangs", history.hangs),
         *_render_timeline_section(history),
         *_render_progress(history),
         *_render_values(history),
         *_render_usage(history),
+        *render_communication(trace),
+        *_render_plan(history),
         *_render_generations(history.generations),
-        *_render_texts("Hangs", history.hangs),
         *_render_texts("Warnings", history.warnings),
         *render_origin(history),
     ]
@@ -87,7 +119,7 @@ def render_page(history: JobHistory, tails: Sequence[LogTail] = ()) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n"
+        f"<title>{title}</title>\n<style>{_STYLE}{PIPELINE_STYLE}</style>\n</head>\n<body>\n{body}\n"
         "</body>\n</html>\n"
     )
 
@@ -209,11 +241,15 @@ def _render_values(history: JobHistory) -> Iterator[str]:
             f"after {after}, at step {step:,}</p>"
         )
     for name, points in sorted(history.values.items()):
+        if name == "mfu":
+            points = [
+                replace(one, mean=None if one.mean is None else 100 * one.mean) for one in points
+            ]
         curve = render_values(points, history.begin, history.end)
         if curve:
-            yield f"<h2>{clean_line(name)}</h2>"
+            yield f"<h2>{clean_line(_TITLES.get(name, name))}</h2>"
             yield curve
-            yield '<p class="key">Mean over all workers.</p>'
+            yield f'<p class="key">{_EXPLANATIONS.get(name, "Mean over all workers.")}</p>'
 
 
 def _render_usage(history: JobHistory) -> Iterator[str]:
@@ -230,6 +266,27 @@ def _render_usage(history: JobHistory) -> Iterator[str]:
         yield render_table(("", "mean", "most", "of"), rows)
         text = "A sample each 15 s, on record each 30 s: shorter peaks are not seen. Values of a "
         yield f'<p class="key">{text}host have the first rank of its node.</p>'
+
+
+def _render_plan(history: JobHistory) -> Iterator[str]:
+    """Yield what the run does and where each value came from, and the picture of a pipeline."""
+    cells = parse_cells({name: value for name, (value, _) in history.plan.items()})
+    if picture := render_pipeline(cells):
+        yield "<h2>Pipeline</h2>"
+        yield picture
+        yield (
+            f'<p class="key">One step, by the schedule: blue forward, green backward, grey idle: '
+            f"{idle_share(cells):.1%} of the ranks' time. A backward counts as two forwards, a "
+            "stage by its share of the cost. Numbers are micro-batches.</p>"
+        )
+    rows = [
+        (name, value, source)
+        for name, (value, source) in history.plan.items()
+        if not name.startswith(CELLS_PREFIX)
+    ]
+    if rows:
+        yield "<h2>Plan of the run</h2>"
+        yield render_table(("", "value", "from"), rows)
 
 
 def _step_rate(history: JobHistory) -> str:

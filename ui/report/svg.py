@@ -14,7 +14,7 @@ from pdrun.ui.report.history import Interval, JobHistory, ProgressPoint, ValuePo
 from pdrun.ui.report.text import clean_line
 
 WIDTH = 960
-LEFT = 150
+LEFT = 120
 """Pixels of the names left of a picture."""
 ROW = 18
 CURVE_HEIGHT = 220
@@ -41,11 +41,11 @@ class TimeAxis:
         span = max(self.end - self.begin, 1e-3)
         for index in range(_TICKS + 1):
             when = self.begin + span * index / _TICKS
-            x = _number(self.place(when))
-            yield f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{_number(height)}"/>'
+            x = format_number(self.place(when))
+            yield f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{format_number(height)}"/>'
             label = format_seconds(span * index / _TICKS)
             anchor = "end" if index == _TICKS else "start" if index == 0 else "middle"
-            y = _number(height + 14)
+            y = format_number(height + 14)
             yield f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>'
 
 
@@ -73,7 +73,7 @@ def render_timeline(history: JobHistory) -> str:
     height = len(names) * ROW
     parts = list(axis.render(height))
     for name, index in rows.items():
-        label = f'<text class="name" x="{LEFT - 6}" y="{_number(index * ROW + ROW / 2)}">'
+        label = f'<text class="name" x="{LEFT - 6}" y="{format_number(index * ROW + ROW / 2)}">'
         parts.append(f"{label}{clean_line(name[:60])}</text>")
     for generation in history.generations:
         begin = generation.started_at or generation.assigned_at
@@ -92,10 +92,10 @@ def render_timeline(history: JobHistory) -> str:
             x, y = axis.place(failure.time), rows[failure.node] * ROW + ROW / 2
             title = f"rank {failure.rank} failed: exit code {failure.code}"
             parts.append(
-                f'<circle class="failure" cx="{_number(x)}" cy="{_number(y)}" r="4">'
+                f'<circle class="failure" cx="{format_number(x)}" cy="{format_number(y)}" r="4">'
                 f"<title>{clean_line(title)}</title></circle>"
             )
-    return _picture(parts, height + 20)
+    return make_picture(parts, height + 20)
 
 
 def choose_rows(history: JobHistory) -> list[str]:
@@ -127,7 +127,7 @@ def render_curve(points: Sequence[ProgressPoint], begin: float, end: float) -> s
 
     parts = list(axis.render(CURVE_HEIGHT))
     for step in sorted({low, low + span // 2, high}):
-        y = _number(y_of(step))
+        y = format_number(y_of(step))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="name" x="{LEFT - 6}" y="{y}">{step:,}</text>')
     for style, values in (
@@ -135,9 +135,11 @@ def render_curve(points: Sequence[ProgressPoint], begin: float, end: float) -> s
         ("step", [(p.time, p.step) for p in points]),
     ):
         for part in split_at_falls(values):
-            line = " ".join(f"{_number(axis.place(when))},{_number(y_of(n))}" for when, n in part)
+            line = " ".join(
+                f"{format_number(axis.place(when))},{format_number(y_of(n))}" for when, n in part
+            )
             parts.append(f'<polyline class="{style}" points="{line}"/>')
-    return _picture(parts, CURVE_HEIGHT + 20)
+    return make_picture(parts, CURVE_HEIGHT + 20)
 
 
 def render_values(points: Sequence[ValuePoint], begin: float, end: float) -> str:
@@ -154,12 +156,14 @@ def render_values(points: Sequence[ValuePoint], begin: float, end: float) -> str
 
     parts = list(axis.render(CURVE_HEIGHT))
     for value in sorted({low, (low + high) / 2, high}):
-        y = _number(y_of(value))
+        y = format_number(y_of(value))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="name" x="{LEFT - 6}" y="{y}">{value:.4g}</text>')
-    line = " ".join(f"{_number(axis.place(when))},{_number(y_of(value))}" for when, value in known)
+    line = " ".join(
+        f"{format_number(axis.place(when))},{format_number(y_of(value))}" for when, value in known
+    )
     parts.append(f'<polyline class="step" points="{line}"/>')
-    return _picture(parts, CURVE_HEIGHT + 20)
+    return make_picture(parts, CURVE_HEIGHT + 20)
 
 
 def split_at_falls(values: Sequence[tuple[float, int]]) -> list[list[tuple[float, int]]]:
@@ -181,17 +185,19 @@ def _bar(axis: TimeAxis, row: int, begin: float, end: float, style: str, title: 
     x = axis.place(begin)
     width = max(axis.place(end) - x, 1.0)
     return (
-        f'<rect class="{style}" x="{_number(x)}" y="{row * ROW + 3}" width="{_number(width)}" '
-        f'height="{ROW - 6}"><title>{clean_line(title)}</title></rect>'
+        f'<rect class="{style}" x="{format_number(x)}" y="{row * ROW + 3}" '
+        f'width="{format_number(width)}" height="{ROW - 6}">'
+        f"<title>{clean_line(title)}</title></rect>"
     )
 
 
-def _picture(parts: Iterable[str], height: float) -> str:
+def make_picture(parts: Iterable[str], height: float) -> str:
+    """Return a picture of the page's width; its style is that of the page."""
     body = "\n".join(parts)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {_number(height)}" width="{WIDTH}" role="img">\n{body}\n</svg>'
-    )
+    size = f'viewBox="0 0 {WIDTH} {format_number(height)}" width="{WIDTH}"'
+    return f'<div class="chart"><svg {size} role="img">\n{body}\n</svg></div>'
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
+    """Return a coordinate: a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")

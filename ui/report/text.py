@@ -37,7 +37,7 @@ def clean_block(text: object) -> str:
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; without a head, the first cell of each row is one."""
-    lines = ["<table>"]
+    lines = ['<div class="table"><table>']
     if head:
         lines.append("<tr>" + "".join(f"<th>{clean_line(cell)}</th>" for cell in head) + "</tr>")
     for row in rows:
@@ -45,4 +45,4 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         cells = "".join(f"<td>{clean_line(cell)}</td>" for cell in rest)
         tag = "td" if head else "th"
         lines.append(f"<tr><{tag}>{clean_line(first)}</{tag}>{cells}</tr>")
-    return "\n".join([*lines, "</table>"])
+    return "\n".join([*lines, "</table></div>"])

@@ -79,6 +79,12 @@ def doctor_command() -> click.Command:
             click.Option(
                 ["--files"], metavar="FILES", default="", help="Must be equal on all nodes."
             ),
+            click.Option(
+                ["--log-dir"],
+                metavar="DIR",
+                default="",
+                help="Folder of a job's logs; default: ./pdrun-logs.",
+            ),
             click.Option(["--here"], is_flag=True, hidden=True),
             click.Option(["--calibrate"], is_flag=True, help="Measure a topology instead."),
             click.Option(
@@ -101,7 +107,14 @@ def _complete_checks(ctx: click.Context, param: click.Parameter, incomplete: str
 
 
 def diagnose(
-    words: Sequence[str], *, json: bool, only: str, strict: bool, files: str, here: bool
+    words: Sequence[str],
+    *,
+    json: bool,
+    only: str,
+    strict: bool,
+    files: str,
+    log_dir: str,
+    here: bool,
 ) -> int:
     """Check this machine or nodes, print the findings, and return the exit code."""
     from pdrun.launcher.doctor import runner
@@ -109,12 +122,13 @@ def diagnose(
     names = runner.parse_check_names(only)
     begin = time.monotonic()
     if (words or files) and not here:
-        found = check_nodes(words, files)
+        found = check_nodes(words, files, log_dir)
         if found is None:
             return 0
         found = [one for one in found if not names or one.check in names]
     else:
-        found = runner.run_checks(runner.make_environment(), names)
+        folder = {"PDRUN_LOG_DIR": log_dir} if log_dir else {}
+        found = runner.run_checks(runner.make_environment({**os.environ, **folder}), names)
     seconds = time.monotonic() - begin
     if json:
         click.echo(encode_findings(found, seconds))
@@ -124,7 +138,7 @@ def diagnose(
     return choose_exit_code(found, is_strict=strict)
 
 
-def check_nodes(words: Sequence[str], files: str) -> list[Finding] | None:
+def check_nodes(words: Sequence[str], files: str, log_dir: str = "") -> list[Finding] | None:
     """
     Return what the nodes of a job have found, each itself and between each other.
 
@@ -133,12 +147,14 @@ def check_nodes(words: Sequence[str], files: str) -> list[Finding] | None:
     Args:
         words: options of ``pdrun run`` that start the nodes.
         files: paths that must be equal on all nodes, separated by commas.
+        log_dir: folder of logs whose disk each node checks; empty: the usual one.
     """
     command = [sys.executable, "-m", "pdrun", "run", "--no-files", "--prefix", "none"]
     command += ["--show-ranks", "0", "--screen", "none", "--devices", "1", "--backend", "cpu"]
     if not any(word.startswith("--start-timeout") for word in words):
         command += ["--start-timeout", START_TIMEOUT]
     command += [*words, "-m", NODE_MODULE, *(["--files", files] if files else [])]
+    command += ["--log-dir", log_dir] if log_dir else []
     # files, not pipes: a process that keeps one open must not keep this one waiting
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         code = _run_bounded(command, out, err)

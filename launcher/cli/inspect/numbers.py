@@ -18,9 +18,11 @@ def _complete_kinds(ctx: click.Context, param: click.Parameter, incomplete: str)
 def plot_command() -> click.Command:
     """Return ``pdrun plot``."""
 
-    def plot(jobs: tuple[str, ...], output: str, values: str) -> int:
+    def plot(jobs: tuple[str, ...], output: str, values: str, pipeline: bool) -> int:
         from pdrun.launcher.jobs.views import numbers
 
+        if pipeline:
+            return numbers.write_pipeline(jobs, output, values)
         names = [name.strip() for name in values.split(",") if name.strip()]
         return numbers.write_plot(jobs, output, names)
 
@@ -43,6 +45,11 @@ def plot_command() -> click.Command:
             ),
             click.Option(
                 ["--values"], metavar="NAMES", default="", help="loss,lr; default: all numbers."
+            ),
+            click.Option(
+                ["--pipeline"],
+                is_flag=True,
+                help="Draw the order of forwards and backwards of a pipeline's stages instead.",
             ),
         ],
         context_settings=dict(CONTEXT_SETTINGS),

@@ -16,7 +16,9 @@ from pdrun.errors import EXIT_OK, ConfigError, UsageError
 from pdrun.launcher.jobs.lookup import print_note
 from pdrun.launcher.jobs.report import find_log
 from pdrun.ui.event_reader import read_log_lines
+from pdrun.ui.report.history import read_history
 from pdrun.ui.report.numbers import StepRow, read_rows
+from pdrun.ui.report.pipeline import render_pipeline_file
 from pdrun.ui.report.plot import collect_curves, render_plot
 
 CSV_HEAD = ("time", "generation", "step", "name", "mean", "least", "most", "rank", "bad_rank")
@@ -71,15 +73,50 @@ def write_plot(jobs: Sequence[str], out: str, values: Sequence[str]) -> int:
     picture = render_plot(curves, values)
     if not picture:
         raise UsageError("there is no number with two steps", hint=NO_NUMBERS)
-    path = Path(out or f"{next(iter(curves))}.svg")
+    _write_picture(picture, out, f"{next(iter(curves))}.svg")
+    return EXIT_OK
+
+
+def write_pipeline(jobs: Sequence[str], out: str, values: str) -> int:
+    """
+    Draw one step of the pipeline of a job's run.
+
+    Args:
+        jobs: at most one, as for `find_log`; empty: the newest job.
+        out: as for `write_plot`; default: RUN-pipeline.svg.
+        values: of the command line.
+
+    Raises:
+        UsageError: several jobs, no such job, no pipeline, or the file cannot be written.
+        ConfigError: PNG is asked for, and nothing can make it.
+    """
+    if values or len(jobs) > 1:
+        what = "draws the stages of one job, without --values"
+        raise UsageError(what, where="--pipeline")
+    events, folder, _ = find_log(jobs[0] if jobs else None)
+    try:
+        history = read_history(events)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"cannot be read: {reason}", where=str(events)) from None
+    picture = render_pipeline_file({name: value for name, (value, _) in history.plan.items()})
+    if not picture:
+        hint = "parallelize(mesh=pdrun.mesh(pp=2), pipeline=pdrun.Pipeline(...)) makes one"
+        raise UsageError("the log has no pipeline", where=str(events), hint=hint)
+    _write_picture(picture, out, f"{folder.resolve().name}-pipeline.svg")
+    return EXIT_OK
+
+
+def _write_picture(picture: str, out: str, default: str) -> None:
+    """Write an SVG to stdout, or to a file as SVG or PNG."""
     if out == "-":
         sys.stdout.write(picture)
-        return EXIT_OK
+        return
+    path = Path(out or default)
     data = _make_png(picture) if path.suffix.lower() == ".png" else picture.encode()
     with _explain_errors(path):
         path.write_bytes(data)
     print_note(f"plot written to {path}")
-    return EXIT_OK
 
 
 def _make_png(picture: str) -> bytes:

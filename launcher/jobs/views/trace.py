@@ -34,7 +34,9 @@ from pdrun.launcher.jobs.views.trace_request import (
     await_traces,
     request_traces,
 )
+from pdrun.launcher.jobs.views.trace_summary import CommunicationMeter
 from pdrun.ui.event_reader import EventLogReader
+from pdrun.ui.report.communication import SUMMARY_FILE, RankCommunication, TraceSummary
 
 PIDS_PER_RANK = 1_000
 """Process numbers that one rank's trace gets in the merged file."""
@@ -76,7 +78,7 @@ def write_trace(
         return EXIT_OK
     with request_traces(workers, request):
         answers = await_traces(workers, request)
-        _write_answers(answers, {}, path, timeout)
+        _write_answers(answers, {}, path, timeout, job)
     _print_result(answers, [worker.rank for worker in workers], path, timeout)
     return EXIT_OK
 
@@ -127,7 +129,7 @@ def trace_everywhere(
                     offsets = {
                         rank: clocks.get(node, 0.0) for node in nodes for rank in nodes[node]
                     }
-                    _write_answers(found, offsets, path, request.timeout)
+                    _write_answers(found, offsets, path, request.timeout, job)
             finally:
                 for part in parts:
                     part.kill()  # the threads of the pool end
@@ -189,16 +191,31 @@ def serve_trace_part(run: str) -> int:
 
 
 def _write_answers(
-    answers: TraceAnswers, offsets: Mapping[int, float], path: Path, timeout: float
+    answers: TraceAnswers,
+    offsets: Mapping[int, float],
+    path: Path,
+    timeout: float,
+    job: JobRecord,
 ) -> None:
+    """Write the merged trace, and what it says about communication for the report of the job."""
     if not answers.files:
         raise DeadlineExceeded(_explain_silence(answers.errors, timeout))
     try:
         with path.open("w", encoding="utf-8") as file:
-            merge_traces(answers.files, file, offsets)
+            ranks = merge_traces(answers.files, file, offsets)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot be written: {reason}", where=str(path)) from None
+    if not ranks:
+        return
+    summary = TraceSummary(str(path.resolve()), ranks)
+    print_note(summary.describe())
+    folder = Path(job.log_dir) / job.run
+    if job.events and folder.is_dir():
+        try:
+            (folder / SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
+        except OSError as error:
+            print_note(f"{folder / SUMMARY_FILE} cannot be written: {error.strerror or error}")
 
 
 def _print_result(answers: TraceAnswers, ranks: Sequence[int], path: Path, timeout: float) -> None:
@@ -232,7 +249,7 @@ def _explain_silence(errors: Mapping[int, str], timeout: float) -> str:
 
 def merge_traces(
     traces: Mapping[int, Path], file: TextIO, offsets: Mapping[int, float] | None = None
-) -> None:
+) -> tuple[RankCommunication, ...]:
     """
     Write the traces of ranks as one; one is in memory at a time.
 
@@ -241,9 +258,13 @@ def merge_traces(
         file: where to write.
         offsets: rank -> seconds that its clock is ahead of this host's.
 
+    Returns:
+        the communication in the steps of each rank whose trace has steps.
+
     Raises:
         OSError: the file cannot be written.
     """
+    found = []
     late = {rank: round(1e9 * seconds) for rank, seconds in (offsets or {}).items()}
     bases = {rank: _read_base(path) - late.get(rank, 0) for rank, path in traces.items()}
     begin = min((base for rank, base in bases.items() if base + late.get(rank, 0)), default=0)
@@ -251,10 +272,15 @@ def merge_traces(
     file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
     separator = ""
     for rank, path in sorted(traces.items()):
+        meter = CommunicationMeter()
         for event in _iter_events(rank, _read_trace(path), begin + late.get(rank, 0)):
             file.write(separator + json.dumps(event))
             separator = ",\n"
+            meter.add(event)
+        if (one := meter.read(rank)) is not None:
+            found.append(one)
     file.write("\n]}\n")
+    return tuple(found)
 
 
 def _read_trace(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pdrun.launcher.agent.channel import (
     parse_report,
 )
 from pdrun.launcher.common import agent_folder
+from pdrun.rendezvous.protocol.messages import PlanFact
 from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 SENDER = """
@@ -55,6 +56,8 @@ def test_what_a_worker_says():
     numbers = parse_report(b'{"rank":0,"generation":0,"total":9,"numbers":{"loss":2.5,"g":null}}')
     assert numbers == WorkerReport(0, 0, total=9, numbers={"loss": 2.5, "g": None})
     assert parse_report(b'{"rank":0,"generation":0,"busy":2}') == WorkerReport(0, 0, None, 2.0)
+    plan = parse_report(b'{"rank":0,"generation":0,"plan":[["mesh","dp=2","default"]]}')
+    assert plan == WorkerReport(0, 0, plan=(PlanFact("mesh", "dp=2", "default"),))
 
 
 STRANGE = [
@@ -85,6 +88,10 @@ STRANGE = [
     b"[" * 500,
     b'{"rank":1,"generation":0,"step":9007199254740992}',
     b'{"rank":1,"generation":0}' + b" " * MAX_DATAGRAM_BYTES,
+    b'{"rank":0,"generation":0,"plan":[["a","b"]]}',
+    b'{"rank":0,"generation":0,"plan":[["a","b",1]]}',
+    b'{"rank":0,"generation":0,"plan":{"a":"b"}}',
+    b'{"rank":0,"generation":0,"plan":[' + b",".join([b'["","",""]'] * 257) + b"]}",
     b'{"rank":1,"generation":0,"step":' + b"9" * 400 + b"}",
 ]
 

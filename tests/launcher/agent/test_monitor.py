@@ -22,7 +22,8 @@ from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis import hangs
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
-from pdrun.rendezvous.protocol.messages import Hung, Progress, ShowStacks, Stacks, Step
+from pdrun.rendezvous.policies.progress import MAX_PLANS
+from pdrun.rendezvous.protocol.messages import Hung, PlanFact, Progress, ShowStacks, Stacks, Step
 from tests.lib.agent_fakes import FakeOutput, FakeSupervisor
 from tests.lib.supervisor_driver import wait_until
 
@@ -115,6 +116,19 @@ def test_progress_is_told_once_a_second_with_what_changed(harness):
     it.monitor.run_once()
     it.monitor.run_once()
     assert it.of(Progress)[1:] == [Progress(2, (Step(5, 3),), -1)]
+
+
+def test_the_plan_of_rank_0_is_passed_on(harness):
+    it = harness(*[IDLE] * 3, is_wrapped=True)
+    it.send_step(4, more=',"plan":[["mesh","dp=2","default"]]')
+    it.monitor.run_once()
+    assert it.of(Progress) == [], "only rank 0 knows the plan"
+    it.group.ranks = range(3)
+    for _ in range(20):
+        it.send_step(0, more=',"plan":[["mesh","dp=2","default"]]')
+        it.monitor.run_once()
+    plan = (PlanFact("mesh", "dp=2", "default"),)
+    assert it.of(Progress) == [Progress(2, plan=plan)] * MAX_PLANS
 
 
 def test_sampled_steps_are_shown_but_promise_nothing(harness):

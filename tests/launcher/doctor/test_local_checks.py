@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.backends.base import ProbeEnvironment, ToolAnswer
+from pdrun.launcher.cli.inspect.doctor import diagnose
 from pdrun.launcher.doctor import (
     device_checks,
     job_checks,
@@ -226,6 +227,16 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.level for one in found} == {"fail"} and len(found) == 2
     assert all(one.where == str(tmp_path) for one in found)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_logs_can_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(system_checks.os, "statvfs", lambda path: FullDisk)
+    options = {"json": False, "only": "disk", "strict": False, "files": "", "here": False}
+    assert diagnose((), log_dir=str(tmp_path), **options) == 78
+    out = capsys.readouterr().out
+    assert str(tmp_path) in out and "pdrun-logs" not in out
 
 
 def test_a_clock_that_is_not_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:

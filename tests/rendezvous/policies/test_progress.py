@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
-from pdrun.rendezvous.policies.progress import ProgressTracker
+from pdrun.rendezvous.policies.progress import MAX_PLAN_CHARS, MAX_PLANS, ProgressTracker
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     NodeNumber,
     Notice,
+    PlanFact,
     Progress,
     Ready,
     Step,
@@ -221,6 +222,20 @@ def test_use_is_on_record_with_the_last_values_of_all_nodes() -> None:
     ending = tracker.take_usage(20.0, is_ending=True)
     assert ending is not None and ending["values"]["cpu"][0] == 10.0
     assert tracker.take_usage(90.0) is None, "nothing is new"
+
+
+def test_plans_are_on_record_once_and_bounded() -> None:
+    tracker = ProgressTracker(0.0)
+    plan = (PlanFact("mesh", "dp=2", "default"),)
+    assert not tracker.add_report("a", Progress(0, plan=plan), range(1)), "not for a journal"
+    assert not tracker.has_reports, "a plan is no progress: restarts count without it"
+    assert tracker.take_plans() == [[["mesh", "dp=2", "default"]]]
+    assert tracker.take_plans() == []
+    tracker.add_report("a", Progress(0, plan=(PlanFact("x", "y" * MAX_PLAN_CHARS),)), range(1))
+    assert tracker.take_plans() == [], "too long"
+    for _ in range(2 * MAX_PLANS):
+        tracker.add_report("a", Progress(0, plan=plan), range(1))
+    assert len(tracker.take_plans()) == MAX_PLANS - 1
 
 
 def test_numbers_are_on_record_with_the_last_step() -> None:

@@ -32,6 +32,7 @@ LOG = (
     line("joined", 103.0, node="b", workers=2),
     line("assigned", 103.1, generation=0, restarts=0, nodes=[["a", 0, 2], ["b", 2, 2]]),
     line("started", 103.5, generation=0),
+    line("plan", 104.0, generation=0, facts=[["mesh", "mesh(dp=4)", "argument mesh="]]),
     line("progress", 110.0, generation=0, step=1, rank=3, most=2, saved=-1),
     line("suspect", 111.0, node="b", silent=3.0),
     line("recovered", 113.0, node="b"),
@@ -41,6 +42,16 @@ LOG = (
     line("restarting", 116.2, reason="rank 3 on b failed", generation=0),
     line("assigned", 117.0, generation=1, restarts=1, nodes=[["a", 0, 2], ["b", 2, 2]]),
     line("started", 117.5, generation=1),
+    line("plan", 117.6, generation=1, facts=[["mesh", "mesh(pp=2, dp=2)", "file plan.json"]]),
+    line(
+        "plan",
+        117.7,
+        generation=1,
+        facts=[
+            ["cells 0", "0F0@0+100 0F1@100+100 0B0@600+200 0B1@800+200", ""],
+            ["cells 1", "1F0@100+100 1B0@200+200 1F1@400+100 1B1@500+200", ""],
+        ],
+    ),
     line("lost", 118.0, node="a", reason="silent"),
     line("verdict", 120.0, code=1, reason="node a was lost"),
 )
@@ -156,3 +167,12 @@ def test_settings_have_their_sources() -> None:
     history = read(line("created", 1.0, job="j", run="r", nodes=2, settings=settings))
     assert history.settings == [("resources.nodes", "2", "--nodes")]
     assert read(line("created", 1.0, job="j", run="r", settings=3)).settings == []
+
+
+def test_the_plan_is_that_of_the_last_generation() -> None:
+    plan = read(*LOG).plan
+    assert plan["mesh"] == ("mesh(pp=2, dp=2)", "file plan.json")
+    assert list(plan) == ["mesh", "cells 0", "cells 1"]
+    for facts in (5, [["a", "b"]], None):
+        damaged = read(*LOG, line("plan", 119.0, generation=1, facts=facts))
+        assert damaged.plan == plan and damaged.unreadable_lines == 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.jobs.views.numbers import export_numbers, write_plot
+from pdrun.launcher.jobs.views.numbers import export_numbers, write_pipeline, write_plot
+from tests.ui.report.test_history import LOG
 from tests.ui.report.test_plot import line
 
 
@@ -98,3 +100,19 @@ def test_tensorboard_reads_it_back(folder: Path) -> None:
     found = reader.EventAccumulator("tb", size_guidance={"tensors": 0})
     found.Reload()
     assert [event.step for event in found.Tensors("loss")] == [0, 1, 2, 3, 4]
+
+
+def test_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "staged").mkdir()
+    (folder / "staged" / "events.jsonl").write_text("\n".join(LOG) + "\n")
+    assert write_pipeline(["./staged"], "", "") == 0
+    found = ET.fromstring((folder / "staged-pipeline.svg").read_text())
+    assert sum(one.get("class", "").startswith("cell") for one in found.iter()) == 8
+    assert write_pipeline(["./staged"], "-", "") == 0
+    assert "40.0% of the ranks' time is idle" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="the log has no pipeline"):
+        write_pipeline(["./train-1"], "", "")
+    with pytest.raises(UsageError, match="one job, without --values"):
+        write_pipeline(["./staged", "./train-1"], "", "")
+    with pytest.raises(UsageError, match="cannot be read"):
+        write_pipeline(["./missing"], "", "")

@@ -206,3 +206,18 @@ def test_what_is_refused() -> None:
         client.prefetch("t", torch.tensor([1]))
     with pytest.raises(UsageError, match="belongs to no run"):
         pdrun.ServedEmbedding("users", 4).prefetch(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_another_table_is_read_while_rows_are_fetched_ahead(tmp_path, size):
+    with serving(tmp_path, 2) as running:
+        client = connect(running, "async", 0)
+        client.add_rows("ahead", rows(lr=1.0, cache=50), dim=2)
+        client.add_rows("other", rows(lr=1.0), dim=3, size=size)
+        ids = torch.arange(40)
+        want = client.rows("ahead", ids), client.rows("other", ids)
+        client.clear_caches()
+        client.prefetch("ahead", ids)
+        assert torch.equal(client.rows("other", ids), want[1])
+        assert torch.equal(client.rows("ahead", ids), want[0])
+        client.close()

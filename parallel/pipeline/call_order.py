@@ -12,10 +12,29 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 Path = tuple[str, ...]
+UNCALLED_IN = frozenset(("len", "isinstance", "hasattr", "getattr"))
+"""Functions that do not call the modules that they are given."""
+UNCALLED_ATTRIBUTES = frozenset(("keys", "dtype", "device", "training", "requires_grad"))
+"""What code reads from modules before it calls them."""
+
+
+@dataclass
+class ForwardUses:
+    """
+    What a module's forward uses from itself.
+
+    Attributes:
+        paths: of attributes, in order.
+        interleaved: paths of lists that are iterated together: ``zip(self.a, self.b)``.
+    """
+
+    paths: list[Path] = field(default_factory=list)
+    interleaved: list[tuple[Path, ...]] = field(default_factory=list)
 
 
 def sort_by_call(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -26,9 +45,9 @@ def sort_by_call(model: nn.Module, names: Sequence[str]) -> list[str]:
         names: in the order of definition. One that is not found stays after its predecessor.
     """
     keys: dict[str, tuple[int, ...]] = {}
-    paths: dict[str, list[Path]] = {}
+    uses: dict[str, ForwardUses] = {}
     for name in names:
-        keys[name] = tuple(_position_keys(model, name, paths))
+        keys[name] = tuple(_position_keys(model, name, uses))
     return sorted(names, key=lambda name: keys[name])
 
 
@@ -44,7 +63,7 @@ def find_weight_reads(model: nn.Module, units: Sequence[str]) -> list[str]:
     for name in list(around):
         around.update(".".join(name.split(".")[:end]) for end in range(name.count(".") + 1))
     for name in sorted(around):
-        for path in _paths_of(model.get_submodule(name)):
+        for path in _find_uses(model.get_submodule(name)).paths:
             # self.emb.weight and self.emb.weight.T, but not self.emb.weight.dtype
             kept = path[:-1] if path[-1] in ("T", "t", "mT") else path
             full = ".".join((name, *kept) if name else kept)
@@ -57,7 +76,7 @@ def find_weight_reads(model: nn.Module, units: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _position_keys(model: nn.Module, name: str, paths: dict[str, list[Path]]) -> Iterator[int]:
+def _position_keys(model: nn.Module, name: str, uses: dict[str, ForwardUses]) -> Iterator[int]:
     """
     Yield, for each called module around a name, where the forward of the module around it uses it,
     and its place among the children there. Lists and dicts of modules are not called.
@@ -76,12 +95,30 @@ def _position_keys(model: nn.Module, name: str, paths: dict[str, list[Path]]) ->
         module = child
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
-        if owner_name not in paths:
-            paths[owner_name] = _paths_of(owner)
-        yield _place_of(inside, siblings, paths[owner_name])
-        yield from indices
+        if owner_name not in uses:
+            uses[owner_name] = _find_uses(owner)
+        used = uses[owner_name]
+        together = _find_interleaved(inside, used)
+        if together is None:
+            yield _place_of(inside, siblings, used.paths)
+            yield from indices
+        else:  # the first of each list, the second of each list, ...
+            group, place, length = together
+            yield used.paths.index(group[0])
+            yield indices[length]
+            yield place
+            yield from indices[length + 1 :]
         owner, owner_name = module, f"{owner_name}.{'.'.join(inside)}".lstrip(".")
         inside, indices = (), []
+
+
+def _find_interleaved(inside: Path, used: ForwardUses) -> tuple[tuple[Path, ...], int, int] | None:
+    """Return the lists that are iterated together, which of them a path is in, and its length."""
+    for group in used.interleaved:
+        for place, path in enumerate(group):
+            if len(inside) > len(path) and inside[: len(path)] == path:
+                return group, place, len(path)
+    return None
 
 
 def _place_of(inside: Path, siblings: Sequence[str], used: list[Path]) -> int:
@@ -100,14 +137,14 @@ def _place_of(inside: Path, siblings: Sequence[str], used: list[Path]) -> int:
     return -1
 
 
-def _paths_of(module: nn.Module) -> list[Path]:
-    """Return the attribute paths that a module's forward reads from itself, in order."""
+def _find_uses(module: nn.Module) -> ForwardUses:
+    """Return what a module's forward uses from itself."""
     kind = type(module)
     if isinstance(module, nn.Sequential) or kind.forward is nn.Module.forward:
-        return []
+        return ForwardUses()
     collector = _PathCollector(kind)
     collector.collect_method("forward")
-    return collector.found
+    return collector.uses
 
 
 class _PathCollector(ast.NodeVisitor):
@@ -115,7 +152,7 @@ class _PathCollector(ast.NodeVisitor):
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
-        self.found: list[Path] = []
+        self.uses = ForwardUses()
         self._methods: set[str] = set()
 
     def collect_method(self, name: str) -> None:
@@ -130,9 +167,31 @@ class _PathCollector(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         """Visit arguments before the call: they are computed first."""
+        function = node.func.id if isinstance(node.func, ast.Name) else ""
+        if function in UNCALLED_IN:
+            return
         for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
             self.visit(value)
         self.visit(node.func)
+        if function == "zip":
+            lists = [_path_from_self(value) for value in node.args]
+            group = tuple(path for path in lists if path in self.uses.paths)
+            if len(group) > 1:
+                self.uses.interleaved.append(group)
+
+    def visit_With(self, node: ast.With) -> None:
+        """Visit calls of modules only where no gradients are computed: the rest changes weights."""
+        if not any("no_grad" in ast.unparse(item.context_expr) for item in node.items):
+            self.generic_visit(node)
+            return
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and _path_from_self(call.func) is not None:
+                self.visit(call)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Leave out ``self.a is None``."""
+        if not all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+            self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Visit the value only."""
@@ -147,8 +206,8 @@ class _PathCollector(ast.NodeVisitor):
         method = inspect.getattr_static(self.kind, path[0], None)
         if inspect.isfunction(method) or isinstance(method, (property, staticmethod)):
             self.collect_method(path[0])
-        else:
-            self.found.append(path)
+        elif len(path) == 1 or path[-1] not in UNCALLED_ATTRIBUTES:
+            self.uses.paths.append(path)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """Add a path with constant keys."""
@@ -156,7 +215,7 @@ class _PathCollector(ast.NodeVisitor):
         if path is None:
             self.generic_visit(node)
         else:
-            self.found.append(path)
+            self.uses.paths.append(path)
 
 
 def _path_from_self(node: ast.expr) -> Path | None:

@@ -19,6 +19,7 @@ from pdrun.parallel.operators.graph.recomputed import RecomputedCall, recompute_
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from tests.lib import tiers
+from tests.lib.shared_exports import share_exports
 
 pytestmark = pytest.mark.torch
 
@@ -75,7 +76,7 @@ def make_run(recompute: Any, **options: Any) -> tuple[Any, list[Any]]:
     batches = [(torch.randn(8, 3, 8), torch.randint(0, 4, (8,))) for _ in range(2)]
     entries = {"blocks.*.up.weight": L("tp", None), "blocks.*.down.weight": L(None, "tp")}
     run = parallelize(
-        Net(),
+        share_exports(Net()),
         lambda params: torch.optim.SGD(params, 0.5),
         loss,
         strategy=Operators(entries),

@@ -1,5 +1,5 @@
 """
-Disk access: private folders, files below them, and calls that may never return.
+Disk access: private folders, files below them, holes of files, and calls that may never return.
 
 Logs and journals may be in a folder that other users can write. `open_below` therefore follows no
 link there and uses no folder or file of another user (root is trusted).
@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -160,3 +160,35 @@ class BackgroundCall(Generic[T]):
         except BaseException as error:  # `result` raises it
             self._error = error
         self._done.set()
+
+
+# Holes: parts of a file that were never written, which read as zero bytes and may be of any size. A
+# crash of the machine leaves them, a file that is cut while another process writes to it (as by
+# logrotate), and hostile writers.
+# --------------------------------------------------------------------------------------------------
+
+
+def find_data(fd: int, offset: int, end: int) -> int:
+    """Return the first offset that is not in a hole, at most ``end``."""
+    try:
+        return min(end, os.lseek(fd, offset, os.SEEK_DATA))
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else offset  # else the file system has no holes
+
+
+def find_hole(fd: int, offset: int, end: int) -> int:
+    """Return the first offset that is in a hole, at most ``end``."""
+    try:
+        return min(end, os.lseek(fd, offset, os.SEEK_HOLE))
+    except OSError:
+        return end
+
+
+def list_parts(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield first offset and end of each part between ``start`` and ``end`` that is not a hole."""
+    while (start := find_data(fd, start, end)) < end:
+        stop = find_hole(fd, start, end)
+        if stop <= start:  # the file has changed meanwhile
+            stop = end
+        yield start, stop
+        start = stop

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdrun.holes import find_data
+from pdrun.disk import find_data
 from pdrun.ui.job_status import JobStatus
 from pdrun.ui.replay import StatusReplay
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from pdrun.disk import list_parts
 from pdrun.errors import UsageError
-from pdrun.holes import list_parts
 from pdrun.launcher.common.rank_lists import RankSet, format_ranks
 from pdrun.launcher.jobs.registry import JobRecord
 from pdrun.launcher.output.console import STDERR, STDOUT, Console

@@ -25,6 +25,7 @@ from pdrun.parallel.run import Run
 from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
 from pdrun.parallel.tensor.linear_2d_3d import linear2d
 from tests.lib.decoder_model import WIDTH, Block, strategy
+from tests.lib.shared_exports import share_exports
 
 WORDS, LENGTH, HIDDEN = 37, 8, 50
 
@@ -181,7 +182,7 @@ def make(task: Task, place: Place, **more: Any) -> Run:
     """Return the run of a task."""
     torch.manual_seed(0)
     with pdrun.empty_init() if task.empty else nullcontext():
-        model = Model(task.tied, task.p, task.layers)
+        model = share_exports(Model(task.tied, task.p, task.layers), task.p)
     options: dict[str, Any] = {"accumulate": place.accumulate}
     if place.pp > 1:
         options = {"pipeline": pdrun.Pipeline(place.accumulate, place.schedule)}

@@ -24,6 +24,7 @@ from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.report import memory
 from pdrun.parallel.report import traffic as volume
 from pdrun.parallel.run import Run
+from tests.lib.shared_exports import share_exports
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Block, Tiny, batch_of, token_loss
 
 Result = dict[str, Any]
@@ -237,7 +238,7 @@ class Case:
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        made: nn.Module = MODELS[self.model]()
+        made: nn.Module = share_exports(MODELS[self.model](), self.model)
         return made.double() if self.double else made
 
     def __str__(self) -> str:

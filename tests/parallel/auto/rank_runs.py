@@ -24,6 +24,7 @@ from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import init
 from pdrun.parallel.tensor.vocab_cross_entropy import cross_entropy
+from tests.lib.shared_exports import share_exports
 from tests.parallel.auto.golden_models import Decoder
 from tests.parallel.auto.random_graphs import make_topology
 
@@ -44,7 +45,7 @@ OTHER_DEVICES = {
 def small_decoder(layers: int = 2, tied: bool = True) -> Decoder:
     """Return a decoder with the same weights on every rank."""
     torch.manual_seed(0)
-    return Decoder(layers, 32, WORDS, heads=4, groups=2, wide=48, tied=tied)
+    return share_exports(Decoder(layers, 32, WORDS, heads=4, groups=2, wide=48, tied=tied), tied)
 
 
 def batch_of_tokens() -> tuple[Tensor, Tensor]:

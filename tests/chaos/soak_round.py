@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 PATIENCE = 25
 """Seconds that agents wait for a lost scheduler."""
 GRACE = 2
+START_TIMEOUT = 120
 END = 60.0
 """
 Seconds within which every node has left after the end was ordered, or the first node was lost.
@@ -41,6 +43,11 @@ def may_be_given_up(losses: Sequence[float]) -> bool:
         last - first <= RESTART_WINDOW_SECONDS
         for first, last in zip(times, times[MAX_RESTARTS:], strict=False)
     )
+
+
+def has_met_scheduler(job: NodeJob) -> bool:
+    """Return whether an agent has ever had an answer of the scheduler."""
+    return bool(re.search(r"have joined|workers? on|stands? by|standing by|refused", job.err))
 
 
 class Round:
@@ -130,7 +137,7 @@ class Round:
             "--backoff",
             "0.2",
             "--start-timeout",
-            "120",
+            str(START_TIMEOUT),
             "--on-scheduler-loss",
             f"wait={PATIENCE}",
             nodes=f"2:{most}",
@@ -342,8 +349,12 @@ class Round:
             if self.soak.wrong:
                 _send_quietly(job)
             elif name not in self.hit:
+                seconds = max(0.1, deadline - time.monotonic())
+                if code == LOST and not has_met_scheduler(job):
+                    # For all that it knows, the first node is not there yet.
+                    seconds += START_TIMEOUT
                 try:
-                    found = job.process.wait(max(0.1, deadline - time.monotonic()))
+                    found = job.process.wait(seconds)
                 except subprocess.TimeoutExpired:
                     self._wrong(f"{name} has not left {END:g} s after the end ({code})")
                     continue

@@ -15,7 +15,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.jobs import Bed
 from tests.chaos.soak import soak
 from tests.chaos.soak_checks import violations
-from tests.chaos.soak_round import Round, may_be_given_up
+from tests.chaos.soak_round import Round, has_met_scheduler, may_be_given_up
 from tests.lib.tiers import by_tier
 
 Story = dict[str, Any]
@@ -166,3 +166,17 @@ def test_a_scheduler_lost_too_often_may_be_given_up(
     played._revive(131.0)
     assert (bool(found.wrong), played.over) == (is_wrong, not is_wrong)
     assert may_be_given_up(losses) or is_wrong
+
+
+@pytest.mark.parametrize(
+    ("said", "met"),
+    [
+        ("pdrun: waiting for the scheduler at h1:7777: it does not answer", False),
+        ("pdrun: 2 of 4 nodes have joined (h2, h3); the job starts in 2.0 s", True),
+        ("pdrun: 4 workers on 4 nodes, cpu, logs in pdrun-logs/x", True),
+    ],
+)
+def test_an_agent_that_never_met_the_scheduler_has_its_start_timeout(said: str, met: bool) -> None:
+    """It was started beside a cut link, and then the first node was lost."""
+    job: Any = SimpleNamespace(err=said)
+    assert has_met_scheduler(job) is met

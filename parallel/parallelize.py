@@ -58,7 +58,7 @@ from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
 from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
-from pdrun.parallel.report.plan_facts import report_run
+from pdrun.parallel.report.plan_facts import report_plan
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.servers.settings import Servers
@@ -283,7 +283,7 @@ def parallelize(
     run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
     run.predicted = choices.predicted
     run.topology = getattr(arguments.strategy, "topology", None)
-    report_run(run, given, arguments, inspect.signature(parallelize))
+    report_plan(state, run.predicted, given, arguments, inspect.signature(parallelize))
     measured = read_request()
     if measured is not None:
         measure_steps(measured, run.step, sample, torch.device(job.device))

@@ -372,7 +372,8 @@ def report_plan(
         return
     import json
 
-    kept, size = [], 0
+    kept: list[list[str]] = []
+    size = 0
     for fact in facts:
         row = [text[:MAX_FACT_CHARACTERS] for text in fact]
         size += len(json.dumps(row)) + 1
@@ -380,7 +381,7 @@ def report_plan(
             kept.append(row)
     size += sum(len(json.dumps(row)) + 1 for row in cells)
     if size <= MAX_PLAN_BYTES and len(kept) + len(cells) <= MAX_FACTS:
-        kept += map(list, cells)
+        kept += [list(fact) for fact in cells]
     head = {"rank": 0, "generation": worker.generation, "plan": kept}
     give_up = time.monotonic() + SAVED_REPORT_SECONDS
     while not worker.send_text(json.dumps(head)) and time.monotonic() < give_up:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pdrun import elastic
 from pdrun.parallel.auto.auto import Auto
 from pdrun.parallel.auto.inputs import AUTO, ParallelChoices
+from pdrun.parallel.auto.plan_file import StepPrediction
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.pipeline.describe import shorten_names
 from pdrun.parallel.pipeline.runner import PipelineRunner
@@ -23,8 +24,6 @@ from pdrun.parallel.pipeline.schedules.timeline import ActionCosts, simulate_sch
 from pdrun.parallel.report.explain import LEVEL_TEXTS
 
 if TYPE_CHECKING:
-    from pdrun.parallel.arguments import Arguments
-    from pdrun.parallel.run import Run
     from pdrun.parallel.training.state import RunState
 
 Fact = tuple[str, str, str]
@@ -38,23 +37,28 @@ _SHOWN_APART = frozenset(
 """Arguments that are no settings, or have lines of their own."""
 
 
-def report_run(
-    run: Run, given: ParallelChoices, arguments: Arguments, signature: inspect.Signature
+def report_plan(
+    state: RunState,
+    predicted: StepPrediction | None,
+    given: ParallelChoices,
+    arguments: Any,
+    signature: inspect.Signature,
 ) -> None:
     """
     Report the plan of a run, if this is rank 0 of a job of pdrun.
 
     Args:
+        predicted: what the search of the plan has predicted for a step.
         given: what the call of `parallelize` had, before files were read and plans searched.
-        arguments: what counts.
+        arguments: those that count, as attributes.
         signature: of `parallelize`, with its defaults.
     """
     if elastic.takes_plan():
-        facts = list_plan_facts(run.state, given, arguments, signature)
-        if run.predicted is not None:
-            text = run.predicted.describe(None).partition(";")[0]
+        facts = list_plan_facts(state, given, arguments, signature)
+        if predicted is not None:
+            text = predicted.describe(None).partition(";")[0]
             facts.append(("prediction", text, "searched"))
-        driver = run.state.driver
+        driver = state.driver
         cells: list[Fact] = []
         if isinstance(driver, PipelineRunner):
             cells = list(encode_cells(driver.schedule, driver.stages.split.cost_shares))
@@ -62,7 +66,7 @@ def report_run(
 
 
 def list_plan_facts(
-    state: RunState, given: ParallelChoices, arguments: Arguments, signature: inspect.Signature
+    state: RunState, given: ParallelChoices, arguments: Any, signature: inspect.Signature
 ) -> list[Fact]:
     """Return the lines about a run; arguments at their default are left out, but for the main."""
     sources = {
@@ -91,7 +95,7 @@ def list_plan_facts(
     return facts
 
 
-def _find_source(name: str, given: ParallelChoices, arguments: Arguments, default: Any) -> str:
+def _find_source(name: str, given: ParallelChoices, arguments: Any, default: Any) -> str:
     """Return where the value of an argument came from."""
     value = getattr(arguments, name)
     before = getattr(given, name, value)
@@ -134,7 +138,7 @@ def _describe_stages(state: RunState, source: str) -> Iterator[Fact]:
         yield f"stage {stage}", f"{shares[stage]:.1%} of the cost on rank {rank} of pp: {names}", ""
 
 
-def _describe_cut(state: RunState, arguments: Arguments, source: str) -> Iterator[Fact]:
+def _describe_cut(state: RunState, arguments: Any, source: str) -> Iterator[Fact]:
     engine = find_engine(state.model)
     plan = None if engine is None else engine.first_plan
     if plan is not None:

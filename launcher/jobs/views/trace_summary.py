@@ -35,7 +35,8 @@ class CommunicationMeter:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Note an event of a Chrome trace; times are in microseconds."""
-        begin, length = event.get("ts"), event.get("dur")
+        begin: Any = event.get("ts")
+        length: Any = event.get("dur")
         if event.get("ph") != "X" or not _is_time(begin) or not _is_time(length):
             return
         span = (float(begin), float(begin) + float(length))
@@ -80,8 +81,8 @@ class CommunicationMeter:
         )
 
 
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e18  # type: ignore[operator]
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e18
 
 
 def _total(spans: Iterable[Interval]) -> float:

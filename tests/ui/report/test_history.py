@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrun.ui.report import history as history_module
 from pdrun.ui.report.history import (
     MAX_FAILURES,
     MAX_POINTS,
     HistoryReader,
     Interval,
     JobHistory,
+    match_plain_progress,
 )
 
 
@@ -176,3 +178,27 @@ def test_the_plan_is_that_of_the_last_generation() -> None:
     for facts in (5, [["a", "b"]], None):
         damaged = read(*LOG, line("plan", 119.0, generation=1, facts=facts))
         assert damaged.plan == plan and damaged.unreadable_lines == 1
+
+
+TEXTS = st.sampled_from(["1", "0", "12", "-1", "01", "1.5", "1e3", "null", "NaN", '"x"', ""])
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), min_size=1, max_size=6), st.data())
+def test_progress_that_is_not_parsed_has_the_same_effects(
+    rows: list[tuple[str, ...]], data: st.DataObject
+) -> None:
+    lines = [LOG[0], LOG[3]]
+    for step, saved, rank, total, mean in rows:
+        value = f'"loss": [{mean}, 1.0, 2.5, 0, {data.draw(st.sampled_from(["-1", "3"]))}]'
+        lines.append(
+            f'{{"kind": "progress", "time": 110.5, "generation": 0, "step": {step}, "most": 9,'
+            f' "saved": {saved}, "rank": {rank}, "total": {total}, "values": {{{value}}}}}'
+        )
+    parsed, skipped = HistoryReader(), HistoryReader()
+    for reader in (parsed, skipped):
+        reader._stride = 1_000  # no line becomes a point
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history_module, "match_plain_progress", lambda line: None)
+        expected = parsed.read(lines)
+    assert skipped.read(lines) == expected
+    assert match_plain_progress(line("progress", 1.5, generation=0, step=1, most=2, saved=-1))

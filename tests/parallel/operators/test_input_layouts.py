@@ -20,6 +20,7 @@ from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
+from tests.lib.shared_exports import share_exports
 
 pytestmark = pytest.mark.torch
 
@@ -100,7 +101,7 @@ def train(case: str) -> tuple[list[float], list[float], str]:
     """Return losses, counts, and the plan's first operator; "alone" is one process."""
     kind, degrees, layouts, entries, _ = CASES[case.removeprefix("alone ")]
     batches = make_batches(kind)
-    model = Picture() if kind == "picture" else Mixer()
+    model = share_exports(Picture() if kind == "picture" else Mixer())
     options: dict[str, Any] = {}
     if not case.startswith("alone "):
         options = {"strategy": Operators(entries), "dataset_strategy": layouts}
@@ -145,7 +146,7 @@ def follow(folder: str) -> bool:
 
     def make(strategy: Any, **options: Any) -> Any:
         return parallelize(
-            Mixer(),
+            share_exports(Mixer()),
             lambda params: torch.optim.SGD(params, 0.5),
             loss,
             mesh=make_mesh(x=2),
@@ -189,7 +190,7 @@ def refuse(layouts: Any, text: str) -> bool:
     batch = make_batches("words")[0]
     with pytest.raises(UsageError, match=text):
         parallelize(
-            Mixer(),
+            share_exports(Mixer()),
             lambda params: torch.optim.SGD(params, 0.5),
             loss,
             mesh=make_mesh(x=4),

@@ -2,14 +2,15 @@
 Trains many architectures under many plans, each compared with plain torch in one process.
 
     PYTHONPATH=/path/to/packages python benchmarks/model_zoo.py
-    python benchmarks/model_zoo.py --only llama,gpt --plan tensor,pipeline --jobs 2
+    python benchmarks/model_zoo.py --only llama,gpt --plan tensor,pipeline
+    python benchmarks/model_zoo.py --sample 40
     python benchmarks/model_zoo.py --list
 
 Models are small configurations with random weights; nothing is loaded. A library that is not
 installed is left out. A cell is three steps on 8, 7 and 5 rows: losses, norms, first gradients and
 final weights. Each runs in processes of its own with a time limit.
 
-    =  equal    r  refused with a reason    W  wrong    C  crashed    .  not for this model
+    =  equal    r  refused with a reason    W  wrong    C  crashed    .  not run
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
@@ -38,7 +40,7 @@ from zoo_plain import plain_models
 from zoo_plans import PLANS, Trained, applies, train_cell, train_plain
 from zoo_transformers import transformers_models
 
-SYMBOLS = {"equal": "=", "refused": "r", "wrong": "W", "crashed": "C", "none": "."}
+SYMBOLS = {"equal": "=", "refused": "r", "wrong": "W", "crashed": "C"}
 CELL_SECONDS = 90.0
 GRACE_SECONDS = 5.0
 """How long other ranks may take after the first has failed."""
@@ -132,12 +134,18 @@ class CellRunner:
         self.seconds = seconds
         self.context = multiprocessing.get_context("fork")
         self._references: dict[tuple[str, float | None], str] = {}
+        self._built: set[str] = set()
 
     def run_cell(self, architecture: Architecture, plan: str) -> CellResult:
         """Return the outcome of a cell; its processes have ended."""
         begin = time.monotonic()
-        if not applies(architecture, PLANS[plan]):
-            return CellResult(architecture.name, plan, "none", "", 0.0)
+        if architecture.name not in self._built:
+            try:
+                architecture.build()  # imports the library's modules once, before the forks
+            except Exception as error:
+                text = f"it cannot be built: {type(error).__name__}: {error}"
+                return CellResult(architecture.name, plan, "crashed", text, 0.0)
+            self._built.add(architecture.name)
         reference = self._reference_of(architecture, PLANS[plan].options.get("clip"))
         if isinstance(reference, CellResult):
             return reference
@@ -224,10 +232,10 @@ def print_table(results: list[CellResult], plans: list[str]) -> None:
     cells = {(one.model, one.plan): one for one in results}
     for model in dict.fromkeys(one.model for one in results):
         row = [cells.get((model, plan)) for plan in plans]
-        marks = (f"{SYMBOLS[one.outcome] if one else '?':>10}" for one in row)
+        marks = (f"{SYMBOLS[one.outcome] if one else '.':>10}" for one in row)
         print(f"{model:{width}}  " + " ".join(marks))
     for plan in plans:
-        mine = [one.outcome for one in results if one.plan == plan and one.outcome != "none"]
+        mine = [one.outcome for one in results if one.plan == plan]
         counts = {outcome: mine.count(outcome) for outcome in SYMBOLS if outcome in mine}
         if mine:
             share = 100.0 * mine.count("equal") / len(mine)
@@ -242,6 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--only", default="", help="globs of architectures, with commas")
     parser.add_argument("--plan", default="", help="plans, with commas; default: all")
+    parser.add_argument("--sample", type=int, help="number of random cells, the same each time")
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of a cell")
     parser.add_argument("--json", help="file to which each result is appended as a line")
     parser.add_argument("--keep", help="folder for the output of cells that crashed")
@@ -269,21 +278,17 @@ def main() -> int:
     print(flush=True)
     for name in (*PRELOADED, *{one.library for one in chosen}):
         importlib.import_module(name)
+    cells = [(one, plan) for one in chosen for plan in plans if applies(one, PLANS[plan])]
+    if options.sample:  # in random order: a run that is cut is a sample, too
+        cells = random.Random(0).sample(cells, min(options.sample, len(cells)))
     results = []
     with tempfile.TemporaryDirectory(prefix="zoo") as folder:
         runner = CellRunner(options.keep or folder, options.seconds)
-        for architecture in chosen:
-            try:
-                architecture.build()  # imports the library's modules once, before the forks
-            except Exception as error:
-                text = f"it cannot be built: {type(error).__name__}: {error}"
-                results.append(CellResult(architecture.name, plans[0], "crashed", text, 0.0))
-                continue
-            for plan in plans:
-                results.append(runner.run_cell(architecture, plan))
-                if options.json:
-                    with Path(options.json).open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(asdict(results[-1])) + "\n")
+        for architecture, plan in cells:
+            results.append(runner.run_cell(architecture, plan))
+            if options.json:
+                with Path(options.json).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(results[-1])) + "\n")
     print_table(results, plans)
     return int(any(one.outcome in ("wrong", "crashed") for one in results))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 
 from torch import nn
@@ -31,6 +31,10 @@ WEIGHT_READ = re.compile(
     r"\bself((?:\.\w+)*\.(?:weight|bias))\b(?!\s*=[^=]|\.(?:dtype|device|requires_grad)\b)"
 )
 """A weight that a method reads; assignments set it, and its type is the same for a shard."""
+LOCAL_READ = re.compile(
+    r"(?<![\w.])(?!self\b)\w+\.weight\b(?!\s*=[^=]|\.(?:dtype|device|requires_grad)\b)"
+)
+"""A weight of a module that a method was given or has in a variable."""
 SETUP_NAMES = re.compile("init|tie|reset|embeddings$")
 """Methods that run before a model is sharded."""
 
@@ -131,6 +135,7 @@ def _find_hidden_weights(modules: dict[str, nn.Module]) -> set[int]:
     """Return the ids of weights that other code than their module's forward reads."""
     found: set[int] = set()
     paths: dict[type, list[tuple[str, ...]]] = {}
+    is_local_read = False
     for module in modules.values():
         if isinstance(module, nn.MultiheadAttention):  # uses its weights, not its modules
             found.update(id(param) for param in module.parameters())
@@ -138,9 +143,14 @@ def _find_hidden_weights(modules: dict[str, nn.Module]) -> set[int]:
             continue
         kind = type(module)
         if kind not in paths:
-            paths[kind] = list(_weights_read(kind))
+            sources = list(_sources(kind))
+            is_local_read |= any(LOCAL_READ.search(source) for source in sources)
+            paths[kind] = list(_weights_read(sources))
         for path in paths[kind]:
             found.update(id(param) for param in _resolve(module, path))
+    if is_local_read:  # most often an embedding, for logits
+        embeddings = (each for each in modules.values() if isinstance(each, nn.Embedding))
+        found.update(id(each.weight) for each in embeddings)
     return found
 
 
@@ -152,9 +162,9 @@ def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Parameter]
         yield value
 
 
-def _weights_read(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of weights that the methods of a class read from ``self``."""
-    for source in _sources(kind):
+def _weights_read(sources: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of weights that methods read from ``self``."""
+    for source in sources:
         for match in WEIGHT_READ.finditer(source):
             yield tuple(match.group(1).lstrip(".").split("."))
 
@@ -162,7 +172,7 @@ def _weights_read(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
 def _sources(kind: type[nn.Module]) -> Iterator[str]:
     """Yield the source of the methods of a class that may read weights while it computes."""
     for each in kind.__mro__:
-        if each is nn.Module:
+        if each is nn.Module or each.__module__ == "transformers.modeling_utils":
             return
         for name, method in vars(each).items():
             if not inspect.isfunction(method) or SETUP_NAMES.search(name):

@@ -90,6 +90,24 @@ def test_a_known_type_in_a_wrapper() -> None:
     assert list(strategy_for(model).rules) == ["inner"]
 
 
+class Decoded(nn.Module):
+    """Reads the weight of a module that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def decode(self, x: Tensor, table: nn.Module) -> Tensor:
+        return x @ table.weight.T
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decode(self.mid(self.emb(ids)), self.emb)
+
+
+def test_a_weight_that_is_read_from_a_variable() -> None:
+    assert list(strategy_for(Decoded()).rules) == ["mid"]
+
+
 def test_an_attention_of_a_plan_that_is_not_by_heads() -> None:
     """Its q has a gate, so that its width is that of fused q, k and v: it is computed in full."""
     attention = nn.Module()

@@ -135,9 +135,11 @@ def normalize_over_ranks(
     shape = (1, -1, *[1] * (input.dim() - 2))
     row_weight = SyncedBatchNorm.row_weight
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    rows = wide.new_full((1,), input.numel() / input.shape[1] * row_weight)
+    # as torch does: sums on CPUs in fp64
+    sum_dtype = torch.float64 if wide.device.type == "cpu" else wide.dtype
+    rows = wide.new_full((1,), input.numel() / input.shape[1] * row_weight, dtype=sum_dtype)
     _meet_ranks()
-    sums = _sum_over_ranks(torch.cat([wide.sum(dims) * row_weight, rows]))
+    sums = _sum_over_ranks(torch.cat([wide.sum(dims, dtype=sum_dtype) * row_weight, rows]))
     count = float(sums[-1].detach())
     if count <= 1:
         raise UsageError(
@@ -146,9 +148,10 @@ def normalize_over_ranks(
             where="sync_batchnorm",
             hint="larger batches, or .eval() on it",
         )
-    mean = sums[:-1] / sums[-1]
+    mean = (sums[:-1] / sums[-1]).to(wide.dtype)
     centred = wide - mean.view(shape)
-    var = _sum_over_ranks((centred * centred).sum(dims) * row_weight) / sums[-1]
+    squares = (centred * centred).sum(dims, dtype=sum_dtype) * row_weight
+    var = (_sum_over_ranks(squares) / sums[-1]).to(wide.dtype)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

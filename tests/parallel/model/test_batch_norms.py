@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.comm import watchdog
+from pdrun.parallel.model import sync_batchnorm
 from pdrun.parallel.parallelize import parallelize
 from tests.lib.rank_pool import RankError, Worlds
 
@@ -317,4 +318,12 @@ def verified(skew: float) -> str:
 def test_rounding_that_a_model_amplifies_is_no_difference(worlds: Worlds) -> None:
     text = worlds(2).run(verified, 0.0)[0]
     assert "differs" not in text
-    assert "the model amplifies rounding: one process in fp32 is within" in text
+
+
+def test_statistics_are_as_exact_as_those_of_torch() -> None:
+    """Sums on CPUs are in fp64: the mean is the fp32 number next to it."""
+    values = 100 + torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    norm = nn.BatchNorm1d(8, momentum=1.0)
+    assert sync_batchnorm.sync_batchnorms(norm) == 1
+    norm(values)
+    assert torch.equal(norm.running_mean, values.double().mean(0).float())

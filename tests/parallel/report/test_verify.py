@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pdrun.parallel.data.loader import Loader
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.report import verify
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import Worlds
 from tests.lib.small_models import Case
@@ -142,3 +143,20 @@ def test_a_rank_that_stays_away_is_named_in_time(level: int, worlds: Worlds) -> 
     assert "rank 1 is at test_verify.py" in late[0], message
     assert "in leaves_early" in late[0]
     assert "in step 2" in late[0]
+
+
+@pytest.mark.parametrize(("carried", "is_rounding"), [(1e-4, True), (1e-7, False)])
+def test_one_process_that_is_exact_by_chance(
+    carried: float, is_rounding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far rounding carries is seen in processes with other last bits."""
+
+    def reference(state: Any, batch: Any, in_fp64: bool = False, noise_seed: int = 0) -> Any:
+        weight = torch.ones(2, dtype=torch.float64) * (1 + carried * bool(noise_seed))
+        return verify._Reference(1.0, 1.0, {"w": weight}, 0.0)
+
+    monkeypatch.setattr(verify, "_compute_reference", reference)
+    step = verify.StepComparison(1.0, 1.0, 1.0, 1.0, 3e-4, "w")
+    grads = {"w": torch.full((2,), 1 + 3e-4, dtype=torch.float64)}
+    found = verify._compare_rounding(None, None, step, grads, reference(None, None))  # type: ignore[arg-type]
+    assert ("the model amplifies rounding: one process in fp32" in str(found)) == is_rounding

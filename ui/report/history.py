@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ MAX_TEXTS = 200
 MAX_FAILURES = 64
 MAX_NODES = 20_000
 MAX_SETTINGS = 100
+_scan_once: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once
 _COUNT = r"(?:0|[1-9]\d{0,15})"
 _NUMBER = r"-?(?:0|[1-9]\d{0,15})(?:\.\d{1,20})?(?:[eE][-+]?\d{1,2})?"
 _VALUE = rf'"[A-Za-z0-9_.]{{1,64}}": \[{_NUMBER}, {_NUMBER}, {_NUMBER}, {_COUNT}, -1\]'
@@ -214,7 +215,7 @@ class HistoryReader:
     def _iter_events(self, lines: Iterable[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
         for line in lines:
             try:
-                found = take_event(json.loads(line))
+                found = take_event(_load_line(line))
             except (ValueError, RecursionError):
                 found = None
             if found is None:
@@ -376,6 +377,20 @@ class HistoryReader:
         found = self._open.pop(node, None)
         if found is not None:
             self._history.intervals.append(Interval(node, found.start, when, found.what))
+
+
+def _load_line(line: str) -> Any:
+    """
+    Return the value of a line of JSON; quicker than `json.loads` for a line without spaces around.
+
+    Raises:
+        ValueError, RecursionError: it is damaged.
+    """
+    try:
+        value, end = _scan_once(line, 0)
+    except StopIteration:
+        return json.loads(line)
+    return value if end == len(line) else json.loads(line)
 
 
 def _append(texts: list[str], text: str) -> None:

@@ -6,9 +6,10 @@ The operators of a plan as plain data, and back.
      "layers.*.down.linear": {"in": [[null, null, "tp"], [null, "tp"]]}}
 
 A layout is a list with the axes of each dim: null, one name, or a list of names. With partial sums
-it is ``{"dims": [...], "sums": ["tp"]}``. An operator in parts has ``"parts": {"count": 2, "dims":
-[0, null]}``, too: their number, and the dim of each input. Equal operators of several layers are
-one glob. An exact name has priority over a glob. What an edited file leaves out follows by propagation.
+it is ``{"dims": [...], "sums": ["tp"]}``. An operator in parts has ``"parts"`` beside, with their
+number and the dim of each input: ``{"count": 2, "dims": [0, null]}``. Equal operators of several
+layers are one glob. An exact name has priority over a glob. What an edited file leaves out follows
+by propagation.
 """
 
 from __future__ import annotations

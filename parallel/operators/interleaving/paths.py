@@ -170,7 +170,7 @@ def group_moves(moves: PartMoves, others: Iterable[PartMoves]) -> list[PartMoves
     Return moves in groups that each send at most once forward and once backward.
 
     Args:
-        others: paths of the same tensor; what is common to two paths is a group of its own.
+        others: paths of the same tensor; what is common to two paths is a separate group.
     """
     ends = {_count_common(moves, other) for other in others if other != moves}
     groups: list[list[LayoutMove]] = [[]]

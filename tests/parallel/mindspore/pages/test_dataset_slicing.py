@@ -1,4 +1,4 @@
-"""The page "Dataset slicing" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "Dataset slicing": each promise has a test."""
 
 from __future__ import annotations
 

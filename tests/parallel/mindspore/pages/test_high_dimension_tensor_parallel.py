@@ -1,4 +1,4 @@
-"""The page "High-dimension tensor parallel" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "High-dimension tensor parallel": each promise has a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page "Memory and speed" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "Memory and speed": each promise has a test."""
 
 from __future__ import annotations
 

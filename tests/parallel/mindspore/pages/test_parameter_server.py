@@ -1,4 +1,4 @@
-"""The page "Parameter server" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "Parameter server": each promise has a test."""
 
 from __future__ import annotations
 

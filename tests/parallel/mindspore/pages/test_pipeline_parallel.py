@@ -1,4 +1,4 @@
-"""The page "Pipeline parallel" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "Pipeline parallel": each promise has a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page "Starting" of MindSpore's tutorials: each promise has a test that proves it."""
+"""MindSpore's page "Starting": each promise has a test."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _shorten(value: Any) -> str:
 
 
 def _has_plain_text(kind: Any) -> bool:
-    """Return whether a type has no text of its own: then it would be an address."""
+    """Return whether a type defines no text: it would be printed as an address."""
     return kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
 
 

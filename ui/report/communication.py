@@ -61,7 +61,7 @@ class TraceSummary(NamedTuple):
 
 
 def read_summary(folder: Path) -> TraceSummary | None:
-    """Return the summary in the folder of a job's logs; None: there is none, or it is damaged."""
+    """Return the summary in the folder of a job's logs; None if it is missing or damaged."""
     path = folder / SUMMARY_FILE
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:

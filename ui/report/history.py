@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MAX_TEXTS = 200
 MAX_FAILURES = 64
 MAX_NODES = 20_000
 MAX_SETTINGS = 100
-_scan_once: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once
+_decode = json.JSONDecoder().raw_decode
 _COUNT = r"(?:0|[1-9]\d{0,15})"
 _NUMBER = r"-?(?:0|[1-9]\d{0,15})(?:\.\d{1,20})?(?:[eE][-+]?\d{1,2})?"
 _VALUE = rf'"[A-Za-z0-9_.]{{1,64}}": \[{_NUMBER}, {_NUMBER}, {_NUMBER}, {_COUNT}, -1\]'
@@ -387,8 +387,8 @@ def _load_line(line: str) -> Any:
         ValueError, RecursionError: it is damaged.
     """
     try:
-        value, end = _scan_once(line, 0)
-    except StopIteration:
+        value, end = _decode(line)
+    except ValueError:
         return json.loads(line)
     return value if end == len(line) else json.loads(line)
 

@@ -119,8 +119,8 @@ def render_page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}{PIPELINE_STYLE}</style>\n</head>\n<body>\n{body}\n"
-        "</body>\n</html>\n"
+        f"<title>{title}</title>\n<style>{_STYLE}{PIPELINE_STYLE}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 

@@ -85,7 +85,7 @@ def render_pipeline(rows: Sequence[Sequence[PipelineCell]]) -> str:
 
 
 def render_pipeline_file(facts: Mapping[str, str]) -> str:
-    """Return the picture as a file of its own; empty: there is no pipeline, or it is damaged."""
+    """Return the picture as an SVG file; empty if there is no pipeline, or it is damaged."""
     rows = parse_cells(facts)
     total = _step_length(rows)
     if not total:

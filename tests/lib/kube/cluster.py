@@ -69,7 +69,7 @@ class KubeCluster:
         return subprocess.CompletedProcess(words, code or 0, out, err)
 
     def find(self, kind: str, query: str = "") -> list[str]:
-        """Return names of objects in ``default``; kubectl would cost a quarter of a second of CPU."""
+        """Return names of objects in ``default``; kubectl would cost 0.25 s of CPU."""
         found = self.server.api.request("GET", f"/api/v1/namespaces/default/{kind}?{query}")
         return [item["metadata"]["name"] for item in found["items"]]
 

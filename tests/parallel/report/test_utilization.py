@@ -63,7 +63,7 @@ def count_flops(**options: Any) -> float:
     return counted
 
 
-# forward 2 FLOPs per weight and token, backward twice that; attention: 2 products forward, 5 backward
+# 2 FLOPs per weight and token forward, twice that backward; attention: 2 products, then 5
 EXPECTED = (
     6.0 * ROWS * (TOKENS * LAYERS * 8 * WIDTH * WIDTH + WIDTH * CLASSES)
     + 7 * 2.0 * ROWS * TOKENS * TOKENS * WIDTH * LAYERS

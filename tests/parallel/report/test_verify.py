@@ -158,5 +158,6 @@ def test_one_process_that_is_exact_by_chance(
     monkeypatch.setattr(verify, "_compute_reference", reference)
     step = verify.StepComparison(1.0, 1.0, 1.0, 1.0, 3e-4, "w")
     grads = {"w": torch.full((2,), 1 + 3e-4, dtype=torch.float64)}
-    found = verify._compare_rounding(None, None, step, grads, reference(None, None))  # type: ignore[arg-type]
+    nothing: Any = None
+    found = verify._compare_rounding(nothing, nothing, step, grads, reference(None, None))
     assert ("the model amplifies rounding: one process in fp32" in str(found)) == is_rounding

@@ -1,4 +1,4 @@
-"""The picture of a pipeline: cells to scale, idle time as a number, damaged cells are no picture."""
+"""The picture of a pipeline: cells to scale, idle time, nothing for damaged cells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_cells_are_to_scale() -> None:
     assert float(drawn[2].get("width", "")) == pytest.approx(2 * float(drawn[1].get("width", "")))
     ends = [float(one.get("x", "")) + float(one.get("width", "")) for one in drawn]
     assert max(ends) == pytest.approx(WIDTH - 10, abs=0.2)
-    assert drawn[6].find("title").text == "forward of stage 1, micro-batch 1"  # type: ignore[union-attr]
+    title = drawn[6].find("title")
+    assert title is not None and title.text == "forward of stage 1, micro-batch 1"
 
 
 def test_the_page_has_plan_and_pipeline() -> None:

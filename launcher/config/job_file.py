@@ -130,6 +130,7 @@ TOP_LEVEL_PARSERS: Mapping[str, Parser] = {
 REFUSAL_REASONS = {
     "place.insecure": "must be set on the command line (--insecure), not in a file",
     "place.simulated": "is internal; use local: true",
+    "place.node_names": "is derived from place.hosts",
     "resources.min_nodes": "is MIN of nodes: 'MIN:MAX'",
     "resources.indices": "is derived from place.hosts and place.include",
     "program.kind": "is derived from the key: use script, module or command",

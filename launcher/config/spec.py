@@ -326,6 +326,7 @@ class JobSpec:
         simulated = place.pop("simulated")
         port_range = place.pop("port_range")
         hosts = place.pop("hosts")
+        node_names = tuple(place.pop("node_names"))
         reach = _lists_to_tuples(data.pop("reach"))
         policy = _lists_to_tuples(data.pop("policy"))
         program = dict(data.pop("program"))
@@ -343,6 +344,7 @@ class JobSpec:
                 hosts=tuple(
                     Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts
                 ),
+                node_names=node_names,
                 **place,
             ),
             reach=RemoteOptions(**reach),

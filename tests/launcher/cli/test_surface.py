@@ -116,7 +116,7 @@ FIELDS = words("""
     policy.scheduler_loss policy.hang_timeout
     policy.time_limit output.log_dir output.show_ranks output.prefix output.screen output.files output.log_name
     place.scheduler place.store place.node_rank place.node_name place.local
-    place.hosts place.rank_table place.launcher
+    place.hosts place.node_names place.rank_table place.launcher
     reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts
     place.simulated place.interface place.port_range reach.ssh_window place.serve place.token_file place.insecure job env
     chdir

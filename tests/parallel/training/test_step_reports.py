@@ -44,7 +44,7 @@ def train_with_agent(folder: str, script_reports: bool) -> tuple[list[dict[str, 
         found = []
         while True:
             try:
-                found.append(json.loads(agent.recv(4096)))
+                found += [one for one in [json.loads(agent.recv(1 << 15))] if "step" in one]
             except BlockingIOError:
                 return found, reads
 

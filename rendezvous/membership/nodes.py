@@ -167,20 +167,27 @@ def order_by_rank(config: SchedulerConfig, members: Sequence[Member]) -> list[Me
     Nodes of the last generation keep their order. The others get the node rank that they asked for,
     if there is such a place. The rest fill the free places behind, in the order of the host list,
     or in the natural order of their names. So the first generation depends only on which nodes are
-    present, not on the order of their joins. Nodes without workers come last: they are parameter
-    servers of a dynamic cluster.
+    present, not on the order of their joins. In a dynamic cluster a process that has the place it
+    asked for keeps it, too: another may have left before it for a moment, to start again. Nodes
+    without workers come last: they are parameter servers of a dynamic cluster.
     """
     given = {name: place for place, name in enumerate(config.hosts)}
-    stay = sorted(
-        (member for member in members if member.index >= 0), key=lambda member: member.index
-    )
+    is_dynamic = config.unit == "worker"
     claimed: dict[int | None, Member] = {
         member.join.node_rank: member
         for member in members
-        if member.index < 0
+        if (member.index < 0 or (is_dynamic and member.index == member.join.node_rank))
         and member.join.node_rank is not None
         and member.join.node_rank < len(members)
     }
+    stay = sorted(
+        (
+            member
+            for member in members
+            if member.index >= 0 and member is not claimed.get(member.join.node_rank)
+        ),
+        key=lambda member: member.index,
+    )
     new = sorted(
         (
             member

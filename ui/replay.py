@@ -347,7 +347,13 @@ def _check_fields(kind: str, when: float, data: Any) -> ReplayedEvent | None:
 
 
 def _are_plain(names: Iterable[str]) -> bool:
-    """Return whether all names are the same text in a line of the log, which has no empty ones."""
+    """Whether all names are the same text in a line of the log; not if one is empty."""
     names = tuple(names)
     text = "".join(names)
-    return all(names) and text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
+    return (
+        all(names)
+        and text.isascii()
+        and text.isprintable()
+        and '"' not in text
+        and "\\" not in text
+    )

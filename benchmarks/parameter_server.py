@@ -31,7 +31,7 @@ from server_processes import cpu_seconds
 
 from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers.client import ServerClient
-from pdrun.parallel.servers.links import RemoteLink, WorkerIdentity
+from pdrun.parallel.servers.links.remote import RemoteLink, WorkerIdentity
 from pdrun.parallel.servers.service import ParameterService
 from pdrun.parallel.servers.settings import dense, parse_mode, rows
 

@@ -21,13 +21,9 @@ import torch
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.servers.directory import ServerDirectory, find_directory
 from pdrun.parallel.servers.frames import Op
-from pdrun.parallel.servers.links import (
-    PushHeader,
-    RemoteLink,
-    ServerLink,
-    TablesInProcess,
-    WorkerIdentity,
-)
+from pdrun.parallel.servers.links.in_process import TablesInProcess
+from pdrun.parallel.servers.links.link import PushHeader, ServerLink
+from pdrun.parallel.servers.links.remote import RemoteLink, WorkerIdentity
 from pdrun.parallel.servers.row_cache import CacheQuestions, RowCache
 from pdrun.parallel.servers.settings import (
     MAX_DIM,

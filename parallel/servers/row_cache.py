@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdrun.parallel.servers.links import ServerLink
+from pdrun.parallel.servers.links.link import ServerLink
 from pdrun.parallel.servers.settings import Mode
 from pdrun.parallel.servers.tables.index import SlotLists
 from pdrun.parallel.servers.tables.store import ChangedRows

@@ -32,7 +32,7 @@ from pdrun.parallel.servers.frames import (
     decode_json,
     encode_json,
 )
-from pdrun.parallel.servers.mapped import SLOT_ELEMENTS
+from pdrun.parallel.servers.links.mapped import SLOT_ELEMENTS
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
 from pdrun.parallel.servers.tables import snapshot
 from pdrun.parallel.servers.tables.memory import SharedMemory, make_shared

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pdrun.parallel.servers.client import ServerClient
-from pdrun.parallel.servers.links import RemoteLink, WorkerIdentity
+from pdrun.parallel.servers.links.remote import RemoteLink, WorkerIdentity
 from pdrun.parallel.servers.service import ParameterService
 from pdrun.parallel.servers.settings import parse_mode
 

@@ -11,7 +11,7 @@ import torch
 import pdrun
 from pdrun.errors import AuthenticationError, ConfigError, DeadlineExceeded, PdrunError, UsageError
 from pdrun.parallel.servers.client import ServerClient
-from pdrun.parallel.servers.links import TablesInProcess
+from pdrun.parallel.servers.links.in_process import TablesInProcess
 from pdrun.parallel.servers.settings import dense, parse_mode, rows
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 

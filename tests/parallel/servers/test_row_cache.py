@@ -15,7 +15,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.servers.client import ServerClient
 from pdrun.parallel.servers.frames import Op
-from pdrun.parallel.servers.links import TablesInProcess
+from pdrun.parallel.servers.links.in_process import TablesInProcess
 from pdrun.parallel.servers.settings import parse_mode, rows
 
 from .served import serving

@@ -15,7 +15,7 @@ from pdrun.errors import PeerLost, UsageError
 from pdrun.parallel.servers.channel import open_channel
 from pdrun.parallel.servers.client import ServerClient
 from pdrun.parallel.servers.frames import MAILBOX, SHARED_VALUES, Frame, Op, encode_json
-from pdrun.parallel.servers.links import TablesInProcess
+from pdrun.parallel.servers.links.in_process import TablesInProcess
 from pdrun.parallel.servers.settings import dense, parse_mode, rows
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables import memory

@@ -16,7 +16,8 @@ from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.servers import served_model
 from pdrun.parallel.servers.client import ServerClient
 from pdrun.parallel.servers.embedding import LookupFunction
-from pdrun.parallel.servers.links import RemoteLink, TablesInProcess, WorkerIdentity
+from pdrun.parallel.servers.links.in_process import TablesInProcess
+from pdrun.parallel.servers.links.remote import RemoteLink, WorkerIdentity
 from pdrun.parallel.servers.settings import parse_mode
 from tests.lib.rank_pool import Worlds
 

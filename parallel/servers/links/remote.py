@@ -1,8 +1,4 @@
-"""
-A worker's links to the tables: in this process, or over a connection to one server.
-
-Requests are begun and then finished in the same order, so that all servers work at one time.
-"""
+"""A worker's connection to one server, which is made again when it is lost."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,229 +27,17 @@ from pdrun.parallel.servers.frames import (
     decode_json,
     encode_json,
 )
-from pdrun.parallel.servers.mapped import SLOT_ELEMENTS, Mailbox, MappedTables
+from pdrun.parallel.servers.links.link import PushHeader, Reply
+from pdrun.parallel.servers.links.mapped import SLOT_ELEMENTS, Mailbox, MappedTables
+from pdrun.parallel.servers.links.open_request import OpenRequest
 from pdrun.parallel.servers.settings import Mode, TableSpec
-from pdrun.parallel.servers.tables import snapshot
-from pdrun.parallel.servers.tables.store import ChangedRows, TableStore
+from pdrun.parallel.servers.tables.store import ChangedRows
 from pdrun.parallel.servers.tables.tables import MIN_SHARED_ELEMENTS
 
 MAX_OPEN_REQUESTS = 64
 RETRY_SECONDS = 0.05
-Reply: TypeAlias = torch.Tensor | ChangedRows | int
 REPLY_MARGIN_SECONDS = 10.0
 """A server's own limit of a wait ends first, since it knows who is missing."""
-
-
-@dataclass(frozen=True)
-class PushHeader:
-    """What a push has in addition to ids and values."""
-
-    step: int = 0
-    part: int = 0
-    divisor: float = 1.0
-
-
-class ServerLink(Protocol):
-    """The tables of one server, as a worker uses them."""
-
-    returns: int
-    """Times that the connection was made again; a server may have gone back to earlier values."""
-
-    def declare_table(self, spec: TableSpec) -> int:
-        """Make a table, or check that it is the same; return its number at this server."""
-        ...
-
-    def begin_rows(self, table: int, ids: torch.Tensor, dim: int) -> None:
-        """Ask for rows."""
-        ...
-
-    def begin_changed(self, table: int, ids: torch.Tensor, since: torch.Tensor, dim: int) -> None:
-        """Ask for the rows that have changed since these versions."""
-        ...
-
-    def begin_pull(self, table: int, pieces: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
-        """Ask for all pieces of a dense weight that the server has, to be written to ``outs``."""
-        ...
-
-    def begin_push(
-        self,
-        table: int,
-        push: PushHeader,
-        values: torch.Tensor,
-        *,
-        ids: torch.Tensor | None = None,
-        piece: int = 0,
-    ) -> None:
-        """Push gradients of rows (``ids``) or of a piece."""
-        ...
-
-    def begin_push_pieces(
-        self,
-        table: int,
-        push: PushHeader,
-        pieces: Sequence[int],
-        grads: Sequence[torch.Tensor],
-    ) -> None:
-        """Push the gradients of all pieces that the server has."""
-        ...
-
-    def begin_assign(
-        self, table: int, values: torch.Tensor, *, ids: torch.Tensor | None = None, piece: int = 0
-    ) -> None:
-        """Send first values of rows (``ids``) or of a piece."""
-        ...
-
-    def begin_order(
-        self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
-    ) -> None:
-        """
-        Ask for something without values: OPEN, CLOCK, SNAPSHOT, RESTORE.
-
-        Args:
-            later: the name that a checkpoint's folder gets when it is complete; empty: the same.
-        """
-        ...
-
-    def finish(self) -> Reply:
-        """Wait for the oldest reply: rows, what has changed, or a number."""
-        ...
-
-    def finish_all(self) -> None:
-        """Wait for all replies."""
-        ...
-
-    def close(self) -> None:
-        """End the link."""
-        ...
-
-
-class TablesInProcess:
-    """The tables of this process: a program without servers."""
-
-    def __init__(self, mode: Mode) -> None:
-        self.returns = 0
-        self.store = TableStore(mode)
-        self._results: deque[Reply] = deque()
-        self._request = 0
-
-    def declare_table(self, spec: TableSpec) -> int:
-        """See `ServerLink.declare_table`."""
-        return self.store.declare_table(spec)
-
-    def begin_rows(self, table: int, ids: torch.Tensor, dim: int) -> None:
-        """See `ServerLink.begin_rows`."""
-        self._results.append(self.store.read_rows(table, ids))
-
-    def begin_changed(self, table: int, ids: torch.Tensor, since: torch.Tensor, dim: int) -> None:
-        """See `ServerLink.begin_changed`."""
-        self._results.append(self.store.read_changed(table, ids, since))
-
-    def begin_pull(self, table: int, pieces: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
-        """See `ServerLink.begin_pull`."""
-        for piece, out in zip(pieces, outs, strict=True):
-            out.copy_(self.store.read_piece(table, piece))
-            self._results.append(0)
-
-    def begin_push(
-        self,
-        table: int,
-        push: PushHeader,
-        values: torch.Tensor,
-        *,
-        ids: torch.Tensor | None = None,
-        piece: int = 0,
-    ) -> None:
-        """See `ServerLink.begin_push`."""
-        self._request += 1
-        # the caller's tensor stays as it is
-        values = values.clone()
-        more: dict[str, Any] = {**vars(push), "request": self._request}
-        if ids is None:
-            self.store.push_piece(table, piece, values, **more)
-        else:
-            self.store.push_rows(table, ids, values, **more)
-        self._results.append(0)
-
-    def begin_push_pieces(
-        self,
-        table: int,
-        push: PushHeader,
-        pieces: Sequence[int],
-        grads: Sequence[torch.Tensor],
-    ) -> None:
-        """See `ServerLink.begin_push_pieces`."""
-        for piece, grad in zip(pieces, grads, strict=True):
-            self.begin_push(table, push, grad, piece=piece)
-
-    def begin_assign(
-        self, table: int, values: torch.Tensor, *, ids: torch.Tensor | None = None, piece: int = 0
-    ) -> None:
-        """See `ServerLink.begin_assign`."""
-        if ids is None:
-            self.store.assign_piece(table, piece, values)
-        else:
-            self.store.assign_rows(table, ids, values)
-        self._results.append(0)
-
-    def begin_order(
-        self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
-    ) -> None:
-        """See `ServerLink.begin_order`."""
-        result = 0
-        match op:
-            case Op.OPEN:
-                self.store.open_table(table)
-            case Op.CLOCK:
-                self._request += 1
-                result = self.store.end_step(step, request=self._request)
-            case Op.SNAPSHOT:
-                snapshot.write_tables(self.store, Path(folder), step)
-            case Op.RESTORE:
-                result = snapshot.read_tables(self.store, Path(folder))
-        self._results.append(result)
-
-    def finish(self) -> Reply:
-        """See `ServerLink.finish`."""
-        return self._results.popleft()
-
-    def finish_all(self) -> None:
-        """See `ServerLink.finish_all`."""
-        self._results.clear()
-
-    def close(self) -> None:
-        """See `ServerLink.close`."""
-
-
-@dataclass
-class _OpenRequest:
-    """A request without a reply yet, with what a repetition needs."""
-
-    frame: Frame
-    parts: tuple[Any, ...] = ()
-    tensors: Sequence[torch.Tensor] = ()
-    """For the values of a pull, or the gradients in a mailbox."""
-    pieces: Sequence[int] = ()
-    """The numbers of these tensors, if they are in shared memory."""
-    dim: int = 0
-    kept: Any = ()
-    """The tensors whose bytes ``parts`` refers to."""
-
-    def without_memory(self) -> list[_OpenRequest]:
-        """Return requests that need no shared memory: that of a lost connection is gone."""
-        if self.frame.flags != SHARED_VALUES:
-            return [self]
-        if self.frame.op == Op.PUSH_ROWS:
-            return [replace(self, frame=replace(self.frame, flags=0, slot=0))]
-        found = []
-        first = self.frame.request + 1 - len(self.pieces)
-        for number, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True)):
-            frame = replace(self.frame, flags=0, count=0, slot=0, place=piece)
-            if frame.op == Op.PULL:
-                found.append(_OpenRequest(frame, tensors=(tensor,)))
-            else:
-                frame.request = first + number
-                found.append(_OpenRequest(frame, (byte_view(tensor),), kept=tensor))
-        return found
 
 
 @dataclass(frozen=True)
@@ -291,7 +74,7 @@ class RemoteLink:
         self._find_addresses = find_addresses
         self._client = secrets.token_hex(16)
         self._request = 0
-        self._open: deque[_OpenRequest] = deque()
+        self._open: deque[OpenRequest] = deque()
         self._results: deque[Reply] = deque()
         self._mapped = MappedTables()
         self._specs: list[TableSpec] = []
@@ -431,7 +214,7 @@ class RemoteLink:
         self._request += 1
         frame.request = self._request
         frame.generation = self._identity.generation
-        self._open.append(_OpenRequest(frame, parts, tensors, pieces, dim, keep))
+        self._open.append(OpenRequest(frame, parts, tensors, pieces, dim, keep))
         try:
             self._channel.send_frame(frame, *(parts if frame.flags != SHARED_VALUES else ()))
         except OSError as error:
@@ -468,7 +251,7 @@ class RemoteLink:
             except (OSError, FrameError) as error:
                 self._recover(error)
 
-    def _read_reply(self, request: _OpenRequest) -> Reply:
+    def _read_reply(self, request: OpenRequest) -> Reply:
         channel = self._channel
         frame = channel.receive_header()
         if frame is None:
@@ -513,7 +296,7 @@ class RemoteLink:
         if is_posted and self._mapped.mailbox is not None:
             self._mapped.mailbox.free_slot(frame.slot)
 
-    def _take_pieces(self, request: _OpenRequest, length: int) -> None:
+    def _take_pieces(self, request: OpenRequest, length: int) -> None:
         """Take a dense weight from the reply, or from shared memory."""
         if request.frame.flags == SHARED_VALUES:
             self._mapped.copy_pieces(request.frame.table, request.tensors)
@@ -567,7 +350,7 @@ class RemoteLink:
             frame = Frame(Op.HELLO, flags=JSON_VALUES, generation=identity.generation)
             channel.send_frame(frame, encode_json(hello))
             self._channel = channel
-            self._open.appendleft(_OpenRequest(frame))
+            self._open.appendleft(OpenRequest(frame))
             try:
                 self._read_reply(self._open[0])
             except BaseException:
@@ -598,7 +381,7 @@ class RemoteLink:
                 for number, spec in enumerate(self._specs):
                     frame = Frame(Op.DECLARE, flags=JSON_VALUES, generation=identity.generation)
                     self._channel.send_frame(frame, encode_json(spec.to_json()))
-                    self._open.appendleft(_OpenRequest(frame))
+                    self._open.appendleft(OpenRequest(frame))
                     if self._read_reply(self._open[0]) != number:
                         raise PeerLost(f"server {self._server} is back with other tables")
                     self._map_table(number, spec)

@@ -310,6 +310,8 @@ class Agent:
             case Verdict():
                 if not self._generation.is_running:
                     self._exit_code = message.code
+                if self._deps.scheduler_process is not None:
+                    self._deps.scheduler_process.keep_verdict(message)
                 self._stopper.on_verdict(message)
             case _:
                 pass

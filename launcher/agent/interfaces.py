@@ -16,7 +16,7 @@ from pdrun.launcher.common.standard_input import StandardInput
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
 from pdrun.quick_dataclass import dataclass
-from pdrun.rendezvous.protocol.messages import Message, Welcome
+from pdrun.rendezvous.protocol.messages import Message, Verdict, Welcome
 
 
 class Link(Protocol):
@@ -294,6 +294,10 @@ class SchedulerProcess(Protocol):
 
     def kill_if_silent(self) -> None:
         """Kill it early if it does not answer: a stop waits for it."""
+        ...
+
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Keep the verdict, for nodes that do not know it if the process dies before they do."""
         ...
 
     def restart_if_dead(self) -> str:

@@ -167,7 +167,7 @@ def _shorten(value: Any) -> str:
         text = ", ".join(f"{key}: {_shorten(one)}" for key, one in value.items())
     elif isinstance(entries, Mapping) and entries:
         text = f"{type(value).__name__}: {_shorten(entries)}"
-    elif _has_plain_text(type(value)):
+    elif _defines_no_text(type(value)):
         text = type(value).__name__
     elif callable(value) and hasattr(value, "__name__"):
         text = value.__name__
@@ -176,7 +176,7 @@ def _shorten(value: Any) -> str:
     return " ".join(text.split())[: elastic.MAX_FACT_CHARACTERS]
 
 
-def _has_plain_text(kind: Any) -> bool:
+def _defines_no_text(kind: Any) -> bool:
     """Return whether a type defines no text: it would be printed as an address."""
     return kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
 

@@ -104,6 +104,7 @@ class SchedulerChild:
         self._config = config
         self._secret = secret
         self._farewell: Farewell | None = None
+        self._verdict: Verdict | None = None
         self._listener = bind_listener(endpoint).detach() if endpoint else os.dup(listen_fd or 0)
         self._journal = Path(journal) if journal else None
         self._timeout = timeout
@@ -216,18 +217,26 @@ class SchedulerChild:
             self._send_ping(now)
         return ""
 
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Keep the verdict, for nodes that do not know it if the process dies before they do."""
+        self._verdict = verdict
+
     def close(self, timeout: float = FAREWELL_SECONDS + 2.0) -> None:
         """
         Close. After the verdict the process ends when every node has left; before, this ends the
-        job.
+        job. If it dies after the verdict, the nodes that reconnect get it here.
 
         The process is killed after ``timeout`` seconds.
         """
         self._restart_at = None
         self._answer_deadline = None
-        self._close_listener()
         if hasattr(self, "_process"):
-            self._reap_process(timeout)
+            deadline = time.monotonic() + timeout
+            status = self._reap_process(timeout)
+            has_died = status != 0 and time.monotonic() < deadline
+            if has_died and self._verdict is not None and self._listener >= 0:
+                self._tell_others(self._verdict)
+        self._close_listener()
         if self._farewell is not None:
             self._farewell.close(timeout)
             self._farewell = None
@@ -388,10 +397,11 @@ class SchedulerChild:
 
     def _give_up(self, why: str) -> NoReturn:
         self._reap_process(REAP_SECONDS)
-        self._tell_others(why)
+        host = f"on {self._config.host}" if self._config.host else "on the first node"
+        self._tell_others(Verdict(69, why.replace("on this node", host)))
         raise RendezvousError(why)
 
-    def _tell_others(self, why: str) -> None:
+    def _tell_others(self, verdict: Verdict) -> None:
         """Tell the other agents. If that is impossible, the port refuses them, and they leave."""
         try:
             from pdrun.rendezvous.scheduler.farewell import Farewell
@@ -401,13 +411,12 @@ class SchedulerChild:
         listener = self._listener
         self._listener = -1
         events = self._order["events"]
-        host = f"on {self._config.host}" if self._config.host else "on the first node"
         try:
             self._farewell = Farewell(
                 self._config,
                 self._secret,
                 listener,
-                Verdict(69, why.replace("on this node", host)),
+                verdict,
                 Path(events) if events else None,
                 is_insecure=self._order["insecure"],
             )

@@ -104,8 +104,11 @@ def test_each_task_is_an_agent(wheel: Wheel, program: str, cluster: Cluster) -> 
 @pytest.mark.root
 def test_codes_are_the_workers(wheel: Wheel, program: str, cluster: Cluster) -> None:
     script = cluster.script(
-        "import os, sys, time\nopen(os.environ['RANK'] + '.' + os.uname().nodename, 'w').close()\n"
-        "if os.environ['RANK'] == '1': exec(sys.argv[1])\nelse: exec(sys.argv[2])\n"
+        "import glob, os, sys, time\n"
+        "open(os.environ['RANK'] + '.' + os.uname().nodename, 'w').close()\n"
+        "if os.environ['RANK'] == '0': exec(sys.argv[2]); sys.exit()\n"
+        "while not glob.glob('0.*'): time.sleep(0.02)  # a failure ends it before it has begun\n"
+        "exec(sys.argv[1])\n"
     )
     failure = ("sys.exit(42)", "time.sleep(60)", 42)
     others_too = (("pass", "pass", 0), ("os.kill(os.getpid(), 9)", "time.sleep(60)", 137))

@@ -31,6 +31,7 @@ class FakeScheduler:
     due: float | None = None
     is_away = False
     hurried = 0
+    verdict: m.Verdict | None = None
 
     def fileno(self) -> int:
         return -1
@@ -43,6 +44,9 @@ class FakeScheduler:
 
     def kill_if_silent(self) -> None:
         self.hurried += 1
+
+    def keep_verdict(self, verdict: m.Verdict) -> None:
+        self.verdict = verdict
 
     def restart_if_dead(self) -> str:
         return ""

@@ -9,6 +9,7 @@ JOURNAL = "tests/rendezvous/journal/test_journal.py::test_"
 SUCCESSOR_TIME = "tests/rendezvous/journal/test_successor_time.py::test_"
 LOCAL_LINK = "tests/rendezvous/scheduler/test_local_link.py::test_"
 RELAY_ANSWERS = "tests/rendezvous/scheduler/test_relay_answers.py::test_"
+RECOVERY = "tests/rendezvous/scheduler/test_recovery.py::test_"
 SERVICE = "tests/rendezvous/scheduler/test_service.py::test_"
 SILENT_SUCCESSOR = "tests/rendezvous/scheduler/test_silent_successor.py::test_"
 SOCKETS = "tests/rendezvous/scheduler/test_sockets.py::test_"
@@ -21,6 +22,13 @@ MUTANTS = (
         "            self._process.kill()  # `fileno` reports its end\n",
         "",
         f"{SILENT_SUCCESSOR}a_successor_that_never_answers_is_killed",
+    ),
+    Mutant(
+        "a scheduler that dies after the verdict keeps it from others",
+        f"{SCHEDULER}child.py",
+        "                self._tell_others(self._verdict)\n",
+        "                pass\n",
+        f"{RECOVERY}a_scheduler_that_dies_after_the_verdict_leaves_nobody_without_it",
     ),
     Mutant(
         "a scheduler is started again without end",

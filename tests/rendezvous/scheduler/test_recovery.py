@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -357,6 +358,25 @@ def test_a_journal_that_has_lost_its_end_ends_the_job(
             refusal = expect(Refuse, agent, agent)
             assert refusal.code == 69
             assert "the scheduler's journal has lost its end" in refusal.reason
+
+
+def test_a_scheduler_that_dies_after_the_verdict_leaves_nobody_without_it(
+    scheduler: Start_, secret: Secret, tmp_path: Path
+) -> None:
+    """The agent of its node is about to end, and starts no successor: it tells the others."""
+    child = scheduler(journal=tmp_path / "j")
+    with agents(child.endpoint, secret, "job", "job") as (here, there):
+        for number, agent in enumerate((here, there)):
+            agent.join(f"n{number}")
+        start_all(here, there)
+        os.kill(child.pid, signal.SIGKILL)
+        child.keep_verdict(Verdict(0, "2 workers succeeded"))
+        closing = threading.Thread(target=child.close)
+        closing.start()
+        verdict = expect(Verdict, there, there)
+        closing.join(30)
+    assert (verdict.code, verdict.reason) == (0, "2 workers succeeded")
+    assert not closing.is_alive()
 
 
 def connect(endpoint: Endpoint) -> None:

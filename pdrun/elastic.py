@@ -57,7 +57,7 @@ REPORT_SECONDS = 0.1
 SAMPLE_SECONDS = 5.0
 """Time between two steps that a `pdrun.Run` reports."""
 RATE_SECONDS = 1.0
-"""Shortest time over which the rate of steps is taken."""
+"""Shortest time over which the rate of steps and the own work of one are taken."""
 PEAK_MODULE = "pdrun.parallel.report.device_peak"
 """Imported by name when FLOPs are reported: it is on a higher floor."""
 MAX_STEP = 1 << 53
@@ -98,6 +98,11 @@ class _WorkerReporter:
         self.socket: socket.socket | None = None
         self.step = -1
         self.busy = 0.0
+        self.has_script_busy = False
+        """Whether the script measures its own work: then it is not estimated."""
+        self.cpu_anchor: tuple[int, int, float] | None = None
+        """Thread, step and CPU time of that thread from which the estimate counts."""
+        self.next_estimate_at = 0.0
         self.saved = -1
         self.total = 0
         self.is_sampled = False
@@ -160,6 +165,23 @@ class _WorkerReporter:
             pass
         return True
 
+    def estimate_busy(self, now: float) -> None:
+        """
+        Without ``busy=``, take the CPU time of this thread per step, over RATE_SECONDS or more.
+
+        That is the worker's own work only if a thread that waits for others sleeps, see
+        `_waits_asleep`; else nothing is known.
+        """
+        if now < self.next_estimate_at or self.has_script_busy:
+            return
+        self.next_estimate_at = now + RATE_SECONDS
+        if not _waits_asleep():
+            return
+        anchor = (threading.get_ident(), self.step, time.thread_time())
+        before, self.cpu_anchor = self.cpu_anchor, anchor
+        if before is not None and before[0] == anchor[0] and before[1] < self.step:
+            self.busy = (anchor[2] - before[2]) / (self.step - before[1])
+
     def note_rate(self) -> None:
         """Update the utilization, at most once in RATE_SECONDS."""
         now = time.monotonic()
@@ -177,6 +199,7 @@ class _WorkerReporter:
         now = time.monotonic()
         if self.trace is not None or now >= self.next_look_at:
             self.run_trace(now)
+        self.estimate_busy(now)
         if now >= self.next_report_at:
             self.next_report_at = now + REPORT_SECONDS
             self.send_report()
@@ -275,7 +298,9 @@ def progress(
         step: number of the step, at least 0.
         busy: seconds of the worker's own work in the step, without the time that it waited for
             other ranks. Shows a slow rank although all ranks complete their steps together. None:
-            not known.
+            the CPU time of the calling thread where collectives are those of gloo on CPUs, which
+            sleep while they wait (not seen: a rank that itself sleeps, or waits for its disk);
+            else not known.
         total: number of steps of the whole run. None: as reported before, or not known.
         flops: floating point operations of the model in a step, of all ranks together. With them
             ``mfu`` is reported, the share of the devices' peak, where that is known.
@@ -299,6 +324,7 @@ def progress(
         if not 0 <= busy < 1e9:
             raise ValueError(f"busy must be a number of seconds, got {busy!r}")
         worker.busy = float(busy)
+        worker.has_script_busy = True
     if total is not None:
         worker.total = _check_step(total)
     if flops is not None:
@@ -321,7 +347,7 @@ def sample_step(
     step: int, read_numbers: Callable[[], dict[str, float]], *, is_last: bool = False
 ) -> float:
     """
-    Report a step of a `pdrun.Run`, for the eyes only: it does not count for hangs and slow ranks.
+    Report a step of a `pdrun.Run`, for the eyes: it does not count for hangs and ranks behind.
 
     If the script reports its own steps, nothing is reported. Of several runs in a script, the first
     that is due reports.
@@ -344,6 +370,7 @@ def sample_step(
         worker.next_sample_at = due
         worker.step = _check_step(step)
         worker.is_sampled = True
+        worker.estimate_busy(now)
         worker.numbers = read_numbers()
         worker.send_report()
     if not is_last and worker.run_trace(now):
@@ -504,6 +531,24 @@ def _is_child_process() -> bool:
     """Return whether multiprocessing has started this process: it is a child of a worker."""
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
+
+
+def _waits_asleep() -> bool:
+    """
+    Return whether a thread of this process sleeps while it waits for other ranks.
+
+    It does with gloo on CPUs. With NCCL, MPI and the like it spins, there or at the next value that
+    is read from the device: its CPU time would blame the rank that waits.
+    """
+    torch: Any = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    for name in ("cuda", "npu", "xpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_initialized():
+            return False
+    return "gloo" in distributed.get_backend()
 
 
 def _check_step(step: SupportsIndex) -> int:

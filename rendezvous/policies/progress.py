@@ -16,6 +16,8 @@ LAG_SECONDS = 10.0
 SLOW_FACTOR = 1.5
 SLOW_REPORTS = 5
 """So is a worker whose own work takes SLOW_FACTOR times the median's over SLOW_REPORTS reports."""
+SLOW_SHARE = 0.05
+"""It must also be this share of a step more: milliseconds of a step of seconds slow nobody down."""
 LOOK_SECONDS = 2.0
 WARN_SECONDS = 60.0
 RECORD_SECONDS = 5.0
@@ -61,6 +63,10 @@ class ProgressTracker:
         self._usage_at: float | None = None
         self._total = 0
         self._look_at = now + LOOK_SECONDS
+        self._pace_anchor: tuple[float, int] | None = None
+        """Time and median step from which the pace counts."""
+        self._step_seconds = 0.0
+        """Time of a step, of all workers together; 0: not known yet."""
         self._record_at = now
         self._has_news = False
         self._is_ending = False
@@ -168,6 +174,7 @@ class ProgressTracker:
             return []
         self._look_at = now + LOOK_SECONDS
         middle = statistics.median_high([track.step for track in self._tracks.values()])
+        self._note_pace(now, middle)
         full = {
             rank: statistics.median(track.busy)
             for rank, track in self._tracks.items()
@@ -176,24 +183,36 @@ class ProgressTracker:
         usual = statistics.median_low(full.values()) if len(full) > 1 else 0.0
         found = []
         for rank, track in sorted(self._tracks.items()):
-            why = self._explain_slowness(track, now, middle, full.get(rank, 0.0), usual)
+            why = self._explain_lag(track, now, middle)
+            why = why or self._explain_work(full.get(rank, 0.0), usual)
             if why and (track.warned_at is None or now - track.warned_at >= WARN_SECONDS):
                 track.warned_at = now
                 found.append((rank, why))
         return found
 
+    def _note_pace(self, now: float, middle: int) -> None:
+        """Note the median step, and with it the time of a step since it last changed."""
+        before = self._pace_anchor
+        if before is not None and before[1] == middle:
+            return
+        if before is not None and before[1] < middle:
+            self._step_seconds = (now - before[0]) / (middle - before[1])
+        self._pace_anchor = (now, middle)
+
     @staticmethod
-    def _explain_slowness(
-        track: _WorkerProgress, now: float, middle: int, busy: float, usual: float
-    ) -> str:
+    def _explain_lag(track: _WorkerProgress, now: float, middle: int) -> str:
         if track.is_sampled or middle - track.step < LAG_STEPS:
             track.behind_since = None
         elif track.behind_since is None:
             track.behind_since = now
-        if track.behind_since is not None and now - track.behind_since >= LAG_SECONDS:
-            behind = middle - track.step
-            return f"is {behind} steps behind the others (step {track.step}, most are at {middle})"
-        if usual > 0 and busy >= SLOW_FACTOR * usual:
+        if track.behind_since is None or now - track.behind_since < LAG_SECONDS:
+            return ""
+        behind = middle - track.step
+        return f"is {behind} steps behind the others (step {track.step}, most are at {middle})"
+
+    def _explain_work(self, busy: float, usual: float) -> str:
+        is_material = busy - usual >= SLOW_SHARE * self._step_seconds
+        if usual > 0 and busy >= SLOW_FACTOR * usual and is_material:
             return f"needs {busy:.3g} s per step, the others {usual:.3g} s"
         return ""
 
@@ -205,3 +224,5 @@ class ProgressTracker:
         for track in self._tracks.values():
             if track.behind_since is not None:
                 track.behind_since += seconds
+        if self._pace_anchor is not None:
+            self._pace_anchor = (self._pace_anchor[0] + seconds, self._pace_anchor[1])

@@ -272,6 +272,40 @@ def test_the_plan_is_said_by_rank_0(agent: Agent) -> None:
     assert agent.heard() == [], "rank 3 says nothing"
 
 
+OWN_WORK = """
+from types import SimpleNamespace as Fake
+distributed = Fake(is_available=lambda: True, is_initialized=lambda: True,
+                   get_backend=lambda: {backend!r})
+sys.modules["torch"] = Fake(distributed=distributed, cuda=Fake(is_initialized=lambda: {cuda}))
+elastic.RATE_SECONDS = 0.2
+for step in range(8):
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    time.sleep(0.1)                     # as if it waited for another rank
+    pdrun.progress(step, {busy})
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "cuda", "busy", "least", "most"),
+    [
+        ("cpu:gloo,cuda:nccl", False, None, 0.05, 0.09),
+        ("gloo", True, None, 0.0, 0.0),
+        ("nccl", False, None, 0.0, 0.0),
+        ("gloo", False, 0.7, 0.7, 0.7),
+    ],
+)
+def test_own_work_is_estimated_where_ranks_sleep_while_they_wait(
+    agent: Agent, backend: str, cuda: bool, busy: float | None, least: float, most: float
+) -> None:
+    status, _, err = agent.run(OWN_WORK.format(backend=backend, cuda=cuda, busy=busy))
+    assert status == 0, err
+    said = agent.heard()
+    assert said[-1]["step"] == 7
+    assert least <= said[-1].get("busy", 0.0) <= most
+
+
 def test_flops_become_a_share_of_the_peak(agent: Agent) -> None:
     code = (
         "now = [100.0]\ntime.monotonic = lambda: now[0]\n"

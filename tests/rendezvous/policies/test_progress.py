@@ -171,6 +171,26 @@ def test_a_worker_whose_own_work_takes_longer_is_named() -> None:
     assert warnings(machine) == ["rank 2 on b needs 0.16 s per step, the others 0.1 s"]
 
 
+def test_more_work_that_is_little_of_a_step_is_no_straggler() -> None:
+    machine = running("a", "b", workers=2)
+    for step in range(12):
+        report(machine, "a", (0, step, 0.010), (1, step, 0.011))
+        report(machine, "b", (2, step, 0.040), (3, step, 0.010))
+        machine.tick(1.0)
+    assert not warnings(machine)
+
+
+def test_a_sampled_worker_whose_own_work_takes_longer_is_named() -> None:
+    """Of a `pdrun.Run`: a sample each five seconds, of steps that differ."""
+    machine = running("a", "b")
+    for second in range(0, 40, 5):
+        steps = (Step(0, 50 * second, 0.01, True), Step(1, 50 * second - 7, 0.05, True))
+        for agent, one in zip("ab", steps, strict=True):
+            machine.say(agent, Progress(0, (one,)))
+        machine.tick(5.0)
+    assert warnings(machine) == ["rank 1 on b needs 0.05 s per step, the others 0.01 s"]
+
+
 def test_one_slow_step_is_no_straggler() -> None:
     machine = running("a", "b")
     for step in range(20):

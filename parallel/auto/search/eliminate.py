@@ -155,6 +155,19 @@ class CostNetwork:
             self._tables = [smaller if one is table else one for one in self._tables]
             for other in table.variables:
                 touching[other] = [smaller if one is table else one for one in touching[other]]
+        self._removed = [
+            (removed, scope, _take_values(choices, scope, variable, values))
+            for removed, scope, choices in self._removed
+        ]
+
+
+def _take_values(
+    choices: Tensor, scope: Sequence[Variable], variable: Variable, values: Tensor
+) -> Tensor:
+    """Return the choices of a removed variable for some values of a variable in their scope."""
+    if variable not in scope:
+        return choices
+    return choices.index_select(scope.index(variable), values)
 
 
 def _neighbours(variable: Variable, tables: Sequence[CostTable]) -> tuple[Variable, ...]:

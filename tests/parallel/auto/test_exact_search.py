@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
+import torch
 
 from pdrun.parallel.auto.choose import SEARCHES, choose_plan
 from pdrun.parallel.auto.prices import price_plan
+from pdrun.parallel.auto.search.eliminate import CostNetwork
 from pdrun.parallel.auto.search.exact import search_exact
 from pdrun.parallel.auto.search.templates import list_templates
 from pdrun.parallel.layouts.grid import Grid
@@ -61,3 +64,24 @@ def test_three_axes_reach_the_minimum_of_small_graphs(seed: int) -> None:
     assert problem is not None
     best, _ = cheapest_price(problem)
     assert choose_plan(problem).seconds == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_narrowed_tables_give_the_values_of_their_cost(seed: int) -> None:
+    """A variable is narrowed after others that depend on it were removed."""
+    make = torch.Generator().manual_seed(seed)
+    variables = [("operator", place, 0) for place in range(7)]
+    network = CostNetwork(max_entries=300)
+    tables = []
+    for one, other in [*itertools.combinations(range(4), 2), (0, 4), (4, 5), (3, 6)]:
+        costs = torch.rand(9, 9, generator=make, dtype=torch.float64)
+        tables.append((variables[one], variables[other], costs))
+    for variable in variables:
+        network.add_variable(variable, 9)
+    for first, second, costs in tables:
+        network.add_table([first, second], costs)
+    lowest = float(network.eliminate())
+    values = network.recover({})
+    assert not network.is_exact
+    again = sum(float(costs[values[first], values[second]]) for first, second, costs in tables)
+    assert again == pytest.approx(lowest)

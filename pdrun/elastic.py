@@ -126,6 +126,8 @@ class _WorkerReporter:
         """Step and monotonic time from which the rate of steps counts."""
         self.numbers: dict[str, Any] = {}
         """What the script reports with its step; tensors become numbers when they are sent."""
+        self.bad_steps: dict[str, int] = {}
+        """Of the numbers that are not finite now: the first step with such a value."""
         self.next_report_at = 0.0
         """Monotonic time from which the next report may be sent."""
         self.pending = threading.Event()
@@ -148,7 +150,11 @@ class _WorkerReporter:
         known = self.numbers
         if self.utilization and "mfu" not in known:
             known = {**known, "mfu": self.utilization}
-        numbers = f',"numbers":{_format_numbers(known)}' if known else ""
+        numbers = f',"numbers":{self.format_numbers(known)}' if known else ""
+        if self.bad_steps:  # another thread may change it
+            steps = tuple(self.bad_steps.items())
+            bad = ",".join(f'"{name}":{first}' for name, first in steps if name in known)
+            numbers += f',"bad":{{{bad}}}'
         sampled = ',"sampled":true' if self.is_sampled else ""
         paused = ',"paused":true' if self.is_paused else ""
         head = f'"rank":{self.rank},"generation":{self.generation}'
@@ -181,6 +187,45 @@ class _WorkerReporter:
         before, self.cpu_anchor = self.cpu_anchor, anchor
         if before is not None and before[0] == anchor[0] and before[1] < self.step:
             self.busy = (anchor[2] - before[2]) / (self.step - before[1])
+
+    def note_numbers(self, numbers: dict[str, Any]) -> None:
+        """Keep the step's numbers, and look for bad ones where that waits for no device."""
+        # without their graph: the step's activations must not live until the next report
+        self.numbers = {
+            name: value.detach() if hasattr(value, "detach") else value
+            for name, value in numbers.items()
+        }
+        for name, value in self.numbers.items():
+            if type(value) is float:
+                if -1e300 < value < 1e300:
+                    if self.bad_steps:
+                        self.bad_steps.pop(name, None)
+                else:
+                    self.bad_steps.setdefault(name, self.step)
+            elif getattr(value, "is_cpu", False):
+                self.read_number(name, value)
+
+    def read_number(self, name: str, value: Any) -> float | None:
+        """Return a number; None: it cannot be read. Note whether it is finite."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            return None  # a tensor of several elements, or a device that is capturing a graph
+        if abs(number) < 1e300:
+            self.bad_steps.pop(name, None)
+        else:
+            self.bad_steps.setdefault(name, self.step)
+        return number
+
+    def format_numbers(self, numbers: dict[str, Any]) -> str:
+        """Return numbers as JSON: null if not finite. One that cannot be read is left out."""
+        parts = []
+        for name, value in numbers.items():
+            number = self.read_number(name, value)
+            if number is not None:
+                text = f"{number:.9g}" if abs(number) < 1e300 else "null"
+                parts.append(f'"{name}":{text}')
+        return "{" + ",".join(parts) + "}"
 
     def note_rate(self) -> None:
         """Update the utilization, at most once in RATE_SECONDS."""
@@ -335,11 +380,7 @@ def progress(
         worker.note_rate()
     if numbers:
         _check_numbers(numbers)
-        # without its graph: the step's activations must not live until the next report
-        worker.numbers = {
-            name: value.detach() if hasattr(value, "detach") else value
-            for name, value in numbers.items()
-        }
+        worker.note_numbers(numbers)
     worker.report_soon()
 
 
@@ -583,19 +624,6 @@ def _check_numbers(numbers: dict[str, Any]) -> None:
         plain = name.replace(".", "_")
         if not (plain.isascii() and plain.isidentifier() and len(name) <= MAX_NAME_CHARACTERS):
             raise TypeError(f"{name!r} is no name: letters, digits, _ and ., at most 64")
-
-
-def _format_numbers(numbers: dict[str, Any]) -> str:
-    """Return numbers as JSON: null if not finite. One that cannot be read is left out."""
-    parts = []
-    for name, value in numbers.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            continue  # a tensor of several elements, or a device that is capturing a graph
-        text = f"{number:.9g}" if abs(number) < 1e300 else "null"
-        parts.append(f'"{name}":{text}')
-    return "{" + ",".join(parts) + "}"
 
 
 def _parse_number(text: str | None, default: int) -> int:

@@ -48,7 +48,9 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
             return _read_exit(data)
         case "progress":
             step, saved = int(data.get("step", -1)), int(data.get("saved", -1))
-            return step, saved, int(data.get("total", 0)), read_values(data.get("values") or {})
+            bad = read_bad_steps(data.get("bad") or {})
+            total, values = int(data.get("total", 0)), read_values(data.get("values") or {})
+            return step, saved, total, values, bad
         case "usage":
             return read_usage(data["values"])
         case "plan":
@@ -81,6 +83,16 @@ def read_values(data: Mapping[str, Any]) -> dict[str, tuple[float | None, int, i
     for name, (mean, _, _, rank, bad_rank) in data.items():
         found[str(name)] = (None if mean is None else float(mean), int(rank), int(bad_rank))
     return found
+
+
+def read_bad_steps(data: Mapping[str, Any]) -> dict[str, int]:
+    """
+    Return ``bad`` of a ``progress`` event: name -> first step with a value that is not finite.
+
+    Raises:
+        TypeError, ValueError: it has another form.
+    """
+    return {str(name): int(step) for name, step in data.items()}
 
 
 def read_usage(data: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:

@@ -57,6 +57,8 @@ class JobStatus:
     """Steps of the whole run; 0: not known."""
     values: Mapping[str, tuple[float | None, int, int]] = field(default_factory=dict)
     """Reported number -> mean, rank of the largest, first rank with a value that is not finite."""
+    bad_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of the numbers that are not finite: the first step with such a value, where it is known."""
     usage: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     """CPU, memory and devices, the last sample: name -> mean, largest, rank of the largest."""
     plan: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -263,7 +263,7 @@ class StatusReplay:
             case "warning" | "hang":
                 self._warnings.append(fields)
             case "progress":
-                step, saved, total, values = fields
+                step, saved, total, values, bad_steps = fields
                 self._facts = replace(
                     self._facts,
                     step=step,
@@ -271,6 +271,7 @@ class StatusReplay:
                     saved=saved,
                     total=total,
                     values=values,
+                    bad_steps=bad_steps,
                 )
             case "usage":
                 self._facts = replace(self._facts, usage=fields)

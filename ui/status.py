@@ -122,6 +122,8 @@ def describe_values(status: JobStatus) -> list[tuple[str, str]]:
             name, text = "MFU", f"{100 * mean:.3g} %"
         if bad_rank >= 0:
             text = f"{text}, not finite on rank {bad_rank}".removeprefix(", ")
+            if name in status.bad_steps:
+                text += f" since step {status.bad_steps[name]:,}"
         rows.append((name, text))
     return rows
 

@@ -2,7 +2,7 @@
 How workers report to their agent: datagrams through a socket file in a folder of mode 0700.
 
     {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100,
-     "total": 5000, "numbers": {"loss": 2.31, "grad_norm": null}}
+     "total": 5000, "numbers": {"loss": 2.31, "grad_norm": null}, "bad": {"grad_norm": 119}}
     {"rank": 3, "generation": 1, "step": 120, "sampled": true, "numbers": {"loss": 2.31}}
     {"rank": 3, "generation": 1, "late": ["OMP_NUM_THREADS"]}
     {"rank": 0, "generation": 1, "plan": [["mesh", "dp 2 x tp 4", "argument mesh="]]}
@@ -43,7 +43,7 @@ MAX_FACTS = 256
 """Lines of a plan."""
 _INTEGER_FIELDS = ("rank", "generation", "step", "saved", "total")
 _NUMBER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_OTHER_FIELDS = ("busy", "late", "numbers", "paused", "plan", "sampled")
+_OTHER_FIELDS = ("bad", "busy", "late", "numbers", "paused", "plan", "sampled")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_PATH_BYTES = 100
 """For the path of a socket; the system accepts 107."""
@@ -72,6 +72,8 @@ class WorkerReport:
     """It waits in `pdrun.breakpoint`."""
     plan: tuple[PlanFact, ...] = ()
     """About its run; alone in its report."""
+    bad_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of the numbers that are not finite: the first step with such a value."""
 
     @property
     def counted_step(self) -> int | None:
@@ -105,6 +107,11 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     numbers = found.get("numbers", {})
     if not isinstance(numbers, dict) or not _are_numbers(numbers):
         return None
+    bad = found.get("bad", {})
+    if not isinstance(bad, dict) or not all(
+        type(step) is int and 0 <= step < MAX_NUMBER for step in bad.values()
+    ):
+        return None
     plan = found.get("plan", [])
     if not isinstance(plan, list) or len(plan) > MAX_FACTS or not all(map(_is_fact, plan)):
         return None
@@ -121,6 +128,7 @@ def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
         found.get("sampled", False),
         found.get("paused", False),
         tuple(PlanFact(*fact) for fact in plan),
+        {name: step for name, step in bad.items() if numbers.get(name, 0.0) is None},
     )
 
 

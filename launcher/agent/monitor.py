@@ -268,7 +268,10 @@ class WorkerMonitor:
             self._sent_saved_step = saved
             reports = self._last_reports
             total = max((report.total for report in reports.values()), default=0)
-            numbers = sum_numbers({rank: report.numbers for rank, report in reports.items()})
+            numbers = sum_numbers(
+                {rank: report.numbers for rank, report in reports.items()},
+                {rank: report.bad_steps for rank, report in reports.items()},
+            )
             self._send_message(Progress(group.generation, tuple(steps), saved, total, numbers))
 
     def _sample_usage(self, group: WorkerGroup, now: float) -> None:

@@ -13,18 +13,23 @@ MAX_NAMES = 64
 """Names that the record of a job has; a rank's own are fewer."""
 
 
-def sum_numbers(reports: Mapping[int, Mapping[str, float | None]]) -> tuple[NodeNumber, ...]:
+def sum_numbers(
+    reports: Mapping[int, Mapping[str, float | None]],
+    bad_steps: Mapping[int, Mapping[str, int]] | None = None,
+) -> tuple[NodeNumber, ...]:
     """
     Return one entry per name, sorted by name.
 
     Args:
         reports: rank -> name -> value; None: the value is not finite.
+        bad_steps: rank -> name -> first step with such a value, where it is known.
     """
     found: dict[str, NodeNumber] = {}
     for rank, numbers in sorted(reports.items()):
         for name, value in numbers.items():
             if value is None:
-                one = NodeNumber(name, bad_rank=rank)
+                step = (bad_steps or {}).get(rank, {}).get(name, -1)
+                one = NodeNumber(name, bad_rank=rank, bad_step=step)
             else:
                 one = NodeNumber(name, 1, float(value), value, value, rank)
             found[name] = add_numbers(found[name], one) if name in found else one
@@ -33,12 +38,18 @@ def sum_numbers(reports: Mapping[int, Mapping[str, float | None]]) -> tuple[Node
 
 def add_numbers(one: NodeNumber, other: NodeNumber) -> NodeNumber:
     """Return two entries of one name as one. The first worker with the largest value is kept."""
-    bad = [rank for rank in (one.bad_rank, other.bad_rank) if rank >= 0]
-    bad_rank = min(bad, default=-1)
+    bad = min((entry for entry in (one, other) if entry.bad_rank >= 0), key=_bad_order, default=one)
     if not one.count or not other.count:
         full = one if one.count else other
         return NodeNumber(
-            one.name, full.count, full.sum, full.least, full.most, full.rank, bad_rank
+            one.name,
+            full.count,
+            full.sum,
+            full.least,
+            full.most,
+            full.rank,
+            bad.bad_rank,
+            bad.bad_step,
         )
     total = one.sum + other.sum
     larger = other if (other.most, -other.rank) > (one.most, -one.rank) else one
@@ -49,8 +60,14 @@ def add_numbers(one: NodeNumber, other: NodeNumber) -> NodeNumber:
         min(one.least, other.least),
         larger.most,
         larger.rank,
-        bad_rank,
+        bad.bad_rank,
+        bad.bad_step,
     )
+
+
+def _bad_order(one: NodeNumber) -> tuple[bool, int, int]:
+    """Put the earliest step first: a bad value spreads with the next gradients."""
+    return one.bad_step < 0, one.bad_step, one.bad_rank
 
 
 def describe_numbers(
@@ -62,10 +79,7 @@ def describe_numbers(
     The last is the first worker whose value is not finite, or -1. Without a finite value, the first
     three are None.
     """
-    found: dict[str, NodeNumber] = {}
-    for numbers in nodes:
-        for one in numbers:
-            found[one.name] = add_numbers(found[one.name], one) if one.name in found else one
+    found = _merge(nodes)
     values: dict[str, list[float | int | None]] = {}
     for name in sorted(found)[:MAX_NAMES]:
         one = found[name]
@@ -75,3 +89,19 @@ def describe_numbers(
         else:
             values[name] = [None, None, None, -1, one.bad_rank]
     return values
+
+
+def find_bad_steps(nodes: Iterable[tuple[NodeNumber, ...]]) -> dict[str, int]:
+    """Return what ``bad`` of a ``progress`` event says: name -> first step, of bad numbers only."""
+    found = _merge(nodes)
+    names = sorted(found)[:MAX_NAMES]
+    return {name: found[name].bad_step for name in names if found[name].bad_step >= 0}
+
+
+def _merge(nodes: Iterable[tuple[NodeNumber, ...]]) -> dict[str, NodeNumber]:
+    """Return the entries of all nodes, by name."""
+    found: dict[str, NodeNumber] = {}
+    for numbers in nodes:
+        for one in numbers:
+            found[one.name] = add_numbers(found[one.name], one) if one.name in found else one
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdrun.rendezvous.policies.numbers import describe_numbers
+from pdrun.rendezvous.policies.numbers import describe_numbers, find_bad_steps
 from pdrun.rendezvous.protocol.messages import NodeNumber, PlanFact, Progress
 
 LAG_STEPS = 2
@@ -143,6 +143,8 @@ class ProgressTracker:
             record["total"] = self._total
         if self._numbers:
             record["values"] = describe_numbers(self._numbers.values())
+            if bad := find_bad_steps(self._numbers.values()):
+                record["bad"] = bad
         return record
 
     def take_usage(self, now: float, *, is_ending: bool = False) -> Mapping[str, Any] | None:

@@ -212,8 +212,8 @@ class Refuse:
     """
     retry: bool = False
     """
-    True: workers of an earlier instance of this node may still run. A new agent may ask again,
-    until that one has ended or is lost.
+    True: an earlier node of this name or rank may have ended, or its workers may still run. A new
+    agent may ask again, until that one has ended, is lost or has proved to be alive.
     """
 
 
@@ -384,7 +384,9 @@ class NodeNumber:
     rank: int = -1
     """The worker with the largest value."""
     bad_rank: int = -1
-    """The first worker whose value is not finite; -1: none."""
+    """The worker whose value is not finite since the earliest step; -1: none."""
+    bad_step: int = -1
+    """That step; -1: not known."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import os, time
 import pdrun
 rank = int(os.environ["RANK"])
 for step in range(400):
-    loss = float("nan") if rank == 1 and step >= 5 else 2.5
+    loss = float("nan") if step >= (5 if rank == 1 else 6) else 2.5  # with the next gradients
     pdrun.progress(step, busy=0.9 if rank == 2 else 0.1, total=400, loss=loss)
     time.sleep(0.3)
     if os.path.exists("stop"):
@@ -56,7 +56,7 @@ def test_a_nan_and_a_slow_rank(shell: Shell) -> None:
     )
     deadline = time.monotonic() + 60
     text = ""
-    while not ("not finite on rank 1" in text and "rank 2 on" in text):
+    while not ("not finite on rank 1 since step 5" in text and "rank 2 on" in text):
         assert time.monotonic() < deadline, text
         assert job.poll() is None
         time.sleep(1.0)
@@ -65,7 +65,8 @@ def test_a_nan_and_a_slow_rank(shell: Shell) -> None:
     (shell.folder / "stop").touch()
     assert job.wait(60) == 0
     page = ask(shell, "report", "sick", "-o", "-").stdout
-    assert "loss was not finite on rank 1" in page and "rank 2 on" in page
+    assert "loss was not finite on rank 1" in page and "at step 5<" in page
+    assert "rank 2 on" in page
 
 
 LEFT = """

@@ -197,6 +197,26 @@ def test_numbers_of_a_step(agent: Agent) -> None:
     assert said["numbers"] == {"loss": 2.5, "lr": 0.001, "bad": None}
 
 
+def test_the_first_step_of_a_bad_value_is_told(agent: Agent) -> None:
+    code = (
+        "class Tensor(float):\n"
+        "    is_cpu = True\n"
+        "nan = float('nan')\n"
+        "for step in range(9):\n"
+        "    bad = nan if step in (2, 5, 6, 7, 8) else 1.0\n"
+        "    late = Tensor(nan if step > 6 else 1.0)\n"
+        "    pdrun.progress(step, loss=bad, norm=late, lr=nan if step < 8 else 0.1)\n"
+        "time.sleep(0.3)\n"
+        "pdrun.progress(9, other=1.0)"
+    )
+    status, _, err = agent.run(code)
+    assert status == 0, err
+    said = agent.heard()
+    assert said[0]["bad"] == {"lr": 0}
+    assert said[-2]["step"] == 8 and said[-2]["bad"] == {"loss": 5, "norm": 7}
+    assert said[-1]["numbers"] == {"other": 1.0} and not said[-1]["bad"]
+
+
 def test_a_number_keeps_no_graph(agent: Agent) -> None:
     code = (
         "class Plain:\n def __float__(self): return 1.5\n"

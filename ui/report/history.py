@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.eventlog import take_event
-from pdrun.ui.event_fields import join_plan, read_plan, read_usage, read_values
+from pdrun.ui.event_fields import join_plan, read_bad_steps, read_plan, read_usage, read_values
 from pdrun.ui.event_reader import read_log_lines
 
 MAX_POINTS = 2_000
@@ -279,7 +279,7 @@ class HistoryReader:
             return
         self._note_step(step, most, saved, data.get("rank"), total)
         values = read_values(data.get("values") or {})
-        self._note_bad_values(when, step, values)
+        self._note_bad_values(when, step, values, read_bad_steps(data.get("bad") or {}))
         self._skipped += 1
         if self._skipped < self._stride:
             return
@@ -337,11 +337,14 @@ class HistoryReader:
                 pairs = zip(points[::2], points[1::2], strict=False)
                 points[:] = [max(pair, key=lambda point: point.most) for pair in pairs]
 
-    def _note_bad_values(self, when: float, step: int, values: Mapping[str, Any]) -> None:
+    def _note_bad_values(
+        self, when: float, step: int, values: Mapping[str, Any], bad_steps: Mapping[str, int]
+    ) -> None:
         known = {name for _, name, _, _ in self._history.bad_values}
         for name, (_, _, bad_rank) in values.items():
             if bad_rank >= 0 and name not in known and len(known) < MAX_CURVES:
-                self._history.bad_values.append((when, name, bad_rank, step))
+                first = bad_steps.get(name, step)
+                self._history.bad_values.append((when, name, bad_rank, first))
 
     def _add_exit(self, when: float, data: dict[str, Any]) -> None:
         code = int(data["code"])

@@ -55,6 +55,9 @@ def test_what_a_worker_says():
     assert parse_report(b'{"rank":0,"generation":0}') == WorkerReport(0, 0)
     numbers = parse_report(b'{"rank":0,"generation":0,"total":9,"numbers":{"loss":2.5,"g":null}}')
     assert numbers == WorkerReport(0, 0, total=9, numbers={"loss": 2.5, "g": None})
+    told = b'{"rank":0,"generation":0,"numbers":{"loss":2.5,"g":null},"bad":{"g":7,"loss":8,"h":9}}'
+    found = parse_report(told)
+    assert found is not None and found.bad_steps == {"g": 7}
     assert parse_report(b'{"rank":0,"generation":0,"busy":2}') == WorkerReport(0, 0, None, 2.0)
     plan = parse_report(b'{"rank":0,"generation":0,"plan":[["mesh","dp=2","default"]]}')
     assert plan == WorkerReport(0, 0, plan=(PlanFact("mesh", "dp=2", "default"),))
@@ -79,6 +82,9 @@ STRANGE = [
     b'{"rank":1,"generation":0,"busy":-1}',
     b'{"rank":1,"generation":0,"busy":true}',
     b'{"rank":1,"generation":0,"numbers":[]}',
+    b'{"rank":1,"generation":0,"bad":[]}',
+    b'{"rank":1,"generation":0,"numbers":{"a":null},"bad":{"a":-1}}',
+    b'{"rank":1,"generation":0,"numbers":{"a":null},"bad":{"a":"1"}}',
     b'{"rank":1,"generation":0,"numbers":{"a b":1}}',
     b'{"rank":1,"generation":0,"numbers":{"a":"1"}}',
     b'{"rank":1,"generation":0,"numbers":{"a":true}}',

@@ -7,7 +7,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.policies.numbers import MAX_NAMES, describe_numbers, sum_numbers
+from pdrun.rendezvous.policies.numbers import (
+    MAX_NAMES,
+    describe_numbers,
+    find_bad_steps,
+    sum_numbers,
+)
 
 VALUES = st.one_of(st.none(), st.integers(-1_000, 1_000).map(float))
 REPORTS = st.dictionaries(
@@ -36,6 +41,21 @@ def test_the_spread_over_nodes_changes_nothing(
             assert rank == min(key for key, value in finite.items() if value == most)
         else:
             assert (mean, least, most, rank) == (None, None, None, -1)
+
+
+@given(st.permutations(range(4)), st.integers(1, 3))
+def test_the_rank_with_the_earliest_bad_step_is_named(order: list[int], nodes: int) -> None:
+    """A value that is not finite is on all ranks one step later."""
+    steps = {0: 26, 1: 26, 2: 25, 3: 26}
+    parts = [
+        sum_numbers(
+            {rank: {"loss": None, "lr": 1.0} for rank in order if rank % nodes == node},
+            {rank: {"loss": steps[rank]} for rank in order},
+        )
+        for node in range(nodes)
+    ]
+    assert describe_numbers(parts)["loss"][-1] == 2
+    assert find_bad_steps(parts) == {"loss": 25}
 
 
 def test_names_are_bounded() -> None:

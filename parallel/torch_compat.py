@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -63,6 +64,14 @@ def exclude_untraced() -> None:
         _compiler_excluded = True
         for kept in _untraced_functions:
             kept.function = torch.compiler.disable(kept.function)
+
+
+def exclude_function(function: Function) -> Function:
+    """
+    Return a function that torch.compile does not trace, if this process has imported the compiler.
+    """
+    is_imported = "torch._dynamo" in sys.modules
+    return torch.compiler.disable(function) if is_imported else function
 
 
 def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:

@@ -13,6 +13,7 @@ the graph (see `custom_ops`). Modules of one kind share their code.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,6 +132,8 @@ def compile_modules(model: nn.Module, value: Any, defers: bool = False) -> list[
     """
     parsed = parse_options(value)
     if parsed is None:
+        if "torch._dynamo" in sys.modules:  # the program may compile parts of the model itself
+            torch_compat.exclude_untraced()
         return []
     globs, options = parsed
     names = find_units(model, None) if globs is None else match_modules(model, globs, "compile")

@@ -120,6 +120,12 @@ def mark_released(param: nn.Parameter, name: str, read: ReadHandler) -> None:
     released.__class__ = _classes[kind]
 
 
+def exclude_released() -> None:
+    """Keep torch.compile, if a program uses it, from tracing code that reads a released weight."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.nontraceable_tensor_subclasses.update(_classes.values())
+
+
 def mark_gathered(param: nn.Parameter) -> None:
     """Make a parameter an ordinary one again."""
     kind: Any = type(param)

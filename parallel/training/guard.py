@@ -87,6 +87,7 @@ class ConsistencyGuard:
         if found != self._hooks:
             param_hooks.check_hooks(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
+        self._engine.take_in_replaced()
         copies = self._engine.copied_weights
         found_digests = self._digest_copies() if self._digests else []
         written = [
@@ -101,12 +102,7 @@ class ConsistencyGuard:
                 raise UsageError(
                     what, where=RUN_STEP, hint="use run.load_weights(FILE) or run.load(FOLDER)"
                 )
-        for weight, memory in zip(self._engine.fixed_weights, self._memory, strict=True):
-            if weight.param.data_ptr() != memory:
-                what = f"{weight.name} was given other memory (param.data = ...): the optimizer "
-                what += "trains what it had before"
-                hint = "use run.load_weights(FILE), or copy into it below level 1"
-                raise UsageError(what, where=RUN_STEP, hint=hint)
+        self.check_memory()
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.is_retargeted:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, it had "
@@ -114,6 +110,17 @@ class ConsistencyGuard:
             raise UsageError(
                 what, where=RUN_STEP, hint="build all groups in optimizer= of parallelize"
             )
+
+    def check_memory(self) -> None:
+        """
+        Refuse weights whose memory was replaced, also by a forward: the optimizer has the old one.
+        """
+        for weight, memory in zip(self._engine.fixed_weights, self._memory, strict=True):
+            if weight.param.data_ptr() != memory:
+                what = f"{weight.name} was given other memory (param.data = ...): the optimizer "
+                what += "trains what it had before"
+                hint = "use run.load_weights(FILE), or train in fp32 below level 3"
+                raise UsageError(what, where=RUN_STEP, hint=hint)
 
     def check_not_torn(self, where: str) -> None:
         """

@@ -79,6 +79,8 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
             sums = state.driver.run_microbatches(state, slice_batch(state, batch))
     finally:
         state.objective.end_step()
+    state.engine.take_in_replaced()
+    state.guard.check_memory()
     check_mean_over_parts(state, "pdrun.Run.step")
     return sums
 

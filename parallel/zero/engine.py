@@ -410,6 +410,11 @@ class Engine(WeightBuckets):
         fixed = {weight.index for bucket in buckets for weight in bucket.weights}
         return [weight for weight in self.weights if weight.index in fixed | set(self.masters)]
 
+    def take_in_replaced(self) -> None:
+        """See `ShardedBucket.take_in_replaced`."""
+        for bucket in self.sharded_buckets:
+            bucket.take_in_replaced()
+
     @property
     def is_retargeted(self) -> bool:
         """Whether the optimizer trains other tensors than the model's parameters."""

@@ -207,7 +207,7 @@ def wait_gathers(buckets: Iterable[ShardedBucket]) -> None:
         cut.wait_gather()
 
 
-def release_buckets(buckets: Iterable[ShardedBucket]) -> None:
-    """Free the memory of buckets."""
+def release_buckets(buckets: Iterable[ShardedBucket], is_checked: bool = True) -> None:
+    """Free the memory of buckets; see `ShardedBucket.release`."""
     for cut in buckets:
-        cut.release()
+        cut.release(is_checked)

@@ -24,7 +24,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.model.digest import digest_values
-from pdrun.parallel.model.released import refuse_read
+from pdrun.parallel.model.released import exclude_released, refuse_read
 from pdrun.parallel.zero.gather_order import (
     GatherSchedule,
     release_buckets,
@@ -78,15 +78,17 @@ class UnitGatherer:
         self._has_frozen = [
             any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
+        exclude_released()
+        untraced = torch_compat.exclude_function  # the program may compile what calls the units
         for index, cuts in enumerate(self._units):
             for cut in cuts:
-                cut.on_read = functools.partial(self._serve_read, index)
-        model.register_forward_pre_hook(self._enter_model, prepend=True)
-        model.register_forward_hook(self._leave_model)
+                cut.on_read = untraced(functools.partial(self._serve_read, index))
+        model.register_forward_pre_hook(untraced(self._enter_model), prepend=True)
+        model.register_forward_hook(untraced(self._leave_model))
         for index, name in enumerate(units):
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._make_enter_hook(index), prepend=True)
-            module.register_forward_hook(self._make_leave_hook(index))
+            module.register_forward_pre_hook(untraced(self._make_enter_hook(index)), prepend=True)
+            module.register_forward_hook(untraced(self._make_leave_hook(index)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitGatherer:
         """Return itself: a copy of a model has no units."""
@@ -194,7 +196,7 @@ class UnitGatherer:
                 for weight, before, after in zip(weights, values, now, strict=True)
                 if before != after
             ]
-            release_buckets(cuts)
+            release_buckets(cuts, is_checked=False)
         if changed:
             what = f"{changed[0]} was changed in place: the optimizer trains another tensor"
             hint = "use run.load_weights(FILE) or run.load(FOLDER)"

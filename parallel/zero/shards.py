@@ -13,12 +13,15 @@ again under the tensors that autograd has saved: a backward pass finds the weigh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from pdrun.errors import UsageError
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
+from pdrun.parallel.model.digest import CHUNK_ELEMENTS, digest_values
 from pdrun.parallel.model.released import mark_gathered, mark_released, refuse_read
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
@@ -83,6 +86,9 @@ class ShardedBucket:
         self.on_read: Callable[[ShardedBucket, str], None] = _refuse_read
         """Called before the values of a released weight are read; gathers it or raises."""
         self._unreadable = _make_unreadable(compute_dtype, comm.device)
+        self._gathers = 0
+        self._digests: list[int] = []
+        """Of the first elements of each gathered weight, after some gathers."""
         self.is_open = True
         """Whether ``full`` has memory."""
         if frees_full:
@@ -113,6 +119,18 @@ class ShardedBucket:
         piece = self.master.narrow(0, segment.offset, segment.numel)
         return piece.view(slot.shape) if segment.numel == slot.numel else piece
 
+    def take_in_replaced(self) -> None:
+        """
+        Copy weights whose memory was replaced (``param.data = ...``) to where the optimizer trains
+        them, if it trains the model's own (levels 1 and 2).
+        """
+        if not self.is_master_in_full:
+            return
+        for weight, view in zip(self.weights, self._views, strict=True):
+            if weight.param.data_ptr() != view.data_ptr() and weight.param.shape == view.shape:
+                view.copy_(weight.param.data)
+                weight.param.data = view
+
     # ---- from the masters to the model --------------------------------------
 
     def start_publish(self) -> None:
@@ -139,21 +157,59 @@ class ShardedBucket:
                 for weight, view in zip(self.weights, self._views, strict=True):
                     mark_gathered(weight.param)
                     weight.param.data = view
+                self._gathers += 1
+                if self._gathers & (self._gathers - 1) == 0:
+                    self._digests = self._digest_weights()
 
-    def release(self) -> None:
+    def _digest_weights(self) -> list[int]:
+        return digest_values([view.reshape(-1)[:CHUNK_ELEMENTS] for view in self._views])
+
+    def _check_unchanged(self) -> None:
+        """
+        Compare the gathered weights with what was gathered: each forward has other copies, so that
+        a change would be lost.
+
+        Raises:
+            UsageError: code of the model has changed a weight or replaced its memory.
+        """
+        found = self._digest_weights() if self._digests else []
+        for index, (weight, view) in enumerate(zip(self.weights, self._views, strict=True)):
+            if weight.param.data_ptr() != view.data_ptr():
+                what = "was given other memory (param.data = ...)"
+            elif found and found[index] != self._digests[index]:
+                what = "was changed in place"
+            else:
+                continue
+            raise UsageError(
+                f"{weight.name} {what} while it was gathered: level 3 would lose the change",
+                where="pdrun.Run.step",
+                hint="compute with a changed tensor (F.linear(x, self.weight.clamp(-1, 1))), or use"
+                " optimizer_level=2",
+            )
+
+    def release(self, is_checked: bool = True) -> None:
         """
         Free the memory of ``full``. The model's parameters keep their shapes; a read of their
         values calls ``on_read``.
+
+        Args:
+            is_checked: refuse changes that were made since the gather, unless an error is on its
+                way.
         """
         if self._pending is not None:
             self.wait_gather()
         if not self.is_open:
             return
-        self.is_open = False
-        for weight in self.weights:
-            weight.param.data = self._unreadable.expand(weight.shape)
-            mark_released(weight.param, weight.name, self._notice_read)
-        self.full.untyped_storage().resize_(0)
+        try:
+            if is_checked and self._gathers and sys.exc_info()[0] is None:
+                self._check_unchanged()
+        finally:
+            self.is_open = False
+            self._digests = []
+            for weight in self.weights:
+                weight.param.data = self._unreadable.expand(weight.shape)
+                mark_released(weight.param, weight.name, self._notice_read)
+            self.full.untyped_storage().resize_(0)
 
     def _notice_read(self, name: str) -> None:
         self.on_read(self, name)

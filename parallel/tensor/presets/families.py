@@ -427,7 +427,7 @@ def strategy_for(
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     names = MODELS.get(str(model_type))
-    if model_type == "gpt2" and hasattr(model, "transformer"):
+    if model_type == "gpt2" and "transformer" in dict(model.named_children()):  # no wrapper's
         return gpt2_strategy(axis, sequence, gather)
     if sequence and (names is None or not names.first_layer):
         with_norms = [key for key, one in MODELS.items() if one.first_layer]

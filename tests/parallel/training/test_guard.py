@@ -30,7 +30,11 @@ def optimizer(model: nn.Linear) -> torch.optim.Optimizer:
 def guard(model: nn.Linear, optimizer: torch.optim.Optimizer) -> ConsistencyGuard:
     copied = [SimpleNamespace(name="weight", param=model.weight)]
     engine: Any = SimpleNamespace(
-        weights=[], copied_weights=copied, fixed_weights=copied, is_retargeted=True
+        weights=[],
+        copied_weights=copied,
+        fixed_weights=copied,
+        is_retargeted=True,
+        take_in_replaced=lambda: None,
     )
     return ConsistencyGuard(engine, optimizer, model, ranks=1)
 

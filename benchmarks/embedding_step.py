@@ -1,10 +1,12 @@
 """
 A step of an embedding model on two workers: rows on a parameter server, compared with DDP.
 
-    python benchmarks/embedding_step.py [--rounds 3]
+    python benchmarks/embedding_step.py [--rounds 3] [sparse sync ...]
 
 A table of 1,000,000 x 32, 1,024 rows of 26 ids per worker (Zipf, exponent 1.2), a small network on
-top, SGD. Figures are CPU-milliseconds of a step, of both workers and the server together; each is
+top, SGD. sync and async have a ServedEmbedding, most of whose rows are new in these steps;
+sync-stored and async-stored an nn.Embedding, whose rows the server has from the start, as DDP has.
+Figures are CPU-milliseconds of a step, of both workers and the server together; each is
 the median of the steps, and of rounds in which the kinds take turns.
 """
 
@@ -24,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 ROWS, DIM, BATCH, IDS = 1_000_000, 32, 1024, 26
 STEPS, WARM_STEPS = 9, 2
-KINDS = ("dense", "sparse", "sync", "async")
+KINDS = ("dense", "sparse", "sync", "async", "sync-stored", "async-stored")
 RATE = 0.01
 
 
@@ -38,9 +40,8 @@ def work(kind: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            is_ddp = kind in ("dense", "sparse")
             self.table: Any = pdrun.ServedEmbedding("table", DIM, rows=ROWS)
-            if is_ddp:
+            if kind not in ("sync", "async"):
                 self.table = nn.Embedding(ROWS, DIM, sparse=kind == "sparse")
             self.top = nn.Sequential(nn.Linear(IDS * DIM, 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -66,7 +67,9 @@ def work(kind: str) -> None:
             model,
             lambda params: torch.optim.SGD(params, RATE),
             lambda output, batch: functional.mse_loss(output, torch.ones(len(output), 1)),
-            servers=pdrun.Servers({"table": pdrun.rows("sgd", lr=RATE)}, mode=kind),
+            servers=pdrun.Servers(
+                {"table": pdrun.rows("sgd", lr=RATE)}, mode=kind.partition("-")[0]
+            ),
         )
         step = run.step  # type: ignore[assignment]
     pids: list[Any] = [None, None]
@@ -95,14 +98,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", choices=KINDS)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
     options = parser.parse_args()
     if options.work:
         work(options.work)
         return
-    results: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    results: dict[str, list[float]] = {kind: [] for kind in options.kinds}
     for _ in range(options.rounds):
-        for kind in KINDS:
-            servers = ["--servers", "1"] if kind in ("sync", "async") else []
+        for kind in options.kinds:
+            servers = [] if kind in ("dense", "sparse") else ["--servers", "1"]
             words = ["-m", "pdrun", "--no-files", "--devices", "2", "--backend", "cpu", *servers]
             done = subprocess.run(
                 [sys.executable, *words, __file__, "--work", kind],
@@ -117,7 +121,9 @@ def main() -> None:
     print("| kind | CPU-ms of a step | of sparse DDP | of dense DDP |\n|---|---|---|---|")
     medians = {kind: statistics.median(found) for kind, found in results.items()}
     for kind, median in medians.items():
-        ratios = " | ".join(f"{median / medians[one]:.2f}" for one in ("sparse", "dense"))
+        ratios = " | ".join(
+            f"{median / medians[one]:.2f}" if one in medians else "-" for one in ("sparse", "dense")
+        )
         print(f"| {kind} | {median:.0f} | {ratios} |")
 
 

@@ -48,6 +48,23 @@ def hash_uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.
     return _scramble_bits(place.unsqueeze(0) ^ row.unsqueeze(1)) & _MASK_31_BITS
 
 
+def hash_int32(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """
+    Return ``[len(rows), len(places)]`` integers, uniform in -2**31..2**31 - 1; their high bits are
+    well mixed, in half of the time of `hash_uniform31`.
+
+    Args:
+        key, rows, places: as for `hash_uniform31`.
+    """
+    row = _scramble_bits(rows ^ ((key & MASK_64_BITS) >> 32))
+    place = _scramble_bits(places + (key & _MASK_31_BITS))
+    x = place.unsqueeze(0) ^ row.unsqueeze(1)
+    x *= -2048144789  # 0x85ebca6b
+    x ^= x >> 15
+    x *= -1028477387  # 0xc2b2ae35
+    return x
+
+
 def keep_mask(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """
     Return where `hash_uniform31` is at least ``limit``; on a CPU in chunks that fit the cache.

@@ -34,6 +34,7 @@ from pdrun.parallel.servers.settings import (
     parse_mode,
 )
 from pdrun.parallel.servers.sharding import count_pieces, find_owners, piece_bounds, piece_owner
+from pdrun.parallel.servers.tables.index import DistinctIds
 
 TIMEOUT_SECONDS = 600.0
 RETURN_SECONDS = 60.0
@@ -50,6 +51,7 @@ class _Table:
 
     spec: TableSpec
     numbers: list[int]
+    distinct: DistinctIds
     cache: RowCache | None = None
 
 
@@ -179,7 +181,7 @@ class ServerClient:
         if spec.size == 0 and spec.kind == "dense":
             raise UsageError("has no elements", where=f"served weight {name}")
         numbers = [link.declare_table(spec) for link in self._links]
-        self._tables[name] = table = _Table(spec, numbers)
+        self._tables[name] = table = _Table(spec, numbers, DistinctIds(spec.size))
         return table
 
     def _open_table(self, table: _Table) -> None:
@@ -194,6 +196,10 @@ class ServerClient:
         return table
 
     # ---- rows ---------------------------------------------------------------
+
+    def find_distinct(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distinct ids of a tensor, sorted, and the place of each of its elements."""
+        return self._find_table(name, "rows").distinct.find(ids)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """
@@ -223,7 +229,7 @@ class ServerClient:
         out = torch.empty(len(ids), dim)
         for server, mine in parts:
             found = self._links[server].finish()
-            assert isinstance(found, torch.Tensor)
+            assert isinstance(found, torch.Tensor) and mine is not None
             out.index_copy_(0, mine, found)
         return out
 
@@ -294,8 +300,7 @@ class ServerClient:
         if table.cache is not None:
             table.cache.expire_rows(ids)
         push = PushHeader(self.step, part, divisor)
-        parts = self._split_ids(table, ids, every=True)
-        for server, mine in parts:
+        for server, mine in self._split_ids(table, ids, every=True):
             self._links[server].begin_push(
                 table.numbers[server], push, _take(grads, mine), ids=_take(ids, mine)
             )
@@ -303,16 +308,16 @@ class ServerClient:
 
     def _split_ids(
         self, table: _Table, ids: torch.Tensor, *, every: bool = False
-    ) -> list[tuple[int, torch.Tensor]]:
+    ) -> list[tuple[int, torch.Tensor | None]]:
         """
-        Return (server, positions of its ids).
+        Return (server, positions of its ids; None: all).
 
         Args:
             every: name servers without ids too: they count updates.
         """
         servers = len(self._links)
         if servers == 1:
-            return [(0, torch.arange(len(ids)))]
+            return [(0, None)]
         owners = find_owners(ids, table.spec.name, servers)
         found = [(server, (owners == server).nonzero().squeeze(1)) for server in range(servers)]
         return [(server, mine) for server, mine in found if every or len(mine)]
@@ -493,8 +498,8 @@ def sum_repeated(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, 
     return unique, total.index_add_(0, inverse, grads)
 
 
-def _take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    if len(positions) == len(tensor):
+def _take(tensor: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    if positions is None or len(positions) == len(tensor):
         return tensor.contiguous()
     return tensor.index_select(0, positions)
 

@@ -150,7 +150,7 @@ class LookupFunction:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids."""
-        unique, inverse = torch.unique(ids, return_inverse=True)
+        unique, inverse = self._client.find_distinct(self._table, ids)
         host_ids = unique.to("cpu", torch.int64)
         rows = self._client.rows(self._table, host_ids).to(self._device)
         if not torch.is_grad_enabled():

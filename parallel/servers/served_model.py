@@ -344,6 +344,8 @@ def _join_lookups(lookups: Sequence[RowLookup]) -> tuple[torch.Tensor, torch.Ten
     used = [lookup for lookup in lookups if lookup.rows.grad is not None]
     if not used:
         return torch.empty(0, dtype=torch.int64), None
+    if len(used) == 1:
+        return used[0].ids, used[0].rows.grad
     ids = torch.cat([lookup.ids for lookup in used])
     return ids, torch.cat([lookup.rows.grad.to("cpu") for lookup in used])
 

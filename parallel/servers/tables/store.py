@@ -25,6 +25,13 @@ from pdrun.errors import ConfigError, DeadlineExceeded, UsageError
 from pdrun.parallel.servers.settings import MAX_TABLES, Mode, TableSpec
 from pdrun.parallel.servers.sharding import count_pieces
 from pdrun.parallel.servers.tables.clocks import StepClocks
+from pdrun.parallel.servers.tables.gradients import (
+    Contribution,
+    check_gradient,
+    divide_gradient,
+    sum_pieces,
+    sum_rows,
+)
 from pdrun.parallel.servers.tables.tables import (
     DenseTable,
     RowTable,
@@ -62,18 +69,6 @@ class ChangedRows:
     rows: torch.Tensor
     version: int
     """Of the table."""
-
-
-@dataclass
-class _Contribution:
-    """A gradient of one worker and micro-batch that waits for the end of its step."""
-
-    part: int
-    worker: int
-    divisor: float
-    place: int
-    ids: torch.Tensor | None
-    values: torch.Tensor
 
 
 @dataclass
@@ -121,7 +116,7 @@ class TableStore:
         self._tables: list[_StoredTable] = []
         self._numbers: dict[str, int] = {}
         self._states: dict[int, _WorkerState] = defaultdict(_WorkerState)
-        self._waiting: dict[int, dict[int, list[_Contribution]]] = defaultdict(
+        self._waiting: dict[int, dict[int, list[Contribution]]] = defaultdict(
             lambda: defaultdict(list)
         )
         """sync: step -> table -> gradients."""
@@ -331,14 +326,14 @@ class TableStore:
         """
         table, rows = self._row_table(number)
         rows.check_ids(ids, sorted_ids=True)
-        _check_values(table.spec.name, grads, divisor)
+        check_gradient(table.spec.name, grads, divisor)
         if self.mode.name == "sync":
-            given = _Contribution(part, worker, divisor, 0, ids, grads)
+            given = Contribution(part, worker, divisor, 0, ids, grads)
             self._keep_push(number, [given], client, request, step)
             return
         with table.lock:
             if self._claim_request(worker, client, request):
-                rows.update_rows(ids, _divide(grads, divisor))
+                rows.update_rows(ids, divide_gradient(grads, divisor))
 
     def push_piece(
         self,
@@ -354,7 +349,7 @@ class TableStore:
         divisor: float = 1.0,
     ) -> None:
         """Use, or keep, the gradient of a piece of a dense weight; see `push_rows`."""
-        given = _Contribution(part, worker, divisor, piece, None, grad)
+        given = Contribution(part, worker, divisor, piece, None, grad)
         self._push_pieces(number, [given], client, request, step)
 
     def push_pieces(
@@ -374,30 +369,30 @@ class TableStore:
         has the number ``request``.
         """
         given = [
-            _Contribution(part, worker, divisor, piece, None, grad) for piece, grad in grads.items()
+            Contribution(part, worker, divisor, piece, None, grad) for piece, grad in grads.items()
         ]
         self._push_pieces(number, given, client, request, step)
 
     def _push_pieces(
-        self, number: int, given: list[_Contribution], client: str, request: int, step: int
+        self, number: int, given: list[Contribution], client: str, request: int, step: int
     ) -> None:
         table, dense = self._dense_table(number)
         for one in given:
             dense.check_piece(one.place, len(one.values))
         if self.mode.name == "sync":
             for one in given:
-                _check_values(table.spec.name, one.values, one.divisor)
+                check_gradient(table.spec.name, one.values, one.divisor)
             self._keep_push(number, given, client, request, step)
             return
         # each piece is used while it is in the processor's cache
         for each, one in enumerate(given, request - len(given) + 1):
-            _check_values(table.spec.name, one.values, one.divisor)
+            check_gradient(table.spec.name, one.values, one.divisor)
             with table.lock:
                 if self._claim_request(one.worker, client, each):
-                    dense.update_piece(one.place, _divide(one.values, one.divisor))
+                    dense.update_piece(one.place, divide_gradient(one.values, one.divisor))
 
     def _keep_push(
-        self, number: int, given: list[_Contribution], client: str, request: int, step: int
+        self, number: int, given: list[Contribution], client: str, request: int, step: int
     ) -> None:
         if not given:
             return
@@ -448,11 +443,13 @@ class TableStore:
             contributions.sort(key=lambda given: (given.part, given.worker))
             with table.lock:
                 if table.rows is not None:
-                    ids, total = _sum_rows(contributions)
-                    table.rows.update_rows(ids, _divide(total, contributions[0].divisor))
+                    ids, total = sum_rows(contributions, table.rows.distinct)
+                    table.rows.update_rows(ids, divide_gradient(total, contributions[0].divisor))
                 elif table.dense is not None:
-                    for piece, total in _sum_pieces(contributions):
-                        table.dense.update_piece(piece, _divide(total, contributions[0].divisor))
+                    for piece, total in sum_pieces(contributions):
+                        table.dense.update_piece(
+                            piece, divide_gradient(total, contributions[0].divisor)
+                        )
         self._clocks.used_step = step
 
     def _wait_until(self, is_done: Callable[[], bool]) -> bool:
@@ -496,50 +493,3 @@ class TableStore:
             for table in self._tables:
                 locks.enter_context(table.lock)
             yield self._tables
-
-
-def _divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    if divisor == 1.0:
-        return values
-    return values.div_(torch.tensor(divisor, dtype=torch.float64))
-
-
-def _check_values(name: str, values: torch.Tensor, divisor: float) -> None:
-    """
-    Refuse nan and infinity. A finite sum proves that all are finite; only another sum needs a look.
-
-    Raises:
-        UsageError: names the table.
-    """
-    if not 0 < divisor < float("inf"):
-        raise UsageError(f"table {name}: gradients cannot be divided by {divisor:g}")
-    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
-        raise UsageError(
-            f"table {name}: a gradient is nan or infinite; nothing was changed",
-            hint="lower the learning rate, or look at the loss",
-        )
-
-
-def _sum_rows(contributions: list[_Contribution]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add gradients of rows one after the other; return sorted ids and their sums."""
-    lists = [given.ids for given in contributions if given.ids is not None]
-    if len(lists) == 1:
-        return lists[0], contributions[0].values
-    ids = torch.unique(torch.cat(lists))
-    total = torch.zeros(len(ids), contributions[0].values.shape[1])
-    for given in contributions:
-        if given.ids is not None:
-            places = torch.searchsorted(ids, given.ids).unsqueeze(1).expand_as(given.values)
-            total.scatter_add_(0, places, given.values)  # quicker than index_add_
-    return ids, total
-
-
-def _sum_pieces(contributions: list[_Contribution]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Add gradients of pieces one after the other."""
-    totals: dict[int, torch.Tensor] = {}
-    for given in contributions:
-        if given.place in totals:
-            totals[given.place].add_(given.values)
-        else:
-            totals[given.place] = given.values
-    yield from totals.items()

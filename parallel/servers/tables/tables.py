@@ -12,10 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.rng.hashing import hash_uniform31, mix_bits
+from pdrun.parallel.rng.hashing import hash_int32, mix_bits
 from pdrun.parallel.servers.settings import TableSpec
 from pdrun.parallel.servers.sharding import name_seed, piece_bounds, piece_owner
-from pdrun.parallel.servers.tables.index import DIRECT_IDS, SlotArray, SlotLists
+from pdrun.parallel.servers.tables.index import (
+    DIRECT_IDS,
+    DistinctIds,
+    SlotArray,
+    SlotLists,
+)
 from pdrun.parallel.servers.tables.memory import SharedMemory, SharedRows, make_shared, share_rows
 from pdrun.parallel.servers.tables.optimizers import apply_update, count_states, first_state
 
@@ -35,8 +40,7 @@ def first_rows(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
     high = (ids >> 32).to(torch.int32)
     rows = low ^ (high * -1640531527)  # 0x9e3779b9; 0 for small ids
     places = torch.arange(spec.dim, dtype=torch.int32)
-    numbers = hash_uniform31(key, rows, places).to(torch.float32)
-    return numbers.mul_(spec.scale * 2.0**-30).sub_(spec.scale)
+    return hash_int32(key, rows, places).to(torch.float32).mul_(spec.scale * 2.0**-31)
 
 
 def gather_rows(
@@ -73,6 +77,7 @@ class RowTable:
         if is_small:
             slots = torch.empty(spec.size, dtype=torch.int32) if shared is None else shared.slots
             self._index = SlotArray(slots.fill_(-1))
+        self.distinct = DistinctIds(spec.size)
         self._waiting: SlotLists | None = SlotLists() if spec.admit > 1 else None
         """Ids that are not admitted yet."""
         self._seen = torch.zeros(0, dtype=torch.int32)
@@ -149,7 +154,7 @@ class RowTable:
         return nullcontext() if self.shared is None else self.shared
 
     def update_rows(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
-        """Update the rows of sorted, unique ids; the gradients may be changed."""
+        """Update the rows of distinct ids; the gradients may be changed."""
         self.step += 1
         self.version += 1
         slots = self._index.find_slots(ids)

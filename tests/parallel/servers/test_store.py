@@ -13,9 +13,10 @@ from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS, SHARDS, find_owners, shard_owners
 from pdrun.parallel.servers.tables.clocks import StepClocks
-from pdrun.parallel.servers.tables.index import SlotArray, SlotLists
+from pdrun.parallel.servers.tables.index import DIRECT_IDS, DistinctIds, SlotArray, SlotLists
 from pdrun.parallel.servers.tables.optimizers import OptimizerSettings
 from pdrun.parallel.servers.tables.store import TableStore
+from pdrun.parallel.servers.tables.tables import first_rows
 from tests.lib.tiers import by_tier
 
 pytestmark = pytest.mark.torch
@@ -210,3 +211,44 @@ def test_pieces_of_one_request_are_used_once_each(used):
         for piece in range(3):
             assert bool((store.read_piece(number, piece) == -1.0).all())
         assert store.updates == 3
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    size=st.sampled_from([0, 1, 7, 8, 9, 1000, DIRECT_IDS + 1]),
+    lists=st.lists(st.lists(st.integers(0, 999), max_size=30), min_size=1, max_size=4),
+)
+def test_distinct_ids_are_those_of_a_sort(size, lists):
+    """Whether an array or a sort finds them, again and again."""
+    distinct = DistinctIds(size)
+    tensors = [torch.tensor(ids, dtype=torch.int64) % (size or 1000) for ids in lists]
+    for ids in tensors:
+        found, places = distinct.find(ids.view(-1, 1))
+        assert torch.equal(found, ids.unique())
+        assert torch.equal(found[places], ids.view(-1, 1))
+    shuffled = [ids.unique().flip(0) for ids in tensors]
+    merged, merged_places = distinct.merge(shuffled)
+    assert torch.equal(merged.sort().values, torch.cat(shuffled).unique())
+    for ids, at in zip(shuffled, merged_places, strict=True):
+        assert torch.equal(merged[at], ids)
+
+
+def test_ids_beyond_an_array_are_left_to_the_server():
+    distinct = DistinctIds(100)
+    for ids in (torch.tensor([3, -1, 3]), torch.tensor([3, 100, 3])):
+        found, places = distinct.find(ids)
+        assert torch.equal(found[places], ids)
+    assert torch.equal(distinct.find(torch.tensor([5, 5]))[0], torch.tensor([5]))
+
+
+@pytest.mark.parametrize("ids", [torch.arange(20_000), torch.arange(20_000) * 2**33 - 2**40])
+def test_first_values_are_uniform_and_independent(ids):
+    spec = TableSpec("t", "rows", OptimizerSettings(), 0, 8, scale=0.5)
+    values = first_rows(spec, ids).double() * 2
+    assert float(values.min()) >= -1 and float(values.max()) <= 1
+    assert abs(float(values.mean())) < 0.01 and abs(float(values.var()) - 1 / 3) < 0.01
+    columns = torch.corrcoef(values.T).fill_diagonal_(0)
+    assert float(columns.abs().max()) < 0.05
+    for lag in (1, 2, 8, 64):
+        assert abs(float((values[:-lag] * values[lag:]).mean())) < 0.01
+    assert len(values[:, 0].unique()) > 19_900

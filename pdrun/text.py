@@ -9,6 +9,8 @@ from pdrun.errors import UsageError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:%-]{0,252}")
 _DIGITS = re.compile(r"([0-9]+)")
+CLEAN_EXIT_TEXT = "had ended before, without an error"
+"""Of the ranks whose absence made another rank fail: in the scheduler's reason, and its readers."""
 
 
 def plural(count: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from pdrun.ui.job_status import RankStatus
+from pdrun.ui.remedies import split_early_end, suggest_remedies
 
 MAX_RANKS = 1 << 20
 """Ranks of a generation. An event with more is damaged."""
@@ -68,8 +69,26 @@ def read_fields(kind: str, data: Mapping[str, Any]) -> Any:
         case "created":
             return str(data.get("job", "")), str(data.get("run", "")), int(data.get("nodes", 0))
         case "verdict":
-            return int(data["code"]), str(data.get("reason", ""))
+            return int(data["code"]), str(data.get("reason", "")), read_hints(data)
     return None
+
+
+def read_hints(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a user can do about the first cause in a verdict."""
+    if "how" not in data:  # no worker failed
+        return ()
+    code = int(data["code"])
+    reason, early_end = split_early_end(str(data.get("reason", "")))
+    summary = reason.partition(" failed: ")[2] or reason
+    remedies = suggest_remedies(
+        str(data["how"]),
+        summary,
+        str(data.get("traceback", "")),
+        code=code,
+        signal=max(0, code - 128),
+        early_end=early_end,
+    )
+    return tuple(remedies)
 
 
 def read_values(data: Mapping[str, Any]) -> dict[str, tuple[float | None, int, int]]:

@@ -45,6 +45,8 @@ class JobStatus:
     ended_at: float | None = None
     code: int | None = None
     reason: str = ""
+    hints: tuple[str, ...] = ()
+    """What a user can do about the first cause."""
     nodes: Mapping[str, NodeStatus] = field(default_factory=dict)
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

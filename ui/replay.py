@@ -285,7 +285,12 @@ class StatusReplay:
                 )
             case "verdict":
                 self._facts = replace(
-                    self._facts, state="done", code=fields[0], reason=fields[1], ended_at=when
+                    self._facts,
+                    state="done",
+                    code=fields[0],
+                    reason=fields[1],
+                    hints=fields[2],
+                    ended_at=when,
                 )
 
     def _normal_state(self, is_placed: bool) -> str:

@@ -152,6 +152,7 @@ def list_facts(status: JobStatus, now: float) -> list[tuple[str, str]]:
     rows = [("job", escape_text(status.job)), ("run", escape_text(status.run)), ("state", state)]
     if status.reason:
         rows.append(("reason", escape_text(status.reason)))
+    rows += [("hint", escape_text(hint)) for hint in status.hints]
     rows.append(("time", format_age(status, now)))
     if status.restarts or status.generation:
         rows.append(("restarts", f"{status.restarts} (generation {status.generation})"))

@@ -8,14 +8,12 @@ characters in a worker's text are escaped. This module only makes text.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections.abc import Iterable, Sequence
 
 from pdrun.errors import EXIT_DEADLINE, EXIT_OK
-from pdrun.rendezvous.policies.texts import CLEAN_EXIT_TEXT
 from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
+from pdrun.ui.remedies import split_early_end, suggest_remedies
 
 MAX_LINES = 40
 _MAX_TRACEBACK_LINES = 22
@@ -25,7 +23,6 @@ _MAX_TAIL_LINES = 10
 _MAX_OTHER_FAILURES = 4
 _MAX_LINE_CHARACTERS = 300
 
-_EARLY_END = re.compile(rf"; (rank \d+ on [^;]* {re.escape(CLEAN_EXIT_TEXT)})")
 _EMPTY_INPUT = re.compile(r"EOFError\b|(bdb\.)?BdbQuit\b")
 _PDB_END = "Quitting pdb will kill the process."
 """Printed by Python 3.14 at the end of the input."""
@@ -66,7 +63,7 @@ def format_summary(
         lines = [sanitize_line(_describe_end(verdict, duration))]
         lines += _other_failure_lines(verdict.others)
     else:
-        reason, early_end = _split_reason(verdict.reason)
+        reason, early_end = split_early_end(verdict.reason)
         lines = [sanitize_line(f"job failed after {duration}: {reason}")]
         lines += _first_cause_lines(verdict.first, is_already_shown)
         lines += _victim_lines(verdict.victims)
@@ -88,18 +85,6 @@ def _describe_end(verdict: Verdict, duration: str) -> str:
     is_stopped = verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE
     verb = "stopped" if is_stopped else "failed"
     return f"job {verb} after {duration}: {reason}"
-
-
-def _split_reason(reason: str) -> tuple[str, str]:
-    """
-    Split a reason into itself and the part that names the ranks that had ended well before.
-
-    That part becomes a hint: behind a long reason it would be cut off.
-    """
-    found = _EARLY_END.search(reason)
-    if found is None:
-        return (reason, "")
-    return (reason[: found.start()] + reason[found.end() :], found[1])
 
 
 def _first_cause_lines(failure: Failure, is_already_shown: bool) -> list[str]:
@@ -185,59 +170,23 @@ def reads_standard_input(cause: Cause) -> bool:
 
 def find_hints(cause: Cause, python: str = "", early_end: str = "") -> Iterable[str]:
     """
-    Yield what the user can do, if that is known.
+    Return what the user can do, if that is known.
 
     Args:
         cause: the first cause.
         python: the workers' interpreter; empty if unknown.
         early_end: which ranks had ended well before; empty: none.
     """
-    text = f"{cause.summary}\n{cause.traceback[-2000:]}"
-    if cause.kind == "oom":
-        yield (
-            "the memory limit of this machine or container was reached:"
-            " start fewer workers, or raise the limit"
-        )
-    elif cause.kind == "signal" and cause.signal == 9:
-        yield (
-            "a process outside pdrun killed it, often the kernel for lack of memory:"
-            " check 'dmesg' on that node"
-        )
-    elif cause.kind == "signal" and cause.signal == 7:
-        yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
-    elif cause.kind == "hang":
-        yield (
-            "--hang-timeout must be longer than the longest normal pause,"
-            " such as an evaluation or a checkpoint"
-        )
-    elif cause.kind == "communication" and early_end:
-        yield (
-            f"{early_end}: do all ranks make the same number of steps?"
-            " a shorter data loader ends its loop too early"
-        )
-    elif cause.kind == "communication":
-        yield (
-            "no worker failed independently:"
-            " check the network, and for a timeout while one rank was busy"
-        )
-    elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):
-        yield (
-            "the device's memory is full: use a smaller batch,"
-            " or check for another process on that device"
-        )
-    elif cause.summary.startswith("ModuleNotFoundError"):
-        name = f", {python}" if python else ""
-        yield f"is it installed for the interpreter of the workers{name}?"
-    elif cause.kind == "startup" and os.strerror(errno.EAGAIN) in cause.summary:
-        yield (
-            "the limit of processes is reached on that node:"
-            " check ulimit -u, and pids.max of the control group"
-        )
-    elif cause.kind == "startup" and cause.code == 126 and not cause.retry:
-        yield (
-            "check its permissions and its first line (#!);"
-            " for a Python script leave --no-python out"
-        )
+    return suggest_remedies(
+        cause.kind,
+        cause.summary,
+        cause.traceback,
+        code=cause.code,
+        signal=cause.signal,
+        can_retry=cause.retry,
+        python=python,
+        early_end=early_end,
+    )
 
 
 def format_duration(seconds: float) -> str:

@@ -98,7 +98,10 @@ def status_command() -> click.Command:
     return click.Command(
         "status",
         callback=show_status,
-        help="Show the status of the running job, or of JOB (a name, a run or a prefix).",
+        help=(
+            "Show the status of the running job, or of JOB (a name, a run, a prefix, or the folder"
+            " of its logs)."
+        ),
         params=[
             _job_argument(),
             click.Option(

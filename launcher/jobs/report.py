@@ -6,20 +6,24 @@ The page itself is made in `pdrun.ui.report`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from pdrun.errors import EXIT_OK, UsageError
-from pdrun.launcher.jobs.lookup import find_newest_job, print_note
-from pdrun.launcher.jobs.registry import JobRecord, list_jobs
+from pdrun.launcher.jobs.lookup import (
+    find_event_log,
+    find_job_of_log,
+    find_newest_job,
+    is_log_path,
+    print_note,
+)
+from pdrun.launcher.jobs.registry import list_jobs
 from pdrun.launcher.output.log_names import ERR_SUFFIX, OUT_SUFFIX, rank_pattern
 from pdrun.ui.report.communication import read_summary
 from pdrun.ui.report.history import JobHistory, read_history
 from pdrun.ui.report.page import LogTail, render_page
 
-EVENTS_FILE = "events.jsonl"
 MAX_TAILS = 8
 """Failed workers whose last lines a report has: the first ones."""
 MAX_TAIL_BYTES = 8_192
@@ -61,14 +65,14 @@ def write_report(name: str | None, out: str) -> int:
 
 def find_log(name: str | None) -> tuple[Path, Path, str]:
     """Return the event log of a job, the folder of its workers' logs, and their names' template."""
-    if name is not None and (os.path.sep in name or name == "."):
-        path = Path(name)
-        events = path / EVENTS_FILE if path.is_dir() else path
-        return events, events.parent, "rank_{rank}"
     known = list_jobs()
+    if name is not None and is_log_path(name):
+        events = find_event_log(name)
+        job = find_job_of_log(events, known)
+        return events, events.parent, "rank_{rank}" if job is None else job.log_name
     if name is None and not known:
         raise UsageError("no jobs are known here", hint="give the folder of a job's logs")
-    job: JobRecord = known[0] if name is None else find_newest_job(name, known)
+    job = known[0] if name is None else find_newest_job(name, known)
     if not job.events:
         raise UsageError(f"{job.run} has no event log", hint="it ran with --no-files")
     return Path(job.events), Path(job.log_dir) / job.run, job.log_name
@@ -79,8 +83,10 @@ def read_tails(history: JobHistory, folder: Path, log_name: str) -> Iterator[Log
     pattern = rank_pattern(log_name)
     if "rank" not in pattern.groupindex:
         return
-    wanted = {(failure.generation, failure.rank) for failure in history.failures[:MAX_TAILS]}
-    for generation, rank in sorted(wanted):
+    first = history.cause.get("rank")
+    failures = sorted(history.failures, key=lambda failure: failure.rank != first)[:MAX_TAILS]
+    wanted = dict.fromkeys((failure.generation, failure.rank) for failure in failures)
+    for generation, rank in wanted:
         own = folder / str(generation)
         try:
             paths = sorted(path for path in own.rglob("*") if path.is_file())

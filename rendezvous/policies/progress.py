@@ -17,7 +17,7 @@ SLOW_FACTOR = 1.5
 SLOW_REPORTS = 5
 """So is a worker whose own work takes SLOW_FACTOR times the median's over SLOW_REPORTS reports."""
 SLOW_SHARE = 0.05
-"""It must also be this share of a step more: milliseconds of a step of seconds slow nobody down."""
+"""It must also be this share of a step more: milliseconds in a step of seconds do not matter."""
 LOOK_SECONDS = 2.0
 WARN_SECONDS = 60.0
 RECORD_SECONDS = 5.0

@@ -8,10 +8,8 @@ from typing import Any
 from pdrun.endpoint import Endpoint
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello, Join, Refuse, Verdict
-from pdrun.text import plural, quote_command
+from pdrun.text import CLEAN_EXIT_TEXT, plural, quote_command
 
-CLEAN_EXIT_TEXT = "had ended before, without an error"
-"""Follows the ranks whose absence made another rank fail."""
 MAX_TRACEBACK_CHARS = 8192
 """Maximum characters of a traceback in the event log; the worker's own log has all of it."""
 

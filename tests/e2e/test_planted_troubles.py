@@ -84,8 +84,9 @@ def test_a_rank_that_left(shell: Shell) -> None:
     done = ask(shell, "--devices", "2", "left.py")
     assert done.returncode not in (0, 124), done.stderr
     page = ask(shell, "report", "left", "-o", "-").stdout
-    for text in (done.stderr, page):
+    for text in (done.stderr, page, ask(shell, "status", "left").stdout):
         assert "rank 1 on" in text and "had ended before, without an error" in text, text
+        assert "do all ranks make the same number of steps?" in text
 
 
 @pytest.fixture

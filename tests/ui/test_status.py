@@ -95,6 +95,16 @@ def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     assert "warning   clock differs\n" in text
 
 
+def test_a_failed_job_says_what_to_do() -> None:
+    reason = "rank 2 on b failed: RuntimeError: Connection closed by peer"
+    reason += "; rank 1 on a had ended before, without an error"
+    event = LogEvent("verdict", 1012.0, {"code": 1, "reason": reason, "how": "communication"})
+    created = LogEvent("created", 1000.0, {"job": "j", "run": "j-1", "nodes": 2})
+    text = plain(replay_events([created, event]))
+    (line,) = [line for line in text.splitlines() if line.startswith("hint")]
+    assert "rank 1 on a had ended before" in line and "same number of steps" in line
+
+
 def test_several_jobs_are_a_list_and_none_is_said() -> None:
     text = plain(job(), job(run="demo-2", state="done", code=0))
     assert text.splitlines() == [

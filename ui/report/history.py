@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.eventlog import take_event
-from pdrun.ui.event_fields import join_plan, read_bad_steps, read_plan, read_usage, read_values
+from pdrun.ui.event_fields import (
+    join_plan,
+    read_bad_steps,
+    read_hints,
+    read_plan,
+    read_usage,
+    read_values,
+)
 from pdrun.ui.event_reader import read_log_lines
 
 MAX_POINTS = 2_000
@@ -148,6 +155,8 @@ class JobHistory:
     code: int | None = None
     """Exit code of the job; None: no verdict."""
     reason: str = ""
+    hints: tuple[str, ...] = ()
+    """What a user can do about the first cause."""
     cause: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the verdict: the first cause."""
     unreadable_lines: int = 0
@@ -267,6 +276,7 @@ class HistoryReader:
                 _append(history.warnings, str(data.get("text", "")))
             case "verdict":
                 history.code = int(data.pop("code"))
+                history.hints = read_hints({"code": history.code, **data})
                 history.reason = str(data.pop("reason", ""))
                 history.cause = data
 

@@ -135,6 +135,8 @@ def _render_head(history: JobHistory) -> Iterator[str]:
         style, verdict = "failed", f"failed with exit code {code}"
     reason = f": {clean_line(history.reason)}" if history.reason and code else ""
     yield f'<p class="verdict {style}"><strong>{verdict}</strong>{reason}</p>'
+    for hint in history.hints:
+        yield f'<p class="verdict {style}"><strong>hint</strong>: {clean_line(hint)}</p>'
     first = history.generations[0] if history.generations else None
     last = history.generations[-1] if history.generations else None
     workers = sum(count for _, _, count in last.nodes) if last else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -19,10 +18,10 @@ from pdrun.launcher.jobs.remote_scheduler import (
     check_job_name,
     open_viewer,
 )
-from pdrun.launcher.jobs.report import find_log, read_rank_log
+from pdrun.launcher.jobs.report import read_rank_log
 from pdrun.launcher.jobs.status import StatusPoller, StatusReader, choose_jobs, show_status
 from pdrun.launcher.jobs.stop import stop_job
-from pdrun.ui.event_reader import EventLogReader, read_log_lines
+from pdrun.ui.event_reader import read_log_lines
 from pdrun.ui.job_status import JobStatus
 from pdrun.ui.report.numbers import StepRow, read_rows
 
@@ -45,18 +44,12 @@ def show_top(name: str | None, scheduler: RemoteScheduler | None = None) -> int:
     """
     if not _has_terminal():
         raise UsageError("pdrun top needs a terminal", hint="use pdrun status --follow")
-    is_folder = name is not None and (os.path.sep in name or name == ".")
     if importlib.util.find_spec("textual") is None:
-        if is_folder:
-            raise UsageError("a folder of logs needs textual", hint=INSTALL_HINT)
         print_note(f"textual is not installed: {INSTALL_HINT}")
         return show_status(name, follow=True, scheduler=scheduler)
     with ExitStack() as stack:
         if scheduler is not None:
             source = _open_scheduler(name, scheduler, stack)
-        elif is_folder:
-            events, folder, log_name = find_log(name)
-            source = TopSource(_read_folder(events), events, folder, log_name)
         else:
             source = _open_job(_choose_job(name))
         process_setup.restore_sigint()
@@ -105,7 +98,8 @@ def _open_scheduler(name: str | None, scheduler: RemoteScheduler, stack: ExitSta
 def _open_job(job: JobRecord) -> TopSource:
     events = Path(job.events) if job.events else None
     read = StatusReader(job).read_status
-    return TopSource(read, events, Path(job.log_dir) / job.run, job.log_name, job.run)
+    run = job.run if job.job else ""  # of logs that no registered job has, nothing can be stopped
+    return TopSource(read, events, Path(job.log_dir) / job.run, job.log_name, run)
 
 
 def _has_terminal() -> bool:
@@ -118,16 +112,3 @@ def _choose_job(name: str | None) -> JobRecord:
     if not found:
         raise UsageError("no jobs are known here", hint="give the folder of a job's logs")
     return found[0]
-
-
-def _read_folder(events: Path) -> Callable[[], JobStatus]:
-    reader = EventLogReader(events)
-
-    def read() -> JobStatus:
-        try:
-            return reader.read_status()
-        except OSError as error:
-            reason = f"{events}: {error.strerror or error}"
-            return JobStatus(state="unknown", reason=reason)
-
-    return read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdrun.launcher.agent.summary import (
     MAX_LINES,
     find_hints,
@@ -182,6 +184,30 @@ def test_hints_are_given_where_they_help_only():
     missing = Cause("exception", 1, summary="ModuleNotFoundError: No module named 'x'")
     assert "workers, /usr/bin/python3?" in next(iter(find_hints(missing, "/usr/bin/python3")))
     assert "interpreter of the workers?" in next(iter(find_hints(missing)))
+
+
+FULL_DISKS = (
+    "OSError: [Errno 28] No space left on device: 'x'",
+    "OSError: [Errno 122] Disk quota exceeded",
+    "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 662",
+    "RuntimeError: basic_ios::clear: iostream error",
+    "RuntimeError: PytorchStreamWriter failed writing file data/3: file write failed",
+)
+
+
+@pytest.mark.parametrize(
+    ("summary", "hint"),
+    [
+        *((text, "df -h") for text in FULL_DISKS),
+        ("RuntimeError: ifa != nullptr. Unable to find address for: eth7", "--only variables"),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found 1)", "--only driver"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "visibility"),
+        ("ValueError: unexpected value", ""),
+    ],
+)
+def test_hints_by_the_text_of_the_error(summary: str, hint: str) -> None:
+    found = list(find_hints(Cause("exception", 1, summary=summary)))
+    assert [hint in one for one in found] == ([True] if hint else [])
 
 
 def test_durations():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from pdrun.errors import UsageError
 from pdrun.eventlog import LogEvent
 from pdrun.launcher.jobs import registry
+from pdrun.launcher.jobs.lookup import find_job
 from pdrun.launcher.jobs.status import (
     MAX_LISTED_JOBS,
     list_statuses,
@@ -39,6 +41,31 @@ def test_status_as_json_and_for_people(
     monkeypatch.setattr(screen, "show_status", shown.extend)
     assert show_status(None) == 0
     assert [one.run for one in shown] == ["demo-1"]
+
+
+@pytest.mark.parametrize("name", ["logs/demo-1", "logs/demo-1/", "logs/demo-1/events.jsonl"])
+def test_a_folder_of_logs_means_its_job(
+    home: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registered or not, for each command that takes a job."""
+    monkeypatch.chdir(home)
+    job = register(home, ended(), "demo-1", VERDICT)
+    write(home, 0, "rank_1.out", b"hello\n")
+    assert find_job(name, registry.list_jobs()) == job
+    assert [one.run for one in list_statuses(name)] == ["demo-1"]
+    assert show(home, name)[1] == "n0:1| hello\n"
+    assert stop_job(name) == 0
+    assert "is not running" in capsys.readouterr().err
+    shutil.rmtree(home / "state")  # as on another machine
+    (one,) = list_statuses(name)
+    assert (one.job, one.run, one.code) == ("demo", "demo-1", 3)
+    assert show(home, name)[1] == "n0:1| hello\n"
+    monkeypatch.chdir(home / "logs")
+    assert list_statuses("demo-1")[0].code == 3, "its name, where the folder is"
+    with pytest.raises(UsageError, match="no job of yours has its logs in 'demo-1/'"):
+        stop_job("demo-1/")
+    with pytest.raises(UsageError, match=r"demo-2/events.jsonl: there is no event log"):
+        list_statuses("./demo-2/events.jsonl")
 
 
 def test_a_job_whose_agent_was_killed_is_dead_not_running(home: Path) -> None:

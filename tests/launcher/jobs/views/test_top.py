@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def test_without_textual(
     assert top.show_top("train") == 0
     assert followed == [("train", True)]
     assert "pip install 'pdrun[screen]'" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="a folder of logs needs textual"):
-        top.show_top("./logs/train-1")
+    assert top.show_top("./logs/train-1") == 0
+    assert followed[1:] == [("./logs/train-1", True)]
 
 
 def test_the_last_lines_of_a_rank(terminal: Path) -> None:
@@ -61,7 +62,7 @@ def test_the_last_lines_of_a_rank(terminal: Path) -> None:
     assert read_rank_log(terminal / "none", "rank_{rank}", 3) == []
 
 
-@pytest.mark.parametrize("name", ["train", "./logs/train-1", None])
+@pytest.mark.parametrize("name", ["train", "./logs/train-1", "copy/events.jsonl", None])
 def test_what_is_shown(name: str | None, terminal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("textual")
     from pdrun.ui.top import app
@@ -70,6 +71,8 @@ def test_what_is_shown(name: str | None, terminal: Path, monkeypatch: pytest.Mon
         "train-1", "train", events=str(terminal / "events.jsonl"), log_dir="logs", made=1.0
     )
     assert register_job(record)
+    if name == "copy/events.jsonl":  # the logs of another machine
+        shutil.copytree(terminal, "copy")
     seen: list[app.TopApp] = []
 
     def run(self: app.TopApp) -> str | None:
@@ -83,4 +86,4 @@ def test_what_is_shown(name: str | None, terminal: Path, monkeypatch: pytest.Mon
     assert status.step == 2
     assert [row.step for row in screen._read_past()] == [1, 2]  # type: ignore[misc]
     assert screen._read_log(3) == ["-- rank_3.out", "generation 1"]
-    assert screen._can_stop == (name != "./logs/train-1")
+    assert screen._can_stop == (name != "copy/events.jsonl")

@@ -306,7 +306,7 @@ class Agent:
             case ShowStacks(generation):
                 self._monitor.show_stacks(generation)
             case Refuse():
-                self._stopper.on_refuse(message, self._plan)
+                self._stopper.on_refuse(message, self._plan, is_pod=self._asks_as_pod)
             case Verdict():
                 if not self._generation.is_running:
                     self._exit_code = message.code
@@ -345,10 +345,17 @@ class Agent:
                 facts=dict(plan.compared),
                 store=store,
                 spec=plan.spec.to_shared_json(),
-                # later the earlier instance is this agent itself, whose workers have ended
-                is_pod=self._deps.is_pod and not self._shutdown.was_accepted,
+                is_pod=self._asks_as_pod,
             )
         )
+
+    @property
+    def _asks_as_pod(self) -> bool:
+        """
+        See `Join.is_pod`. Once accepted, the earlier one is this agent itself: its workers have
+        ended.
+        """
+        return self._deps.is_pod and not self._shutdown.was_accepted
 
     # The process that started this agent
 

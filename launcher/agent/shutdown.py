@@ -263,9 +263,12 @@ class NodeStopper:
             self._state.is_stop_ordered = True
         self._state.answer_deadline = None
 
-    def on_refuse(self, refuse: Refuse, plan: LaunchPlan | None) -> None:
+    def on_refuse(self, refuse: Refuse, plan: LaunchPlan | None, *, is_pod: bool) -> None:
         """
         Stop the workers because the scheduler does not accept this node.
+
+        Args:
+            is_pod: see `Join.is_pod`.
 
         Raises:
             RendezvousError: no workers run, and this node can neither rejoin nor try again.
@@ -287,7 +290,7 @@ class NodeStopper:
             return
         reason = refuse.reason
         if refuse.retry and not self._state.stop_count:
-            if self._wait_for_earlier_pod():
+            if self._wait_for_earlier(is_pod=is_pod):
                 return
             # The job runs with the earlier pod. So this is no verdict on it: whoever made this pod
             # must take it for a lost one.
@@ -297,22 +300,25 @@ class NodeStopper:
         error.exit_code = code
         raise error
 
-    def _wait_for_earlier_pod(self) -> bool:
+    def _wait_for_earlier(self, *, is_pod: bool) -> bool:
         """
         Ask again a little later; return False if it has been long enough.
 
-        The earlier pod may first have to be found silent, and it may save for the grace period.
+        The earlier node may first have to be found silent, and it may save for the grace period. If
+        it is no pod, the scheduler sets the end: it refuses this one once the earlier one has shown
+        that it is alive.
         """
         state = self._state
         now = self._clock.monotonic()
         if state.give_up_at is None:
             wait = state.detection_seconds + self.grace + 5 * RETRY_SECONDS
             state.give_up_at = now + wait
+            what, limit = ("pod", f"up to {wait:.0f} s ") if is_pod else ("agent", "")
             self._announcer.print_line(
-                "an earlier pod of this name is still a node of the job: waiting up to"
-                f" {wait:.0f} s until it has ended or is found lost; then this one joins"
+                f"an earlier {what} of this name is still a node of the job: waiting {limit}until"
+                " it has ended or is found lost; then this one joins"
             )
-        elif now >= state.give_up_at:
+        elif is_pod and now >= state.give_up_at:
             return False
         state.is_rejoining = True
         state.rejoin_at = now + RETRY_SECONDS

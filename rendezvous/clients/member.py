@@ -51,6 +51,8 @@ from pdrun.rendezvous.transport.zmq_util import wait_readable
 
 LEAVE_SECONDS = 10.0
 """Maximum time that the process waits at its end for the scheduler to read its last messages."""
+RETRY_SECONDS = 1.0
+"""Time between two requests to join while an earlier process of the name may have ended."""
 LINGER_SECONDS = 1.0
 """Time for the very last message, which the scheduler can do without."""
 
@@ -361,7 +363,11 @@ class DynamicMember:
 def wait_for_start(
     link: ZmqLink, request: Join, show_line: Callable[[str], None]
 ) -> tuple[Welcome, Assign]:
-    """Exchange the messages from Hello to Start."""
+    """
+    Exchange the messages from Hello to Start.
+
+    Ask again while an earlier process of this name or rank may have ended; the scheduler decides.
+    """
     welcome: Welcome | None = None
     assign: Assign | None = None
     while True:
@@ -380,6 +386,10 @@ def wait_for_start(
                     link.send(Ready(generation))
                 case Start() if welcome and assign:
                     return welcome, assign
+                case Refuse(retry=True):
+                    time.sleep(RETRY_SECONDS)
+                    link.renew()
+                    welcome = assign = None
                 case Refuse(code, reason) | Verdict(code, reason):
                     raise _refusal_error(code, reason, str(link.endpoint))
                 case _:

@@ -15,7 +15,6 @@ from pdrun.rendezvous.membership.sizing import (
     announce_arrival,
     find_closed_reason,
     find_replaced,
-    is_elastic,
     is_full,
     is_open,
     lease_seconds,
@@ -27,7 +26,6 @@ from pdrun.rendezvous.policies.texts import (
     refuse_full,
     refuse_other_job,
     refuse_protocol,
-    refuse_same_name,
 )
 from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import (
@@ -162,27 +160,42 @@ def handle_join(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> N
         _admit_member(job, peer, hello, join, now)
 
 
-def refuse_early_pod(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> bool:
+def refuse_early(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> bool:
     """
-    Refuse a pod in whose place workers of an earlier one may still run; return whether it was.
+    Refuse for now a node whose name or rank an earlier one has that may be ending or have ended.
 
-    The pod asks again. The earlier one may run on another machine, so neither its silence nor the
-    end of its connection proves that it has ended: it leaves, or the failure detector decides. This
-    depends on the detector's times, so the journal has only the end of the pod's connection.
+    Return whether it was refused; it asks again until the earlier one has left, is lost or has
+    proved to be alive. This depends on the detector's times, so the journal has only the end of
+    this node's connection.
     """
-    old = job.roster.names.get(join.node) if join.is_pod else None
-    can_replace = is_elastic(job.config) or job.restarts_left(now) > 0
+    config, roster = job.config, job.roster
+    rival = roster.claims.get(join.node_rank) if join.node_rank is not None else None
+    old = roster.names.get(join.node, rival)
     is_over = job.state in (JobState.STOPPING, JobState.DONE)
-    if old is None or is_over or not can_replace:
+    is_usable = is_open(config, job.state) or job.restarts_left(now) > 0
+    if old is None or is_over or not is_usable or not _is_in_doubt(job, old, hello, join, now):
         return False
-    is_idle = job.state is JobState.GATHERING and old.peer is None
-    if is_idle or (old is find_replaced(job, join, now) and job.detector.is_expired(old, now)):
-        return False
-    refuse = refuse_same_name(job.config, join.node, old.hello, hello)
+    if _find_objection(config, roster, old, hello, join) is not None:
+        return False  # it cannot join in any case
+    refuse = _find_objection(config, roster, None, hello, join)
+    assert refuse is not None, "the earlier node is the objection"
     job.outbox.send(peer, replace(refuse, retry=True))
     job.outbox.close_peer(peer)
-    job.roster.forget_session(peer)
+    roster.forget_session(peer)
     return True
+
+
+def _is_in_doubt(job: Job, old: Member, hello: Hello, join: Join, now: float) -> bool:
+    """Whether ``old`` neither can be replaced already nor is alive for certain."""
+    is_replaced = old is find_replaced(job, join, now)
+    if join.is_pod and old.name == join.node:
+        # The earlier one may run on another machine, so neither its silence nor the end of its
+        # connection proves that it has ended: it leaves, or the failure detector decides.
+        is_idle = job.state is JobState.GATHERING and old.peer is None
+        return not is_idle and not (is_replaced and job.detector.is_expired(old, now))
+    if old.peer is None:
+        return not is_replaced
+    return job.detector.may_have_ended(old, hello, now)
 
 
 def _find_objection(

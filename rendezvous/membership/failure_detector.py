@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pdrun.quick_dataclass import dataclass
 from pdrun.rendezvous.membership.nodes import CutKind, Member
 from pdrun.rendezvous.protocol.events import LostNode, NodesLost, SchedulerConfig
-from pdrun.rendezvous.protocol.messages import Heartbeat
+from pdrun.rendezvous.protocol.messages import Heartbeat, Hello
 
 MAX_NODES_AT_FULL_RATE = 2500
 """Nodes that one scheduler can serve per ``heartbeat``. In a larger job each node sends fewer."""
@@ -117,6 +117,27 @@ class FailureDetector:
         """
         time = now - self._stalled_seconds
         return member.peer is None and member.lost_at <= time + self._reconnect_seconds
+
+    def may_have_ended(self, member: Member, rival: Hello, now: float) -> bool:
+        """
+        Return whether a connected node may have ended, for whose name or rank ``rival`` asks.
+
+        A machine that loses power closes no connection, and an agent that is killed may do it by a
+        packet that is lost. If the node was started again on the same host, only what the earlier
+        one sends after the first request proves that there are two.
+        """
+        time = now - self._stalled_seconds
+        beat = self.times.heartbeat
+        if not beat or (rival.host != member.hello.host and time - member.alive_at < 2.5 * beat):
+            return False
+        who = (rival.host, rival.pid)
+        if member.challenge is None or member.challenge[:2] != who:
+            member.challenge = (*who, time)
+            return True
+        if member.alive_at <= member.challenge[2]:
+            return True
+        member.challenge = None
+        return False
 
     def _classify_cut(self, member: Member, between: bool, time: float) -> CutKind:
         if between:

@@ -244,7 +244,7 @@ class Membership(Job):
             case Depart(reason) if member is not None:
                 handle_depart(self, member, reason, now)
             case Join() if not self._is_replaying and member is None:
-                if admission.refuse_early_pod(self, peer, session.hello, message, now):
+                if admission.refuse_early(self, peer, session.hello, message, now):
                     self.journal_events.append(PeerDisconnected(peer))
                     return False
                 admission.handle_join(self, peer, session.hello, message, now)

@@ -75,6 +75,11 @@ class Member:
     lost_at: float = 0.0
     """While cut: time at which it is lost, on the detector's clock."""
     is_suspect: bool = False
+    challenge: tuple[str, int, float] | None = None
+    """
+    Host and pid of an agent that asks for its name or rank, and the time of its first request, on
+    the detector's clock.
+    """
     index: int = -1
     """Node rank in the present generation, or in the last one while another is formed; -1: none."""
     first_rank: int = 0

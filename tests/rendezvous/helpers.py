@@ -177,7 +177,7 @@ class Machine:
         return self.membership.shutdown.verdict
 
 
-PASSING = ("alive_at", "answered_at", "lost_at", "is_suspect", "cut_at", "cut_kind")
+PASSING = ("alive_at", "answered_at", "lost_at", "is_suspect", "cut_at", "cut_kind", "challenge")
 """What the failure detector knows of a member."""
 
 

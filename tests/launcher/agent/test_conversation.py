@@ -252,6 +252,21 @@ def test_a_pod_that_has_waited_long_enough_gives_no_verdict(monkeypatch):
         assert caught.value.exit_code in LOST_POD_EXIT_CODES, "the operator makes it again"
 
 
+def test_a_node_that_was_started_again_asks_until_the_earlier_one_is_known_to_live(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    with AgentHarness(plan=make_plan(1, nodes=2)) as harness:
+        harness.turn(WELCOME)
+        harness.turn(m.Refuse(78, "two nodes are called node0", retry=True))
+        harness.turn()
+        harness.turn(WELCOME)
+        assert len(harness.sent(m.Join)) == 2
+        (said,) = [line for line in harness.output.printed_lines if "an earlier" in line]
+        assert "an earlier agent of this name is still a node" in said
+        with pytest.raises(PdrunError, match="two nodes") as caught:
+            harness.turn(m.Refuse(78, "two nodes are called node0"))
+        assert caught.value.exit_code == 78
+
+
 def test_a_signal_ends_the_wait_for_an_earlier_pod():
     with AgentHarness(is_pod=True) as harness:
         harness.turn(WELCOME)

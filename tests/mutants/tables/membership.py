@@ -8,12 +8,44 @@ MEMBERSHIP = "rendezvous/membership/"
 ELASTIC_MEMBERSHIP = "tests/rendezvous/membership/test_elastic_membership.py::test_"
 FAILURE_TO_VERDICT = "tests/rendezvous/membership/test_failure_to_verdict.py::test_"
 GATHERING = "tests/rendezvous/membership/test_gathering.py::test_"
+NAMESAKES = "tests/rendezvous/membership/test_namesakes.py::test_"
 REPEATS = "tests/rendezvous/membership/test_repeats.py::test_"
 RESUME_AFTER_REPLAY = "tests/rendezvous/membership/test_resume_after_replay.py::test_"
 HANG_REPORT = "tests/rendezvous/policies/test_hang_report.py::test_"
 
 
 MUTANTS = (
+    Mutant(
+        "an agent that was started again is refused while its earlier connection is open",
+        f"{MEMBERSHIP}machine.py",
+        "if admission.refuse_early(self, peer, session.hello, message, now):",
+        "if False:",
+        f"{NAMESAKES}a_machine_that_lost_power_joins_again_when_it_is_found_lost",
+    ),
+    Mutant(
+        "a second agent of a name is never known to be one",
+        f"{MEMBERSHIP}failure_detector.py",
+        "if member.alive_at <= member.challenge[2]:",
+        "if True:",
+        f"{NAMESAKES}a_second_agent_on_the_same_host_is_refused_when_the_first_one_has_spoken",
+    ),
+    Mutant(
+        "a rank is refused although its node may have ended",
+        f"{MEMBERSHIP}admission.py",
+        "old = roster.names.get(join.node, rival)",
+        "old = roster.names.get(join.node)",
+        f"{NAMESAKES}a_rank_is_free_when_its_silent_node_is_lost",
+    ),
+    Mutant(
+        "an agent leaves although it may ask again",
+        "launcher/agent/shutdown.py",
+        "if refuse.retry and not self._state.stop_count:",
+        "if is_pod and refuse.retry and not self._state.stop_count:",
+        (
+            "tests/launcher/agent/test_conversation.py::test_a_node_that_was_started_again_asks_"
+            "until_the_earlier_one_is_known_to_live"
+        ),
+    ),
     Mutant(
         "workers start before every node is ready",
         f"{MEMBERSHIP}generations.py",

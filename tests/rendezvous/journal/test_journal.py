@@ -442,6 +442,7 @@ def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
 OF_THE_MOMENT = {
     "detector",
     "alive_at",
+    "challenge",
     "answered_at",
     "lost_at",
     "cut_kind",
@@ -451,6 +452,8 @@ OF_THE_MOMENT = {
     "_is_replaying",  # of one step
     "next_waiting_at",  # when Waiting is sent again, even to no node
     "_tracks",
+    "_pace_anchor",
+    "_step_seconds",
     "_look_at",
     "_record_at",
     "_has_news",  # how far workers are: told again with the next Progress

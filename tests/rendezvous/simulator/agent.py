@@ -52,6 +52,8 @@ from .network import Connection, Network
 from .world import World
 
 RETRY = 0.3
+ASK_AGAIN = 1.0
+"""Seconds after which an agent asks again in whose place an earlier one may have ended."""
 KILL = 0.2
 """Seconds in which SIGKILL ends every worker of a node and what they had started."""
 ASK = 1.5
@@ -125,6 +127,7 @@ class SimAgent:
         self.fenced = self.departing = False
         self.runs: list[Run] = []
         self.unready: str = ""
+        self.refusal: str = ""
         self.born = world.now
         self.frozen_at = 0.0
         self._paused: list[tuple[Callable[..., None], tuple[object, ...]]] = []
@@ -374,8 +377,9 @@ class SimAgent:
             case ShowStacks(generation) if self.world.random.random() < 0.8:
                 ranks = tuple(self.run.living) if self.run else ()
                 self.say(Stacks(generation, (StackGroup(ranks, "somewhere"),) if ranks else ()))
-            case Refuse(code, _, rejoin):
-                self._refused(code, rejoin)
+            case Refuse(code, reason, rejoin, retry):
+                self.refusal = "" if rejoin or retry else reason
+                self._refused(code, rejoin or retry, ASK_AGAIN if retry else 0.0)
             case Verdict():
                 self.verdict = message
                 self.shutdown.has_verdict = True
@@ -393,14 +397,16 @@ class SimAgent:
         else:
             self.later(self.world.random.random() * 0.5, self.say, Ready(assign.generation))
 
-    def _refused(self, code: int, rejoin: bool) -> None:
+    def _refused(self, code: int, rejoin: bool, wait: float) -> None:
         self.fenced = self.fenced or rejoin
         self.up = False
         if self.connection:
             self.network.client_gone(self.connection)
         self._stop_run(0.0)
         self.later(
-            KILL + 0.05, self._rejoin if rejoin else self._exit, *(() if rejoin else (code or 69,))
+            wait + KILL + 0.05,
+            self._rejoin if rejoin else self._exit,
+            *(() if rejoin else (code or 69,)),
         )
 
     def _rejoin(self) -> None:

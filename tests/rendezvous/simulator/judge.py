@@ -88,6 +88,8 @@ class Judge:
         if verdict is None:
             raise Violation("there is no verdict")
         for agent in agents:
+            if not agent.alive and not agent.dead and "are called" in agent.refusal:
+                raise Violation(f"{agent.node} was started again and refused: {agent.refusal}")
             if agent.verdict is None:
                 continue
             told = (agent.verdict.code, agent.verdict.reason)

@@ -104,7 +104,7 @@ class Play:
 
     def join(self, node: str) -> None:
         """Somebody starts an agent on a node."""
-        if self.scheduler.over:
+        if self.scheduler.over or (node in self.by_node and self.by_node[node].alive):
             return
         agent = SimAgent(self.world, self.network, self.job, node, 2, self._started)
         self.agents.append(agent)

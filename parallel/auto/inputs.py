@@ -186,7 +186,8 @@ def _search_mesh(choices: ParallelChoices, call: PlannedCall, world: int) -> Par
     report = _search_call(choices, call, auto, world)
     plan = report.plan_file()
     found = _take_plan(replace(choices, strategy=None, mesh=None), plan, world)
-    strategy = auto if found.mesh.tp > 1 else None
+    is_split = any(found.mesh.degree(axis) > 1 for axis in found.mesh.tensor_axes)
+    strategy = auto if is_split else None
     if choices.gather is None and choices.recompute is None:  # the search chooses them
         found = replace(found, predicted=plan.predict_step(world))
     return replace(found, strategy=strategy)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pdrun.parallel.layouts.rank_order import name_part
+
 
 @dataclass(frozen=True)
 class StepChoice:
@@ -22,6 +24,15 @@ class StepChoice:
     schedule: str | None = None
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; empty: the same number on all."""
+    factors: tuple[int, ...] = ()
+    """Degrees of the tensor axes, outer to inner, if there are several; their product is tp."""
+
+    @property
+    def tensor_axes(self) -> dict[str, int]:
+        """The tensor axes of the mesh with their degrees, outer to inner."""
+        if not self.factors:
+            return {"tp": self.tp}
+        return {name_part("tp", place, ()): degree for place, degree in enumerate(self.factors)}
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """Return the layers of each stage of a model."""

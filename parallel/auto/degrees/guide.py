@@ -69,7 +69,8 @@ def describe_choice(choice: StepChoice) -> str:
             level += f", weights are {GATHER_TEXTS[choice.gather]}"
         parts.append(level)
     if choice.tp > 1:
-        parts.append(f"each operator is split over {choice.tp} devices (tp)")
+        axes = f", as {_format_tensor_axes(choice)}" if choice.factors else ""
+        parts.append(f"each operator is split over {choice.tp} devices (tp{axes})")
     if choice.pp > 1:
         parts.append(f"the layers are split into {choice.pp} stages (pp)")
     if choice.microbatches > 1:
@@ -125,10 +126,15 @@ def _row(result: OuterResult, one: PricedChoice) -> str:
     micro = f"{choice.microbatches} x {choice.rows} rows"
     return (
         f"{_format_ms(cost.total)} {share:5.0%} {_format_gib(cost.peak):>7}"
-        f"  {choice.pp:3} {choice.dp:3} {choice.tp:3}"
+        f"  {choice.pp:3} {choice.dp:3} {_format_tensor_axes(choice):>3}"
         f"  {level:8} {choice.recompute or 'none':10} {micro:17}"
         f" {choice.schedule or '-':12} {cost.bound_by}{layers}"
     )
+
+
+def _format_tensor_axes(choice: StepChoice) -> str:
+    """Return the degree of the tensor axis, or those of several: 2x4."""
+    return "x".join(map(str, choice.tensor_axes.values()))
 
 
 def _format_ms(seconds: float) -> str:

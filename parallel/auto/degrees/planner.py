@@ -101,7 +101,7 @@ class PlanReport:
         chosen = self.result.chosen if not place else self.result.fitting[place]
         choice = chosen.choice
         request = self.result.request
-        mesh = {"pp": choice.pp, "dp": choice.dp, "cp": 1, "tp": choice.tp}
+        mesh = {"pp": choice.pp, "dp": choice.dp, "cp": 1, **choice.tensor_axes}
         plain: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "made": {

@@ -280,3 +280,33 @@ def search_on_other_devices() -> None:
         )
     finally:
         auto.detect_topology = detect_topology
+
+
+def narrow_layers(width: int) -> torch.nn.Sequential:
+    """Return two layers with the same weights on every rank."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+
+
+def run_narrow_layers(plan: str, rows: int) -> tuple[list[str], float, float]:
+    """
+    Run a plan file, or the search of a mesh for nodes of two devices; return its tensor axes, its
+    loss, and that of one process.
+    """
+    torch.manual_seed(1)
+    batch = torch.randn(rows, 6)
+    strategy: Any = plan
+    if plan == "auto":
+        strategy = Auto(topology=make_topology(1e9, 1e12, 1e-9, 1e-9, 1e15, 2, (1e-9, 1e15)))
+    run = parallelize(
+        narrow_layers(6),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda output, batch: (output.square().sum(), len(batch)),
+        mesh=plan,
+        strategy=strategy,
+        sample=batch,
+    )
+    run.verify([batch])
+    expected = narrow_layers(6)(batch).square().sum().item() / rows
+    axes = [name for name in run.axes.grid.names if name.startswith("tp")]
+    return axes, run.step(batch).loss, expected

@@ -3,7 +3,7 @@
 
 Products, copies and the start of operators are measured on rank 0's device, all-reduce and
 all-gather inside of a node and between nodes. Latency and bandwidth of a level are fitted by least
-squares.
+squares. One device has no links: those of the built-in topology of its kind are taken.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import pdrun
 from pdrun.errors import UsageError
+from pdrun.parallel.auto.auto import detect_topology
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
 from pdrun.parallel.startup.init import Context, init
 
@@ -62,15 +63,10 @@ def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
     Return the topology of this job's devices, and remarks about the fit; every rank calls it.
 
     Raises:
-        UsageError: there is one device, so that no link can be measured.
+        ConfigError: there is one device, and no built-in topology has links for it.
     """
-    if context.world_size < 2:
-        raise UsageError(
-            "one device has no links to measure",
-            where="pdrun doctor --calibrate",
-            hint="run it with --devices 2 or more, or as a job of several nodes",
-        )
     device = torch.device(context.device)
+    known = detect_topology() if context.world_size == 1 else None
     rates = _measure_device(device, context.local_world_size)
     levels: list[LinkLevel] = []
     remarks: list[str] = []
@@ -90,11 +86,19 @@ def measure_topology(context: Context, name: str) -> tuple[Topology, list[str]]:
         level, text = _measure_level("network", across[context.local_rank], context.nodes, device)
         levels.append(LinkLevel("network", level.latency, level.bandwidth))
         remarks += text
+    elif known is not None:
+        levels = list(known.levels)
+        remarks.append(
+            f"links are those of {known.name}, a guess: --devices 2 or more, or a job of several"
+            " nodes, measures them"
+        )
     else:
         levels[-1] = LinkLevel("node", levels[-1].latency, levels[-1].bandwidth)
     remarks.append("overlap 0.9 is assumed, not measured")
     day = time.strftime("%Y-%m-%d", time.gmtime())
     made = f"measured on {day} by version {pdrun.__version__}"
+    if known is not None:
+        made += f", but for its links, which are those of {known.name}"
     return Topology(name, rates, tuple(levels), made=made), remarks
 
 

@@ -88,7 +88,7 @@ def doctor_command() -> click.Command:
             click.Option(["--here"], is_flag=True, hidden=True),
             click.Option(["--calibrate"], is_flag=True, help="Measure a topology instead."),
             click.Option(
-                ["--devices"], type=click.IntRange(2), help="To calibrate; default: all, or 2 CPUs."
+                ["--devices"], type=click.IntRange(1), help="To calibrate; default: all, or 2 CPUs."
             ),
             click.Option(["--save"], metavar="FILE", default="", help="Write the topology."),
             click.Option(["--name"], default="measured", help="Name of the topology."),

@@ -13,7 +13,6 @@ from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES, find_topo
 from pdrun.parallel.auto.calibrate import fit_line
 from pdrun.parallel.auto.topology import ComputeRate
 from pdrun.parallel.auto.topology_file import load_topology, parse_size, parse_topology
-from tests.lib.rank_pool import RankError
 from tests.parallel.auto import rank_runs
 
 pytestmark = pytest.mark.torch
@@ -100,6 +99,10 @@ def test_measured_topology_is_a_file(worlds: Any) -> None:
     assert remarks[0].startswith("node: 2 devices, latency ")
 
 
-def test_one_device_has_no_links(worlds: Any) -> None:
-    with pytest.raises(RankError, match="one device has no links to measure"):
-        worlds(1).run(rank_runs.measure)
+def test_links_of_one_device_are_the_built_in_ones(worlds: Any) -> None:
+    text, remarks = worlds(1).run(rank_runs.measure)[0]
+    topology = parse_topology(json.loads(text))
+    assert topology.levels == BUILTIN_TOPOLOGIES["cpu"].levels
+    assert topology.device != BUILTIN_TOPOLOGIES["cpu"].device
+    assert remarks[0].startswith("links are those of cpu, a guess: --devices 2 or more")
+    assert topology.made.endswith("but for its links, which are those of cpu")

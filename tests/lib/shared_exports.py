@@ -58,7 +58,8 @@ def _export_or_copy(
         training = frozenset(name for name, one in self.model.named_modules() if one.training)
     leaves, structure = pytree.tree_flatten((args, kwargs or {}))
     tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
-    weights = tuple((name, _describe(tensor)) for name, tensor in tensors)
+    first = {id(tensor): name for name, tensor in reversed(tensors)}  # tied weights have one
+    weights = tuple((name, first[id(tensor)], _describe(tensor)) for name, tensor in tensors)
     call = (mark, weights, tuple(map(_describe, leaves)), str(structure), training, fold)
     if call not in _graphs:
         _graphs[call] = _export(self, args, kwargs, training, fold)

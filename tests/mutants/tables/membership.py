@@ -16,6 +16,20 @@ HANG_REPORT = "tests/rendezvous/policies/test_hang_report.py::test_"
 
 MUTANTS = (
     Mutant(
+        "a worker that is back moves up when another one leaves",
+        f"{MEMBERSHIP}nodes.py",
+        "is_dynamic and member.index == member.join.node_rank",
+        "False",
+        f"{NAMESAKES}a_worker_of_a_dynamic_cluster_keeps_the_place_it_asked_for",
+    ),
+    Mutant(
+        "a missing host has another name than in the list",
+        f"{MEMBERSHIP}nodes.py",
+        "places.get(name, places.get(member.hello.host, member.join.node_rank))",
+        "places.get(name)",
+        f"{GATHERING}a_missing_host_of_a_list_has_the_name_that_the_list_has",
+    ),
+    Mutant(
         "an agent that was started again is refused while its earlier connection is open",
         f"{MEMBERSHIP}machine.py",
         "if admission.refuse_early(self, peer, session.hello, message, now):",

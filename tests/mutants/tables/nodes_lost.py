@@ -15,6 +15,20 @@ WORK_PER_EVENT = "tests/rendezvous/membership/test_work_per_event.py::test_"
 
 MUTANTS = (
     Mutant(
+        "a node lost while the workers are stopped is not named",
+        f"{MEMBERSHIP}job.py",
+        "            self.stop_notes.append(text)\n",
+        "            pass\n",
+        f"{FAILURE_TO_VERDICT}a_node_lost_while_the_workers_are_stopped_is_named_and_changes_no_code",
+    ),
+    Mutant(
+        "a scheduler orphaned while workers are stopped forgets the cause",
+        f"{MEMBERSHIP}generations.py",
+        "if job.state is JobState.STOPPING and stop is not None:",
+        "if False:",
+        f"{FAILURE_TO_VERDICT}a_scheduler_orphaned_while_the_workers_are_stopped_keeps_the_cause",
+    ),
+    Mutant(
         "unanswered heartbeats are ignored",
         f"{MEMBERSHIP}failure_detector.py",
         "elif unanswered > limits.dead:",

@@ -18,6 +18,13 @@ DISK = "tests/pdrun/test_disk.py::test_"
 
 MUTANTS = (
     Mutant(
+        "holes of a log are read",
+        "launcher/jobs/log_reader.py",
+        "for start, stop in list_parts(fd, self.offset, end):",
+        "for start, stop in ((self.offset, end),):",
+        "tests/launcher/jobs/test_logs.py::test_holes_of_a_log_are_neither_read_nor_shown",
+    ),
+    Mutant(
         "a worker's escapes reach the terminal",
         f"{OUTPUT}formatting.py",
         "            text = escape_controls(text)\n",

@@ -13,6 +13,13 @@ TEST_SUPERVISOR = "tests/launcher/supervisor/test_supervisor.py::test_"
 
 MUTANTS = (
     Mutant(
+        "a supervisor that was killed is a fault of pdrun",
+        "launcher/supervisor/client.py",
+        "if code < 0 or self._is_frozen:",
+        "if False:",
+        "tests/launcher/supervisor/test_supervisor.py::test_killed_keeper_is_a_clear_error_and_leaves_nothing",
+    ),
+    Mutant(
         "workers outlive a killed supervisor",
         f"{STDLIB_ONLY}worker_exec.py",
         "        process_tree.prctl(process_tree.PR_SET_PDEATHSIG, signal.SIGKILL)\n",

@@ -12,6 +12,7 @@ LIMITS = "tests/rendezvous/transport/test_limits.py::test_"
 PATIENCE = "tests/rendezvous/transport/test_patience.py::test_"
 PENDING_HANDSHAKES = "tests/rendezvous/transport/test_pending_handshakes.py::test_"
 RECONNECT = "tests/rendezvous/transport/test_reconnect.py::test_"
+RELAY = "tests/rendezvous/scheduler/test_relay.py::test_"
 RELAY_FRAMES = "tests/rendezvous/transport/test_relay_frames.py::test_"
 RESEND = "tests/rendezvous/transport/test_resend.py::test_"
 TIMEOUTS = "tests/rendezvous/transport/test_timeouts.py::test_"
@@ -19,6 +20,48 @@ ZAP = "tests/rendezvous/transport/test_zap.py::test_"
 
 
 MUTANTS = (
+    Mutant(
+        "one refused handshake that is long past is another token",
+        f"{TRANSPORT}reconnect.py",
+        "(self._refusals > 1 and is_late)",
+        "is_late",
+        f"{RECONNECT}a_handshake_that_met_the_death_of_a_scheduler_is_no_other_token",
+    ),
+    Mutant(
+        "a listener that was out of reach meanwhile is another program",
+        f"{TRANSPORT}reconnect.py",
+        "        self.on_handshake()\n",
+        "        self._refusals = 0\n        self._first_refusal = None\n",
+        f"{RECONNECT}a_listener_that_was_out_of_reach_meanwhile_is_not_taken_for_another_program",
+    ),
+    Mutant(
+        "the stall of this process is the silence of a listener",
+        f"{TRANSPORT}reconnect.py",
+        "                self._silent_since += late\n",
+        "                pass\n",
+        f"{RECONNECT}the_stall_of_this_process_is_not_the_silence_of_a_listener",
+    ),
+    Mutant(
+        "one refusal ends a standalone relay",
+        f"{SCHEDULER}relay_main.py",
+        "if refusals >= MAX_REFUSALS:",
+        "if refusals:",
+        f"{RELAY}one_refused_handshake_is_not_the_end_of_a_standalone_relay",
+    ),
+    Mutant(
+        "a relay that is refused ends with a traceback",
+        f"{SCHEDULER}relay_main.py",
+        "except (RendezvousError, AuthenticationError) as error:",
+        "except RendezvousError as error:",
+        f"{RELAY}a_child_relay_that_is_refused_ends_with_a_line",
+    ),
+    Mutant(
+        "a relay that stands still is left alone",
+        f"{SCHEDULER}relay_processes.py",
+        "is_frozen = relay.pings.is_frozen()",
+        "pass",
+        f"{RELAY}relays_that_stand_still_are_replaced_and_no_agent_is_lost",
+    ),
     Mutant(
         "a stall of this process counts as silence",
         f"{TRANSPORT}reconnect.py",

@@ -13,6 +13,7 @@ import itertools
 import pytest
 
 from pdrun.rendezvous.membership.machine import JobState
+from pdrun.rendezvous.membership.nodes import Member, order_by_rank
 from pdrun.rendezvous.protocol.messages import Join, Ready, Refuse
 from tests.rendezvous.helpers import Machine, config, hello
 
@@ -143,3 +144,15 @@ def test_who_cannot_join_in_any_case_hears_it_at_once(how: str) -> None:
         assert "the commands differ" in machine.to("p", Refuse)[0].reason
     else:
         assert ask(machine) == reason[how]
+
+
+@pytest.mark.parametrize(("unit", "order"), [("worker", ["c", "b"]), ("node", ["b", "c"])])
+def test_a_worker_of_a_dynamic_cluster_keeps_the_place_it_asked_for(
+    unit: str, order: list[str]
+) -> None:
+    """Rank 0 has left for a moment, to start again."""
+    members = [
+        Member(hello(name), Join(name, rank, 1), name, 0.0, 0.0, "", index=rank)
+        for name, rank in (("b", 1), ("c", 2))
+    ]
+    assert [member.name for member in order_by_rank(config(unit=unit), members)] == order

@@ -280,6 +280,7 @@ def parallelize(
         if served is not None:
             served.connect_servers(seed, seconds)
             state.served = served
+            served.follow_data(state.feed)
     run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
     run.predicted = choices.predicted
     run.topology = getattr(arguments.strategy, "topology", None)

@@ -54,6 +54,10 @@ class DataFeed:
     Attributes:
         position: the run's position in its training data.
         source: the last loader of a training loop.
+        reads_ahead: whether a training loop over a seeded Loader reads a batch ahead; other sources
+            may depend on what a step does.
+        current: the batch that such a loop has handed out last.
+        upcoming: the one after it, if it is known.
 
     Args:
         link: how this rank reaches the others; None: it is alone.
@@ -63,6 +67,9 @@ class DataFeed:
         self.position = Position()
         self._link = link
         self._has_announced = False
+        self.reads_ahead = False
+        self.current: Any = None
+        self.upcoming: Any = None
         self.source: Loader | None = None
         self._bound_source: Any = None
         """The source that the position belongs to: the last one of a training loop."""
@@ -212,7 +219,12 @@ class DataFeed:
         """
         if isinstance(source, Loader):
             compare = self._link.compare_order if self._link is not None else None
-            for batch, shard in read_batches(source, seed, position, *ranks, accumulate, compare):
+            is_ahead = self.reads_ahead and source.seeded and position is self.position
+            at = replace(position) if is_ahead else position
+            batches = read_batches(source, seed, at, *ranks, accumulate, compare)
+            if is_ahead:
+                batches = self._read_ahead(batches, at)
+            for batch, shard in batches:
                 self._remember(loop, batch, shard)
                 yield batch
             return
@@ -232,6 +244,29 @@ class DataFeed:
                 yield batch
         position.epoch = epoch + 1
         position.batch = 0
+
+    def _read_ahead(
+        self, batches: Iterator[tuple[Any, BatchShard]], at: Position
+    ) -> Iterator[tuple[Any, BatchShard]]:
+        """Yield batches when the next one is read; ``at`` is the position after that."""
+        held: tuple[Any, BatchShard, Position] | None = None
+        try:
+            for batch, shard in batches:
+                if held is not None:
+                    yield self._hand_out(held, batch)
+                held = batch, shard, replace(at)
+            if held is not None:
+                yield self._hand_out(held, None)
+        finally:
+            self.current = self.upcoming = None
+
+    def _hand_out(
+        self, held: tuple[Any, BatchShard, Position], upcoming: Any
+    ) -> tuple[Any, BatchShard]:
+        self.current, shard, at = held
+        self.upcoming = upcoming
+        self.position.epoch, self.position.batch = at.epoch, at.batch
+        return self.current, shard
 
     def _remember(self, loop: object, batch: Any, shard: BatchShard) -> None:
         """Note the last batch of a loop, which a step will recognise."""

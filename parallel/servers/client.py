@@ -233,6 +233,15 @@ class ServerClient:
             out.index_copy_(0, mine, found)
         return out
 
+    def has_cache(self, name: str) -> bool:
+        """Return whether a table of rows has a cache."""
+        return self._find_table(name, "rows").cache is not None
+
+    def keep_known(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids that a table can have."""
+        size = self._find_table(name, "rows").spec.size
+        return ids[(ids >= 0) & (ids < size)] if size else ids
+
     def prefetch(self, name: str, ids: torch.Tensor) -> None:
         """
         Ask for the rows of ids, and return at once: a later `rows` finds them in the cache.

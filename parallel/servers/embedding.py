@@ -128,7 +128,7 @@ class LookupFunction:
     The forward of an embedding whose rows are served.
 
     Args:
-        record: gets every lookup that autograd sees.
+        record: gets every lookup that autograd sees: table, ids, distinct ids, their rows.
         padding: id whose row has no gradient, or None.
     """
 
@@ -138,7 +138,7 @@ class LookupFunction:
         table: str,
         dim: int,
         device: torch.device,
-        record: Callable[[str, torch.Tensor, torch.Tensor], None],
+        record: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None],
         padding: int | None = None,
     ) -> None:
         self._client = client
@@ -156,7 +156,7 @@ class LookupFunction:
         if not torch.is_grad_enabled():
             return functional.embedding(inverse, rows)
         rows.requires_grad_()
-        self._record(self._table, host_ids, rows)
+        self._record(self._table, ids, host_ids, rows)
         place = -1
         if self._padding is not None:
             found = (host_ids == self._padding).nonzero()

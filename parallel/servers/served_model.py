@@ -23,6 +23,7 @@ from torch import nn
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.servers.client import ServerClient, connect
 from pdrun.parallel.servers.embedding import LookupFunction, RowLookup, ServedEmbedding
+from pdrun.parallel.servers.rows_ahead import BatchSource, RowsAhead
 from pdrun.parallel.servers.settings import SERVED_FOLDER, Mode, ServedWeights, Servers
 
 PARALLELIZE = "pdrun.parallelize"
@@ -62,6 +63,7 @@ class ServedModel:
         """What was taken out of the model."""
         self._lookups: list[RowLookup] = []
         self._client: ServerClient | None = None
+        self._ahead: RowsAhead | None = None
         self._has_placeholder = False
         self.part = 0
         self._find_weights()
@@ -243,9 +245,18 @@ class ServedModel:
 
     # ---- a step -------------------------------------------------------------
 
-    def _record(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def follow_data(self, feed: BatchSource) -> None:
+        """Fetch the rows of the feed's next batch ahead, if a table has a cache for them."""
+        if any(served.cache for _, _, served in self._embeddings):
+            self._ahead = RowsAhead(self.client, feed)
+
+    def _record(
+        self, table: str, ids: torch.Tensor, distinct: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         if self.part >= 0:
-            self._lookups.append(RowLookup(table, self.part, ids, rows))
+            self._lookups.append(RowLookup(table, self.part, distinct, rows))
+            if self._ahead is not None:
+                self._ahead.note_lookup(table, ids)
 
     def begin_step(self) -> None:
         """Forget what an incomplete step, or a comparison, has left."""
@@ -278,6 +289,8 @@ class ServedModel:
             for part, grad in sorted(dense.parts.items()):
                 client.push(dense.name, grad, divisor=divisor, part=part)
         self.begin_step()
+        if self._ahead is not None:
+            self._ahead.end_step()
         passed = client.clock()
         self.pull_weights()
         return 0 if self.mode.name == "sync" else passed

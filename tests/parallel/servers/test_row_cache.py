@@ -197,6 +197,91 @@ def test_a_run_has_the_same_losses_with_a_cache() -> None:
     assert train(100, True) == want
 
 
+class Clicks(torch.utils.data.Dataset):
+    """Rows of two ids, as {"ids": [user, item], "weight": float}."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(index)
+        return {"weight": torch.rand(2), "ids": torch.randint(0, 30, (2,), generator=made)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("is_offset", [False, True])
+def test_rows_of_the_next_batch_are_fetched_without_being_asked_for(
+    monkeypatch, accumulate, is_offset
+) -> None:
+    """In the second step and later; not where the model computes ids of its own."""
+    asked: list[tuple[str, torch.Tensor]] = []
+    prefetch = ServerClient.prefetch
+
+    def note(self: ServerClient, name: str, ids: torch.Tensor) -> None:
+        asked.append((name, ids.sort().values))
+        prefetch(self, name, ids)
+
+    monkeypatch.setattr(ServerClient, "prefetch", note)
+
+    def train(cache: int) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        served = pdrun.rows("adagrad", lr=0.1, cache=cache)
+        run = parallelize(
+            Towers(),
+            lambda params: torch.optim.SGD(params, 0.1),
+            lambda output, batch: ((output - 1.0).square().sum(), torch.tensor(float(len(output)))),
+            servers=pdrun.Servers({"users|items": served}),
+            accumulate=accumulate,
+            forward=lambda model, batch: model(batch["ids"] * (2 if is_offset else 1) // 1 % 30),
+        )
+        losses, batches = [], []
+        for batch in run.data(pdrun.Loader(Clicks(), batch=12)):
+            batches.append(batch["ids"])
+            losses.append(run.step(batch).loss)
+            assert run.position.batch == len(losses) % 5
+        return losses, batches
+
+    want, _ = train(0)
+    assert not asked
+    losses, batches = train(100)
+    assert losses == want
+    expected = [
+        (name, ids[:, column].sort().values)
+        for ids in batches[2:]
+        for column, name in enumerate(["users", "items"])
+    ]
+    if is_offset:
+        expected = []
+    assert [name for name, _ in asked] == [name for name, _ in expected]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip([ids for _, ids in asked], [ids for _, ids in expected], strict=True)
+    )
+
+
+def test_a_loop_that_is_left_continues_with_the_batch_that_no_step_has_used() -> None:
+    """A batch that was read ahead was not handed out."""
+    served = pdrun.rows("adagrad", lr=0.1, cache=9)
+    run = parallelize(
+        Towers(),
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda output, batch: output.square().mean(),
+        servers=pdrun.Servers({"users|items": served}),
+        forward=lambda model, batch: model(batch["ids"]),
+    )
+    loader = pdrun.Loader(Clicks(), batch=12)
+    seen = []
+    for epoch in range(2):
+        for number, batch in enumerate(run.data(loader)):
+            seen.append(batch["ids"])
+            if epoch == 0 and number == 2:
+                break  # not used
+            run.step(batch)
+    assert run.position.epoch == 1 and run.position.batch == 0
+    assert torch.equal(seen[2], seen[3])
+    assert len(seen) == 6
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="cache must be a number of rows"):
         pdrun.rows(cache=-1)

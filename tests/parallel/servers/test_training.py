@@ -297,7 +297,7 @@ def test_the_gradient_of_a_lookup_has_the_bits_of_torch(padding) -> None:
     client.add_rows("t", pdrun.rows(), dim=3, size=9, values=weight)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     lookup = LookupFunction(
-        client, "t", 3, torch.device("cpu"), lambda _, *pair: found.append(pair), padding
+        client, "t", 3, torch.device("cpu"), lambda _table, _ids, *pair: found.append(pair), padding
     )
     output = lookup(ids)
     assert torch.equal(output, functional.embedding(ids, weight))

@@ -34,7 +34,7 @@ from typing import ClassVar, Literal
 
 from pdrun.quick_dataclass import dataclass
 
-PROTOCOL = 2
+PROTOCOL = 3
 """
 Version of this file. Two sides with different versions refuse each other and name the versions.
 """

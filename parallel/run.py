@@ -93,6 +93,14 @@ class Run:
         self._step_ended: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled or copied: a run has this process's connections."""
+        raise UsageError(
+            "a run cannot be copied or pickled: it has connections of this process",
+            where="pdrun.Run",
+            hint="use run.save(FOLDER) and run.resume(FOLDER), or run.full_weights()",
+        )
+
     @property
     def steps(self) -> int:
         """Steps made so far."""
@@ -396,12 +404,13 @@ class Run:
         Return a context manager in which the model's parameters have their values; every rank must
         enter it.
 
-        For code between steps that reads parameters at level 3: ``state_dict()``,
-        ``save_pretrained``, calls of a submodule, a moving average. It needs the memory of the full
-        weights. Changes are refused. Below level 3 it does nothing.
+        For code between steps that reads or changes parameters at level 3: ``state_dict()``,
+        ``load_state_dict()``, ``save_pretrained``, calls of a submodule, a moving average. It needs
+        the memory of the full weights. Every rank must make the same changes. Below level 3 it does
+        nothing.
 
         Raises:
-            UsageError: another rank does not enter it.
+            UsageError: another rank does not enter it, or has changed a weight differently.
         """
         gatherer = self.state.engine.gatherer
         return nullcontext() if gatherer is None else gatherer.gathered()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 CHUNK_ELEMENTS = 1 << 20
+SAMPLE_ELEMENTS = 1 << 16
+"""First elements of a weight that are looked at between steps."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes."""
 

@@ -1,10 +1,15 @@
-"""Wrappers around a module's forward that can be removed again."""
+"""
+Wrappers around a module's forward that can be removed again, and hooks that copies of a module do
+not have.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -27,3 +32,33 @@ def unwrap_forwards(model: nn.Module) -> None:
             del module.forward
             if own is not None:
                 module.forward = own
+
+
+class RunHook:
+    """A hook that belongs to one run; in a copy of its module it does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function of the run."""
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunHook:
+        """Return a hook that does nothing."""
+        return RunHook(ignore_call)
+
+    def __reduce__(self) -> tuple[type[RunHook], tuple[Callable[..., Any]]]:
+        """Pickle a hook that does nothing."""
+        return RunHook, (ignore_call,)
+
+
+def ignore_call(*args: Any) -> None:
+    """Do nothing, as the hook of a copied module."""
+
+
+def exclude_hooks() -> None:
+    """Keep torch.compile, if a program uses it, from tracing hooks of runs."""
+    call: Any = RunHook.__call__
+    if "torch._dynamo" in sys.modules and not hasattr(call, "_torchdynamo_disable"):
+        setattr(RunHook, "__call__", torch.compiler.disable(call))  # noqa: B010

@@ -73,7 +73,7 @@ class ReleasedWeight:
     ) -> Any:
         """Gather the weights whose values a function reads, then call it."""
         kwargs = kwargs or {}
-        if not _reads_values(func, args):
+        if not reads_values(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -87,7 +87,8 @@ class ReleasedWeight:
         return f"Parameter({self._pdrun_name}, shape={shape}, released)"
 
 
-def _reads_values(func: Any, args: Any) -> bool:
+def reads_values(func: Any, args: Any) -> bool:
+    """Return whether a function of torch reads values of its tensors, not only their shapes."""
     owner: Any = getattr(func, "__self__", None)
     if type(owner).__name__ == "getset_descriptor":
         return owner.__name__ in VALUE_ATTRIBUTES

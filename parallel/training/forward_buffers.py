@@ -4,20 +4,27 @@ Buffers that a forward changes: running statistics, counters, codebooks, states 
 One process would change them once per step, by all rows. A rank has the rows of a slice, and a step
 has a forward for each micro-batch. As in DDP, every rank continues with rank 0's value, so that the
 ranks stay equal. After the first step they are compared: what differs from one process is said.
+
+States in plain attributes, such as that of a recurrent network, are found in the second forward.
+They belong to the rows of a forward, so that the next one must have the same rows.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.model.digest import digest_values
+from pdrun.parallel.model.released import reads_values
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 
 RUN_STEP = "pdrun.Run.step"
@@ -178,3 +185,127 @@ def _find_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 continue
             seen.add(id(tensor))
             yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+class _ReadRecorder(TorchFunctionMode):
+    """Notes which of some tensors functions of torch read."""
+
+    def __init__(self, watched: set[int]) -> None:
+        super().__init__()
+        self._watched = watched
+        self.read: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if reads_values(func, args):
+            self.read |= self._watched.intersection(
+                map(id, _find_tensors([*args, *(kwargs or {}).values()]))
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class KeptStates:
+    """
+    Tensors in plain attributes of modules that a forward reads and then replaces.
+
+    Args:
+        model: what this rank runs.
+        group: the data axes: their ranks have other rows.
+        forwards: micro-batches of a step.
+        recomputed: names of modules whose forwards are computed again.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: ShardedGroup, forwards: int, recomputed: Sequence[str]
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._forwards = forwards
+        self._recomputed = tuple(recomputed)
+        self._has_begun = False
+        self.is_done = False
+
+    @contextmanager
+    def watch_forward(self, rows: int) -> Iterator[None]:
+        """
+        Return the context manager of one of the first two forwards, of so many rows.
+
+        Raises:
+            UsageError: the second one reads a state of the first one's rows, and has others.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            yield
+            return
+        before = self._list_attributes()
+        self.is_done = True
+        watched = {id(tensor) for kept in before.values() for tensor, _ in kept}
+        with _ReadRecorder(watched) as recorder:
+            yield
+        now = self._list_attributes()
+        found = {
+            name: [tensor for tensor, _ in kept]
+            for name, kept in before.items()
+            if any(id(tensor) in recorder.read for tensor, _ in kept)
+            and not _is_same(kept, now.get(name, []))
+        }
+        for name, tensors in found.items():
+            has_rows = any(tensor.dim() > 1 and rows in tensor.shape[:2] for tensor in tensors)
+            self._judge_state(name, has_rows)
+
+    def _judge_state(self, name: str, has_rows: bool) -> None:
+        if any(name.startswith(f"{outer}.") for outer in self._recomputed):
+            what = f"{name} is a state that the forward changes, and recompute= runs it again"
+            raise UsageError(
+                what, where=RUN_STEP, hint="leave its module out of recompute= (globs of others)"
+            )
+        if has_rows and self._forwards > 1:
+            raise UsageError(
+                f"{name} is a state of the rows of one forward, which the next one reads: a step"
+                f" has {self._forwards} forwards, each of other rows",
+                where=RUN_STEP,
+                hint="use accumulate=1, or reset the state in each forward"
+                " (forward=lambda model, batch: ...)",
+            )
+        if not has_rows and self._group.world * self._forwards > 1 and self._group.rank == 0:
+            print(
+                f"pdrun: attribute {name}: kept by each forward of the rows of a slice, and read by"
+                f" the next; results differ from one process. {HINT}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _list_attributes(self) -> dict[str, list[tuple[torch.Tensor, int]]]:
+        """Return the tensors in plain attributes of modules."""
+        found = {}
+        for prefix, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if name in MODULE_ATTRIBUTES:
+                    continue
+                tensors = [(one, one._version) for one in _find_tensors(value)]
+                if tensors:
+                    found[f"{prefix}.{name}" if prefix else name] = tensors
+        return found
+
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, without parameters."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter) and not value.is_inference():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _find_tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _find_tensors(each)
+
+
+def _is_same(kept: list[tuple[torch.Tensor, int]], now: list[tuple[torch.Tensor, int]]) -> bool:
+    return len(kept) == len(now) and all(
+        a is b and before == after for (a, before), (b, after) in zip(kept, now, strict=True)
+    )

@@ -10,23 +10,28 @@ by reshaping to one row.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.watchdog import find_user_frame
 from pdrun.parallel.model import param_hooks, sync_batchnorm
-from pdrun.parallel.model.digest import CHUNK_ELEMENTS, digest_values
+from pdrun.parallel.model.digest import SAMPLE_ELEMENTS, digest_values
 from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.zero.engine import Engine
 
 RUN_STEP = "pdrun.Run.step"
+CLIP_FUNCTION = "_get_total_norm"
+"""What torch's clip_grad_norm_ calls, however it was imported."""
 _torchs_batch_norm = functional.batch_norm
 
 
@@ -48,30 +53,38 @@ class ConsistencyGuard:
         """Batch normalisations that must not be put into training."""
         self._hooks = param_hooks.count_hooks(engine.weights)
         self._own_hooks = [after for _, after in self._hooks]
+        self._model = model
+        self._tables = _list_tables(model)
+        self._params = {id(param) for param in model.parameters()}
         self.torn_checkpoint = ""
         """A checkpoint that may have been loaded only in part."""
+        self._has_changed_in_step = False
+        """Whether a forward of the last step has changed weights."""
         self._states = 0
         """States remembered so far."""
         self._digests: list[int] = []
-        """Of the weights that are copies, after some steps."""
+        """Of the first elements of each weight, after some steps."""
         self.remember_state()
 
     def remember_state(self) -> None:
         """Remember the current weights and optimizer groups."""
         self.torn_checkpoint = ""
-        self._versions = [weight.param._version for weight in self._engine.copied_weights]
+        self._versions = self._read_versions()
         self._memory = [weight.param.data_ptr() for weight in self._engine.fixed_weights]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
         self._states += 1
         # a write through .data has no version; one that comes back is seen without a pass over the
         # weights in each step
         is_read = self._states & (self._states - 1) == 0
-        self._digests = self._digest_copies() if is_read else []
+        self._digests = self._digest_weights() if is_read else []
 
-    def _digest_copies(self) -> list[int]:
-        """Return a digest of the first elements of each weight that is a copy."""
-        firsts = (weight.param.detach().flatten() for weight in self._engine.copied_weights)
-        return digest_values([flat[:CHUNK_ELEMENTS] for flat in firsts if not flat.is_meta])
+    def _read_versions(self) -> list[int]:
+        return [weight.param._version for weight in self._engine.resident_weights]
+
+    def _digest_weights(self) -> list[int]:
+        """Return a digest of the first elements of each weight."""
+        firsts = (weight.param.detach().flatten() for weight in self._engine.resident_weights)
+        return digest_values([flat[:SAMPLE_ELEMENTS] for flat in firsts])
 
     def check_unchanged(self) -> None:
         """
@@ -83,25 +96,16 @@ class ConsistencyGuard:
         """
         self.check_not_torn(RUN_STEP)
         sync_batchnorm.check_inactive(self._resting_norms)
+        self._check_modules()
         found = param_hooks.count_hooks(self._engine.weights)
         if found != self._hooks:
             param_hooks.check_hooks(self._engine.weights, self._own_hooks, RUN_STEP)
             self._hooks = found
         self._engine.take_in_replaced()
-        copies = self._engine.copied_weights
-        found_digests = self._digest_copies() if self._digests else []
-        written = [
-            weight.name
-            for weight, old, new in zip(copies, self._digests, found_digests, strict=False)
-            if old != new
-        ]
-        for weight, version in zip(copies, self._versions, strict=True):
-            if weight.param._version != version or weight.name in written:
-                what = f"{weight.name} was changed in place: the optimizer trains another tensor, "
-                what += "which would overwrite it"
-                raise UsageError(
-                    what, where=RUN_STEP, hint="use run.load_weights(FILE) or run.load(FOLDER)"
-                )
+        changed = self._find_changes()
+        self._engine.note_changes(bool(changed) or self._has_changed_in_step)
+        self._has_changed_in_step = False
+        self._refuse_lost_changes(changed)
         self.check_memory()
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.is_retargeted:
@@ -110,6 +114,24 @@ class ConsistencyGuard:
             raise UsageError(
                 what, where=RUN_STEP, hint="build all groups in optimizer= of parallelize"
             )
+
+    def _check_modules(self) -> None:
+        """Refuse parameters that the model got after `pdrun.parallelize`: no optimizer has them."""
+        if not any(
+            len(table) != len(entries) or any(map(operator.is_not, table.values(), entries))
+            for table, entries in self._tables
+        ):
+            return
+        for name, param in self._model.named_parameters():
+            if id(param) not in self._params:
+                raise UsageError(
+                    f"{name} is not the parameter that the model had in parallelize: it was added"
+                    " or replaced, and would not be trained",
+                    where=RUN_STEP,
+                    hint="change the model before pdrun.parallelize; load_state_dict without"
+                    " assign=True keeps parameters",
+                )
+        self._tables = _list_tables(self._model)
 
     def check_memory(self) -> None:
         """
@@ -122,6 +144,62 @@ class ConsistencyGuard:
                 hint = "use run.load_weights(FILE), or train in fp32 below level 3"
                 raise UsageError(what, where=RUN_STEP, hint=hint)
 
+    def check_forwards(self) -> None:
+        """
+        After the forwards of a step: refuse changes of weights that would be lost. Others are
+        compared between the ranks in the next step.
+        """
+        self.check_memory()
+        changed = self._find_changes()
+        self._refuse_lost_changes(changed)
+        self._has_changed_in_step = bool(changed)
+
+    def _find_changes(self) -> set[str]:
+        """Return the names of weights that are not as remembered."""
+        weights = self._engine.resident_weights
+        found = list(map(operator.ne, self._versions, self._read_versions()))
+        if self._digests:
+            written = map(operator.ne, self._digests, self._digest_weights())
+            found = list(map(operator.or_, found, written))
+        return {
+            weight.name for weight, is_changed in zip(weights, found, strict=True) if is_changed
+        }
+
+    def _refuse_lost_changes(self, changed: set[str]) -> None:
+        for weight in self._engine.copied_weights if changed else ():
+            if weight.name in changed:
+                what = f"{weight.name} was changed in place: the optimizer trains another tensor, "
+                what += "which would overwrite it"
+                raise UsageError(
+                    what, where=RUN_STEP, hint="use run.load_weights(FILE) or run.load(FOLDER)"
+                )
+
+    def compare_ranks(self) -> None:
+        """
+        Refuse weights that differ between the ranks, if a program has changed some since the last
+        step; every rank calls this, before the optimizer's step.
+        """
+        if not self._engine.has_changes:
+            return
+        self._engine.note_changes(False)
+        group = self._engine.data_group
+        weights = self._engine.resident_weights
+        digests = digest_values([weight.param for weight in weights])
+        content = torch.tensor(digests, dtype=torch.int64).view(torch.uint8)
+        for rank, found in enumerate(group.gather_bytes(content, "weights that were changed")):
+            for weight, mine, theirs in zip(
+                weights, digests, found.view(torch.int64).tolist(), strict=True
+            ):
+                if mine != theirs:
+                    raise UsageError(
+                        f"{weight.name} has other values on rank {group.ranks[rank]}: it was"
+                        " changed since the last step, and not equally on every rank",
+                        where=RUN_STEP,
+                        hint="change weights on every rank, to the same values (load the same"
+                        " file), or before pdrun.parallelize, which takes those of rank 0; what a"
+                        " forward computes from its rows belongs in a buffer",
+                    )
+
     def check_not_torn(self, where: str) -> None:
         """
         Refuse to continue with weights that are partly those of a checkpoint that could not be
@@ -132,6 +210,39 @@ class ConsistencyGuard:
             raise UsageError(
                 what, where=where, hint="use run.load with another checkpoint, or make a new run"
             )
+
+
+def _list_tables(model: nn.Module) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Return the parameters and modules of each module: where they are kept, and what is there."""
+    tables: list[dict[str, Any]] = []
+    for module in model.modules():
+        tables += [module._parameters, module._modules]
+    return [(table, list(table.values())) for table in tables]
+
+
+@contextmanager
+def refuse_clipping() -> Iterator[None]:
+    """
+    Inside, torch's clip_grad_norm_ is refused: parameters of the model have no gradients, those of
+    the optimizer have only this rank's.
+    """
+    before = getattr(clip_grad, CLIP_FUNCTION, None)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "torch's clip_grad_norm_ has only the gradients of this rank's shards",
+            where=RUN_STEP,
+            hint="use clip= of pdrun.parallelize, which has the norm of all gradients",
+        )
+
+    if before is None:
+        yield
+        return
+    setattr(clip_grad, CLIP_FUNCTION, refuse)
+    try:
+        yield
+    finally:
+        setattr(clip_grad, CLIP_FUNCTION, before)
 
 
 @contextmanager

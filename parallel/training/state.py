@@ -6,6 +6,7 @@ The parts of a training run: model, optimizer, engine, settings, position in the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
@@ -23,13 +25,18 @@ from pdrun.parallel.data.batch_slicing import BatchSlicing, to_device
 from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.experts.balance import pass_state
 from pdrun.parallel.experts.loads import ExpertBalancer
+from pdrun.parallel.model.released import find_user_line
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import NO_CONTEXT, StepRNG
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.training.attached import AttachedObjects
 from pdrun.parallel.training.driver import Driver, MicroBatch, SimpleDriver
-from pdrun.parallel.training.forward_buffers import ForwardBuffers
-from pdrun.parallel.training.guard import ConsistencyGuard, refuse_loose_batch_norms
+from pdrun.parallel.training.forward_buffers import ForwardBuffers, KeptStates
+from pdrun.parallel.training.guard import (
+    ConsistencyGuard,
+    refuse_clipping,
+    refuse_loose_batch_norms,
+)
 from pdrun.parallel.training.loss import Objective
 from pdrun.parallel.training.rank_agreement import DataLink, RankAgreement
 from pdrun.parallel.zero.engine import Engine
@@ -149,6 +156,8 @@ class RunState:
     """Names of the buffers that are in the model's state dict."""
     buffers: ForwardBuffers = field(init=False)
     """Buffers that take rank 0's value when a forward changes them."""
+    kept_states: KeptStates = field(init=False)
+    """Looks for states that modules keep from one forward to the next."""
     loss_scale: LossScale | None = field(init=False)
     """The loss scale; None unless the model computes in fp16."""
     has_reported_nonfinite: bool = field(default=False, init=False)
@@ -156,6 +165,8 @@ class RunState:
     attached: AttachedObjects = field(default_factory=AttachedObjects, init=False)
     """Objects of the program whose state is saved and loaded with the run."""
     guard: ConsistencyGuard = field(init=False)
+    is_updating: bool = field(default=False, init=False)
+    """Whether the run itself steps the optimizer."""
     experts: ExpertBalancer = field(init=False)
     """Counts and balances the experts of the model, if it has any."""
 
@@ -171,6 +182,21 @@ class RunState:
         self.guard = ConsistencyGuard(
             self.engine, self.optimizer, self.model, self.data_group.world
         )
+        self.kept_states = KeptStates(
+            self.model, self.data_group, self.settings.accumulate, self.recomputed_modules
+        )
+        refuse_foreign_steps(self)
+
+    def step_optimizer(self) -> None:
+        """Step the optimizer, then the scheduler."""
+        self.is_updating = True
+        try:
+            with refuse_clipping() if self.engine.is_retargeted else NO_CONTEXT:
+                self.optimizer.step()
+        finally:
+            self.is_updating = False
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     @property
     def model(self) -> nn.Module:
@@ -238,6 +264,8 @@ class RunState:
             self.steps, micro.slice_index, micro.rows, self.device, part=part, calls=calls
         )
         contexts = [self.compute_context()]
+        if not self.kept_states.is_done and micro.weight and torch.is_grad_enabled():
+            contexts.append(self.kept_states.watch_forward(len(micro.rows)))
         if self.settings.precision.autocast:
             contexts.append(self.settings.precision.autocast_context(self.device))
         if self.activation_offload is not None:
@@ -296,3 +324,23 @@ def _persistent_buffers(model: nn.Module) -> Iterator[str]:
         for name, _ in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name
+
+
+def refuse_foreign_steps(state: RunState) -> None:
+    """Refuse steps of the optimizer outside of `Run.step`: it has no gradients of all ranks."""
+    mine = weakref.ref(state)
+
+    def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        owner = mine()
+        if owner is None or optimizer is not owner.optimizer:  # a copy on trial
+            return
+        if not owner.is_updating:
+            raise UsageError(
+                "the optimizer of a run is stepped outside of run.step, which sums gradients over"
+                " micro-batches and ranks and steps it",
+                where=find_user_line() or "pdrun.Run.optimizer",
+                hint="call only run.step(batch): leave out backward(), optimizer.step(),"
+                " zero_grad() and clip_grad_norm_ (clip= of pdrun.parallelize)",
+            )
+
+    state.optimizer.register_step_pre_hook(check_step)

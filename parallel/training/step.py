@@ -23,7 +23,9 @@ from pdrun.parallel.data.batch_slicing import (
 from pdrun.parallel.data.batch_structure import count_plain_rows
 from pdrun.parallel.data.loader import BatchShard
 from pdrun.parallel.data.seeded import SlicedBatch
+from pdrun.parallel.rng.step_rng import NO_CONTEXT
 from pdrun.parallel.training.driver import MicroBatch
+from pdrun.parallel.training.guard import refuse_clipping
 from pdrun.parallel.training.metrics import Metrics
 from pdrun.parallel.training.nonfinite import report_nonfinite
 from pdrun.parallel.training.rank_agreement import describe_batch
@@ -80,7 +82,7 @@ def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
     finally:
         state.objective.end_step()
     state.engine.take_in_replaced()
-    state.guard.check_memory()
+    state.guard.check_forwards()
     check_mean_over_parts(state, "pdrun.Run.step")
     return sums
 
@@ -220,17 +222,17 @@ def _apply_gradients(
         sums: of `compute_gradients`.
     """
     numbers, norm = state.engine.finish_gradients(sums, _scale_of(state))
+    state.guard.compare_ranks()
     report_nonfinite(state, lambda: slice_batch(state, batch), sums, numbers)
     skipped = state.loss_scale is not None and norm is not None and not bool(torch.isfinite(norm))
-    on_gradients()
+    with refuse_clipping() if state.engine.is_retargeted else NO_CONTEXT:
+        on_gradients()
     if not skipped:
-        state.optimizer.step()
+        state.step_optimizer()
         if state.offload.disk is not None:
             move_state_to_files(
                 state.optimizer, Path(state.offload.disk) / f"rank-{state.context.rank}"
             )
-        if state.scheduler is not None:
-            state.scheduler.step()
     staleness = 0
     if state.served is not None:
         count = float(numbers[1])

@@ -52,12 +52,14 @@ class LossRider:
         self._slot_bytes = 2 * NUMBER_BYTES * accumulate
         self._losses: torch.Tensor | None = None
         self._is_aboard = False
+        self.has_changes = False
+        """Whether this rank's program has changed weights since the step before."""
         buckets[-1].add_spare(self.count_elements(self._world, weights, accumulate))
 
     @staticmethod
     def count_elements(world: int, weights: int, accumulate: int) -> int:
         """Return the number of spare elements."""
-        return 2 * NUMBER_BYTES * accumulate * world + weights
+        return 2 * NUMBER_BYTES * accumulate * world + weights + 1
 
     @classmethod
     def fits(
@@ -84,18 +86,19 @@ class LossRider:
         """Write into the spare elements, before the last sum starts."""
         if self._losses is None:
             return
-        content = bytearray(self._world * self._slot_bytes + self._weights)
+        flags = [*used_flags(self._buckets, self._weights), self.has_changes]
+        content = bytearray(self._world * self._slot_bytes + len(flags))
         own = self._rank * self._slot_bytes
         numbers = chain.from_iterable(self._losses.tolist())
         content[own : own + self._slot_bytes] = array("d", numbers).tobytes()
-        content[self._world * self._slot_bytes :] = bytes(used_flags(self._buckets, self._weights))
+        content[self._world * self._slot_bytes :] = bytes(flags)
         self._buckets[-1].spare.copy_(torch.frombuffer(content, dtype=torch.uint8))
         self._losses, self._is_aboard = None, True
 
     def leave(self) -> tuple[torch.Tensor, list[bool]] | None:
         """
-        Return ``[world, accumulate, 2]`` and which weights had a gradient on any rank, after the
-        sum; None if nothing has travelled in it.
+        Return ``[world, accumulate, 2]``, and which weights had a gradient on any rank and whether
+        one of them has changed weights, after the sum; None if nothing has travelled in it.
         """
         if not self._is_aboard:
             return None

@@ -98,6 +98,10 @@ class Engine(WeightBuckets):
         )
         self.used_weights = [False] * len(catalogue.weights)
         """Which weights of the full model had a gradient in the last step, on any rank."""
+        self.has_changes = False
+        """
+        Whether the program has changed weights since the step before: of this rank, then of any.
+        """
 
     # ---- a micro-batch ------------------------------------------------------
 
@@ -246,7 +250,7 @@ class Engine(WeightBuckets):
         Raises:
             UsageError: the counts add up to 0.
         """
-        by_rank, self.used_weights = self._exchange_losses(sums)
+        by_rank, (*self.used_weights, self.has_changes) = self._exchange_losses(sums)
         by_slice = (
             by_rank if self._loss_ranks is None else by_rank.index_select(0, self._loss_ranks)
         )
@@ -288,8 +292,8 @@ class Engine(WeightBuckets):
 
     def _exchange_losses(self, sums: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
         """
-        Return every rank's losses and which weights had a gradient on any rank; the buckets' sums
-        have ended, and what joins their parts has started.
+        Return every rank's losses, which weights had a gradient on any rank and whether a rank has
+        changed weights; the buckets' sums have ended, and what joins their parts has started.
         """
         found = None
         if self._rider is not None:
@@ -297,6 +301,7 @@ class Engine(WeightBuckets):
             found = self._rider.leave()
         if found is None:
             flags = used_flags(self.gradient_buckets, len(self.used_weights))
+            flags.append(self.has_changes)
             exchange = self.place.job.exchange_numbers(sums, flags, "the losses")
         for part in self.gradient_buckets:
             part.start_join()
@@ -404,11 +409,32 @@ class Engine(WeightBuckets):
         return [weight for weight in self.weights if weight.index in copied]
 
     @cached_property
+    def resident_weights(self) -> list[Weight]:
+        """Weights that are in memory between steps, the same on every rank of the data axes."""
+        released = {
+            weight.index
+            for bucket in self.sharded_buckets
+            if bucket.frees_full
+            for weight in bucket.weights
+        }
+        return [
+            weight
+            for weight in self.weights
+            if weight.index not in released and not weight.unsynced and not weight.param.is_meta
+        ]
+
+    @cached_property
     def fixed_weights(self) -> list[Weight]:
         """Weights that must keep their memory between steps: it is written after each step."""
         buckets = [bucket for bucket in self.sharded_buckets if not bucket.frees_full]
         fixed = {weight.index for bucket in buckets for weight in bucket.weights}
         return [weight for weight in self.weights if weight.index in fixed | set(self.masters)]
+
+    def note_changes(self, has_changes: bool) -> None:
+        """Note, before a step, whether the program of this rank has changed weights."""
+        self.has_changes = has_changes
+        if self._rider is not None:
+            self._rider.has_changes = has_changes
 
     def take_in_replaced(self) -> None:
         """See `ShardedBucket.take_in_replaced`."""

@@ -24,7 +24,8 @@ from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.model.digest import digest_values
-from pdrun.parallel.model.released import exclude_released, refuse_read
+from pdrun.parallel.model.forward_wrapper import RunHook, exclude_hooks
+from pdrun.parallel.model.released import ReleasedWeight, exclude_released, refuse_read
 from pdrun.parallel.zero.gather_order import (
     GatherSchedule,
     release_buckets,
@@ -79,20 +80,20 @@ class UnitGatherer:
             any(not w.is_trained for cut in unit for w in cut.weights) for unit in self._units
         ]
         exclude_released()
+        exclude_hooks()
         untraced = torch_compat.exclude_function  # the program may compile what calls the units
         for index, cuts in enumerate(self._units):
             for cut in cuts:
                 cut.on_read = untraced(functools.partial(self._serve_read, index))
-        model.register_forward_pre_hook(untraced(self._enter_model), prepend=True)
-        model.register_forward_hook(untraced(self._leave_model))
+        model.register_forward_pre_hook(RunHook(self._enter_model), prepend=True)
+        model.register_forward_hook(RunHook(self._leave_model))
         for index, name in enumerate(units):
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(untraced(self._make_enter_hook(index)), prepend=True)
-            module.register_forward_hook(untraced(self._make_leave_hook(index)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitGatherer:
-        """Return itself: a copy of a model has no units."""
-        return self
+            module.register_forward_pre_hook(RunHook(self._make_enter_hook(index)), prepend=True)
+            module.register_forward_hook(RunHook(self._make_leave_hook(index)))
+        for module in model.modules():
+            if module._parameters:
+                module.register_load_state_dict_pre_hook(RunHook(self._refuse_loading))
 
     # ---- passes -------------------------------------------------------------
 
@@ -175,8 +176,10 @@ class UnitGatherer:
         """
         Return a context manager in which all weights are in memory; every rank must enter it.
 
+        What is changed inside is trained from then on.
+
         Raises:
-            UsageError: a weight was changed inside: the change would be lost.
+            UsageError: the ranks have changed a weight differently.
         """
         self.release_chunk()
         self._meet("gathered_weights", "run.gathered_weights() is entered")
@@ -184,23 +187,41 @@ class UnitGatherer:
         start_gathers(cuts)
         wait_gathers(cuts)
         weights = [weight for cut in cuts for weight in cut.weights]
-        values = digest_values([weight.param for weight in weights])
+        before = digest_values([weight.param for weight in weights])
         self.is_paused = self._is_gathered = True
         try:
             yield
+            self._keep_changes(cuts, before)
         finally:
             self.is_paused = self._is_gathered = False
-            now = digest_values([weight.param for weight in weights])
-            changed = [
-                weight.name
-                for weight, before, after in zip(weights, values, now, strict=True)
-                if before != after
-            ]
             release_buckets(cuts, is_checked=False)
-        if changed:
-            what = f"{changed[0]} was changed in place: the optimizer trains another tensor"
-            hint = "use run.load_weights(FILE) or run.load(FOLDER)"
-            raise UsageError(what, where="pdrun.Run.gathered_weights", hint=hint)
+
+    def _keep_changes(self, cuts: Sequence[ShardedBucket], before: Sequence[int]) -> None:
+        """Give the optimizer the weights that differ from their digests of before."""
+        weights = [weight for cut in cuts for weight in cut.weights]
+        for weight in weights:
+            if weight.param.shape != weight.shape:
+                what = f"{weight.name} has shape {tuple(weight.param.shape)}, not {weight.shape}"
+                raise UsageError(what, where="pdrun.Run.gathered_weights")
+        now = digest_values([weight.param for weight in weights])
+        content = torch.tensor(now, dtype=torch.int64).view(torch.uint8)
+        ranks = self._comm.gather_bytes(content, "what was changed in gathered_weights")
+        for other, found in enumerate(ranks):
+            for weight, mine, theirs in zip(weights, now, found.view(torch.int64), strict=True):
+                if mine != int(theirs):
+                    raise UsageError(
+                        f"{weight.name} has other values on rank {self._comm.ranks[other]}",
+                        where="pdrun.Run.gathered_weights",
+                        hint="change it on every rank, to the same values (load the same file)",
+                    )
+        index = 0
+        for cut in cuts:
+            end = index + len(cut.weights)
+            pairs = zip(before[index:end], now[index:end], strict=True)
+            changed = {slot for slot, (old, new) in enumerate(pairs) if old != new}
+            if changed:
+                cut.keep_changes(changed)
+            index = end
 
     def _begin_pass(self, phase: str, schedules: list[GatherSchedule]) -> None:
         self._phase = phase
@@ -283,6 +304,11 @@ class UnitGatherer:
         if self._is_outside_step and not self.is_paused and not torch.is_grad_enabled():
             self.end_forward()
             self.release_chunk()
+
+    def _refuse_loading(self, module: nn.Module, *args: Any) -> None:
+        for param in module._parameters.values():
+            if isinstance(param, ReleasedWeight):
+                raise refuse_read(param._pdrun_name)
 
     def _make_enter_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:

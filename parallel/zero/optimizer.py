@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -233,6 +233,8 @@ def _clone_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which steps the original
+    twin._optimizer_step_pre_hooks = OrderedDict()  # a run's refuse steps outside of it
+    twin._optimizer_step_post_hooks = OrderedDict()
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}

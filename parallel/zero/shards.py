@@ -14,14 +14,14 @@ again under the tensors that autograd has saved: a backward pass finds the weigh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.sharded import PendingResult, ShardedGroup
-from pdrun.parallel.model.digest import CHUNK_ELEMENTS, digest_values
+from pdrun.parallel.model.digest import SAMPLE_ELEMENTS, digest_values
 from pdrun.parallel.model.released import mark_gathered, mark_released, refuse_read
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.zero.flat_layout import FlatLayout, FlatSegment, make_flat_layout
@@ -131,6 +131,15 @@ class ShardedBucket:
                 view.copy_(weight.param.data)
                 weight.param.data = view
 
+    def keep_changes(self, slots: Container[int]) -> None:
+        """Copy this rank's part of gathered weights to the master; ``slots``: their indices."""
+        with torch.no_grad():
+            for segment in self.segments:
+                if segment.slot in slots:
+                    whole = self.weights[segment.slot].param.detach().reshape(-1)
+                    part = whole.narrow(0, segment.start, segment.numel)
+                    self.master.narrow(0, segment.offset, segment.numel).copy_(part)
+
     # ---- from the masters to the model --------------------------------------
 
     def start_publish(self) -> None:
@@ -162,7 +171,7 @@ class ShardedBucket:
                     self._digests = self._digest_weights()
 
     def _digest_weights(self) -> list[int]:
-        return digest_values([view.reshape(-1)[:CHUNK_ELEMENTS] for view in self._views])
+        return digest_values([view.reshape(-1)[:SAMPLE_ELEMENTS] for view in self._views])
 
     def _check_unchanged(self) -> None:
         """

@@ -223,9 +223,7 @@ class Accelerator:
         is_finite = self._norm is None or bool(torch.isfinite(self._norm))
         skipped = state.loss_scale is not None and not is_finite
         if not skipped:
-            state.optimizer.step()
-            if state.scheduler is not None:
-                state.scheduler.step()
+            state.step_optimizer()
         if state.loss_scale is not None:
             state.loss_scale.record_step(not skipped)
         state.engine.end_step()

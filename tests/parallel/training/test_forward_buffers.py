@@ -123,3 +123,90 @@ def test_a_changed_shape_of_an_equal_buffer_is_refused() -> None:
     tracker.kind = "kept"
     with pytest.raises(UsageError, match=r"the buffer 0\.mean is shape .* after this step"):
         run.step(torch.ones(4, 4))
+
+
+# ---- states in plain attributes -----------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Carries its state from one forward to the next, detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.LSTMCell(4, 5)
+        self.out = nn.Linear(5, 1)
+        self.state: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = None if self.state is None else (self.state[0].detach(), self.state[1].detach())
+        self.state = self.cell(x, kept)
+        return self.out(self.state[0])
+
+
+class Wrapped(nn.Module):
+    """Has it as a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Recurrent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Running(nn.Module):
+    """Keeps a mean of its rows, and a scale that no forward changes."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.is_read = is_read
+        self.mean = torch.zeros(4)
+        self.scale = torch.linspace(0.5, 1.0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_read:
+            self.mean = x.detach().mean(0)
+            return self.layer(x * self.scale)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.layer(x * self.scale - self.mean)
+
+
+def train_states(model: nn.Module, accumulate: int, **options: Any) -> tuple[list[float], str]:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run = parallelize(
+            model,
+            lambda params: torch.optim.SGD(params, 0.1),
+            lambda output, batch: (output.square().sum(), len(output)),
+            accumulate=accumulate,
+            **options,
+        )
+        dice = torch.Generator().manual_seed(1)
+        losses = [run.step(torch.randn(8, 4, generator=dice)).loss for _ in range(3)]
+    return losses, said.getvalue()
+
+
+def train_recurrent(accumulate: int) -> tuple[list[float], str]:
+    return train_states(Recurrent(), accumulate)
+
+
+def test_a_state_that_other_rows_would_get_is_refused(worlds: Worlds) -> None:
+    """Micro-batches had read each other's state, silently."""
+    with pytest.raises(UsageError, match="state is a state of the rows of one forward"):
+        train_recurrent(2)
+    (one, _), (two, _) = worlds(2).run(train_recurrent, 1)
+    assert one == two == pytest.approx(train_recurrent(1)[0], rel=1e-5)
+
+
+def test_a_state_of_a_recomputed_module_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"inner\.state is a state that the forward changes"):
+        train_states(Wrapped(), 1, recompute=["inner"])
+
+
+def test_a_mean_that_is_read_by_the_next_forward_is_said() -> None:
+    assert "attribute mean: kept by each forward" in train_states(Running(True), 2)[1]
+    assert train_states(Running(False), 2)[1] == ""
+    assert train_states(Running(True), 1)[1] == ""

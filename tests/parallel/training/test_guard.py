@@ -34,7 +34,9 @@ def guard(model: nn.Linear, optimizer: torch.optim.Optimizer) -> ConsistencyGuar
         copied_weights=copied,
         fixed_weights=copied,
         is_retargeted=True,
+        resident_weights=copied,
         take_in_replaced=lambda: None,
+        note_changes=lambda has_changes: None,
     )
     return ConsistencyGuard(engine, optimizer, model, ranks=1)
 

@@ -30,7 +30,7 @@ class FakeBucket:
     def wait_gather(self) -> None:
         assert self.is_open
 
-    def release(self) -> None:
+    def release(self, is_checked: bool = True) -> None:
         self.is_open = False
 
 

@@ -135,9 +135,12 @@ class RowScaler:
         Raises:
             UsageError: the graph depends on the number of rows in another way.
         """
+        return self._scale_graph(rows, self._dtype)
+
+    def _scale_graph(self, rows: int, dtype: torch.dtype | None) -> OperatorGraph:
         few, more = self._few.graph, self._more.graph
         tensors = [
-            self._scale_tensor(one, other, rows)
+            _scale_tensor(one, other, rows, dtype)
             for one, other in zip(few.tensors, more.tensors, strict=True)
         ]
         operators = [
@@ -150,20 +153,40 @@ class RowScaler:
         """Return what autograd saves in a pass over a number of rows: linear in the rows."""
         low, high = ROWS_OF_EXPORTS
         if not self._saved:
-            self._saved = [list_saved_tensors(self.graph_of(count)) for count in (low, high)]
+            self._saved = [self._list_saved(count) for count in (low, high)]
         few, more = self._saved
         if len(few) != len(more):
-            return list_saved_tensors(self.graph_of(rows))
+            return self._list_saved(rows)
         return [
             replace(one, nbytes=one.nbytes + (other.nbytes - one.nbytes) * (rows - low))
             for one, other in zip(few, more, strict=True)
         ]
 
-    def _scale_tensor(self, few: GraphTensor, more: GraphTensor, rows: int) -> GraphTensor:
+    def _list_saved(self, rows: int) -> list[SavedTensor]:
+        """
+        Return what autograd saves, with the bytes of the type in which the model computes.
+
+        The pass is made with the types of the export: casts are in its operators.
+        """
+        graph = self._scale_graph(rows, None)
+        saved = list_saved_tensors(graph)
+        if self._dtype is None:
+            return saved
+        share = self._dtype.itemsize / torch.float32.itemsize
+        return [
+            replace(one, nbytes=int(one.nbytes * share))
+            if one.root >= 0 and graph.tensors[one.root].dtype == torch.float32
+            else one
+            for one in saved
+        ]
+
+
+def _scale_tensor(
+    few: GraphTensor, more: GraphTensor, rows: int, dtype: torch.dtype | None
+) -> GraphTensor:
+    if dtype is None or few.dtype != torch.float32:
         dtype = few.dtype
-        if self._dtype is not None and dtype == torch.float32:
-            dtype = self._dtype
-        return replace(few, shape=_scale_value(few.shape, more.shape, rows), dtype=dtype)
+    return replace(few, shape=_scale_value(few.shape, more.shape, rows), dtype=dtype)
 
 
 def _scale_operator(few: Operator, more: Operator, rows: int) -> Operator:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.auto import Auto, _take_part, cast_graph
@@ -337,3 +339,31 @@ def test_search_prices_the_type_in_which_a_run_computes() -> None:
     assert narrow.seconds <= wide.seconds
     assert narrow.plan.graph is graph
     assert cast_graph(graph, torch.bfloat16).tensors[0].dtype == torch.bfloat16
+
+
+class CastByAnother(nn.Module):
+    """Products of a table in bf16, cast to the type of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("table", torch.ones(32, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add a product that has been cast."""
+        h = self.up(x)
+        return self.down(F.silu((h * self.table).to(h.dtype) + h))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_casts_of_a_model_are_planned_in_every_type(precision: str | None) -> None:
+    """An export has the fp32 of its weights in the arguments of its casts."""
+    report = plan_of(
+        nn.Sequential(CastByAnother()),
+        torch.zeros(8, 16),
+        devices=1,
+        topology="h100x8",
+        precision=precision,
+    )
+    activations = report.result.chosen.cost.memory["activations"]
+    assert activations > 8 * 32 * 2 * report.result.request.itemsize

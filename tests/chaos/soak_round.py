@@ -32,6 +32,11 @@ SETTLE = 60.0
 FAULTS_A_JOB = (12, 30)
 SCHEDULER_PATIENCE = 3.0
 """A scheduler that stands still for longer may be ended and started again, which is a loss, too."""
+LOSS_NOTICED_SECONDS = 16.0
+"""
+Seconds within which the first node notices the loss of the scheduler: it waits for the answers of
+one that stands still, and may stand still itself.
+"""
 LOST = 69
 """The code of a job whose scheduler is lost."""
 
@@ -40,7 +45,7 @@ def may_be_given_up(losses: Sequence[float]) -> bool:
     """Return whether a scheduler that was lost at these times may have been started too often."""
     times = sorted(losses)
     return any(
-        last - first <= RESTART_WINDOW_SECONDS
+        last - first <= RESTART_WINDOW_SECONDS + LOSS_NOTICED_SECONDS
         for first, last in zip(times, times[MAX_RESTARTS:], strict=False)
     )
 

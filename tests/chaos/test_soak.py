@@ -146,7 +146,8 @@ def test_a_worker_may_run_while_its_host_is_being_thawed(tmp_path: Path) -> None
     ("losses", "code", "is_wrong"),
     [
         ([0.0, 20.0, 40.0, 59.0], 69, False),
-        ([0.0, 20.0, 40.0, 61.0], 69, True),
+        ([0.0, 20.0, 40.0, 63.5], 69, False),  # the first one stood still; it was ended later
+        ([0.0, 20.0, 40.0, 80.0], 69, True),
         ([0.0, 20.0, 40.0], 69, True),
         ([0.0, 20.0, 40.0, 59.0], 70, True),
         ([], 69, True),

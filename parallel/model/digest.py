@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 CHUNK_ELEMENTS = 1 << 20
-SAMPLE_ELEMENTS = 1 << 16
+SAMPLE_ELEMENTS = 1 << 13
 """First elements of a weight that are looked at between steps."""
+_PLACES = torch.arange(1, SAMPLE_ELEMENTS + 1)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes."""
 
@@ -38,6 +39,8 @@ def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
     if not flat.numel():
         return total
     bits = flat.view(INTEGERS[flat.element_size()])
+    if bits.numel() <= SAMPLE_ELEMENTS:  # one product, with numbers that are kept
+        return (bits * _PLACES[: bits.numel()].to(bits.device)).sum()
     places = torch.arange(1, min(bits.numel(), CHUNK_ELEMENTS) + 1, device=tensor.device)
     for chunk in bits.split(CHUNK_ELEMENTS):
         total += (chunk * places[: chunk.numel()]).sum()

@@ -55,7 +55,6 @@ class ConsistencyGuard:
         self._own_hooks = [after for _, after in self._hooks]
         self._model = model
         self._tables = _list_tables(model)
-        self._params = {id(param) for param in model.parameters()}
         self.torn_checkpoint = ""
         """A checkpoint that may have been loaded only in part."""
         self._has_changed_in_step = False
@@ -122,8 +121,9 @@ class ConsistencyGuard:
             for table, entries in self._tables
         ):
             return
+        known = {id(entry) for _, entries in self._tables for entry in entries}
         for name, param in self._model.named_parameters():
-            if id(param) not in self._params:
+            if id(param) not in known:
                 raise UsageError(
                     f"{name} is not the parameter that the model had in parallelize: it was added"
                     " or replaced, and would not be trained",

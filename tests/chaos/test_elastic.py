@@ -60,6 +60,24 @@ def power_off(bed: Bed) -> None:
     _ends_well(bed, jobs[0], jobs[1])
 
 
+def power_off_and_return(bed: Bed) -> None:
+    """
+    Its agent is started again while the scheduler has the silent connection of the earlier one.
+    """
+    jobs = elastic(bed, "--grow", "1")
+    bed["h3"].power_off()
+    time.sleep(2.0)
+    bed["h3"].boot()
+    back = bed.start("h3", "--grace", "3", "--grow", "1", nodes="2:3")
+    until(
+        lambda: any(len(bed.notes("start", generation=count)) == 3 for count in (1, 2)),
+        "three nodes run again",
+        BOUND,
+    )
+    assert not bed.events("refused"), bed.said()
+    _ends_well(bed, jobs[0], jobs[1], back)
+
+
 def cut_of_thirty_seconds(bed: Bed) -> None:
     """
     The node that is cut off ends its workers before the others begin anew; healed, it comes back by
@@ -210,6 +228,7 @@ FAULTS = (
     cut_of_thirty_seconds,
     freeze_of_twenty_seconds,
     power_off,
+    power_off_and_return,
     crash_and_return,
     replacement_is_waited_for,
     node_that_starts_while_the_first_host_stands_still,
@@ -223,6 +242,7 @@ FAULTS = (
 SIBLINGS = (
     freeze_of_twenty_seconds,
     power_off,
+    power_off_and_return,
     agent_killed_and_started_again,
     node_that_starts_while_the_first_host_stands_still,
     late_node_waits_for_the_next_generation,

@@ -119,9 +119,13 @@ class TopApp(App[str]):
     """
     BINDINGS: ClassVar[list[Any]] = [
         Binding("q", "quit", "quit"),
+        Binding("tab", "turn(1)", "next tab", priority=True),
+        Binding("shift+tab", "turn(-1)", show=False, priority=True),
+        Binding("right", "turn(1)", show=False),
+        Binding("left", "turn(-1)", show=False),
         Binding("slash", "filter", "filter"),
         Binding("l", "show_log", "log of the rank"),
-        Binding("f", "pause", "follow on/off"),
+        Binding("f", "pause", "follow"),
         Binding("x", "ask_stop", "stop the job"),
         Binding("escape", "clear", show=False),
     ]
@@ -253,6 +257,14 @@ class TopApp(App[str]):
         if active is not None:
             active.query_one(RowView).focus()
 
+    def action_turn(self, count: int) -> None:
+        """Show the tab that is ``count`` further."""
+        tabs = self.query_one(TabbedContent)
+        names = [pane.id or "" for pane in tabs.query(TabPane)]
+        tabs.active = names[(names.index(tabs.active) + count) % len(names)]
+        self._show_rows()
+        self._focus_rows()
+
     def action_clear(self) -> None:
         """Remove the filter, or do not stop the job."""
         self._is_asking = False
@@ -272,6 +284,7 @@ class TopApp(App[str]):
         self._log_lines = [f"rank {rank}:", *(escape_text(line) for line in lines)]
         tabs.active = "log"
         self._show_rows()
+        self._focus_rows()
 
     def action_pause(self) -> None:
         """Stop following, or follow again."""

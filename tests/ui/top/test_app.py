@@ -65,6 +65,22 @@ def test_tabs(size: tuple[int, int]) -> None:
     drive(job(10), size, steps)
 
 
+def test_keys_turn_the_tabs_and_the_footer_names_them_all() -> None:
+    async def steps(app: TopApp, pilot: Any) -> None:
+        assert all(word in shown(app) for word in ("next tab", "log of the rank", "stop the job"))
+        seen = []
+        for key in ("tab", "tab", "right", "right", "tab", "left", "shift+tab"):
+            await pilot.press(key)
+            await pilot.pause()
+            seen.append(app.query_one("TabbedContent").active)
+        assert seen == ["ranks", "messages", "curves", "log", "nodes", "log", "curves"]
+        await pilot.press("tab", "tab", "tab", "down", "l")
+        await pilot.pause()
+        assert "rank " in shown(app) and app.focused is app.query_one("#log-rows")
+
+    drive(job(10), (80, 24), steps)
+
+
 def test_filter_cursor_and_stop() -> None:
     async def steps(app: TopApp, pilot: Any) -> None:
         rows = app.query_one("#node-rows", RowView)

@@ -8,16 +8,21 @@ it; then the worker asks the server, which has a lock.
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 from collections.abc import Sequence
 
 import torch
 
-from pdrun.parallel.servers.frames import MAILBOX_SLOTS, SLOT_PIECES
+from pdrun.parallel.servers.frames import MAILBOX_SLOTS, SLOT_PIECES, FrameError
 from pdrun.parallel.servers.settings import TableSpec
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
 from pdrun.parallel.servers.tables.memory import RowLayout, map_shared, view_buffer
-from pdrun.parallel.servers.tables.tables import gather_rows
+from pdrun.parallel.servers.tables.tables import (
+    MIN_SHARED_ELEMENTS,
+    gather_rows,
+    has_slot_array,
+)
 
 SLOT_ELEMENTS = SLOT_PIECES * PIECE_ELEMENTS
 """Of a slot of the mailbox, fp32."""
@@ -92,13 +97,21 @@ class MappedTables:
         self.mailbox: Mailbox | None = None
 
     def add_table(self, number: int, spec: TableSpec, fd: int) -> None:
-        """Map a table whose descriptor has arrived, unless another process could shrink it."""
+        """
+        Map a table whose descriptor has arrived, unless another process could shrink it.
+
+        Raises:
+            FrameError: tables of this kind are not shared.
+        """
         if spec.kind == "rows":
+            if not has_slot_array(spec):
+                os.close(fd)
+                raise FrameError(f"the server shares table {spec.name}, which has any ids")
             buffer = map_shared(fd, RowLayout(spec.size, spec.dim).bytes)
             if buffer is not None:
                 self.rows[number] = MappedRows(spec, buffer)
             return
-        buffer = map_shared(fd)
+        buffer = map_shared(fd, 4 * MIN_SHARED_ELEMENTS)
         if buffer is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)

@@ -408,8 +408,10 @@ class TableStore:
                 what = f"step {step}: gradients are divided by {first.divisor:g} on worker "
                 what += f"{first.worker} and by {others[0].divisor:g} on {others[0].worker}"
                 raise UsageError(what, where=f"table {self._tables[number].spec.name}")
-            if self._claim_request(first.worker, client, request):
-                others.extend(given)
+            # a repetition in other frames may have been here first, with some of the pieces
+            for each, one in enumerate(given, request - len(given) + 1):
+                if self._claim_request(one.worker, client, each):
+                    others.append(one)
 
     def end_step(self, step: int, *, worker: int = 0, client: str = "", request: int) -> int:
         """

@@ -252,3 +252,26 @@ def test_first_values_are_uniform_and_independent(ids):
     for lag in (1, 2, 8, 64):
         assert abs(float((values[:-lag] * values[lag:]).mean())) < 0.01
     assert len(values[:, 0].unique()) > 19_900
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("repeated", range(4))
+def test_pieces_of_one_request_count_once_beside_their_repetition(mode, repeated):
+    """After a lost connection they come one by one, while the first request may be in work."""
+    store = TableStore(parse_mode(mode))
+    spec = TableSpec("w", "dense", OptimizerSettings(lr=1.0), 3 * PIECE_ELEMENTS)
+    number = store.declare_table(spec)
+    store.join_worker(0, "c")
+    ones = torch.ones(PIECE_ELEMENTS)
+
+    def repeat(pieces: range) -> None:
+        for piece in pieces:
+            store.push_piece(number, piece, ones.clone(), client="c", request=5 + piece)
+
+    repeat(range(repeated))
+    store.push_pieces(number, {piece: ones.clone() for piece in range(3)}, client="c", request=7)
+    repeat(range(repeated, 3))
+    store.end_step(0, client="c", request=8)
+    assert store.updates == 4
+    for piece in range(3):
+        assert torch.equal(store.read_piece(number, piece), -ones)

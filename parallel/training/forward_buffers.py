@@ -234,11 +234,14 @@ class KeptStates:
         Raises:
             UsageError: the second one reads a state of the first one's rows, and has others.
         """
+        before = self._list_attributes()
         if not self._has_begun:
             self._has_begun = True
             yield
+            now = self._list_attributes()
+            # no mode for models without such a state: compiled modules would be traced within it
+            self.is_done = all(_is_same(kept, before.get(name, [])) for name, kept in now.items())
             return
-        before = self._list_attributes()
         self.is_done = True
         watched = {id(tensor) for kept in before.values() for tensor, _ in kept}
         with _ReadRecorder(watched) as recorder:

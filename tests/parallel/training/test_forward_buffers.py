@@ -210,3 +210,27 @@ def test_a_mean_that_is_read_by_the_next_forward_is_said() -> None:
     assert "attribute mean: kept by each forward" in train_states(Running(True), 2)[1]
     assert train_states(Running(False), 2)[1] == ""
     assert train_states(Running(True), 1)[1] == ""
+
+
+class Scaled(nn.Module):
+    """Has a constant in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.scale = torch.linspace(0.5, 1.0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.scale)
+
+
+def test_a_compiled_model_without_states_is_traced_once() -> None:
+    """The search for states had made a second graph, cut in pieces that save more for backward."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    train_states(nn.Sequential(Scaled()), 1, compile={"modules": ["0"], "backend": count})
+    assert len(graphs) == 1

@@ -1,8 +1,9 @@
 """
-One layer of experts on several devices, forward and backward: pdrun's, a dispatcher written by hand
-as torchtitan has it, and equal groups in a bmm. In alternation, in one command.
+One layer of experts on one or several devices, forward and backward: pdrun's, a dispatcher written
+by hand as torchtitan has it, and equal groups in a bmm. In alternation, in one command.
 
     python -m pdrun --devices 2 benchmarks/experts_gpu.py
+    python -m pdrun --devices 1 benchmarks/experts_gpu.py      # nothing travels on either side
     python -m pdrun --devices 2 benchmarks/experts_gpu.py --eager
     python -m pdrun --devices 2 --backend cpu benchmarks/experts_gpu.py --tiny
 
@@ -14,7 +15,7 @@ as torchtitan has it, and equal groups in a bmm. In alternation, in one command.
       bmm      all-to-alls of equal parts, torch.bmm over the experts
 
 Tokens per second are of all ranks together. The rows of a kind have the same weights; the first
-pass compares their outputs.
+pass compares their outputs. ``--profile`` prints the kernels of each row.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from pdrun.parallel.comm.mesh import make_mesh
 from pdrun.parallel.comm.watchdog import CollectiveWatchdog
 
 Layer = Callable[[Tensor], Tensor]
+KERNELS = 16
+"""Kernels that are printed."""
 
 
 def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -53,6 +56,7 @@ class TitanDispatch:
         self.compute = compiled(self._compute)
         self.route = compiled(self._route)
         self.combine = compiled(self._combine)
+        self.alone = compiled(self._alone)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores = F.linear(x.float(), self.moe.router.weight.float()).softmax(-1)
@@ -72,9 +76,16 @@ class TitanDispatch:
         rows = (rows.float() * weights.unsqueeze(1)).to(x.dtype)
         return torch.zeros_like(x).scatter_add(0, tokens.unsqueeze(1).expand_as(rows), rows)
 
+    def _alone(self, x: Tensor) -> Tensor:
+        rows, tokens, counts, weights = self._route(x)
+        rows = self._compute(rows, counts.cumsum(0).to(torch.int32))
+        return self._combine(x, rows, tokens, weights)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output; weights multiply after the experts."""
         group = dist.group.WORLD
+        if self.world == 1:
+            return self.alone(x)
         rows, tokens, counts, weights = self.route(x)
         with torch.no_grad():
             theirs = torch.empty_like(counts)
@@ -104,23 +115,30 @@ class EqualGroups:
         self.world = dist.get_world_size()
         self.compute = torch.compile(self._compute) if is_compiled else self._compute
 
-    def _compute(self, rows: Tensor) -> Tensor:
+    def _experts(self, rows: Tensor) -> Tensor:
         gate, up = torch.bmm(rows, self.moe.up).chunk(2, dim=-1)
         return torch.bmm(F.silu(gate) * up, self.moe.down)
 
+    def _exchange(self, rows: Tensor) -> Tensor:
+        if self.world == 1:
+            return rows
+        equal = [len(rows) // self.world] * self.world
+        return funcol.all_to_all_single_autograd(rows, equal, equal, dist.group.WORLD)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output for tokens that go to the experts in turn."""
+        return self.compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
         count, dim = x.shape
         each = count * self.top_k // self.experts
         rows = x.unsqueeze(1).expand(count, self.top_k, dim).reshape(each, self.experts, dim)
         rows = rows.transpose(0, 1).reshape(-1, dim)
-        equal = [len(rows) // self.world] * self.world
-        rows = funcol.all_to_all_single_autograd(rows, equal, equal, dist.group.WORLD)
+        rows = self._exchange(rows)
         local = self.experts // self.world
         rows = rows.view(self.world, local, each, dim).transpose(0, 1).reshape(local, -1, dim)
-        rows = self.compute(rows).view(local, self.world, each, dim).transpose(0, 1)
-        rows = rows.reshape(-1, dim)
-        rows = funcol.all_to_all_single_autograd(rows, equal, equal, dist.group.WORLD)
+        rows = self._experts(rows).view(local, self.world, each, dim).transpose(0, 1)
+        rows = self._exchange(rows.reshape(-1, dim))
         rows = rows.view(self.experts, each, dim).transpose(0, 1).reshape(count, self.top_k, dim)
         return rows.sum(1) / self.top_k
 
@@ -154,6 +172,17 @@ def time_step(layer: Layer, x: Tensor, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def print_kernels(name: str, layer: Layer, x: Tensor) -> None:
+    """Print the milliseconds of a pass by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        time_step(layer, x, 1)
+    events = sorted(profile.key_averages(), key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in events)
+    print(f"  {name}: {total / 1e3:.2f} ms in kernels")
+    for each in events[:KERNELS]:
+        print(f"    {each.self_device_time_total / 1e3:7.3f} ms {each.count:3} x {each.key[:90]}")
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -165,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of each row")
     parser.add_argument("--tiny", action="store_true", help="a small layer, for a trial on CPUs")
     options = parser.parse_args()
     if options.tiny:
@@ -181,11 +211,12 @@ def main() -> None:
     even = torch.full(index.shape, 1 / options.top_k, device=device)
     is_compiled = not options.eager
     whole: Layer = torch.compile(moe) if is_compiled else moe
+    balanced = torch.compile(moe.compute_tokens) if is_compiled else moe.compute_tokens
     rest = moe, options.top_k, options.experts, is_compiled
     kinds: dict[str, dict[str, Layer]] = {
         "routed": {"pdrun": whole, "titan": TitanDispatch(*rest)},
         "balanced": {
-            "pdrun": lambda x: moe.compute_tokens(x, index, even),
+            "pdrun": lambda x: balanced(x, index, even),
             "bmm": EqualGroups(*rest),
         },
     }
@@ -209,6 +240,9 @@ def main() -> None:
                     f" {max(each) * 1e3:.2f}), {rate:12,.0f} tokens/s, {other / middle:.3f} of it",
                     flush=True,
                 )
+        if options.profile and x.is_cuda:
+            for name, layer in rows.items():
+                print_kernels(name, layer, x)
     dist.barrier()
 
 

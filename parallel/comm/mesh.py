@@ -34,8 +34,8 @@ class Mesh:
     Devices along named axes.
 
     Attributes:
-        grid: all axes, outer to inner: pp, dp, ep if it has several ranks, cp and at least one
-            tensor axis.
+        grid: all axes, outer to inner: pp, dp, ep if a degree was given for it, cp and at least
+            one tensor axis.
     """
 
     grid: Grid
@@ -109,7 +109,7 @@ class Mesh:
 def make_mesh(**degrees: int) -> Mesh:
     """Return the mesh with these degrees; those that aren't given are 1."""
     tensor = [axis for axis in degrees if axis not in FIXED_AXES] or ["tp"]
-    fixed = [axis for axis in FIXED_AXES if axis != EXPERT_AXIS or degrees.get(axis, 1) > 1]
+    fixed = [axis for axis in FIXED_AXES if axis != EXPERT_AXIS or axis in degrees]
     names = (*fixed, *tensor)
     return Mesh(Grid(names, tuple(degrees.get(name, 1) for name in names)))
 

@@ -73,7 +73,8 @@ class MoEAdapter:
 
     def apply_to(self, name: str, module: nn.Module, groups: ExpertGroups) -> None:
         """See `ExpertAdapter`."""
-        swap_class(module, ParallelMoE, groups)
+        if groups.experts.size > 1:
+            swap_class(module, ParallelMoE, groups)
 
 
 class ParallelMoE(MoE):

@@ -27,6 +27,7 @@ from pdrun.parallel.comm.axis_transport import keeps_result
 from pdrun.parallel.comm.communicator import AxisGroup
 from pdrun.parallel.experts.grouped import ExpertRows
 from pdrun.parallel.experts.routing import count_rows
+from pdrun.parallel.experts.rows import combine_rows, reorder_rows, sort_rows, take_rows
 from pdrun.parallel.torch_compat import untraced
 
 ExpertFunction = Callable[[torch.Tensor, ExpertRows], torch.Tensor]
@@ -71,14 +72,14 @@ def compute_experts(
         weights: ``[tokens, top_k]``.
         may_drop: whether tokens can be dropped.
     """
-    order = index.reshape(-1).argsort(stable=True)
+    order, places = sort_rows(index, experts)
     counts = count_rows(index, experts)[:experts]
     sizes = None
     if may_drop:
         sizes = counts.tolist()
         order = order[: sum(sizes)]
-    rows = take_rows(tokens, order, index.shape[1])
-    return combine_rows(compute(rows, ExpertRows(counts, sizes)), weights, order)
+    rows = take_rows(tokens, order, places, index.shape[1])
+    return combine_rows(compute(rows, ExpertRows(counts, sizes)), weights, order, places)
 
 
 def exchange_experts(
@@ -107,18 +108,20 @@ def exchange_experts(
         tokens, index, weights = (
             slice_to_shard(x, groups.tokens, 0) for x in (tokens, index, weights)
         )
-    order = index.reshape(-1).argsort(stable=True)
+    order, places = sort_rows(index, experts)
     counts = count_rows(index, experts)[:experts]
     exchange = _start_exchange(groups.experts, counts)
     other = None if meanwhile is None else meanwhile()
     order = _finish_exchange(exchange, order)
-    rows = take_rows(tokens, order, index.shape[1])
+    rows = take_rows(tokens, order, places, index.shape[1])
     rows, arrival = _send_to_experts(rows, exchange)
-    rows = _ReorderRows.apply(rows, arrival.by_expert, arrival.inverse)
+    if groups.experts.size > 1:
+        rows = reorder_rows(rows, arrival.by_expert, arrival.inverse)
     rows = compute(rows, arrival.expert_rows)
-    rows = _ReorderRows.apply(rows, arrival.inverse, arrival.by_expert)
+    if groups.experts.size > 1:
+        rows = reorder_rows(rows, arrival.inverse, arrival.by_expert)
     rows = _send_back(rows, exchange)
-    out = combine_rows(rows, weights, order)
+    out = combine_rows(rows, weights, order, places)
     if groups.tokens.size > 1:
         out = all_gather(out, groups.tokens, 0, total)
     return out, other
@@ -213,17 +216,16 @@ class _CountExchange:
 
     def reorder(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the order from (source, expert) to (expert, source), and its inverse."""
-        sources, experts = self._received.shape
-        ids = torch.arange(experts, device=self._received.device).repeat(sources)
-        ids = ids.repeat_interleave(self._received.reshape(-1), output_size=rows)
-        order = ids.argsort(stable=True)
-        return order, invert_order(order, rows)
-
-
-def invert_order(order: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the places of rows in an order of all of them."""
-    places = torch.arange(rows, device=order.device)
-    return torch.empty_like(order).index_copy_(0, order, places)
+        numbers = self._received
+        turned = numbers.T.reshape(-1)
+        # the rows of a source and expert stay together: each block moves by some places
+        starts = (numbers.reshape(-1).cumsum(0) - numbers.reshape(-1)).view_as(numbers)
+        ends = (turned.cumsum(0) - turned).view_as(numbers.T)
+        places = torch.arange(rows, device=numbers.device)
+        order = (starts.T - ends).reshape(-1).repeat_interleave(turned, output_size=rows)
+        inverse = (ends.T - starts).reshape(-1)
+        inverse = inverse.repeat_interleave(numbers.reshape(-1), output_size=rows)
+        return places + order, places + inverse
 
 
 @keeps_result
@@ -259,81 +261,3 @@ class _AllToAllRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         axis, sent, received = ctx.route
         return send_rows(axis, grad, sent, received), None, None, None
-
-
-class _ReorderRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-def take_rows(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-    """
-    Return a row for each expert of each token.
-
-    Args:
-        order: positions in ``[tokens * top_k]``, sorted by expert.
-    """
-    return cast("torch.Tensor", _TakeRows.apply(tokens, order, top_k))
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.sizes = len(tokens), top_k
-        return tokens.index_select(0, order // top_k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        count, top_k = ctx.sizes
-        spread = _spread(grad, order, count * top_k).view(count, top_k, grad.shape[1])
-        return spread.sum(1), None, None
-
-
-def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """
-    Return the weighted sum of each token's rows.
-
-    Args:
-        rows: in ``order``, positions in ``[tokens * top_k]``; others count as zero.
-        weights: ``[tokens, top_k]``.
-    """
-    return cast("torch.Tensor", _CombineRows.apply(rows, weights, order))
-
-
-class _CombineRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor
-    ) -> torch.Tensor:
-        count, top_k = weights.shape
-        spread = _spread(rows, order, count * top_k).view(count, top_k, rows.shape[1])
-        ctx.save_for_backward(spread, weights, order)
-        narrow = weights.to(rows.dtype).unsqueeze(1)
-        return torch.bmm(narrow, spread).squeeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        spread, weights, order = ctx.saved_tensors
-        grad = grad.contiguous()
-        of_weights = torch.bmm(spread, grad.unsqueeze(2)).squeeze(2).to(weights.dtype)
-        by_row = weights.reshape(-1).index_select(0, order).to(grad.dtype)
-        of_rows = grad.index_select(0, order // weights.shape[1]) * by_row.unsqueeze(1)
-        return of_rows, of_weights, None
-
-
-def _spread(rows: torch.Tensor, order: torch.Tensor, total: int) -> torch.Tensor:
-    """Return rows at their places in ``total`` rows; rows that are missing are zero."""
-    shape = total, *rows.shape[1:]
-    out = rows.new_empty(shape) if len(order) == total else rows.new_zeros(shape)
-    return out.index_copy_(0, order, rows)

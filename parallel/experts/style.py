@@ -59,7 +59,9 @@ class ExpertsStyle(ModuleStyle):
             raise style_error(
                 name, f"{what} ({format_axes(self.axis)})", f"these fit: {', '.join(fits)}"
             )
-        return adapter.shard_weights(name, module, position, self.axis)
+        if EXPERT_AXIS in names and position.grid.degree(EXPERT_AXIS) == 1:
+            names = tuple(each for each in names if each != EXPERT_AXIS)  # no group of its own
+        return adapter.shard_weights(name, module, position, names)
 
     def apply_to(
         self, name: str, module: nn.Module, axis: AxisGroup, shared_input: SharedInput

@@ -161,11 +161,28 @@ def test_compiled(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, DIM, dtype=dtype)
     whole = torch.compile(moe, backend="aot_eager", fullgraph=True)
     found, wanted = whole(x), moe(x)
-    torch.testing.assert_close(found, wanted)
+    # compiled code keeps the weights of a sum in fp32
+    limits = {"rtol": 3e-2, "atol": 5e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, wanted, **limits)
     weights = list(moe.parameters())
     for one, other in zip(
         torch.autograd.grad(found.square().sum(), weights),
         torch.autograd.grad(wanted.square().sum(), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, **limits)
+
+
+def test_compiled_code_drops_the_same_rows() -> None:
+    moe = build(capacity=1.0)
+    x = torch.randn(3, 5, DIM, requires_grad=True)
+    whole = torch.compile(moe, backend="aot_eager")
+    inputs = [x, *moe.parameters()]
+    found, wanted = whole(x), moe(x)
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), inputs),
+        torch.autograd.grad(wanted.square().sum(), inputs),
         strict=True,
     ):
         torch.testing.assert_close(one, other)

@@ -134,6 +134,21 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
     assert "5 experts cannot be split evenly over 2 ranks (ep)" in told
 
 
+def train_on_one_device(world: int) -> list[float]:
+    """Return losses without experts on other ranks: with no style, and with styles over one."""
+    found = []
+    for axis in (None, "ep", ("ep", "tp")):
+        case = MoECase({"ep": 1, "tp": 1}, axis)
+        found.append(moe.make_run(case, world).step(moe.batches(case, 1)[0]).loss)
+    return found
+
+
+def test_a_script_for_several_devices_runs_on_one(worlds: Any) -> None:
+    """`mesh(ep=-1)` of one device has the axis, and experts over it are all there."""
+    plain, *others = worlds(1).run(train_on_one_device, 1)[0]
+    assert others == [plain, plain]
+
+
 def test_ranks_that_route_in_another_way(worlds: Any) -> None:
     """The rank that differs ends; the other one waits for it in vain, and the world is dropped."""
     two = worlds(2)

@@ -8,7 +8,6 @@ the full sequence for every token.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +24,11 @@ from pdrun.parallel.inference.encoder_decoder import (
 )
 from pdrun.parallel.inference.prompts import PADDING_ID, Prompts
 from pdrun.parallel.inference.sampling import Sampling
-from pdrun.parallel.torch_compat import exclude_untraced
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """The argument of forward for a cache, in newer and older versions of transformers."""
 END_CHECK_TOKENS = 8
 """Tokens between two looks at whether all rows have ended: each waits for the device."""
-CPU_BACKEND = "inductor"
-"""The backend of torch.compile on CPUs."""
 DecodeStep = Callable[[nn.Module, torch.Tensor, dict[str, Any]], torch.Tensor]
 """`compute_last`, compiled."""
 
@@ -109,12 +105,11 @@ class CachedSession:
         device: torch.device,
         inputs: EncoderInputs,
         step: DecodeStep | None = None,
+        cache: Any = None,
     ) -> None:
-        from transformers import StaticCache  # the model comes from there
-
         self.model = model
         self._ids = prompts.left_padded(device)
-        self.cache: Any = StaticCache(config=model.config, max_cache_len=places)
+        self.cache: Any = make_static_cache(model, places) if cache is None else cache
         starts = [prompts.width - len(ids) for ids in prompts.ids]
         first = torch.tensor(starts, dtype=torch.int64)[:, None].to(device)
         columns = torch.arange(places, device=device)[None]
@@ -157,29 +152,16 @@ class CachedSession:
         return given
 
 
+def make_static_cache(model: nn.Module, places: int) -> Any:
+    """Return the empty cache of a causal model of transformers."""
+    from transformers import StaticCache  # the model comes from there
+
+    return StaticCache(config=model.config, max_cache_len=places)
+
+
 def compute_last(model: nn.Module, ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """Return the logits of the last column."""
     return logits_of(model(input_ids=ids, **given))[:, -1]
-
-
-def compile_session(session: SessionFactory, model: nn.Module) -> SessionFactory:
-    """
-    Return sessions whose decode step is compiled: once per number of rows and places.
-
-    Raises:
-        UsageError: the model has no cache of fixed shape.
-    """
-    if session is not CachedSession:
-        raise UsageError(
-            f"compile=True is not supported for {type(model).__name__}",
-            where="pdrun.infer",
-            hint="it needs a causal model of transformers, whose caches have a fixed shape",
-        )
-    exclude_untraced()
-    mode = "reduce-overhead" if next(model.parameters()).is_cuda else None
-    options: dict[str, Any] = {"mode": mode} if mode else {"backend": CPU_BACKEND}
-    step: DecodeStep = torch.compile(compute_last, dynamic=False, **options)
-    return functools.partial(CachedSession, step=step)
 
 
 class RecomputedSession:

@@ -14,11 +14,11 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
+from pdrun.parallel.inference.compiled_decode import compile_session
 from pdrun.parallel.inference.decode import (
     CachedSession,
     GeneratedRows,
     SessionFactory,
-    compile_session,
     generate_rows,
 )
 from pdrun.parallel.inference.encoder_decoder import (
@@ -107,6 +107,7 @@ class InferenceModel:
         self.axes = axes
         self._original = original
         self._agreement = agreement
+        self._eager_session = session
         if is_compiled:
             session = compile_session(session, model)
         self._session = session
@@ -246,7 +247,7 @@ class InferenceModel:
                 self.model,
                 self._original,
                 self.axes,
-                self._session,
+                self._eager_session,
                 prompts,
                 places,
                 tokens,

@@ -11,7 +11,7 @@ import torch
 import pdrun
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.comm import mesh
-from pdrun.parallel.inference import decode
+from pdrun.parallel.inference import compiled_decode
 from pdrun.parallel.inference.infer import infer
 from pdrun.parallel.inference.inference_model import InferenceModel
 from tests.lib.causal_models import (
@@ -346,7 +346,7 @@ class NoLogits(torch.nn.Module):
 
 def generate_compiled(degrees: dict[str, int], backend: str) -> Any:
     """Return tokens of a compiled decode, and of a second call that compiles nothing."""
-    decode.CPU_BACKEND = backend
+    compiled_decode.CPU_BACKEND = backend
     served = serve("llama", degrees, compile=True)
     first = served.generate(prompts(), 9)
     counters = torch._dynamo.utils.counters

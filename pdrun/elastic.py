@@ -26,6 +26,7 @@ call is notified of a stop when the call returns.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -255,6 +256,7 @@ class _WorkerReporter:
                     target=self.flush_reports, name="pdrun-progress", daemon=True
                 )
                 self.flusher.start()
+                atexit.register(self.send_pending)
 
     def run_trace(self, now: float) -> bool:
         """
@@ -291,6 +293,11 @@ class _WorkerReporter:
             time.sleep(max(0.0, self.next_report_at - time.monotonic()))
             self.pending.clear()
             self.next_report_at = time.monotonic() + REPORT_SECONDS
+            self.send_report()
+
+    def send_pending(self) -> None:
+        """Send the last of several fast steps: the process exits before the flusher would."""
+        if self.pending.is_set() and os.getpid() == self.pid:
             self.send_report()
 
     def install_handler(self) -> bool:

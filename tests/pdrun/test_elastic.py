@@ -144,6 +144,12 @@ def test_quick_steps_are_told_ten_times_a_second_and_the_last_one_always(agent: 
     assert out == "2\n"
 
 
+def test_the_last_of_quick_steps_is_told_though_the_process_exits(agent: Agent) -> None:
+    status, _, err = agent.run("for step in range(50): pdrun.progress(step)")
+    assert status == 0, err
+    assert [one["step"] for one in agent.heard()] == [0, 49]
+
+
 def test_slow_steps_need_no_thread(agent: Agent) -> None:
     code = (
         "for step in range(3):\n pdrun.progress(step)\n"

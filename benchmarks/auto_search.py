@@ -61,6 +61,7 @@ def main() -> None:
             memory="72GiB",
             precision="bf16",
             gather=False,
+            compiled=True,
             search=chosen.search,
         )
         print(report.describe(3))

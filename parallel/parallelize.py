@@ -211,7 +211,7 @@ def parallelize(
         gather,
         recompute,
     )
-    call = PlannedCall(model, optimizer, sample, precision, forward)
+    call = PlannedCall(model, optimizer, sample, precision, forward, compile)
     choices = resolve_choices(given, call, lambda: init_process().world_size)
     arguments = Arguments(
         model=model,

@@ -82,17 +82,20 @@ class Auto(Operators):
             )
         self.topology = topology
         self._passes = 1
+        self._compiled = False
         self._dtype: torch.dtype | None = None
 
-    def for_step(self, passes: int, precision: Any) -> Auto:
+    def for_step(self, passes: int, precision: Any, compiled: bool = False) -> Auto:
         """
         Return a copy that prices the passes of a run.
 
         Args:
             passes: per step, each over that part of a data rank's rows.
             precision: as for `parallelize`.
+            compiled: whether the run has ``compile=``.
         """
         same = copy.copy(self)
+        same._compiled = compiled
         same._passes = passes
         same._dtype = compute_type(precision)
         return same
@@ -112,7 +115,9 @@ class Auto(Operators):
             graph, grid, mesh, self.entries, inner, self.finer, self.input_layouts
         )
         priced = graph if self._dtype is None else cast_graph(graph, self._dtype)
-        prices = PriceList(priced, grid, self.topology or detect_topology())
+        prices = PriceList(
+            priced, grid, self.topology or detect_topology(), compiled=self._compiled
+        )
         problem = SearchProblem(priced, grid, prices, user, self.gather)
         found = choose_plan(problem, self.search)
         return replace(found, plan=replace(found.plan, graph=graph))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,11 @@ PRODUCT_SIZES = {"cpu": (64, 256, 1024), "": (256, 1024, 4096, 8192)}
 """Sizes of square products by kind of device; the empty name is any accelerator."""
 COPY_BYTES = {"cpu": 2**26, "": 2**29}
 MESSAGE_BYTES = {"cpu": (2**12, 2**16, 2**20, 2**23), "": (2**16, 2**20, 2**24, 2**27)}
+MANY_OPERATIONS = 2e10
+"""
+Operations of a product on an accelerator: smaller ones are measured in batches, because starting
+one takes longer than computing it.
+"""
 LAUNCHES = 200
 """Small operators in the loop that measures the start of one."""
 MAX_RESIDUAL = 0.15
@@ -133,9 +139,10 @@ def _measure_device(device: torch.device, sharing: int) -> DeviceRates:
     for kind, dtype in types.items():
         rates = []
         for size in _by_kind(PRODUCT_SIZES, device):
-            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            count = _batch_of_products(size, device)
+            a, b = (torch.randn(count, size, size, device=device).to(dtype) for _ in range(2))
             seconds = _median_seconds(functools.partial(torch.matmul, a, b), device)
-            rates.append((float(size), 2.0 * size**3 / seconds))
+            rates.append((float(size), 2.0 * count * size**3 / seconds))
         peak = max(rate for _, rate in rates)
         kinds[kind] = ComputeRate(peak, tuple((size, rate / peak) for size, rate in rates))
     nbytes = COPY_BYTES.get(device.type, COPY_BYTES[""])
@@ -156,6 +163,13 @@ def _measure_device(device: torch.device, sharing: int) -> DeviceRates:
         launch,
         kinds,
     )
+
+
+def _batch_of_products(size: int, device: torch.device) -> int:
+    """Return how many products of a size are measured at one time."""
+    if device.type == "cpu":
+        return 1
+    return max(1, math.ceil(MANY_OPERATIONS / (2.0 * size**3)))
 
 
 def _memory_of(device: torch.device, sharing: int) -> int:

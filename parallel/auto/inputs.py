@@ -66,6 +66,7 @@ class PlannedCall:
     sample: Any
     precision: Any
     forward: Any
+    compile: Any = None
 
 
 def resolve_choices(
@@ -117,7 +118,9 @@ def _prepare_search(choices: ParallelChoices, call: PlannedCall) -> ParallelChoi
     passes = getattr(choices.pipeline, "microbatches", choices.accumulate)
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         passes = 1  # `parallelize` refuses it
-    return replace(choices, strategy=choices.strategy.for_step(passes, call.precision))
+    return replace(
+        choices, strategy=choices.strategy.for_step(passes, call.precision, bool(call.compile))
+    )
 
 
 # ---- plan files -------------------------------------------------------------
@@ -241,6 +244,7 @@ def _search_call(
         state_bytes=_count_state_bytes(call.optimizer),
         precision=call.precision,
         forward=call.forward,
+        compiled=bool(call.compile),
         **options,
     )
 

@@ -32,6 +32,12 @@ from pdrun.parallel.operators.redistribute import (
     redistribution_path,
 )
 
+EAGER_BYTES = 2.0
+"""
+Bytes of an operator that is a kernel of its own, relative to what it reads and writes: kernels that
+are not compiled cast, copy and use strides. Measured with a decoder on an H200
+(benchmarks/auto_gpu_h200_2026-11-30.md).
+"""
 KIND_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Seconds = tuple[float, float]
 """Forward and backward."""
@@ -78,6 +84,7 @@ class PriceList:
         passes: micro-batches per step: sums of gradients are divided by it.
         byte_price: seconds that a byte of a stored weight costs, so that a search can trade time
             for memory.
+        compiled: whether operators that only read and write are compiled into common kernels.
     """
 
     def __init__(
@@ -87,12 +94,14 @@ class PriceList:
         topology: Topology,
         passes: int = 1,
         byte_price: float = 0.0,
+        compiled: bool = True,
     ) -> None:
         self.graph = graph
         self.grid = grid
         self.topology = topology
         self.passes = passes
         self.byte_price = byte_price
+        self.compiled = compiled
         self._paths: dict[object, tuple[MovePrice, ...] | None] = {}
         self._shard_sizes: dict[tuple[L, tuple[int, ...]], tuple[int, ...]] = {}
         self._operators: dict[object, Seconds] = {}
@@ -129,9 +138,10 @@ class PriceList:
         if operator.kind == "embedding":  # reads the rows that are looked up, not the table
             nbytes -= math.prod(ins[0]) * itemsizes[0] - math.prod(outs[0]) * itemsizes[0]
         device = self.topology.device
-        forward = nbytes / device.bandwidth
-        backward = 2 * forward
         product = count_products(operator, ins, outs)
+        is_own_kernel = product is None and not self.compiled
+        forward = nbytes / device.bandwidth * (EAGER_BYTES if is_own_kernel else 1.0)
+        backward = 2 * forward
         if product is not None:
             kind = KIND_NAMES.get(graph.tensors[operator.outputs[0]].dtype, "fp32")
             seconds = product.flops / device.rate_of(kind).attained(product.size)

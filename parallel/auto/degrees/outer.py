@@ -309,7 +309,7 @@ class _OuterSearch:
         if key not in self._passes:
             graph = self.scaler.graph_of(rows)
             grid = Grid(tuple(axes), tuple(axes.values()))
-            prices = PriceList(graph, grid, self.request.topology)
+            prices = PriceList(graph, grid, self.request.topology, compiled=self.request.compiled)
             problem = SearchProblem(graph, grid, prices, gather=self.request.gather)
             plan = choose_plan(problem, search, times=self.scaler.times).plan
             self.result.solves += choice.tp > 1

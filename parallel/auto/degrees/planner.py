@@ -194,6 +194,7 @@ def plan_of(
     gather: bool = True,
     search: str = EXACT,
     forward: ForwardFunction | None = None,
+    compiled: bool = False,
 ) -> PlanReport:
     """
     Search mesh, optimizer level, micro-batches, recomputation and operators for some devices.
@@ -211,6 +212,7 @@ def plan_of(
         recompute: whether recomputation is considered.
         gather: see `pdrun.Operators`.
         search: see `pdrun.Auto`.
+        compiled: whether the run has ``compile=``.
 
     Raises:
         UsageError: the model does not export, or an argument is wrong.
@@ -242,6 +244,7 @@ def plan_of(
         gather,
         check_search(search),
         find_layers(model),
+        compiled,
     )
 
     def export(count: int) -> OperatorGraph:
@@ -250,7 +253,7 @@ def plan_of(
         return _GraphReader().plan(model, Grid(("dp", "tp"), (1, 1)), args, kwargs).graph
 
     result = search_degrees(RowScaler(export, half), request)
-    auto = Auto(search=search, gather=gather, topology=found).for_step(1, precision)
+    auto = Auto(search=search, gather=gather, topology=found).for_step(1, precision, compiled)
     return PlanReport(result, export, auto)
 
 

@@ -32,6 +32,7 @@ class PlanRequest:
         search: see `pdrun.Auto`.
         layer_names: the modules that are the equal layers, in order; empty: they are not known, and
             stages have the same number of them.
+        compiled: whether the model is compiled.
     """
 
     devices: int
@@ -45,6 +46,7 @@ class PlanRequest:
     gather: bool = True
     search: str = EXACT
     layer_names: tuple[str, ...] = ()
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

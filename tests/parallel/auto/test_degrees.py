@@ -367,3 +367,17 @@ def test_casts_of_a_model_are_planned_in_every_type(precision: str | None) -> No
     )
     activations = report.result.chosen.cost.memory["activations"]
     assert activations > 8 * 32 * 2 * report.result.request.itemsize
+
+
+def test_kernels_of_their_own_cost_more_than_compiled_ones() -> None:
+    """A step in eager mode: products cost the same, what is between them twice as much."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    topology = make_topology(1e12, 1e9)
+    seconds = [
+        plan_of(
+            model, torch.zeros(8, 64), devices=1, topology=topology, compiled=compiled
+        ).result.chosen.cost.seconds["compute"]
+        for compiled in (False, True)
+    ]
+    relu = 3 * 2 * 8 * 64 * 4 / 1e9  # forward and backward, read and written
+    assert seconds[0] - seconds[1] == pytest.approx(relu)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.auto.builtin_topologies import BUILTIN_TOPOLOGIES, find_topology
-from pdrun.parallel.auto.calibrate import fit_line
+from pdrun.parallel.auto.calibrate import _batch_of_products, fit_line
 from pdrun.parallel.auto.topology import ComputeRate
 from pdrun.parallel.auto.topology_file import load_topology, parse_size, parse_topology
 from tests.parallel.auto import rank_runs
@@ -106,3 +107,12 @@ def test_links_of_one_device_are_the_built_in_ones(worlds: Any) -> None:
     assert topology.device != BUILTIN_TOPOLOGIES["cpu"].device
     assert remarks[0].startswith("links are those of cpu, a guess: --devices 2 or more")
     assert topology.made.endswith("but for its links, which are those of cpu")
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "count"),
+    [(8192, "cuda", 1), (4096, "cuda", 1), (1024, "cuda", 10), (256, "cuda", 597), (64, "cpu", 1)],
+)
+def test_small_products_are_measured_in_batches(size: int, device: str, count: int) -> None:
+    """Otherwise their start is measured: 1,024 on an H200 had a tenth of what it attains."""
+    assert _batch_of_products(size, torch.device(device)) == count

@@ -186,16 +186,18 @@ def refuse_early(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> 
 
 
 def _is_in_doubt(job: Job, old: Member, hello: Hello, join: Join, now: float) -> bool:
-    """Whether ``old`` neither can be replaced already nor is alive for certain."""
-    is_replaced = old is find_replaced(job, join, now)
-    if join.is_pod and old.name == join.node:
-        # The earlier one may run on another machine, so neither its silence nor the end of its
-        # connection proves that it has ended: it leaves, or the failure detector decides.
-        is_idle = job.state is JobState.GATHERING and old.peer is None
-        return not is_idle and not (is_replaced and job.detector.is_expired(old, now))
-    if old.peer is None:
-        return not is_replaced
-    return job.detector.may_have_ended(old, hello, now)
+    """
+    Whether ``old`` neither can be replaced already nor is alive for certain.
+
+    An agent whose connection its kernel has closed has ended, and its workers with it. Silence, and
+    the end of a silent connection, prove nothing: its workers run until the failure detector gives
+    it up. An earlier pod may run on another machine, so it is never refused for good.
+    """
+    if old.peer is not None and not (join.is_pod and old.name == join.node):
+        return job.detector.may_have_ended(old, hello, now)
+    if job.state is JobState.GATHERING and old.peer is None and old.name == join.node:
+        return False  # it has no workers
+    return old is not find_replaced(job, join, now) or not job.detector.is_expired(old, now)
 
 
 def _find_objection(

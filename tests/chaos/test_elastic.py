@@ -60,14 +60,13 @@ def power_off(bed: Bed) -> None:
     _ends_well(bed, jobs[0], jobs[1])
 
 
-def power_off_and_return(bed: Bed) -> None:
+def agent_started_beside_one_that_stands_still(bed: Bed) -> None:
     """
-    Its agent is started again while the scheduler has the silent connection of the earlier one.
+    The new one waits until the earlier one is lost: as when its machine loses power and is back at
+    once, the scheduler has an open connection that says nothing.
     """
     jobs = elastic(bed, "--grow", "1")
-    bed["h3"].power_off()
-    time.sleep(2.0)
-    bed["h3"].boot()
+    jobs[2].signal(signal.SIGSTOP)
     back = bed.start("h3", "--grace", "3", "--grow", "1", nodes="2:3")
     until(
         lambda: any(len(bed.notes("start", generation=count)) == 3 for count in (1, 2)),
@@ -75,6 +74,8 @@ def power_off_and_return(bed: Bed) -> None:
         BOUND,
     )
     assert not bed.events("refused"), bed.said()
+    jobs[2].signal(signal.SIGKILL)
+    jobs[2].process.send_signal(signal.SIGCONT)
     _ends_well(bed, jobs[0], jobs[1], back)
 
 
@@ -228,7 +229,7 @@ FAULTS = (
     cut_of_thirty_seconds,
     freeze_of_twenty_seconds,
     power_off,
-    power_off_and_return,
+    agent_started_beside_one_that_stands_still,
     crash_and_return,
     replacement_is_waited_for,
     node_that_starts_while_the_first_host_stands_still,
@@ -242,7 +243,7 @@ FAULTS = (
 SIBLINGS = (
     freeze_of_twenty_seconds,
     power_off,
-    power_off_and_return,
+    agent_started_beside_one_that_stands_still,
     agent_killed_and_started_again,
     node_that_starts_while_the_first_host_stands_still,
     late_node_waits_for_the_next_generation,

@@ -37,6 +37,13 @@ MUTANTS = (
         f"{NAMESAKES}a_machine_that_lost_power_joins_again_when_it_is_found_lost",
     ),
     Mutant(
+        "an agent is replaced before the fence of its workers",
+        f"{MEMBERSHIP}admission.py",
+        "return old is not find_replaced(job, join, now) or not job.detector.is_expired(old, now)",
+        "return old is not find_replaced(job, join, now)",
+        f"{NAMESAKES}it_waits_for_the_fence_of_one_whose_silent_connection_has_ended",
+    ),
+    Mutant(
         "a second agent of a name is never known to be one",
         f"{MEMBERSHIP}failure_detector.py",
         "if member.alive_at <= member.challenge[2]:",

@@ -61,6 +61,19 @@ def test_it_joins_at_once_when_the_connection_is_closed() -> None:
     assert ask(machine) == "accepted"
 
 
+def test_it_waits_for_the_fence_of_one_whose_silent_connection_has_ended() -> None:
+    """Its agent may stand still, and its workers run on until the fence."""
+    machine = running(min_nodes=1)
+    machine.beat(6.0, "a")
+    machine.cut("b")
+    answers = []
+    while not answers or answers[-1] == "later":
+        answers.append(ask(machine))
+        assert answers[-1] == "later" or machine.membership.state is JobState.RESTARTING
+        machine.beat(1.0, "a")
+    assert answers[-1] == "accepted" and 4 <= len(answers) <= 6
+
+
 def test_a_second_agent_on_the_same_host_is_refused_when_the_first_one_has_spoken() -> None:
     machine = running(min_nodes=1)
     assert ask(machine) == "later"

@@ -111,6 +111,8 @@ class Objective:
         if self.own_loss is not None and is_own_loss(output, mean):
             count = self.own_loss.count_elements(mean, self.is_split)
         if count is None:
+            if self.is_split and not is_own_loss(output, mean):
+                self._mean_check.check_labels(mean)
             if self.is_split and not self._has_checked_rows:
                 self._mean_check.check_rows(batch if self.step_batch is None else self.step_batch)
                 self._has_checked_rows = self._is_in_step

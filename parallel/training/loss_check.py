@@ -148,6 +148,31 @@ class MeanCheck:
                 what += f"batch{name} have {low} and {high} entries that are not {IGNORED_LABEL}"
                 raise UsageError(what, where="pdrun.parallelize", hint=SUM_HINT)
 
+    def check_labels(self, mean: torch.Tensor) -> None:
+        """
+        Refuse a mean over labels in which some do not count, or have a weight of their class.
+
+        Raises:
+            UsageError: slices with as many rows would then divide by other numbers.
+        """
+        if not self._checks_left or not mean.requires_grad:
+            return
+        for term in read_terms(mean):
+            if term.labels is None or term.count is None:
+                continue
+            if mean.device.type != "cpu":
+                self._checks_left -= 1
+            weight = float(term.count)
+            if abs(weight - term.labels) > TOLERANCE * term.labels:
+                raise UsageError(
+                    f"loss returns a mean over {term.labels} labels whose weights add up to"
+                    f" {weight:g} (weight= or ignore_index=), and counts as a mean over rows: slices"
+                    " would divide by other numbers",
+                    where="pdrun.parallelize",
+                    hint='return (sum, count): reduction="sum", and the sum of the weights of all'
+                    " labels that count, such as weight[labels].sum()",
+                )
+
 
 def _can_have_labels(leaf: Any) -> bool:
     return (
@@ -244,7 +269,7 @@ def _judge_parts(
     is_narrow = isinstance(first, torch.Tensor) and first.dtype.itemsize < 4
     limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (total, *sums)))
     difference = abs(total - sum(sums))
-    if difference <= limit or not math.isfinite(difference):
+    if difference <= limit or not math.isfinite(total):
         return ""
     return (
         f"the loss of {rows} rows is {total:.6g} as a sum, and those of their halves add up to"

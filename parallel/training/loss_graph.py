@@ -40,11 +40,13 @@ class LossTerm:
         operation: that made it, by autograd's name.
         count: of the elements over which it is a mean; None if it is no mean that can be read.
         is_sum: whether it is a sum over elements.
+        labels: of a mean over labels: how many there are, also those that do not count.
     """
 
     operation: str
     count: torch.Tensor | int | None = None
     is_sum: bool = False
+    labels: int | None = None
 
 
 def read_terms(loss: torch.Tensor) -> list[LossTerm]:
@@ -94,7 +96,7 @@ def _read_term(node: Any, kind: str, is_divided: bool) -> LossTerm:
     if reduction != MEAN:
         return LossTerm(kind)
     if kind in LABEL_LOSSES:
-        return LossTerm(kind, node._saved_total_weight)
+        return LossTerm(kind, node._saved_total_weight, labels=node._saved_target.numel())
     if kind in ELEMENT_LOSSES:
         return LossTerm(kind, node._saved_self.numel())
     if kind in ROW_LOSSES:

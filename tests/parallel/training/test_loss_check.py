@@ -192,6 +192,29 @@ def test_batches_of_other_lengths_have_rows_of_equal_weight(worlds: Worlds) -> N
     assert worlds(1).run(row_means)[0] == pytest.approx(want, rel=1e-5)
 
 
+def weigh_classes(form: str, accumulate: int) -> float:
+    weight = torch.tensor([0.2, 1.0, 3.0])
+    options: dict[str, Any] = {"ignored": {"ignore_index": 2}}.get(form, {"weight": weight})
+
+    def loss(output: Tensor, batch: Any) -> Any:
+        if form == "sum":
+            total = F.cross_entropy(output, batch["y"], reduction="sum", **options)
+            return total, weight[batch["y"]].sum()
+        return F.cross_entropy(output, batch["y"], **options)
+
+    run = parallelize(Classifier(), lambda p: torch.optim.SGD(p, 0.0), loss, accumulate=accumulate)
+    y = torch.tensor([0, 1, 2, 0, 2, 2, 2, 2])
+    return float(run.step({"input_ids": batch_of(False)["input_ids"], "y": y}).loss)
+
+
+@pytest.mark.parametrize("form", ["weighted", "ignored"])
+def test_a_mean_over_weighted_labels_is_refused(form: str) -> None:
+    """Slices divide by other numbers: the loss was wrong, or nan in a slice without a label."""
+    with pytest.raises(UsageError, match="labels whose weights add up to"):
+        weigh_classes(form, 4)
+    assert weigh_classes("sum", 4) == pytest.approx(weigh_classes("weighted", 1), rel=1e-5)
+
+
 class TinyXLNetLMHeadModel(TinyForCausalLM):
     """Does not shift its labels, though its name says that it is a language model."""
 

@@ -166,8 +166,8 @@ class MeanCheck:
             if abs(weight - term.labels) > TOLERANCE * term.labels:
                 raise UsageError(
                     f"loss returns a mean over {term.labels} labels whose weights add up to"
-                    f" {weight:g} (weight= or ignore_index=), and counts as a mean over rows: slices"
-                    " would divide by other numbers",
+                    f" {weight:g} (weight= or ignore_index=), and counts as a mean over rows:"
+                    " slices would divide by other numbers",
                     where="pdrun.parallelize",
                     hint='return (sum, count): reduction="sum", and the sum of the weights of all'
                     " labels that count, such as weight[labels].sum()",

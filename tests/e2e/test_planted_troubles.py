@@ -69,6 +69,32 @@ def test_a_nan_and_a_slow_rank(shell: Shell) -> None:
     assert "rank 2 on" in page
 
 
+BUSY = """
+import time, torch, pdrun
+context = pdrun.init()
+end = time.monotonic() + 15
+for step in range(100_000):
+    until = time.thread_time() + (0.06 if context.rank == 1 else 0.002)
+    while time.thread_time() < until:
+        pass
+    is_over = torch.tensor(float(time.monotonic() > end))
+    torch.distributed.all_reduce(is_over)
+    pdrun.progress(step)
+    if is_over:
+        break
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.thorough  # tests/pdrun/test_elastic.py and the scheduler's tests have the parts
+def test_a_slow_rank_of_a_script_that_measures_nothing(shell: Shell) -> None:
+    (shell.folder / "busy.py").write_text(BUSY)
+    done = ask(shell, "--local", "--nodes", "3", "--devices", "1", "busy.py")
+    assert done.returncode == 0, done.stderr
+    (line,) = {line.partition(" needs ")[0] for line in done.stderr.splitlines() if "needs" in line}
+    assert line.endswith("rank 1 on node1")
+
+
 LEFT = """
 import torch, pdrun
 context = pdrun.init()

@@ -12,6 +12,9 @@ WATCHDOG = "tests/parallel/comm/test_watchdog.py::test_"
 LOADER = "tests/parallel/data/test_loader.py::test_"
 WITHOUT_GROUPS = "tests/parallel/test_without_groups.py::test_"
 GUARD = "tests/parallel/training/test_guard.py::test_"
+HABITS = "tests/parallel/training/test_loop_habits.py::test_"
+BUFFERS = "tests/parallel/training/test_forward_buffers.py::test_"
+LOSS_CHECK = "tests/parallel/training/test_loss_check.py::test_"
 RANK_AGREEMENT = "tests/parallel/training/test_rank_agreement.py::test_"
 TURN_TAKING = "tests/parallel/training/test_turn_taking.py::test_"
 AGREEMENT = "tests/parallel/zero/test_agreement.py::test_"
@@ -98,7 +101,7 @@ MUTANTS = (
     Mutant(
         "weights that are copies may change",
         f"{TRAINING}guard.py",
-        "            if weight.param._version != version or weight.name in written:",
+        "            if weight.name in changed:",
         "            if False:",
         f"{GUARD}a_weight_that_is_a_copy_may_not_change",
     ),
@@ -108,5 +111,33 @@ MUTANTS = (
         "        if sizes != self._groups and self._engine.is_retargeted:",
         "        if False:",
         f"{GUARD}a_group_that_comes_late_is_refused",
+    ),
+    Mutant(
+        "a parameter that is replaced is not trained",
+        f"{TRAINING}guard.py",
+        "            if id(param) not in known:",
+        "            if False:",
+        f"{HABITS}habits_are_refused[parameter]",
+    ),
+    Mutant(
+        "a loop steps the optimizer by itself",
+        f"{TRAINING}state.py",
+        "        if not owner.is_updating:",
+        "        if False:",
+        f"{HABITS}habits_are_refused[step]",
+    ),
+    Mutant(
+        "micro-batches read each other's state",
+        f"{TRAINING}forward_buffers.py",
+        "        if has_rows and self._forwards > 1:",
+        "        if False:",
+        f"{BUFFERS}a_state_that_other_rows_would_get_is_refused",
+    ),
+    Mutant(
+        "a mean over weighted labels weighs by rows",
+        f"{TRAINING}loss_check.py",
+        "            if abs(weight - term.labels) > TOLERANCE * term.labels:",
+        "            if False:",
+        f"{LOSS_CHECK}a_mean_over_weighted_labels_is_refused[weighted]",
     ),
 )

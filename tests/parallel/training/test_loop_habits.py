@@ -79,6 +79,7 @@ def train(habit: Callable[[Any], None], level: int) -> None:
         (assign_state, 0, "0.weight is not the parameter that the model had"),
         (pickle_run, 0, "a run cannot be copied or pickled"),
     ],
+    ids=["step", "parameter", "module", "assign", "pickle"],
 )
 def test_habits_are_refused(habit: Callable[[Any], None], level: int, text: str) -> None:
     """They had no effect, or trained by this rank's rows only."""

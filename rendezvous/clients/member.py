@@ -370,6 +370,7 @@ def wait_for_start(
     """
     welcome: Welcome | None = None
     assign: Assign | None = None
+    is_waiting = False
     while True:
         due = link.deadline()
         wait_readable(link.fileno(), wait=0.5 if due is None else due - time.monotonic())
@@ -387,6 +388,12 @@ def wait_for_start(
                 case Start() if welcome and assign:
                     return welcome, assign
                 case Refuse(retry=True):
+                    if not is_waiting:
+                        show_line(
+                            f"an earlier process has the name or rank of {request.node}: waiting"
+                            " until it has ended or is found lost; then this one joins"
+                        )
+                    is_waiting = True
                     time.sleep(RETRY_SECONDS)
                     link.renew()
                     welcome = assign = None

@@ -58,6 +58,16 @@ MUTANTS = (
         f"{NAMESAKES}a_rank_is_free_when_its_silent_node_is_lost",
     ),
     Mutant(
+        "a process of a dynamic cluster leaves although it may ask again",
+        "rendezvous/clients/member.py",
+        "case Refuse(retry=True):",
+        "case Refuse(retry=True, code=0):",
+        (
+            "tests/rendezvous/clients/test_member.py::test_a_process_asks_again_while_an_earlier_"
+            "one_of_its_name_may_have_ended"
+        ),
+    ),
+    Mutant(
         "an agent leaves although it may ask again",
         "launcher/agent/shutdown.py",
         "if refuse.retry and not self._state.stop_count:",

@@ -16,10 +16,21 @@ from typing import Any
 import pytest
 
 from pdrun.endpoint import Endpoint
-from pdrun.errors import RendezvousError
+from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous.clients import member as module
 from pdrun.rendezvous.clients.member import DynamicMember
-from pdrun.rendezvous.protocol.messages import Finished, Leave, Message, Verdict, WorkerExit
+from pdrun.rendezvous.protocol.messages import (
+    Assign,
+    Finished,
+    Join,
+    Leave,
+    Message,
+    Refuse,
+    Start,
+    Verdict,
+    Welcome,
+    WorkerExit,
+)
 from pdrun.rendezvous.transport.zmq_util import end_context
 
 
@@ -179,3 +190,45 @@ def test_the_line_that_names_an_exception_is_its_first_not_the_last_of_its_messa
     error: Exception, summary: str
 ) -> None:
     assert module._cause_of_exception(type(error), error, None).summary == summary
+
+
+class RefusedLink(SlowLink):
+    """A link to a scheduler that refuses a process for now, and then accepts it."""
+
+    endpoint = "h1:7777"
+
+    def __init__(self, *polls: Sequence[Message]) -> None:
+        super().__init__(0)
+        self.sent: list[Message] = []
+        self.renewed = 0
+        self._messages = iter(polls)
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def poll(self) -> Sequence[Message]:
+        return next(self._messages)
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+
+def test_a_process_asks_again_while_an_earlier_one_of_its_name_may_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    welcome = Welcome("job", "run", "", "s" * 32, 1.0, 10.0)
+    later = Refuse(78, "two workers are called 'worker-1'", retry=True)
+    assign = Assign(0, 1, 2, 1, 2, 0, "h1:1")
+    wish = Join("worker-1", 1, 1)
+    link: Any = RefusedLink([welcome], [later], [welcome], [later], [welcome, assign, Start(0)])
+    said: list[str] = []
+    assert module.wait_for_start(link, wish, said.append) == (welcome, assign)
+    assert link.renewed == 2 and link.sent.count(wish) == 3
+    assert len(said) == 1 and "until it has ended or is found lost" in said[0]
+    link.close(0.0)
+    link = RefusedLink([welcome], [Refuse(78, "two workers are called 'worker-1'")])
+    with pytest.raises(ConfigError, match="two workers are called"):
+        module.wait_for_start(link, wish, print)
+    assert not link.renewed
+    link.close(0.0)

@@ -75,6 +75,20 @@ def _with_fused_attention(step: DecodeStep) -> DecodeStep:
     return compute
 
 
+def _make_plain_cache(model: nn.Module, places: int) -> Any:
+    """
+    Return a cache whose layers have all places, also those with a window: a layer that moves its
+    window counts tokens in Python, so that each token would be compiled again.
+    """
+    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+    cache = make_static_cache(model, places)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticSlidingWindowLayer:
+            cache.layers[index] = StaticLayer(max_cache_len=places)
+    return cache
+
+
 class CompiledSessions:
     """
     Sessions with a compiled step. The cache of the last one is used again for as many rows and
@@ -100,5 +114,5 @@ class CompiledSessions:
             self._cache.reset()
         else:
             self._cache = None  # frees its memory before that of the next one is taken
-            self._key, self._cache = key, make_static_cache(model, places)
+            self._key, self._cache = key, _make_plain_cache(model, places)
         return CachedSession(model, prompts, places, device, inputs, self._step, self._cache)

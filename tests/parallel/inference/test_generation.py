@@ -369,6 +369,16 @@ def test_a_compiled_decode_has_the_tokens_of_an_eager_one(
         assert "pp" in degrees or not breaks
 
 
+def test_layers_with_a_window_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_decode, "CPU_BACKEND", "eager")
+    expected = serve("mistral", {}).generate(prompts(), 9)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = serve("mistral", {}, compile=True)
+    assert [compiled.generate(prompts(), 9) for _ in range(2)] == [expected] * 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UsageError, match="compile=True is not supported for"):
         serve("decoder", {}, compile=True)

@@ -124,7 +124,9 @@ def mark_released(param: nn.Parameter, name: str, read: ReadHandler) -> None:
 def exclude_released() -> None:
     """Keep torch.compile, if a program uses it, from tracing code that reads a released weight."""
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.config.nontraceable_tensor_subclasses.update(_classes.values())
+        excluded = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", None)
+        if excluded is not None:
+            excluded.update(_classes.values())
 
 
 def mark_gathered(param: nn.Parameter) -> None:

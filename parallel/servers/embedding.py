@@ -152,7 +152,10 @@ class LookupFunction:
         """Return the rows of ids."""
         unique, inverse = self._client.find_distinct(self._table, ids)
         host_ids = unique.to("cpu", torch.int64)
-        rows = self._client.rows(self._table, host_ids).to(self._device)
+        try:
+            rows = self._client.rows(self._table, host_ids).to(self._device)
+        except UsageError as error:
+            raise self._name_row(error, ids, host_ids) from None
         if not torch.is_grad_enabled():
             return functional.embedding(inverse, rows)
         rows.requires_grad_()
@@ -163,6 +166,15 @@ class LookupFunction:
             place = int(found[0, 0]) if len(found) else -1
         result: torch.Tensor = _LookUpRows.apply(rows, inverse, place)
         return result
+
+    def _name_row(self, error: UsageError, ids: torch.Tensor, distinct: torch.Tensor) -> UsageError:
+        """Return the error with the row of the batch: the servers know distinct ids only."""
+        kept = self._client.keep_known(self._table, distinct)
+        bad = distinct[~torch.isin(distinct, kept)]
+        if not len(bad) or not ids.dim():
+            return error
+        row = int(torch.isin(ids.to("cpu", torch.int64), bad).nonzero()[0, 0])
+        return UsageError(error.what, where=f"row {row} of the ids", hint=error.hint)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Ask for the rows of ids; see `ServedEmbedding.prefetch`."""

@@ -305,3 +305,14 @@ def test_the_gradient_of_a_lookup_has_the_bits_of_torch(padding) -> None:
     mine, rows = found[0]
     assert rows.grad is not None and weight.grad is not None
     assert torch.equal(rows.grad, weight.grad[mine])
+
+
+@pytest.mark.parametrize(("bad", "first"), [(9, 2), (-3, 2)])
+def test_an_id_out_of_range_is_named_with_its_row_of_the_batch(bad, first) -> None:
+    client = ServerClient([TablesInProcess(parse_mode("sync"))], 0, is_local=True)
+    client.add_rows("t", pdrun.rows(), dim=3, size=9)
+    lookup = LookupFunction(client, "t", 3, torch.device("cpu"), lambda *_: None)
+    ids = torch.zeros(4, 5, dtype=torch.int64)
+    ids[2, 1] = ids[3, 0] = bad
+    with pytest.raises(UsageError, match=f"row {first} of the ids.*got {bad}"):
+        lookup(ids)

@@ -1,10 +1,11 @@
 """
-Train a 1.35 B decoder on 2 or 4 GPUs: hand-written torch and pdrun, on the same work in one
+Train a 1.35 B decoder on 1 to 4 GPUs: hand-written torch and pdrun, on the same work in one
 command, compiled on both sides.
 
     python benchmarks/parallel_gpu.py --devices 4                    # data axes
     python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0  # some rows
     python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp-async,pdrun-tp,pipe
+    python benchmarks/parallel_gpu.py --devices 1 --tokens 32768 --rows pdrun0,pdrun0-fp8,fsdp2-fp8
     python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu --rows ddp-eager,pdrun0-eager
 
     ddp, zero1, fsdp2   DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard
@@ -24,6 +25,10 @@ Blocks are compiled on both sides. A row's name can end with
     -balanced           stages of 13 and 11 blocks, not 12 and 12, for the head (pipe, zb)
     -fused              head and loss by pdrun.linear_cross_entropy (pdrun0, 1, 3, hf)
     -nccl               flat buffers and messages by NCCL, not by copies (pdrun)
+    -fp8, -fp8row       products of the blocks in fp8, a scale per tensor, or per row; for fsdp2
+                        by torchao, with its recipes tensorwise and rowwise_with_gw_hp
+    -full, -selective   recomputed blocks (pdrun)
+    -offload            optimizer state and activations on the host (pdrun)
     -copies             two copies of a step, one computes while the other waits (pdrun)
 
 A row takes about a minute. A step has 65,536 tokens in bf16, AdamW with fused kernels. Each row
@@ -71,12 +76,16 @@ from pdrun.parallel.comm import sharded as sharded_module
 from pdrun.parallel.comm.p2p import messages
 
 GIB = 2**30
-SUFFIXES = ("balanced", "eager", "fused", "nccl", "copies")
+RECIPES = {"fp8": ("tensor", "tensorwise"), "fp8row": ("row", "rowwise_with_gw_hp")}
+"""Ends of rows: scales of pdrun, and recipes of torchao."""
+RECOMPUTES = ("full", "selective")
+SUFFIXES = ("balanced", "eager", "fused", "nccl", "copies", "offload", *RECOMPUTES, *RECIPES)
 PRODUCT_KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "cublas")
 ATTENTION_KERNELS = ("flash", "fmha", "sdpa", "attention")
 COPY_KERNELS = ("PtoP", "Peer")
 KERNELS = ("products", "attention", "network", "exposed", "rest", "idle")
 PROFILED_STEPS = 2
+MOST_KERNELS = 40
 MICRO_BATCHES = 8
 """Of the rows with stages."""
 Step = Callable[[Tensor, Tensor], Any]
@@ -109,6 +118,7 @@ class Size:
         return 6 * self.weights + 6 * self.layers * self.width * self.length
 
 
+WIDE = Size(width=4096, hidden=11008, layers=8, heads=32)
 TINY = Size(width=64, hidden=160, layers=4, heads=4, words=128, length=32, tokens=512, peak=1e12)
 
 
@@ -245,6 +255,8 @@ def compile_blocks(row: str, blocks: Any) -> None:
 def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step:
     """Return a step of DDP, DDP with ZeRO-1, or FSDP2."""
     autocast = not row.startswith("fsdp2")
+    for end in RECIPES.keys() & set(split_name(row)[1]):
+        convert_to_fp8(model.blocks, RECIPES[end][1])
     compile_blocks(row, model.blocks)
     if autocast:
         ids = [device.index] if device.type == "cuda" else None
@@ -268,6 +280,13 @@ def data_parallel_step(row: str, model: nn.Module, device: torch.device) -> Step
         return loss.detach()
 
     return step
+
+
+def convert_to_fp8(blocks: nn.Module, recipe: str) -> None:
+    """Have torchao's linear modules take the place of those of the blocks."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def sharded(model: nn.Module, blocks: Any = None, **options: Any) -> nn.Module:
@@ -501,11 +520,18 @@ def pdrun_step(
         )
     if "nccl" in ends:  # no buffer is as large as that
         sharded_module.MIN_SHARD_BYTES = messages.MIN_MESSAGE_BYTES = 1 << 60
+    precision: Any = "bf16"
+    for end in RECIPES.keys() & set(ends):
+        precision = pdrun.Fp8(RECIPES[end][0])
+    for end in set(RECOMPUTES) & set(ends):
+        options["recompute"] = end
+    if "offload" in ends:
+        options["offload"] = "all"
     run = pdrun.parallelize(
         model,
         functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
         loss,
-        precision="bf16",
+        precision=precision,
         exact=False,
         compile="eager" not in ends,
         **options,
@@ -532,10 +558,15 @@ def count_repeats(row: str, world: int) -> int:
 # ---- kernels ----------------------------------------------------------------
 
 
-def profile_steps(step: Callable[[], Any], on_gpu: bool) -> dict[str, float]:
-    """Return the milliseconds of a step's kernels by kind; empty without a GPU."""
+def profile_steps(
+    step: Callable[[], Any], on_gpu: bool
+) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """
+    Return the milliseconds of a step's kernels by kind, and by name, longest first; empty without
+    a GPU.
+    """
     if not on_gpu:
-        return {}
+        return {}, []
     wait(on_gpu)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         begin = time.perf_counter()
@@ -544,16 +575,20 @@ def profile_steps(step: Callable[[], Any], on_gpu: bool) -> dict[str, float]:
         torch.cuda.synchronize()
         spent = time.perf_counter() - begin
     kinds: dict[str, list[tuple[int, int]]] = {}
+    names: dict[str, float] = {}
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns():
             low = event.start_ns()
             kinds.setdefault(kind_of(event.name()), []).append((low, low + event.duration_ns()))
+            spent_before = names.get(event.name(), 0.0)
+            names[event.name()] = spent_before + event.duration_ns() / PROFILED_STEPS / 1e6
     ms = {kind: sum(high - low for low, high in spans) for kind, spans in kinds.items()}
     compute = [span for kind, spans in kinds.items() if kind != "network" for span in spans]
     busy = covered(compute)
     everything = covered([*compute, *kinds.get("network", [])])
     ms |= {"exposed": everything - busy, "idle": spent * 1e9 - everything}
-    return {kind: value / PROFILED_STEPS / 1e6 for kind, value in ms.items()}
+    by_kind = {kind: value / PROFILED_STEPS / 1e6 for kind, value in ms.items()}
+    return by_kind, sorted(names.items(), key=lambda pair: -pair[1])
 
 
 def kind_of(kernel: str) -> str:
@@ -611,7 +646,8 @@ def measure_row(
     dist.all_reduce(mine)
     first, last = (mine / context.world_size).tolist()
     found = {"seconds": spent, "peak": peak, "predicted": predicted, "first": first, "last": last}
-    return found | {"kernels": profile_steps(lambda: step(x, y), on_gpu)}
+    kinds, names = profile_steps(lambda: step(x, y), on_gpu)
+    return found | {"kernels": kinds, "names": names[:MOST_KERNELS]}
 
 
 def wait(on_gpu: bool) -> None:
@@ -630,9 +666,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="a step")
     parser.add_argument("--fusion", type=float, help="MiB a transfer, for pdrun")
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
+    parser.add_argument("--wide", action="store_true", help="8 layers of width 4096")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of a row")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    size = TINY if args.tiny else Size()
+    size = TINY if args.tiny else WIDE if args.wide else Size()
     size = replace(size, tokens=args.tokens) if args.tokens else size
     options = {"comm_fusion": args.fusion} if args.fusion else {}
     print(
@@ -667,6 +705,8 @@ def main() -> None:
             + " ".join(f"{told[0]['kernels'].get(name, 0.0):9.1f}" for name in KERNELS),
             flush=True,
         )
+        for name, ms in told[0]["names"][: args.kernels]:
+            print(f"    {ms:8.2f} ms  {name[:150]}")
 
 
 if __name__ == "__main__":

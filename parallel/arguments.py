@@ -14,6 +14,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.context_parallel.context import ContextParallel
+from pdrun.parallel.fp8.modules import check_device
 from pdrun.parallel.interfaces import (
     CallCutter,
     Cutter,
@@ -239,6 +240,8 @@ def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Se
     level = check_level(arguments.optimizer_level)
     ranks = mesh.row_parts * mesh.cp
     precision = parse_precision(arguments.precision)
+    if precision.fp8 is not None:
+        check_device(device, precision.fp8.scales)
     offload = parse_offload(arguments.offload)
     staged = arguments.pipeline is not None
     settings = Settings(

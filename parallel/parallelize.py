@@ -56,7 +56,12 @@ from pdrun.parallel.model.meta_init import WeightInitializer
 from pdrun.parallel.model.recompute import apply_recompute, parse_recompute
 from pdrun.parallel.model.weights import Weight
 from pdrun.parallel.operators.compiler import find_engine
-from pdrun.parallel.partition import PartitionedModel, PartitionSpec, apply_partitioning
+from pdrun.parallel.partition import (
+    PartitionedModel,
+    PartitionSpec,
+    apply_partitioning,
+    multiply_in_fp8,
+)
 from pdrun.parallel.prepare import PreparedModel, claim_model, prepare_model, store_of
 from pdrun.parallel.report.plan_facts import report_plan
 from pdrun.parallel.rng.step_rng import StepRNG
@@ -172,7 +177,8 @@ def parallelize(
             results of collectives (see `pdrun.parallel.model.recompute`).
         compile: True, globs, or a dict of torch.compile's options: the modules to compile (see
             `pdrun.parallel.compiler.compile`).
-        precision: None, "bf16", "fp16" or a `pdrun.Precision`.
+        precision: None, "bf16", "fp16", "fp8" (bf16, with linear modules that multiply in fp8), a
+            `pdrun.Precision` or a `pdrun.Fp8`.
         compress: "bf16" or "fp16": type of gradients on the network.
         comm_fusion: "auto", MiB, a list of indices, False, MindSpore's dict, or a dict of globs of
             modules and the number of their bucket.
@@ -402,6 +408,7 @@ def _build_state(
     param_hooks.check_hooks(partitioned.weights, [0] * len(partitioned.weights), PARALLELIZE)
     recompute = arguments.recompute
     defers = partitioned.driver.splits_backward
+    fp8 = multiply_in_fp8(partitioned, prepared.place, settings.precision.fp8)
     prepared.on_host.wrap_forwards(device)
     compiled = compile_modules(partitioned.model, arguments.compile, defers)
     recomputed = apply_recompute(partitioned.model, recompute, prepared.place.axes)
@@ -444,6 +451,7 @@ def _build_state(
         recompute=recompute,
         recomputed_modules=recomputed,
         compiled_modules=compiled,
+        fp8=fp8,
         offload=offload,
         activation_offload=saver,
         host_modules=prepared.on_host,

@@ -6,15 +6,19 @@ The full model is kept without memory: proofs need it, and weights are filled fr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import EXPERT_AXIS
 from pdrun.parallel.comm.rank_groups import RankGroups
+from pdrun.parallel.fp8.modules import Fp8Choice, choose_modules, find_linears, use_fp8
+from pdrun.parallel.fp8.options import Fp8
 from pdrun.parallel.interfaces import (
     CallCutter,
     Cutter,
@@ -28,6 +32,7 @@ from pdrun.parallel.model.find_units import find_units
 from pdrun.parallel.model.shard_map import ShardMap, WeightCatalogue, exchange_shards
 from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.model.weights import API_NAME, Weight, is_on_experts_axis
+from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.training.driver import Driver, SimpleDriver
 from pdrun.parallel.training.loss import ForwardFunction
 
@@ -117,6 +122,39 @@ def apply_partitioning(
                 axis for axis in place.mesh.tensor_axes if axis in sums[weight.index]
             )
     return PartitionedModel(model, weights, driver, holders, catalogue, original)
+
+
+def multiply_in_fp8(made: PartitionedModel, place: RankGroups, options: Fp8 | None) -> Fp8Choice:
+    """
+    Have linear modules of this rank multiply in fp8; return which ones do on any rank.
+
+    Raises:
+        UsageError: no module can, or what partitions the model does not support it.
+    """
+    if options is None:
+        return Fp8Choice()
+    refused = (
+        (find_engine(made.model) is not None, "strategy=pdrun.Operators", "use pdrun.Strategy"),
+        (
+            made.driver.splits_backward,
+            "a schedule that defers gradients of weights",
+            'use schedule="1f1b"',
+        ),
+    )
+    for is_given, name, hint in refused:
+        if is_given:
+            what = f"precision='fp8' is not supported with {name}"
+            raise UsageError(what, where=API_NAME, hint=f'{hint}, or precision="bf16"')
+    full = made.original or made.model
+    found = choose_modules(made.model, full, options)
+    use_fp8(made.model, found.chosen, found.scales)
+    axis = place.axes[place.holder_axes]
+    if made.original is None or axis.size == 1:
+        return found
+    names = [*find_linears(full)]
+    mine = torch.tensor([name in found.chosen for name in names], device=axis.device).int()
+    anywhere = axis.all_reduce(mine, "max").tolist()
+    return replace(found, everywhere=tuple(itertools.compress(names, anywhere)))
 
 
 def _apply_strategy(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.experts import Balance as Balance
     from pdrun.parallel.experts import MoE as MoE
     from pdrun.parallel.experts import experts as experts
+    from pdrun.parallel.fp8.options import Fp8 as Fp8
     from pdrun.parallel.hooks.moving_average import MovingAverage as MovingAverage
     from pdrun.parallel.hooks.step_report import StepReport as StepReport
     from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
@@ -92,6 +93,7 @@ _MODULE_OF = {
     "DeadlineExceeded": "pdrun.errors",
     "EarlyStop": "pdrun.parallel.hooks.watch_value",
     "PeerLost": "pdrun.errors",
+    "Fp8": "pdrun.parallel.fp8.options",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
     "RendezvousError": "pdrun.errors",

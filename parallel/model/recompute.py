@@ -54,6 +54,7 @@ SAVED_OPERATORS = (
     "addmm",
     "bmm",
     "baddbmm",
+    "_scaled_mm",
     "linear",
     "convolution",
     "_scaled_dot_product_flash_attention",

@@ -83,7 +83,7 @@ def _emulate(
                 with torch.nn.utils.stateless._reparametrize_module(module, new):
                     return forward(*again_args, **again_kwargs)
 
-            known[key] = traced(lambda: trace_unit(call, [*inputs, *params.values()]))
+            known[key] = traced(lambda: trace_unit(call, inputs, [*params.values()]))
         graphs = known[key]
         if graphs is None:
             return forward(*args, **kwargs)
@@ -112,10 +112,15 @@ def _describe_call(module: nn.Module, leaves: Sequence[Any], form: Any) -> Any:
     )
 
 
-def trace_unit(call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> UnitGraphs | None:
+def trace_unit(
+    call: Callable[..., Any], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> UnitGraphs | None:
     """
     Return the graphs of a function of fake tensors, as torch.compile would make them; None if it
     cannot be traced.
+
+    Args:
+        weights: its other arguments; they are in memory anyway, so keeping one costs nothing.
     """
     from unittest import mock
 
@@ -134,16 +139,25 @@ def trace_unit(call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Uni
         # collectives are operators of the graph, as when it is compiled
         with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
             joint = aot_export_joint_simple(
-                flat_call, tuple(tensors), trace_joint=True, decompositions=select_decomp_table()
+                flat_call,
+                (*inputs, *weights),
+                trace_joint=True,
+                decompositions=select_decomp_table(),
             )
         count = forms[-1].num_leaves
-        inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+        for node in list(joint.graph.nodes):  # compiled code has none; one keeps what it reads
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                joint.graph.erase_node(node)
+        values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
         forward, _ = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=count, static_lifetime_input_indices=[]
+            joint,
+            values,
+            num_fwd_outputs=count,
+            static_lifetime_input_indices=[*range(len(inputs), len(inputs) + len(weights))],
         )
     except Exception:
         return None  # an estimate of uncompiled code is better than none
-    return _read_forward(forward, count, forms[-1], len(tensors))
+    return _read_forward(forward, count, forms[-1], len(inputs) + len(weights))
 
 
 def _read_forward(forward: Any, count: int, form: Any, input_count: int) -> UnitGraphs | None:

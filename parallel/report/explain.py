@@ -288,6 +288,7 @@ def _describe_modules(state: RunState, plan: RunPlan) -> list[str]:
         lines.append(f"recomputed in the backward pass: {', '.join(state.recomputed_modules)}")
     if state.compiled_modules:
         lines.append(f"compiled: {', '.join(state.compiled_modules)}")
+    lines += state.fp8.describe()
     return lines
 
 

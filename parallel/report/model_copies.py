@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.checkpoint.export import full_buffers
+from pdrun.parallel.fp8.modules import use_fp8
 from pdrun.parallel.model import param_hooks
 from pdrun.parallel.model.forward_wrapper import unwrap_forwards
 from pdrun.parallel.model.shards import set_shard
@@ -39,6 +40,7 @@ def reference_copy(state: RunState) -> nn.Module:
         for entry in state.engine.catalogue.weights:
             memo[id(params[entry.name])] = value_of(entry, params[entry.name])
         made = copy.deepcopy(state.original_model, memo)
+        use_fp8(made, state.fp8.everywhere, state.fp8.scales)
         here = full_buffers(state)
         with torch.no_grad():
             for name, buffer in made.named_buffers():

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 FP32_TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCE = 3e-2
+FP8_TOLERANCE = 1e-1
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
 ROW_DEPENDENCE_TOLERANCE = 1e-4
 """Relative difference of the loss above which two slices as one count as another loss."""
@@ -269,6 +270,8 @@ def _is_close(step: StepComparison, grad_tolerance: float, loss_tolerance: float
 
 def _tolerances(state: RunState) -> tuple[float, float]:
     """Return the largest relative differences of gradients and of losses."""
+    if state.settings.precision.fp8 is not None:
+        return FP8_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.settings.precision.compute or state.settings.wire_dtype:
         return LOW_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE
     if state.mesh.pp > 1:

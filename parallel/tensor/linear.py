@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from pdrun.parallel.comm.autograd import all_gather, all_reduce, slice_to_shard
 from pdrun.parallel.comm.communicator import AxisGroup
+from pdrun.parallel.fp8 import product
+from pdrun.parallel.fp8.modules import scales_of
 from pdrun.parallel.model.shards import Shard, shard_of
 from pdrun.parallel.tensor.probes import check_embedding, check_linear_forward
 from pdrun.parallel.tensor.style import (
@@ -106,11 +108,16 @@ class ColumnParallel:
     """A linear module that computes this rank's shard of the output."""
 
     _context: ModuleContext
+    serves_fp8 = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out / parts]`` of ``[..., in]``, or the full output if it is gathered."""
         context = self._context
-        return context.leave(super().forward(context.enter(x)))  # type: ignore[misc]
+        scales = scales_of(self)  # type: ignore[arg-type]
+        if scales is None:
+            return context.leave(super().forward(context.enter(x)))  # type: ignore[misc]
+        weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
+        return context.leave(product.linear(context.enter(x), weight, bias, scales))
 
 
 @dataclass(frozen=True)
@@ -291,13 +298,19 @@ class RowParallel:
     """
 
     _context: ModuleContext
+    serves_fp8 = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
         context = self._context
         bias = self.bias  # type: ignore[attr-defined]
         weight = self.weight  # type: ignore[attr-defined]
-        y = context.leave(functional.linear(context.enter(x), weight))
+        scales = scales_of(self)  # type: ignore[arg-type]
+        x = context.enter(x)
+        if scales is None:
+            y = context.leave(functional.linear(x, weight))
+        else:
+            y = context.leave(product.linear(x, weight, None, scales))
         if bias is None:
             return y
         return y + bias

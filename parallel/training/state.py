@@ -25,6 +25,7 @@ from pdrun.parallel.data.batch_slicing import BatchSlicing, to_device
 from pdrun.parallel.data.feed import DataFeed
 from pdrun.parallel.experts.balance import pass_state
 from pdrun.parallel.experts.loads import ExpertBalancer
+from pdrun.parallel.fp8.modules import Fp8Choice
 from pdrun.parallel.model.released import find_user_line
 from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
 from pdrun.parallel.rng.step_rng import NO_CONTEXT, StepRNG
@@ -138,6 +139,8 @@ class RunState:
     """Names of the modules whose forward is recomputed in the backward."""
     compiled_modules: list[str] = field(default_factory=list)
     """Names of the modules that torch.compile compiles."""
+    fp8: Fp8Choice = field(default_factory=Fp8Choice)
+    """The linear modules that multiply in fp8."""
     offload: Offload = field(default_factory=Offload)
     activation_offload: ActivationOffload | None = None
     """Moves activations to the host; None if ``offload`` does not include them."""

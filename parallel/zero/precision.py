@@ -4,7 +4,8 @@ Mixed precision: the type in which the model computes, and what stays wider.
 Optimizers use masters in the weights' own type. With ``compute``, the model's parameters are copies
 in that type, refreshed after each step; gradients are added and reduced in ``reduce``. With
 ``autocast`` the parameters keep their type, and torch chooses the type of each operator. In fp16
-the loss is scaled because of the narrow range: see `LossScale`.
+the loss is scaled because of the narrow range: see `LossScale`. With ``fp8`` the products of linear
+modules are computed in fp8: see `pdrun.parallel.fp8`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
+from pdrun.parallel.fp8.options import Fp8
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -38,12 +40,14 @@ class Precision:
         autocast: parameters keep their type, and ``compute`` is the type of autocast.
         scale: first loss scale in fp16; it doubles after 2,000 good steps and halves after a bad
             one.
+        fp8: which linear modules multiply in fp8; needs ``compute="bf16"``.
     """
 
     compute: str | None = None
     reduce: str | None = None
     autocast: bool = False
     scale: float = 65536.0
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce"):
@@ -57,6 +61,12 @@ class Precision:
             raise UsageError(
                 "autocast=True requires compute='bf16' or 'fp16'", where="pdrun.Precision"
             )
+        if self.fp8 is not None and not isinstance(self.fp8, Fp8):
+            what = f"fp8 must be a pdrun.Fp8, got {self.fp8!r}"
+            raise UsageError(what, where="pdrun.Precision", hint="fp8=pdrun.Fp8()")
+        if self.fp8 is not None and self.compute != "bf16":
+            what = f"fp8 requires compute='bf16', got {self.compute!r}"
+            raise UsageError(what, where="pdrun.Precision", hint='precision="fp8" means both')
 
     def weight_dtype(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
         """
@@ -91,16 +101,24 @@ class Precision:
 
 
 def parse_precision(value: Any) -> Precision:
-    """Return the meaning of a user's ``precision``: None, "bf16", "fp16" or a Precision."""
+    """
+    Return the meaning of a user's ``precision``: None, "bf16", "fp16", "fp8", a Precision or an
+    Fp8.
+    """
     if value is None:
         return Precision()
+    if value == "fp8":
+        return Precision("bf16", fp8=Fp8())
+    if isinstance(value, Fp8):
+        return Precision("bf16", fp8=value)
     return Precision(compute=value) if isinstance(value, str) else _require_precision(value)
 
 
 def _require_precision(value: Any) -> Precision:
     if not isinstance(value, Precision):
         raise UsageError(
-            f"precision must be 'bf16', 'fp16' or a pdrun.Precision, got {value!r}",
+            "precision must be 'bf16', 'fp16', 'fp8', a pdrun.Precision or a pdrun.Fp8, got"
+            f" {value!r}",
             where="pdrun.parallelize",
         )
     return value

@@ -63,7 +63,7 @@ class Task:
     rows: tuple[int, ...] = (12, 12, 12, 12)
     clip: float | None = None
     optimizer: str = "SGD"
-    precision: str | None = None
+    precision: Any = None
     empty: bool = False
     layers: int = 2
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def more(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 
 COMPILED = more(compile=True)
+FP8 = Task(precision=pdrun.Fp8(least=0), clip=1.0)
+FP8_ROWS = Task(precision=pdrun.Fp8("row", least=0))
+ONE = {
+    "fp8": [
+        (FP8, Place()),
+        (replace(FP8, p=0.2), Place(level=3, accumulate=2, more=more(recompute="selective"))),
+        (FP8, Place(accumulate=2, more=COMPILED)),
+        (FP8_ROWS, Place(level=1)),
+        (FP8_ROWS, Place(level=3, more=(*COMPILED, *more(recompute="full")))),
+    ],
+}
 TWO = {
     "data": [
         (Task(optimizer="AdamW"), Place(dp=2)),
@@ -40,12 +52,14 @@ TWO = {
         (DROPS, Place(dp=2, level=3, accumulate=2, more=more(recompute="selective"))),
         (Task(), Place(dp=2, level=3, more=more(offload="all"))),
         (NARROW, Place(dp=2, level=2, more=more(compress="bf16"))),
+        (FP8, Place(dp=2, level=3, more=COMPILED)),
         (Task(), Place(dp=2, level=3, copies=2)),
     ],
     "tensor": [
         (DROPS, Place(tp=2)),
         (DROPS, Place(tp=2, kind="sequence", accumulate=2)),
         (NARROW, Place(tp=2, kind="sequence")),
+        (FP8, Place(tp=2, kind="sequence")),
         (DROPS, Place(tp=2, copies=2)),
         (DROPS, Place(tp=2, kind="operators")),
     ],
@@ -126,6 +140,16 @@ def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
         except Exception:
             wrong.append(f"{task} {place}: {traceback.format_exc()}")
     return wrong
+
+
+@pytest.mark.parametrize("kind", ONE)
+def test_on_one_gpu(kind: str, tmp_path: Path) -> None:
+    if not int(os.environ.get("PDRUN_TEST_GPUS", "0")):
+        pytest.skip("needs a GPU; PDRUN_TEST_GPUS=0")
+    told = pdrun.launch(
+        work, ONE[kind], str(tmp_path), kind, devices=1, backend="cuda", timeout=BOUND
+    )
+    assert "".join(told[0]) == ""
 
 
 @pytest.mark.parametrize("kind", TWO)

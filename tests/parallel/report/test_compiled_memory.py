@@ -72,7 +72,7 @@ def test_what_a_compiled_layer_keeps() -> None:
         def call(x: torch.Tensor, *weights: torch.Tensor) -> Any:
             return torch.func.functional_call(layer, dict(zip(params, weights, strict=True)), (x,))
 
-        graphs = compiled_units.trace_unit(call, tensors)
+        graphs = compiled_units.trace_unit(call, tensors, [])
     assert graphs is not None
     assert sum(numel * dtype.itemsize for numel, dtype in graphs.kept) == want
     assert want < 0.6 * kept_bytes(layer, x)
@@ -85,7 +85,7 @@ def test_a_module_that_cannot_be_traced_is_counted_uncompiled() -> None:
         return x * float(x.sum())
 
     with FakeTensorMode():
-        assert compiled_units.trace_unit(call, [torch.randn(3, requires_grad=True)]) is None
+        assert compiled_units.trace_unit(call, [torch.randn(3, requires_grad=True)], []) is None
 
 
 def estimates(**options: Any) -> Any:

@@ -178,7 +178,7 @@ def _refusal(name: str, module: nn.Linear, options: Fp8, units: Collection[str])
     kind = type(module)
     own = kind.forward is not nn.Linear.forward and not issubclass(kind, Fp8Linear)
     if "forward" in vars(module) or (own and not getattr(kind, "serves_fp8", False)):
-        return f"a {kind.__name__} has a forward of its own"
+        return f"a {kind.__name__} with another forward"
     if kind.__name__ == "NonDynamicallyQuantizableLinear":
         return "an attention module reads its weight"
     weight = module.weight

@@ -114,7 +114,7 @@ class _ScaledLinear(torch.autograd.Function):
         y = multiply(
             narrow, cast(weight, weight_factor, FORWARD_TYPE), x_factor, weight_factor, is_fast=True
         )
-        # the sum over rows, of the weight's gradient, has a size of its own
+        # the sum over rows, of the weight's gradient, has another size
         ctx.is_wide = is_row or x.shape[0] % ALIGNMENT != 0
         ctx.is_row, ctx.x_type = is_row, x.dtype
         kept = x.to(COMPUTE_TYPE) if ctx.is_wide else narrow

@@ -113,7 +113,7 @@ class ColumnParallel:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out / parts]`` of ``[..., in]``, or the full output if it is gathered."""
         context = self._context
-        scales = scales_of(self)  # type: ignore[arg-type]
+        scales = scales_of(self)
         if scales is None:
             return context.leave(super().forward(context.enter(x)))  # type: ignore[misc]
         weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ class RowParallel:
         context = self._context
         bias = self.bias  # type: ignore[attr-defined]
         weight = self.weight  # type: ignore[attr-defined]
-        scales = scales_of(self)  # type: ignore[arg-type]
+        scales = scales_of(self)
         x = context.enter(x)
         if scales is None:
             y = context.leave(functional.linear(x, weight))

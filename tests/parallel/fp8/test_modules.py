@@ -70,13 +70,13 @@ def test_linear_modules_of_units_are_chosen_and_the_others_have_a_reason() -> No
     assert found.chosen == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
     assert dict(found.others) == {
         **{f"blocks.{n}.odd": "sizes must be multiples of 16 (3x16)" for n in (0, 1)},
-        **{f"blocks.{n}.own": "a OwnForward has a forward of its own" for n in (0, 1)},
+        **{f"blocks.{n}.own": "a OwnForward with another forward" for n in (0, 1)},
         "head": "outside of units",
     }
     assert found.describe() == [
         "products in fp8, a scale per tensor: " + ", ".join(found.chosen),
         "products in bf16, sizes must be multiples of 16 (3x16): blocks.0.odd, blocks.1.odd",
-        "products in bf16, a OwnForward has a forward of its own: blocks.0.own, blocks.1.own",
+        "products in bf16, a OwnForward with another forward: blocks.0.own, blocks.1.own",
         "products in bf16, outside of units: head",
     ]
 
@@ -105,7 +105,7 @@ def test_replaced_forwards_attention_modules_and_codes_stay_in_bf16() -> None:
     codes = torch.zeros(16, 16, dtype=torch.int8)
     model.blocks[1].codes.weight = nn.Parameter(codes, requires_grad=False)
     found = choose(model)
-    assert found.others["blocks.0.up"] == "a Linear has a forward of its own"
+    assert found.others["blocks.0.up"] == "a Linear with another forward"
     assert found.others["blocks.1.attention.out_proj"] == "an attention module reads its weight"
     assert found.others["blocks.1.codes"] == "its weight is int8"
 

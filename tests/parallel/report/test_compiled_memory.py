@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import pdrun
+from pdrun.parallel.fp8.modules import use_fp8
 from pdrun.parallel.report import compiled_units
 
 pytestmark = pytest.mark.torch
@@ -78,6 +79,37 @@ def test_what_a_compiled_layer_keeps() -> None:
     assert want < 0.6 * kept_bytes(layer, x)
     assert 0 in graphs.kept_inputs
     assert graphs.outputs == ((torch.Size((ROWS, WIDTH)), torch.float32),)
+
+
+def test_a_compiled_layer_in_fp8_keeps_no_copy_that_it_can_make_again() -> None:
+    """Assertions of the trace read the casts; they must not count as something that keeps them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+            self.down = nn.Linear(64, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    layer = Gated().bfloat16()
+    use_fp8(layer, ["up", "gate", "down"], "tensor")
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        x = torch.empty(256, 32, dtype=torch.bfloat16, requires_grad=True)
+        params = {name: fake.from_tensor(param) for name, param in layer.named_parameters()}
+
+        def call(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+            return torch.func.functional_call(layer, dict(zip(params, weights, strict=True)), (x,))
+
+        graphs = compiled_units.trace_unit(call, [x], [*params.values()])
+    assert graphs is not None
+    sizes = sorted((numel, dtype) for numel, dtype in graphs.kept if numel > 1)
+    narrow = [(256 * 32, torch.float8_e4m3fn)]  # x, which two products share
+    assert sizes == [*narrow, *[(256 * 64, torch.bfloat16)] * 2]
+    assert set(graphs.kept_inputs) == {1, 2, 3}
 
 
 def test_a_module_that_cannot_be_traced_is_counted_uncompiled() -> None:

@@ -34,8 +34,8 @@ from pdrun.parallel.operators.redistribute import (
 
 EAGER_BYTES = 2.0
 """
-Bytes of an operator that is a kernel of its own, relative to what it reads and writes: kernels that
-are not compiled cast, copy and use strides. Measured with a decoder on an H200
+Bytes of an operator that is one kernel, relative to what it reads and writes: kernels that are not
+compiled cast, copy and use strides. Measured with a decoder on an H200
 (benchmarks/auto_gpu_h200_2026-11-30.md).
 """
 KIND_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -19,7 +19,8 @@ MUTANTS = (
         f"{MEMBERSHIP}job.py",
         "            self.stop_notes.append(text)\n",
         "            pass\n",
-        f"{FAILURE_TO_VERDICT}a_node_lost_while_the_workers_are_stopped_is_named_and_changes_no_code",
+        f"{FAILURE_TO_VERDICT}a_node_lost_while_the_workers_are_stopped_is_named_and_changes_no"
+        "_code",
     ),
     Mutant(
         "a scheduler orphaned while workers are stopped forgets the cause",

@@ -17,7 +17,8 @@ MUTANTS = (
         "launcher/supervisor/client.py",
         "if code < 0 or self._is_frozen:",
         "if False:",
-        "tests/launcher/supervisor/test_supervisor.py::test_killed_keeper_is_a_clear_error_and_leaves_nothing",
+        "tests/launcher/supervisor/test_supervisor.py"
+        "::test_killed_keeper_is_a_clear_error_and_leaves_nothing",
     ),
     Mutant(
         "workers outlive a killed supervisor",

@@ -49,7 +49,7 @@ def describe_result(result: OuterResult, top: int = 10) -> str:
 
 
 LEVEL_TEXTS = {
-    0: "each of them has weights, gradients and optimizer state of its part of the model",
+    0: "each of them has all weights, gradients and optimizer state",
     1: "optimizer state is sharded over them (level 1)",
     2: "optimizer state and gradients are sharded over them (level 2)",
     3: "optimizer state, gradients and weights are sharded over them (level 3)",

@@ -77,7 +77,10 @@ class _SavedRecorder:
                     replace_refs(value, lambda ref: self._values[ref.index])
                     for value in (operator.args, operator.kwargs)
                 )
-                result = operator.target(*args, **kwargs)
+                target = operator.target
+                if operator.kind == "view":  # the graph has no `contiguous`; as the local graph
+                    target = torch.ops.aten.reshape.default
+                result = target(*args, **kwargs)
                 results = result if isinstance(result, (list, tuple)) else [result]
                 tensors = [value for value in results if isinstance(value, torch.Tensor)]
                 for index, value in zip(operator.outputs, tensors, strict=False):

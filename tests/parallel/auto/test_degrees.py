@@ -381,3 +381,10 @@ def test_kernels_of_their_own_cost_more_than_compiled_ones() -> None:
     ]
     relu = 3 * 2 * 8 * 64 * 4 / 1e9  # forward and backward, read and written
     assert seconds[0] - seconds[1] == pytest.approx(relu)
+
+
+def test_attention_of_torch_is_planned() -> None:
+    """Its views need the `contiguous` that a graph leaves out."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    report = plan_of(layer, torch.zeros(8, 4, 16), devices=1, topology="h100x8")
+    assert report.result.chosen.cost.memory["activations"] > 8 * 4 * 32 * 4

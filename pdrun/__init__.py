@@ -150,6 +150,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name in _MODULE_OF:
         module = _import_module(_MODULE_OF[name])
+        if module.__name__.startswith("pdrun.parallel"):
+            # a wrong argument is one line, also before `init`
+            _import_module("pdrun.parallel.startup.excepthook").install_excepthook()
         if name in ("elastic", "servers"):
             return module
         return getattr(module, name)

@@ -3,7 +3,8 @@ An uncaught error of pdrun is one line and its exit code, not a traceback throug
 
 The exception can still be caught. If it is not caught, the interpreter's hook prints ``pdrun:
 error: WHERE: WHAT; HINT`` and exits with the error's code (78, 69, 77). A hook that is not Python's
-own, and an interactive prompt, are left unchanged.
+own, and an interactive prompt, are left unchanged. It is installed when a program first uses a name
+of the runtime (`pdrun.rows`), or calls `init`.
 """
 
 from __future__ import annotations

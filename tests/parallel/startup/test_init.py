@@ -298,6 +298,20 @@ def test_an_error_of_init_under_a_command_line_is_one_line_too() -> None:
 
 
 @torch
+def test_a_wrong_argument_before_init_is_one_line_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import pdrun; pdrun.rows('adam')"],
+        env=clean({}),
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdrun: error: pdrun.rows: optimizer must be one of")
+    assert done.stderr.count("\n") == 1
+
+
+@torch
 def test_a_world_without_a_meeting_place_is_refused(tmp_path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     _, _, err = finish(start(tmp_path, "pdrun.init()", environ))

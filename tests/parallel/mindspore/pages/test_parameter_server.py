@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.mindspore.promises import check_proof, run_proofs
+from tests.parallel.mindspore.promises import PROOF_SECONDS, check_proof, run_proofs
 
 PROMISES: dict[str, dict[str, str]] = {
     "training": {
@@ -38,5 +38,6 @@ def test_tables(promise: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(PROOF_SECONDS)
 def test_the_proofs_of_this_page_pass() -> None:
     run_proofs(PROMISES)

@@ -42,8 +42,9 @@ class Fp8Choice:
 
     Attributes:
         scales: see `Fp8`.
-        chosen: names of the modules of this rank that multiply in fp8.
-        others: names of this rank's other linear modules, and why.
+        chosen: names of the modules of this rank's model that multiply in fp8, those of other
+            stages included.
+        others: names of its other linear modules, and why.
         everywhere: names of those that multiply in fp8 on any rank.
     """
 

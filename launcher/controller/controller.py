@@ -26,6 +26,7 @@ every wait:
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -134,6 +135,8 @@ class Controller:
         """Nodes whose agent this process has stopped or killed."""
         self._stop_signals: list[int] = []
         """Stop signals received so far."""
+        self._has_read = False
+        """Whether an agent's descriptor was ready in the last turn."""
         self._dropped_bytes = 0
         """Output read after a second stop signal and not shown: its reader was behind."""
         self._restore = ExitStack()
@@ -197,12 +200,18 @@ class Controller:
         Return whether all agents have ended and their output is read.
 
         The output of an agent is awaited for a limited time: a stray child may keep a pipe open.
+        What has come is read, also if this process stood still for that time, unless a stray child
+        writes without an end.
         """
-        latest = time.monotonic() - exit_policy.AFTER_CLOSE_SECONDS
-        return all(
-            agent.exit is not None and (agent.is_drained() or agent.exit.time < latest)
-            for agent in self._agents
-        )
+        open_since = -math.inf
+        for agent in self._agents:
+            if agent.exit is None:
+                return False
+            if not agent.is_drained():
+                open_since = max(open_since, agent.exit.time)
+        seconds = time.monotonic() - open_since
+        limit = exit_policy.AFTER_CLOSE_SECONDS
+        return seconds > (3 * limit if self._has_read else limit)
 
     def _wait_for_events(self) -> bool:
         """Wait for output, signals or a time-out; return whether a reader is behind."""
@@ -216,10 +225,12 @@ class Controller:
                 owners[fd] = agent
         is_blocked = any(self._console.is_behind(stream) for stream in (STDOUT, STDERR))
         seconds = POLL_SECONDS_WHILE_BLOCKED if is_blocked else POLL_SECONDS
+        self._has_read = False
         for fd, _ in poll.poll(seconds * 1000):
             if fd == self._signal_fd:
                 self._read_signals()
             else:
+                self._has_read = True
                 for stream, data in owners[fd].read_output(fd):
                     self._show_output(owners[fd], stream, data)
         return is_blocked

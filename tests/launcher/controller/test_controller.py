@@ -18,10 +18,11 @@ import pytest
 
 from pdrun.launcher.config.spec import JobSpec, Program, Resources
 from pdrun.launcher.controller import controller, exit_policy
-from pdrun.launcher.controller.agent_handle import LocalAgentHandle, agent_command
+from pdrun.launcher.controller.agent_handle import AgentExit, LocalAgentHandle, agent_command
 from pdrun.launcher.controller.exit_policy import ShutdownTimer, job_exit_code
 from pdrun.launcher.controller.local import AgentStart, bind_scheduler, make_agent_starts
 from pdrun.launcher.controller.ssh_agent import RemoteAgentHandle
+from pdrun.launcher.output.console import Console
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.security import Secret
 
@@ -385,8 +386,6 @@ def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
-    from pdrun.launcher.output.console import Console
-
     before = signal.getsignal(signal.SIGTERM)
     fds = set(os.listdir("/proc/self/fd"))
     job = controller.Controller(
@@ -548,3 +547,53 @@ def test_the_payload_of_each_agent() -> None:
         )
         assert (order["tty"], order["colour"]) == ([True, False], False)
         assert Secret.from_hex(order["secret"]) == secret
+
+
+class EndedAgent:
+    """An agent that ended long ago, as it is seen after a pause; a stray child keeps its pipe."""
+
+    node = "node0"
+    is_up = is_running = True
+
+    def __init__(self, output: bytes) -> None:
+        self.exit: AgentExit | None = None
+        self.read_fd, self.write_fd = os.pipe()
+        os.write(self.write_fd, output)
+
+    def start(self) -> None:
+        pass
+
+    def send_payload(self) -> None:
+        pass
+
+    def poll_descriptors(self, is_behind: object) -> list[tuple[int, int]]:
+        return [(self.read_fd, select.POLLIN)]
+
+    def read_output(self, fd: int) -> list[tuple[int, bytes]]:
+        return [(1, os.read(fd, 1000))]
+
+    def is_drained(self) -> bool:
+        return False
+
+    def check_exit(self) -> None:
+        late = 2 * exit_policy.AFTER_CLOSE_SECONDS
+        self.exit = AgentExit(0, time.monotonic() - late)
+
+    def close_lifeline(self) -> None:
+        pass
+
+
+def test_a_pause_of_the_controller_loses_no_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """
+    It had given up a pipe in which everything was: the time for that had passed while it stood
+    still.
+    """
+    agent = EndedAgent(b"x" * 9999 + b"\n")
+    job = controller.Controller([agent], Console(), grace=0.2)
+    job.start()
+    try:
+        assert job.run() == 0
+        assert capfd.readouterr().out == "x" * 9999 + "\n"
+    finally:
+        os.close(agent.write_fd)
+        os.close(agent.read_fd)

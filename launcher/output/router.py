@@ -35,7 +35,7 @@ from pdrun.launcher.output.log_names import (
     fill_template,
     prepare_log_folder,
 )
-from pdrun.launcher.output.pipes import Wakeup, open_worker_pipe
+from pdrun.launcher.output.pipes import PIPE_BYTES, Wakeup, open_worker_pipe
 from pdrun.launcher.output.worker_streams import WorkerStream, WorkerStreams
 
 MAX_READ_BYTES = 1 << 18
@@ -178,7 +178,12 @@ class OutputRouter:
             self._close_stream(stream)
 
     def drain_worker(self, rank: int, timeout: float) -> None:
-        """Read the pipes of an ended worker until EOF or ``timeout`` seconds, and close them."""
+        """
+        Read the pipes of an ended worker until EOF or ``timeout`` seconds, and close them.
+
+        What they contain is read, however long this process stood still; later output of a stray
+        child is not.
+        """
         worker = self._workers.get(rank)
         if worker is None:
             return
@@ -187,14 +192,17 @@ class OutputRouter:
         poll = select.poll()
         for stream in left:
             poll.register(stream.fd, select.POLLIN)
-        while left:
-            ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        late_reads = PIPE_BYTES // MAX_READ_BYTES + 1
+        while left and late_reads:
+            seconds = deadline - time.monotonic()
+            late_reads -= seconds <= 0
+            ready = dict(poll.poll(max(0.0, seconds) * 1000))
             for stream in [stream for stream in left if stream.fd in ready]:
                 if not self._read_stream(stream):
                     poll.unregister(stream.fd)
                     left.remove(stream)
                     self._close_stream(stream)
-            if not ready or time.monotonic() >= deadline:
+            if not ready:
                 break
         for stream in left:
             self._close_stream(stream)

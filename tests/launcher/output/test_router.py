@@ -6,6 +6,7 @@ waiting.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import resource
@@ -390,6 +391,22 @@ def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[P
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     pump(output, [])
     output.close()
+
+
+def test_drain_reads_all_that_has_come_though_its_time_has_passed(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
+    output = make_output(tmp_path, screen[1], screen[1])
+    out, err = output.open_pipes(0, 0, 0)
+    size = fcntl.fcntl(out, fcntl.F_GETPIPE_SZ)
+    text = b"x" * 4095 + b"\n"
+    for _ in range(size // len(text)):
+        os.write(out, text)
+    output.drain_worker(0, 0.0)  # as after a pause of this process; a child keeps the pipes open
+    os.close(out)
+    os.close(err)
+    output.close()
+    assert (tmp_path / "logs" / "run1" / "0" / "rank_0.out").stat().st_size == size
 
 
 def test_a_new_generation_has_new_files(tmp_path: Path, screen: tuple[Path, int]) -> None:

@@ -119,7 +119,8 @@ class SourceCopy:
         options = ("-rpfE", "--tb=short", "--durations=0", "--durations-min=0")
         code, output = self.run_tests(wanted, limit, *options)
         if code not in (0, 1):
-            raise SystemExit(f"the tests could not be run without an edit:\n{output}")
+            why = f"they did not end within {limit:.0f} s" if code == -1 else f"pytest: {code}"
+            raise SystemExit(f"the tests could not be run without an edit ({why}):\n{output}")
         results: dict[str, set[str]] = {}
         for result, name, case in _RESULT_LINE.findall(output):
             for key in {name, name + case}:

@@ -195,7 +195,8 @@ class OutputRouter:
         late_reads = PIPE_BYTES // MAX_READ_BYTES + 1
         while left and late_reads:
             seconds = deadline - time.monotonic()
-            late_reads -= seconds <= 0
+            if seconds <= 0:
+                late_reads -= 1
             ready = dict(poll.poll(max(0.0, seconds) * 1000))
             for stream in [stream for stream in left if stream.fd in ready]:
                 if not self._read_stream(stream):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.result import OuterResult, PricedChoice
 from pdrun.parallel.auto.search.missing_rules import describe_missing_rules
+from pdrun.text import plural
 
 GIB = 2**30
 BACKWARD_FLOPS = 2.0
@@ -63,7 +64,7 @@ def describe_choice(choice: StepChoice) -> str:
     if choice.dp > 1:
         group = choice.pp * choice.tp
         who = f"{choice.dp} groups of {group} devices" if group > 1 else f"{choice.dp} devices"
-        parts.append(f"{who} work on {choice.rows * choice.microbatches} rows each (dp)")
+        parts.append(f"{who} work on {plural(choice.rows * choice.microbatches, 'row')} each (dp)")
         level = LEVEL_TEXTS[choice.level]
         if choice.gather is not None:
             level += f", weights are {GATHER_TEXTS[choice.gather]}"
@@ -74,7 +75,9 @@ def describe_choice(choice: StepChoice) -> str:
     if choice.pp > 1:
         parts.append(f"the layers are split into {choice.pp} stages (pp)")
     if choice.microbatches > 1:
-        parts.append(f"a step has {choice.microbatches} micro-batches of {choice.rows} rows")
+        parts.append(
+            f"a step has {choice.microbatches} micro-batches of {plural(choice.rows, 'row')}"
+        )
     if choice.recompute is not None:
         parts.append("activations are computed again in the backward pass")
     return "; ".join(parts) or "one device does everything"
@@ -123,7 +126,7 @@ def _row(result: OuterResult, one: PricedChoice) -> str:
     layers = ""
     if choice.stage_layers:
         layers = f"; layers {'+'.join(map(str, choice.stage_layers))}"
-    micro = f"{choice.microbatches} x {choice.rows} rows"
+    micro = f"{choice.microbatches} x {plural(choice.rows, 'row')}"
     return (
         f"{_format_ms(cost.total)} {share:5.0%} {_format_gib(cost.peak):>7}"
         f"  {choice.pp:3} {choice.dp:3} {_format_tensor_axes(choice):>3}"

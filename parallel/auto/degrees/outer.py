@@ -271,7 +271,7 @@ class _OuterSearch:
             if rows > MAX_ROWS_OF_MANY and count > 1:
                 continue  # fewer passes of more rows: the candidate with one pass has most rows
             if pp > 1 and count < pp:
-                self._refuse(f"pp={pp}, {count} micro-batches", "a stage would have no work")
+                self._refuse(f"pp={pp}, microbatches={count}", "a stage would have no work")
                 continue
             for schedule in self._list_schedules(pp, count):
                 for recompute in (None, "full")[: 1 + request.recompute]:

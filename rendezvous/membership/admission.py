@@ -26,8 +26,9 @@ from pdrun.rendezvous.policies.texts import (
     refuse_full,
     refuse_other_job,
     refuse_protocol,
+    refuse_stopping,
 )
-from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
+from pdrun.rendezvous.protocol.events import JoinDeferred, Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
     Hello,
@@ -145,6 +146,10 @@ def handle_join(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> N
     """Accept or refuse a node."""
     if hello.agent in job.roster.members:
         return
+    if job.shutdown.verdict and join.node in job.roster.deferred:
+        job.roster.sessions[peer].deferred_node = join.node
+        job.outbox.send(peer, job.shutdown.verdict)
+        return
     old = find_replaced(job, join, now)
     refuse = None if old else find_closed_reason(job)
     if refuse is None:
@@ -155,34 +160,51 @@ def handle_join(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> N
     if refuse is None and is_full(job.config, job.roster):
         refuse = refuse_full(job.config, job.key)
     if refuse is not None:
+        job.roster.deferred.pop(join.node, None)
         job.refuse_peer(peer, hello, refuse, node=join.node)
     else:
         _admit_member(job, peer, hello, join, now)
 
 
-def refuse_early(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> bool:
+def defer_join(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> JoinDeferred | None:
     """
     Refuse for now a node whose name or rank an earlier one has that may be ending or have ended.
 
-    Return whether it was refused; it asks again until the earlier one has left, is lost or has
-    proved to be alive. This depends on the detector's times, so the journal has only the end of
-    this node's connection.
+    It asks again until the earlier one has left, is lost or has proved to be alive, or until it
+    gets the verdict. Return None if the join has to be decided now, otherwise what the journal
+    keeps: the decision depends on the detector's times.
     """
+    refuse = _find_deferral(job, hello, join, now)
+    if refuse is None:
+        return None
+    job.outbox.send(peer, replace(refuse, retry=True))
+    job.outbox.close_peer(peer)
+    note_deferred(job.roster, peer, join.node, now)
+    return JoinDeferred(peer, join.node)
+
+
+def note_deferred(roster: Roster, peer: Peer, node: str, now: float) -> None:
+    """Note that a node was refused for now; its connection is being closed."""
+    roster.forget_session(peer)
+    roster.deferred[node] = now
+
+
+def _find_deferral(job: Job, hello: Hello, join: Join, now: float) -> Refuse | None:
+    """Return why a node cannot join yet, or None."""
     config, roster = job.config, job.roster
+    if job.state is JobState.STOPPING and join.node in roster.deferred:
+        return refuse_stopping(config, job.key)
     rival = roster.claims.get(join.node_rank) if join.node_rank is not None else None
     old = roster.names.get(join.node, rival)
     is_over = job.state in (JobState.STOPPING, JobState.DONE)
     is_usable = is_open(config, job.state) or job.restarts_left(now) > 0
     if old is None or is_over or not is_usable or not _is_in_doubt(job, old, hello, join, now):
-        return False
+        return None
     if _find_objection(config, roster, old, hello, join) is not None:
-        return False  # it cannot join in any case
+        return None  # it cannot join in any case
     refuse = _find_objection(config, roster, None, hello, join)
     assert refuse is not None, "the earlier node is the objection"
-    job.outbox.send(peer, replace(refuse, retry=True))
-    job.outbox.close_peer(peer)
-    roster.forget_session(peer)
-    return True
+    return refuse
 
 
 def _is_in_doubt(job: Job, old: Member, hello: Hello, join: Join, now: float) -> bool:

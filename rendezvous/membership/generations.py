@@ -38,6 +38,8 @@ from pdrun.rendezvous.protocol.messages import Failure, Start, StopWorkers, Verd
 
 STOP_REPORT_SECONDS = 5.0
 """Time beyond the grace in which a node must report the end of its workers."""
+DEFERRED_SECONDS = 4.0
+"""Time in which a node that was refused for now asks again; it waits for one second."""
 
 
 def advance_job(job: Job, now: float) -> None:
@@ -61,8 +63,13 @@ def advance_job(job: Job, now: float) -> None:
     elif job.state in (JobState.RESTARTING, JobState.STOPPING):
         if not counts[Phase.RUNNING] and stop is not None and stop.next_at is None:
             finish_stop(job, stop, now)
-    elif not job.roster.members:
+    elif not job.roster.members and not _is_awaited(job.roster, now):
         finish_job(job)
+
+
+def _is_awaited(roster: Roster, now: float) -> bool:
+    """Whether a node that was refused for now has yet to ask again: it gets the verdict."""
+    return any(now - at <= DEFERRED_SECONDS for at in roster.deferred.values())
 
 
 # Start of a generation

@@ -53,6 +53,7 @@ from pdrun.rendezvous.protocol.events import (
     AgentsAlive,
     ClosePeer,
     JobDone,
+    JoinDeferred,
     LocalStop,
     MembershipEvent,
     MessageReceived,
@@ -204,6 +205,8 @@ class Membership(Job):
                 return False
             case PeerDisconnected(peer, between):
                 self._on_disconnect(peer, between, now)
+            case JoinDeferred(peer, node):
+                admission.note_deferred(self.roster, peer, node, now)
             case Tick():
                 run_timers(self, now)
                 return False
@@ -244,8 +247,9 @@ class Membership(Job):
             case Depart(reason) if member is not None:
                 handle_depart(self, member, reason, now)
             case Join() if not self._is_replaying and member is None:
-                if admission.refuse_early(self, peer, session.hello, message, now):
-                    self.journal_events.append(PeerDisconnected(peer))
+                deferred = admission.defer_join(self, peer, session.hello, message, now)
+                if deferred is not None:
+                    self.journal_events.append(deferred)
                     return False
                 admission.handle_join(self, peer, session.hello, message, now)
             case Join():

@@ -20,6 +20,8 @@ class Session:
     hello: Hello
     stop_requests: int = 0
     """StopRequests that this connection has sent."""
+    deferred_node: str = ""
+    """Name of a deferred node that was sent the verdict here."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Roster:
     agent -> reason, of nodes that are lost or have left. Later messages of these agents are
     refused with the reason.
     """
+    deferred: dict[str, float] = field(default_factory=dict)
+    """node name -> time at which it was refused for now. It asks again within seconds."""
 
     @property
     def active_nodes(self) -> list[Member]:
@@ -79,6 +83,7 @@ class Roster:
         """Add a node."""
         self.members[member.hello.agent] = member
         self.names[member.name] = member
+        self.deferred.pop(member.name, None)
         if member.join.node_rank is not None:
             self.claims[member.join.node_rank] = member
         self.counts[member.phase] += 1
@@ -110,4 +115,6 @@ class Roster:
         session = self.sessions.pop(peer, None)
         if session is not None and self.agents.get(session.hello.agent) == peer:
             del self.agents[session.hello.agent]
+        if session is not None and session.deferred_node:
+            self.deferred.pop(session.deferred_node, None)
         return session

@@ -147,6 +147,17 @@ class PeerDisconnected:
 
 
 @dataclass(frozen=True)
+class JoinDeferred:
+    """
+    A node was refused for now and asks again. The machine creates this event at a Join. A journal
+    keeps it, because the decision depends on the failure detector.
+    """
+
+    peer: Peer
+    node: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed. Sent at least every `Membership.tick_every` seconds."""
 
@@ -205,6 +216,7 @@ MembershipEvent = (
     MessageReceived
     | AgentsAlive
     | PeerDisconnected
+    | JoinDeferred
     | Tick
     | LocalStop
     | AgentLost
@@ -216,6 +228,7 @@ JOURNAL_TAGS: Mapping[type[MembershipEvent], str] = {
     MessageReceived: "Received",
     AgentsAlive: "Heard",
     PeerDisconnected: "Disconnected",
+    JoinDeferred: "JoinDeferred",
     Tick: "Tick",
     LocalStop: "StopOrdered",
     AgentLost: "Orphaned",

@@ -61,6 +61,8 @@ class Round:
     def __init__(self, soak: Soak, bed: Bed) -> None:
         self.soak, self.bed, self.chance = soak, bed, soak.chance
         self.agents: dict[str, NodeJob] = {}
+        self.started: dict[str, float] = {}
+        """When each host's agent was started last, in the time of the event log."""
         self.later: list[tuple[float, Callable[[], None]]] = []
         """What is to be undone, and when."""
         self.frozen: dict[str, float] = {}
@@ -128,6 +130,7 @@ class Round:
             host.boot()
         self.hit.pop(host.name, None)
         self._log("start", host.name)
+        self.started[host.name] = time.time()
         most = sum(1 for _ in self.soak.cluster)
         self.agents[host.name] = self.bed.start(
             host.name,
@@ -328,6 +331,9 @@ class Round:
             or assigned[-1].data["generation"] != started[-1].data["generation"]
         ):
             return False
+        joined = {event.data["node"]: event.time for event in self.bed.events("joined")}
+        if any(joined.get(name, 0.0) < at for name, at in self.started.items()):
+            return False  # the generation is still that of its earlier agent
         generation = started[-1].data["generation"]
         ending = {event.data["generation"] for event in self.bed.events("restarting")}
         if generation in ending:  # the next one is not assigned yet

@@ -32,9 +32,23 @@ MUTANTS = (
     Mutant(
         "an agent that was started again is refused while its earlier connection is open",
         f"{MEMBERSHIP}machine.py",
-        "if admission.refuse_early(self, peer, session.hello, message, now):",
-        "if False:",
+        "deferred = admission.defer_join(self, peer, session.hello, message, now)",
+        "deferred = None",
         f"{NAMESAKES}a_machine_that_lost_power_joins_again_when_it_is_found_lost",
+    ),
+    Mutant(
+        "a scheduler does not wait for a node that it asked to come again",
+        f"{MEMBERSHIP}generations.py",
+        "not _is_awaited(job.roster, now)",
+        "True",
+        f"{NAMESAKES}who_was_asked_to_come_again_is_sent_the_verdict",
+    ),
+    Mutant(
+        "a node that was asked to come again is refused when the job is over",
+        f"{MEMBERSHIP}admission.py",
+        "if job.shutdown.verdict and join.node in job.roster.deferred:",
+        "if False:",
+        f"{NAMESAKES}who_was_asked_to_come_again_is_sent_the_verdict",
     ),
     Mutant(
         "an agent is replaced before the fence of its workers",

@@ -40,6 +40,7 @@ from pdrun.rendezvous.protocol.codec import CodecError, event_from_plain, event_
 from pdrun.rendezvous.protocol.events import (
     AgentLost,
     AgentsAlive,
+    JoinDeferred,
     LocalStop,
     LostNode,
     MembershipEvent,
@@ -63,6 +64,7 @@ EVENTS: list[MembershipEvent] = [
     MessageReceived("p", m.Progress(0, (m.Step(0, 5, 0.25),), 4)),
     AgentsAlive(("p", "q")),
     PeerDisconnected("p"),
+    JoinDeferred("p", "b"),
     Tick(),
     LocalStop(15, "me", True),
     AgentLost("gone"),

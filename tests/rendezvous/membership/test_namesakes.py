@@ -14,7 +14,8 @@ import pytest
 
 from pdrun.rendezvous.membership.machine import JobState
 from pdrun.rendezvous.membership.nodes import Member, order_by_rank
-from pdrun.rendezvous.protocol.messages import Join, Ready, Refuse
+from pdrun.rendezvous.protocol.events import LocalStop
+from pdrun.rendezvous.protocol.messages import Join, Leave, Ready, Refuse, Verdict
 from tests.rendezvous.helpers import Machine, config, hello
 
 NUMBERS = itertools.count()
@@ -169,3 +170,41 @@ def test_a_worker_of_a_dynamic_cluster_keeps_the_place_it_asked_for(
         for name, rank in (("b", 1), ("c", 2))
     ]
     assert [member.name for member in order_by_rank(config(unit=unit), members)] == order
+
+
+@pytest.mark.parametrize("successor", [False, True])
+@pytest.mark.parametrize("code", [0, 143])
+def test_who_was_asked_to_come_again_is_sent_the_verdict(code: int, successor: bool) -> None:
+    """The job ends in the second in which it waits; it asks too late to take part."""
+    machine = running(min_nodes=1)
+    machine.beat(5.0, "a")
+    assert ask(machine) == "later"
+    if successor:
+        machine.succeed(0.5)
+        machine.say("a1", hello("a", incarnation=1))
+        machine.say("b1", hello("b", incarnation=1))
+    a, b = ("a1", "b1") if successor else ("a", "b")
+    if code:
+        machine.step(LocalStop(15, "hand"))
+        assert ask(machine) == "later", "its workers are being stopped"
+    machine.finish(a, b)
+    machine.say(a, Leave())
+    machine.say(b, Leave())
+    assert machine.membership.state is JobState.DONE and not machine.done
+    machine.say("again", hello("again", host="host-b"), Join("b", None, 1))
+    assert machine.to("again", Verdict)[0].code == code and not machine.done
+    machine.say("again", Leave())
+    assert machine.done == [code]
+
+
+def test_the_end_waits_for_who_was_asked_to_come_again_for_seconds_only() -> None:
+    machine = running(min_nodes=1)
+    machine.beat(5.0, "a")
+    assert ask(machine) == "later"
+    machine.finish("a", "b")
+    machine.say("a", Leave())
+    machine.say("b", Leave())
+    machine.tick(3.0)
+    assert not machine.done
+    machine.tick(2.0)
+    assert machine.done == [0]

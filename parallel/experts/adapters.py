@@ -39,13 +39,18 @@ def find_adapter(name: str, module: nn.Module, top_k: int | None) -> ExpertAdapt
     """
     Return what cuts the experts of a module.
 
+    Args:
+        top_k: experts per token of a module with a list of experts; None: the module says it.
+
     Raises:
-        UsageError: it has no experts of a known kind.
+        UsageError: it has no experts of a known kind, or ``top_k`` would have no effect.
     """
-    if isinstance(module, MoE):
-        return MoEAdapter()
-    if is_fused(module):
-        return FusedAdapter()
+    is_moe = isinstance(module, MoE)
+    if is_moe or is_fused(module):
+        if top_k is not None:
+            what = f"top_k={top_k} has no effect: a {type(module).__name__} is routed by the model"
+            raise style_error(name, what, "leave top_k out of experts(...)")
+        return MoEAdapter() if is_moe else FusedAdapter()
     if find_expert_list(module):
         return ListAdapter(top_k)
     what = f"a {type(module).__name__} has no experts of a known kind"

@@ -12,6 +12,7 @@ all ranks are summed, once, and each layer with a `Balance` moves:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Balance:
         if self.kind not in KINDS:
             what = f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}"
             raise UsageError(what, where="pdrun.Balance")
-        if not isinstance(self.rate, (int, float)) or not self.rate > 0:
+        if type(self.rate) not in (int, float) or not 0 < self.rate < math.inf:
             raise UsageError(f"rate must be above 0, got {self.rate!r}", where="pdrun.Balance")
 
 

@@ -3,7 +3,8 @@ Modules with a router and a list of equal experts: ``nn.ModuleList`` and a linea
 
 What such a module computes is written in its forward, which calls the experts that have tokens.
 On several ranks every rank must take part, so that its forward is replaced. Before that, a copy is
-compared with it on random numbers: a module that routes in another way is refused.
+compared with it on random numbers: a module that routes in another way is refused, and so is one
+that does more in training: adds noise, drops tokens, or keeps a loss in an attribute.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ PROBE_ROWS, PROBE_LENGTH = 3, 5
 """Shape of the tokens that modules are compared with."""
 PROBE_TOLERANCE = 1e-8
 """In fp64."""
+MODULE_TABLES = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class ListAdapter:
                 output, mine, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE
             )
             if is_near:
+                _check_training(name, probe, parts, tokens)
                 return rule, isinstance(wanted, tuple)
         what = f"it does not compute the sum of the {top_k} best experts of a softmax or sigmoid"
         raise style_error(name, what, "name its top_k=, or use pdrun.MoE")
@@ -191,12 +195,54 @@ def _probe_module(name: str, module: nn.Module, parts: ListParts) -> tuple[Any, 
     router: Any = made.get_submodule(parts.router)
     shape = PROBE_ROWS, PROBE_LENGTH, router.in_features
     tokens = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return _call_probe(name, made, tokens), tokens, made
+
+
+def _call_probe(name: str, probe: nn.Module, tokens: torch.Tensor) -> Any:
     try:
         with torch.no_grad():
-            return made(tokens), tokens, made
+            return probe(tokens)
     except Exception as error:
-        what = f"it cannot be called with one tensor of shape {list(shape)}: {error}"
+        what = f"it cannot be called with one tensor of shape {list(tokens.shape)}: {error}"
         raise style_error(name, what, "use pdrun.MoE") from None
+
+
+def _check_training(name: str, probe: nn.Module, parts: ListParts, tokens: torch.Tensor) -> None:
+    """Refuse a module that does something in training that its replacement would not do."""
+    tokens = tokens / 2  # others than before: what a forward keeps of them is seen to change
+    before = _state_of(probe)
+    probe.train()
+    for other in parts.others:  # called as they are
+        probe.get_submodule(other).eval()
+    found = _call_probe(name, probe, tokens)
+    after = _state_of(probe)
+    wanted = _call_probe(name, probe.eval(), tokens)
+    changed = [key for key in after if key not in before or not _is_same(before[key], after[key])]
+    if changed:
+        what = f"its forward sets {changed[0]}, which would stay as it is"
+        raise style_error(name, what, "use pdrun.MoE, with pdrun.Balance for a balance loss")
+    one, other = (each[0] if isinstance(each, tuple) else each for each in (found, wanted))
+    if not torch.allclose(one, other, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE):
+        what = "it computes something else in training than in evaluation"
+        raise style_error(name, what, "use it without noise, dropout and capacity, or pdrun.MoE")
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes and buffers of a module itself, copies of those that can change."""
+    found = {key: value for key, value in vars(module).items() if key not in MODULE_TABLES}
+    found |= dict(module.named_buffers(recurse=False))
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for key, value in found.items()
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, dict, set)) and type(one) is type(other):
+        return len(one) == len(other)
+    return one is other or (isinstance(one, (int, float, str)) and bool(one == other))
 
 
 def _compute_alone(
@@ -245,7 +291,9 @@ class ParallelExpertList(nn.Module):
         parts, rule, returns_logits = self._routing
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.get_submodule(parts.router)(tokens)
-        routing = route_tokens(logits.float(), rule, None)
+        routing = route_tokens(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), rule, None
+        )
         self.expert_loads.add(routing.index, self.training)
         experts: Any = self.get_submodule(parts.experts)
         compute = _caller_of([experts[index] for index in self._local_experts])

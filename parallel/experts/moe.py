@@ -46,7 +46,8 @@ class MoE(nn.Module):
         experts: number of experts.
         top_k: experts per token.
         score: "softmax" over all experts, or "sigmoid" of each.
-        normalize: divide a token's weights by their sum.
+        normalize: divide a token's weights by their sum; default: with a ``top_k`` above 1. With 1
+            every weight would be 1, and the router would not learn.
         scale: factor of the weights.
         shared: experts that every token uses, as one network of ``shared * hidden``.
         groups: (number of groups of experts, groups per token): the experts of a token are chosen
@@ -70,7 +71,7 @@ class MoE(nn.Module):
         experts: int,
         top_k: int = 1,
         score: str = "softmax",
-        normalize: bool = True,
+        normalize: bool | None = None,
         scale: float = 1.0,
         shared: int = 0,
         groups: tuple[int, int] | None = None,
@@ -82,11 +83,15 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_counts(dim=dim, hidden=hidden, experts=experts, top_k=top_k)
-        _check_choices(experts, top_k, score, groups, shared, capacity, activation)
+        _check_choices(experts, top_k, score, groups, shared, activation)
+        _check_weighting(top_k, normalize, scale, capacity)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(f"dtype must be a floating-point type, got {dtype!r}", where=MOE_API)
         if balance is not None and not isinstance(balance, Balance):
             what = f"balance must be a pdrun.Balance, got {balance!r}"
             raise UsageError(what, where=MOE_API, hint='pdrun.Balance("bias", 1e-3)')
-        self.rule = RoutingRule(experts, top_k, score, normalize, scale, groups)
+        is_normalized = top_k > 1 if normalize is None else normalize
+        self.rule = RoutingRule(experts, top_k, score, is_normalized, scale, groups)
         self.balance = balance
         self.capacity = capacity
         self.activation = activation
@@ -181,8 +186,10 @@ class MoE(nn.Module):
                 what, where=MOE_API, hint="capacity counts the tokens of each sequence"
             )
         assert self.capacity is not None
-        mean = x.shape[1] * self.rule.top_k / self.rule.experts
-        return x.shape[0], max(1, math.ceil(self.capacity * mean))
+        rows, positions, _ = x.shape
+        mean = positions * self.rule.top_k / self.rule.experts
+        # an expert gets a token once
+        return rows, max(1, math.ceil(min(self.capacity * mean, positions)))
 
 
 def router_params(model: nn.Module) -> Iterator[int]:
@@ -238,7 +245,6 @@ def _check_choices(
     score: str,
     groups: tuple[int, int] | None,
     shared: int,
-    capacity: float | None,
     activation: str,
 ) -> None:
     if top_k > experts:
@@ -246,15 +252,25 @@ def _check_choices(
     if score not in SCORES:
         what = f"score must be one of {', '.join(SCORES)}, got {score!r}"
         raise UsageError(what, where=MOE_API)
-    if activation not in ACTIVATIONS:
+    if activation not in tuple(ACTIVATIONS):
         what = f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         raise UsageError(what, where=MOE_API)
     if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
         raise UsageError(f"shared must be a count, got {shared!r}", where=MOE_API)
-    if capacity is not None and not capacity > 0:
-        raise UsageError(f"capacity must be above 0, got {capacity!r}", where=MOE_API)
     if groups is not None:
         _check_groups(experts, top_k, groups)
+
+
+def _check_weighting(top_k: int, normalize: Any, scale: Any, capacity: Any) -> None:
+    if normalize is not None and type(normalize) is not bool:
+        raise UsageError(f"normalize must be True or False, got {normalize!r}", where=MOE_API)
+    if normalize and top_k == 1:
+        what = "normalize=True with top_k=1: every weight is 1, and the router would not learn"
+        raise UsageError(what, where=MOE_API, hint="leave normalize out")
+    for name, value in (("scale", scale), ("capacity", capacity)):
+        is_number = type(value) in (int, float) and 0 < value < math.inf
+        if not is_number and not (name == "capacity" and value is None):
+            raise UsageError(f"{name} must be above 0, got {value!r}", where=MOE_API)
 
 
 def _check_groups(experts: int, top_k: int, groups: tuple[int, int]) -> None:

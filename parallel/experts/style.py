@@ -91,11 +91,11 @@ def experts(axis: AxisNames, *, top_k: int | None = None) -> ExpertsStyle:
     Raises:
         UsageError: axis is not a name or names of axes.
     """
-    names = axis_names(axis)
+    names = axis_names(axis) if isinstance(axis, (str, tuple, list)) else ()
     if not names or not all(isinstance(each, str) and each for each in names):
         what = f"axis must be the name of an axis, or several, got {axis!r}"
         raise UsageError(what, where=f"{STRATEGY_API}, experts")
     if top_k is not None and (type(top_k) is not int or top_k < 1):
         what = f"top_k must be a count of at least 1, got {top_k!r}"
         raise UsageError(what, where=f"{STRATEGY_API}, experts")
-    return ExpertsStyle(axis, top_k)
+    return ExpertsStyle(names if len(names) > 1 else names[0], top_k)

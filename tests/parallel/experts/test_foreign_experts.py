@@ -119,12 +119,12 @@ def test_families_of_transformers(family: str, worlds: Any) -> None:
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
+        return self.down(self.drop(torch.relu(self.up(x))))
 
 
 class Listed(nn.Module):
@@ -196,6 +196,58 @@ def test_lists_of_experts(options: dict[str, Any], level: int, axis: str, worlds
     assert mine == pytest.approx(weights, rel=1e-4, abs=1e-4)
 
 
+class ListedInTraining(Listed):
+    """A block that does more in training."""
+
+    def __init__(self, trick: str) -> None:
+        super().__init__(shared=True)
+        self.trick = trick
+        self.aux_loss: Any = None
+        self.losses: list[Tensor] = []
+        self.register_buffer("seen", torch.zeros(4))
+        if trick == "dropout":
+            self.experts = nn.ModuleList(Expert(0.5) for _ in range(4))
+        if trick == "shared dropout":
+            self.shared = Expert(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training and self.trick == "noise":
+            x = x + torch.rand_like(x)
+        out, logits = super().forward(x)
+        shares = logits.softmax(-1).detach()
+        if self.trick == "aux loss":
+            self.aux_loss = shares.square().mean()
+        if self.trick == "list of losses" and self.training:
+            self.losses.append(shares.mean())
+        if self.trick == "buffer" and self.training:
+            self.seen += shares.sum(0)
+        return out, logits
+
+
+@pytest.mark.parametrize(
+    ("trick", "text"),
+    [
+        ("noise", "computes something else in training"),
+        ("dropout", "computes something else in training"),
+        ("aux loss", "its forward sets aux_loss, which would stay as it is"),
+        ("list of losses", "its forward sets losses"),
+        ("buffer", "its forward sets seen"),
+    ],
+)
+def test_lists_that_do_more_in_training_are_refused(trick: str, text: str) -> None:
+    model = ListModel()
+    model.moe = ListedInTraining(trick)
+    assert text in refuse(model, pdrun.experts("ep"))
+
+
+@pytest.mark.parametrize("trick", ["", "shared dropout"])
+def test_lists_that_do_the_same_in_training_are_cut(trick: str) -> None:
+    model = ListModel()
+    model.moe = ListedInTraining(trick)
+    plan = pdrun.Strategy({"moe": pdrun.experts("ep")}).plan(model, Grid(("ep",), (2,)))
+    assert [site.name for site in plan.sites] == ["moe"]
+
+
 def refuse(model: nn.Module, style: Any, grid: Grid | None = None) -> str:
     with pytest.raises(UsageError) as caught:
         pdrun.Strategy({"moe": style}).plan(model, grid or Grid(("dp", "ep", "tp"), (1, 2, 1)))
@@ -212,6 +264,9 @@ def test_modules_that_cannot_be_cut() -> None:
     holder = nn.Module()
     holder.moe = nn.Linear(4, 4)
     assert "a Linear has no experts of a known kind" in refuse(holder, style)
+    holder.moe = pdrun.MoE(16, 24, experts=4, top_k=2)
+    told = refuse(holder, pdrun.experts("ep", top_k=4))
+    assert "top_k=4 has no effect: a MoE is routed by the model" in told
     three = Grid(("dp", "ep", "tp"), (1, 3, 1))
     assert "4 experts cannot be split evenly over 3 ranks (ep); these fit: 1, 2, 4" in refuse(
         ListModel(), style, three
@@ -219,6 +274,10 @@ def test_modules_that_cannot_be_cut() -> None:
     both = Grid(("dp", "ep", "tp"), (1, 2, 2))
     told = refuse(ListModel(), pdrun.experts(("tp", "ep")), both)
     assert "axes must be in the order of the mesh, ('ep', 'tp')" in told
+    wrong: Any
+    for wrong in (None, 3, (), ("ep", 3)):
+        with pytest.raises(UsageError, match="axis must be the name of an axis, or several"):
+            pdrun.experts(wrong)
     with pytest.raises(UsageError, match="dp is not a tensor axis"):
         pdrun.Strategy({"moe": pdrun.experts("dp")}).plan(ListModel(), both)
     with pytest.raises(UsageError, match="ep is not a tensor axis"):

@@ -121,6 +121,20 @@ def test_capacity_drops_in_the_order_of_each_sequence() -> None:
     torch.testing.assert_close(found, one_by_one)
 
 
+def test_a_capacity_beyond_all_tokens_drops_nothing() -> None:
+    x = torch.randn(2, 6, DIM)
+    torch.testing.assert_close(build(capacity=1e30)(x), build()(x))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_router_of_one_expert_per_token_learns(score: str) -> None:
+    """Weights that add up to 1 would be 1, without a gradient."""
+    moe = build(top_k=1, score=score)
+    moe(torch.randn(4, DIM)).square().sum().backward()
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad.abs().sum() > 1e-3
+
+
 def test_shared_experts_are_added() -> None:
     moe = build(shared=2)
     x = torch.randn(4, DIM)
@@ -212,7 +226,16 @@ def test_loads_are_multiples_of_the_mean() -> None:
         ({"groups": (4, 1), "top_k": 3}, "top_k=3 is more than the 2 experts of 1 groups"),
         ({"score": "tanh"}, "score must be one of softmax, sigmoid, got 'tanh'"),
         ({"capacity": 0}, "capacity must be above 0"),
+        ({"capacity": "1"}, "capacity must be above 0, got '1'"),
+        ({"capacity": True}, "capacity must be above 0, got True"),
+        ({"capacity": float("inf")}, "capacity must be above 0, got inf"),
+        ({"scale": None}, "scale must be above 0, got None"),
+        ({"scale": float("nan")}, "scale must be above 0, got nan"),
+        ({"normalize": "no"}, "normalize must be True or False, got 'no'"),
+        ({"normalize": True, "top_k": 1}, "the router would not learn"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point type, got torch.int8"),
         ({"activation": "elu"}, "activation must be one of"),
+        ({"activation": ["relu"]}, "activation must be one of"),
         ({"balance": "bias"}, "balance must be a pdrun.Balance, got 'bias'"),
         ({"shared": -1}, "shared must be a count, got -1"),
     ],
@@ -226,8 +249,9 @@ def test_numbers_that_do_not_fit(options: dict[str, Any], text: str) -> None:
 def test_balance_and_capacity_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match="kind must be one of bias, loss"):
         pdrun.Balance("sinkhorn")
-    with pytest.raises(UsageError, match="rate must be above 0"):
-        pdrun.Balance("bias", 0)
+    for rate in (0, True, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="rate must be above 0"):
+            pdrun.Balance("bias", rate)
     with pytest.raises(UsageError, match="capacity needs an input"):
         build(capacity=1.0)(torch.randn(4, DIM))
 

@@ -102,6 +102,7 @@ class SafetensorsFile:
                 for name, value in header.items()
                 if name != "__metadata__"
             }
+            self._check_overlaps()
         except DAMAGE as error:
             reason = escape_text(str(error))
             raise ConfigError(f"is not a safetensors file ({reason})", where=str(path)) from None
@@ -124,6 +125,15 @@ class SafetensorsFile:
             missing = high - size + self._start
             raise ValueError(f"it is truncated: {name[:200]} lacks {missing:,} bytes")
         return dtype, shape, low
+
+    def _check_overlaps(self) -> None:
+        end, before = 0, ""
+        for name, (dtype, shape, low) in sorted(self.entries.items(), key=lambda one: one[1][2]):
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            if nbytes and low < end:
+                raise ValueError(f"{name[:200]} and {before[:200]} have the same bytes")
+            if nbytes:
+                end, before = low + nbytes, name
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """

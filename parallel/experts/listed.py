@@ -201,10 +201,11 @@ def _probe_module(name: str, module: nn.Module, parts: ListParts) -> tuple[Any, 
 def _call_probe(name: str, probe: nn.Module, tokens: torch.Tensor) -> Any:
     try:
         with torch.no_grad():
-            return probe(tokens)
+            found = probe(tokens)
     except Exception as error:
         what = f"it cannot be called with one tensor of shape {list(tokens.shape)}: {error}"
         raise style_error(name, what, "use pdrun.MoE") from None
+    return found
 
 
 def _check_training(name: str, probe: nn.Module, parts: ListParts, tokens: torch.Tensor) -> None:
@@ -242,7 +243,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, (list, dict, set)) and type(one) is type(other):
         return len(one) == len(other)
-    return one is other or (isinstance(one, (int, float, str)) and bool(one == other))
+    is_plain = isinstance(one, (int, float, str))
+    return one is other or (is_plain and bool(one == other))
 
 
 def _compute_alone(

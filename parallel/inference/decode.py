@@ -237,7 +237,8 @@ def generate_rows(
     ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
     bad = torch.zeros_like(ended)
     for position in range(new):
-        bad |= ~logits.isfinite().all(-1) & ~ended
+        # -inf is a token that a model never chooses
+        bad |= ~logits.amax(-1).isfinite() & ~ended
         tokens = share(sampling.choose(logits, rows, position))
         chosen.append(tokens)
         if eos:

@@ -25,7 +25,7 @@ from pdrun.parallel.experts.style import experts
 from pdrun.parallel.inference.decode import find_session
 from pdrun.parallel.inference.inference_model import INFER, InferenceModel
 from pdrun.parallel.inference.load import load_weights
-from pdrun.parallel.inference.sources import open_source
+from pdrun.parallel.inference.sources import WEIGHTS_HINT, open_source
 from pdrun.parallel.inference.stages import take_stage
 from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.model.meta_init import move_model
@@ -38,6 +38,8 @@ from pdrun.parallel.training.rank_agreement import PARALLELIZE, RankAgreement
 
 TIMEOUT_SECONDS = 600.0
 """Default limit of a collective."""
+MAX_TIMEOUT_SECONDS = 86400.0 * 30
+COMPUTED_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_SPARE_NAMES = 5
 """Unused tensors that are named."""
 
@@ -76,7 +78,7 @@ def infer(
         UsageError: an argument is wrong, or ranks differ.
         ConfigError: weights are missing or damaged, or are those of another model.
     """
-    _check_arguments(model, strategy, dtype, max_length, timeout)
+    _check_arguments(model, strategy, weights, dtype, max_length, timeout)
     if type(compile) is not bool:
         raise UsageError(f"compile must be True or False, got {compile!r}", where=INFER)
     job = init_process()
@@ -128,7 +130,9 @@ def infer(
         )
 
 
-def _check_arguments(model: Any, strategy: Any, dtype: Any, max_length: Any, timeout: Any) -> None:
+def _check_arguments(
+    model: Any, strategy: Any, weights: Any, dtype: Any, max_length: Any, timeout: Any
+) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise UsageError(f"model must be a torch.nn.Module, got {kind}", where=INFER)
@@ -138,17 +142,23 @@ def _check_arguments(model: Any, strategy: Any, dtype: Any, max_length: Any, tim
             where=INFER,
             hint="pdrun.strategy_for(model), or Strategy({glob: style})",
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(
-            f"dtype must be a floating-point type, got {dtype!r}",
-            where=INFER,
-            hint="torch.bfloat16",
-        )
+    if weights is not None and not isinstance(weights, (str, Path)):
+        kind = type(weights).__name__
+        raise UsageError(f"weights must be a path, got {kind}", where=INFER, hint=WEIGHTS_HINT)
+    if dtype not in (None, *COMPUTED_TYPES):
+        names = ", ".join(str(each) for each in COMPUTED_TYPES)
+        raise UsageError(f"dtype must be one of {names}, got {dtype!r}", where=INFER)
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         what = f"max_length must be a whole number from 1, got {max_length!r}"
         raise UsageError(what, where=INFER)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise UsageError(f"timeout must be above 0 seconds, got {timeout!r}", where=INFER)
+    if type(timeout) not in (int, float) or not 0 < timeout <= MAX_TIMEOUT_SECONDS:
+        what = f"timeout must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} seconds"
+        raise UsageError(f"{what}, got {timeout!r}", where=INFER)
+    for name, module in model.named_modules():
+        if isinstance(module, MoE) and module.capacity is not None:
+            what = f"{name}: capacity={module.capacity} counts the tokens of a sequence"
+            hint = "make the model with capacity=None: each token has all of its experts then"
+            raise UsageError(f"{what}, which grows with each token", where=INFER, hint=hint)
 
 
 def _check_mesh(devices: Any, world: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -272,7 +272,14 @@ class InferenceModel:
         Args:
             rows: prompts in a call, on all ranks together.
             length: places of the caches; default: ``max_length``.
+
+        Raises:
+            UsageError: a number is no count.
         """
+        for name, value in (("rows", rows), ("length", length)):
+            if value is not None and (type(value) is not int or value < 1):
+                what = f"{name} must be a whole number from 1, got {value!r}"
+                raise UsageError(what, where="pdrun.infer.memory")
         places = length or self.max_length or 0
         mine = -(-rows // self._rows.size)
         cache = sum(
@@ -316,7 +323,10 @@ def _cache_layers(probe: Any) -> Iterator[tuple[int, int | None]]:
 
 
 def _parse_ends(eos: Any, vocabulary: int) -> tuple[int, ...]:
-    ends = () if eos is None else (eos,) if type(eos) is int else tuple(eos)
+    if eos is None:
+        return ()
+    is_list = isinstance(eos, (Sequence, Set)) and not isinstance(eos, (str, bytes))
+    ends = tuple(eos) if is_list else (eos,)
     for token in ends:
         if type(token) is not int or not 0 <= token < vocabulary:
             what = f"eos={eos!r}: {token!r} is not an id of the vocabulary of {vocabulary}"

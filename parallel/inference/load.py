@@ -18,8 +18,12 @@ from pdrun.parallel.inference.sources import WeightSource
 from pdrun.parallel.model.shards import Shard, full_shard, set_shard, shard_of
 from pdrun.text import escape_text
 
+NARROWEST_BYTES = 2
+"""Of weights that are their own values; narrower ones have scales in other tensors."""
 MAX_NAMED = 5
 """Tensors that an error names."""
+MAX_SHAPE_LENGTH = 80
+"""Characters of a shape in an error."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ def _match_names(
 def _check_shapes(targets: Iterable[_Target], source: WeightSource) -> None:
     wrong = [
         f"{escape_text(target.stored)} in {source.file_of(target.stored)} has the shape"
-        f" {list(source.shape_of(target.stored))}, the model's has {list(target.shard.shape)}"
+        f" {str(list(source.shape_of(target.stored)))[:MAX_SHAPE_LENGTH]}, the model's has"
+        f" {list(target.shard.shape)}"
         for target in targets
         if source.shape_of(target.stored) != tuple(target.shard.shape)
     ]
@@ -146,7 +151,8 @@ def _fill(
 ) -> None:
     value = source.read_shard(target.stored, target.shard)
     wanted = target.tensor.dtype
-    if value.is_floating_point() != wanted.is_floating_point:
+    is_fp8 = value.is_floating_point() and value.itemsize < min(NARROWEST_BYTES, wanted.itemsize)
+    if is_fp8 or value.is_floating_point() != wanted.is_floating_point:
         raise ConfigError(
             f"{escape_text(target.stored)} in {source.file_of(target.stored)} has the type"
             f" {value.dtype}, the model's has {wanted}",

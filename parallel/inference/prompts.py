@@ -66,10 +66,12 @@ def parse_prompts(value: Any) -> Prompts:
     """
     hint = "pass [[1, 2, 3], [4, 5]] or a tensor of whole numbers [rows, length]"
     if isinstance(value, torch.Tensor):
-        if value.dim() != 2:
+        if value.dim() != 2 or not _has_values(value):
             shape = list(value.shape)
             raise UsageError(
-                f"a tensor of prompts has two dims, got {shape}", where=GENERATE, hint=hint
+                f"a tensor of prompts has two dims and values, got {shape} on {value.device}",
+                where=GENERATE,
+                hint=hint,
             )
         value = list(value)
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
@@ -85,7 +87,8 @@ def parse_prompts(value: Any) -> Prompts:
 
 def _parse_ids(index: int, ids: Any, hint: str) -> tuple[int, ...]:
     if isinstance(ids, torch.Tensor):
-        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.dim() != 1 or not is_whole or not _has_values(ids):
             what = f"prompt {index} is a tensor {list(ids.shape)} of {ids.dtype}"
             raise UsageError(what, where=GENERATE, hint=hint)
         ids = ids.tolist()
@@ -103,6 +106,10 @@ def _parse_ids(index: int, ids: Any, hint: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 def check_prompts(
     prompts: Prompts, new: int, vocabulary: int, positions: int | None, cache: int | None
 ) -> int:
@@ -116,7 +123,8 @@ def check_prompts(
         cache: places that the caller wants; None: as many as needed.
 
     Raises:
-        UsageError: an id outside of the vocabulary, or a prompt that is too long.
+        UsageError: an id outside of the vocabulary, a prompt that is too long, or a cache that is
+            too small or has places that the model cannot use.
     """
     if type(new) is not int or new < 1:
         what = f"max_new_tokens must be a whole number from 1, got {new!r}"
@@ -145,6 +153,9 @@ def check_prompts(
         return needed
     if type(cache) is not int or cache < 1:
         raise UsageError(f"cache must be a whole number from 1, got {cache!r}", where=GENERATE)
+    if positions is not None and cache > max(positions, needed):
+        what = f"cache={cache} has more places than the model's {positions} positions"
+        raise UsageError(what, where=GENERATE, hint=f"use cache={positions} at most")
     if needed > cache:
         raise UsageError(
             f"the cache of {cache} places is at its end before max_new_tokens={new}: a prompt of"

@@ -8,6 +8,7 @@ samples what one process samples.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ GENERATE = "pdrun.infer.generate"
 SAMPLING_KEY = 0x67656E
 """Separates these random numbers from others of the same seed."""
 MANTISSA_BITS = 53
+MAX_SEED = 1 << 63
+LEAST_TEMPERATURE = 1e-30
+"""Below it only the most likely tokens have a probability; 0.0 in fp32 would divide by zero."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise _argument_error("temperature", self.temperature, "0 (greedy) or a number above 0")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise _argument_error("top_k", self.top_k, "None or a whole number from 1")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise _argument_error("top_p", self.top_p, "None or a number above 0, up to 1")
-        if type(self.seed) is not int:
-            raise _argument_error("seed", self.seed, "a whole number, the same on every rank")
+        if type(self.seed) is not int or not -MAX_SEED <= self.seed < MAX_SEED:
+            wanted = "a whole number of 64 bits, the same on every rank"
+            raise _argument_error("seed", self.seed, wanted)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise UsageError(
                 "temperature=0 takes the most likely token: top_k and top_p would do nothing",
@@ -68,7 +73,8 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         # subtracting the maximum first keeps a small temperature from overflowing
-        scores = (logits.float() - logits.float().amax(-1, keepdim=True)) / self.temperature
+        temperature = max(self.temperature, LEAST_TEMPERATURE)
+        scores = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))

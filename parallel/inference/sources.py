@@ -17,12 +17,18 @@ from pdrun.errors import ConfigError, did_you_mean
 from pdrun.parallel.checkpoint.reader import CheckpointReader
 from pdrun.parallel.checkpoint.regions import Region, count_elements
 from pdrun.parallel.checkpoint.safetensors import SafetensorsFile
-from pdrun.parallel.checkpoint.storage import list_checkpoints, read_json
+from pdrun.parallel.checkpoint.storage import list_checkpoints, open_regular, read_json
 from pdrun.parallel.model.shards import Shard
 from pdrun.text import escape_text
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+ZIP_BEGIN, PICKLE_BEGIN = b"PK\x03\x04", b"\x80"
+"""First bytes of files of torch.save: of a zip file, or of a pickle."""
+MAX_NAME_LENGTH = 255
+HEADER_PLACE = 8
+"""Of the header of a safetensors file, behind its length."""
 WEIGHTS_HINT = "pass a folder of run.save, a .safetensors file, or a folder of such files"
 
 
@@ -58,7 +64,8 @@ def open_source(path: Path) -> WeightSource:
     if path.is_file():
         return SafetensorsSource(path, {path: None})
     if not path.is_dir():
-        raise ConfigError("does not exist", where=str(path), hint=WEIGHTS_HINT)
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise ConfigError(what, where=str(path), hint=WEIGHTS_HINT)
     if (path / "run.json").is_file():
         return CheckpointSource(path)
     steps = list_checkpoints(path)
@@ -72,9 +79,34 @@ def open_source(path: Path) -> WeightSource:
         return SafetensorsSource(path, _files_of_index(indices[0]))
     files: dict[Path, Collection[str] | None] = dict.fromkeys(sorted(path.glob(f"*{SUFFIX}")))
     if not files:
+        for file in sorted(path.iterdir()):
+            if file.is_file() and file.suffix in PICKLE_SUFFIXES:
+                _refuse_pickles(file)
         what = "has neither a complete checkpoint nor safetensors files"
         raise ConfigError(what, where=str(path), hint=WEIGHTS_HINT)
     return SafetensorsSource(path, files)
+
+
+def _is_weight_file(name: str) -> bool:
+    """Return whether a name is that of a file in the same folder, which can be printed."""
+    is_name = Path(name).name == name and name.isprintable() and len(name) <= MAX_NAME_LENGTH
+    return is_name and name.endswith(SUFFIX)
+
+
+def _refuse_pickles(path: Path) -> None:
+    """
+    Refuse what torch.save has written: to read it is to run what it contains.
+
+    Raises:
+        ConfigError: the file is of that kind.
+    """
+    with open_regular(path) as file:
+        begin = file.read(HEADER_PLACE + 1)
+    is_safetensors = begin[HEADER_PLACE:] == b"{"
+    if not is_safetensors and begin.startswith((ZIP_BEGIN, PICKLE_BEGIN)):
+        what = "is a file of torch.save, which can run code when it is read"
+        hint = "save the weights with safetensors: model.save_pretrained(folder)"
+        raise ConfigError(what, where=str(path), hint=hint)
 
 
 def _files_of_index(index: Path) -> dict[Path, Collection[str] | None]:
@@ -89,7 +121,7 @@ def _files_of_index(index: Path) -> dict[Path, Collection[str] | None]:
         raise ConfigError("has no weight_map", where=str(index), hint=WEIGHTS_HINT)
     files: dict[Path, set[str]] = {}
     for name, file in placed.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
+        if not isinstance(file, str) or not _is_weight_file(file):
             what = f"{escape_text(name)[:200]} is in {escape_text(json.dumps(file))[:200]}"
             raise ConfigError(
                 f"{what}, which is not a safetensors file of this folder", where=str(index)
@@ -153,7 +185,12 @@ class SafetensorsSource:
         self._path = path
         self._files: dict[str, SafetensorsFile] = {}
         for file, listed in files.items():
-            opened = SafetensorsFile(file)
+            try:
+                opened = SafetensorsFile(file)
+            except ConfigError:
+                if file.is_file():
+                    _refuse_pickles(file)
+                raise
             for name in opened.entries if listed is None else sorted(listed):
                 if name not in opened.entries:
                     raise ConfigError(

@@ -246,6 +246,11 @@ def test_caches_have_the_places_that_are_asked_for(served: InferenceModel) -> No
         (torch.zeros(2, 2), "is a tensor"),
         (torch.zeros(2, dtype=torch.long), "has two dims"),
         (3, "must be lists of token ids"),
+        ([torch.zeros(2, dtype=torch.complex64)], "is a tensor"),
+        (torch.zeros(0, 3, dtype=torch.long), "there is no prompt"),
+        (torch.zeros(1, 3, dtype=torch.long, device="meta"), "two dims and values, got [1, 3] on"),
+        ([torch.zeros(3, dtype=torch.long).to_sparse()], "is a tensor"),
+        ([[2**80]], "outside of the vocabulary"),
     ],
     ids=str,
 )
@@ -265,6 +270,12 @@ def test_hostile_prompts_are_refused(ids: Any, text: str, served: InferenceModel
         ({"temperature": 1, "top_p": 1.5}, "top_p must be"),
         ({"top_k": 5}, "top_k and top_p would do nothing"),
         ({"seed": 1.5}, "seed must be"),
+        ({"temperature": 1, "seed": 1 << 63}, "seed must be a whole number of 64 bits"),
+        ({"temperature": 10**400}, "temperature must be"),
+        ({"eos": 1.5}, "eos=1.5: 1.5 is not an id"),
+        ({"eos": True}, "eos=True: True is not an id"),
+        ({"eos": torch.tensor(2)}, "is not an id of the vocabulary"),
+        ({"cache": POSITIONS + 1}, f"more places than the model's {POSITIONS} positions"),
         ({"eos": WORDS}, "is not an id of the vocabulary"),
         ({"eos": "x"}, "is not an id of the vocabulary"),
         ({"cache": -1}, "cache must be"),
@@ -277,6 +288,68 @@ def test_wrong_options_are_refused(
     with pytest.raises(UsageError) as caught:
         served.generate(prompts(), **{"max_new_tokens": 5, **options})
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-6])
+def test_next_to_no_temperature_takes_the_most_likely_token(
+    temperature: float, served: InferenceModel
+) -> None:
+    expected = served.generate(prompts(), 6)
+    assert served.generate(prompts(), 6, temperature=temperature) == expected
+
+
+def test_counts_of_memory_are_checked(served: InferenceModel) -> None:
+    wrong: Any
+    for wrong in (0, -1, "4", True):
+        with pytest.raises(UsageError, match="rows must be a whole number from 1"):
+            served.memory(rows=wrong)
+        with pytest.raises(UsageError, match="length must be a whole number from 1"):
+            served.memory(length=wrong)
+
+
+class Masked(torch.nn.Module):
+    """Has logits of -inf for tokens that it never chooses; for token 0, nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(9, 9)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        never = (torch.arange(9) > 4) | (ids == 0).unsqueeze(-1)
+        return self.emb(ids).masked_fill(never, float("-inf"))
+
+
+def test_a_model_can_mask_tokens_but_not_all_of_them() -> None:
+    masked = infer(Masked())
+    rows = masked.generate([[1], [2]], 1, temperature=5.0)
+    assert all(token <= 4 for row in rows for token in row)
+    with pytest.raises(ConfigError, match="logits of prompt 1 are not finite"):
+        masked.generate([[1], [0]], 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be one of torch.float64, torch.float32"),
+        ({"weights": 3}, "weights must be a path, got int"),
+        ({"weights": ["a"]}, "weights must be a path, got list"),
+        ({"timeout": float("inf")}, "timeout must be above 0 and at most"),
+        ({"max_length": 0}, "max_length must be"),
+        ({"compile": 1}, "compile must be True or False"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_infer(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        infer(build_causal("gpt2"), **options)
+    assert text in str(caught.value)
+
+
+def test_experts_with_a_capacity_are_refused() -> None:
+    """What they drop would depend on how long a sequence has become."""
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 16), pdrun.MoE(16, 9, experts=2, capacity=1))
+    with pytest.raises(UsageError, match=r"1: capacity=1 counts the tokens of a sequence"):
+        infer(model)
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

@@ -49,7 +49,8 @@ class Decoder(nn.Module):
 def token_loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
     """The sum over tokens, and their number."""
     wanted = batch.roll(-1, 1)
-    return F.cross_entropy(output.flatten(0, 1), wanted.flatten(), reduction="sum"), wanted.numel()
+    scores = output.flatten(0, 1).float()  # a sum in bf16 would be coarse
+    return F.cross_entropy(scores, wanted.flatten(), reduction="sum"), wanted.numel()
 
 
 @dataclass(frozen=True)
